@@ -1,0 +1,53 @@
+"""What an embedding table is, in TorchRec's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class PoolingType(StrEnum):
+    """How the rows of a bag become one vector; an empty bag gives zeros in both."""
+
+    SUM = "sum"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True)
+class EmbeddingBagConfig:
+    """One embedding table and the features that look it up.
+
+    Args:
+        name: Table name, unique in its collection; part of the state-dict key.
+        num_embeddings: Rows; valid ids are ``0 .. num_embeddings - 1``.
+        embedding_dim: Row width. Any positive number: widths that FBGEMM does not take use our own kernel.
+        feature_names: Features that share this table.
+        pooling: ``sum`` or ``mean``. The mean divides by the number of ids in the bag, also where they are weighted.
+        init_std: Rows start normally distributed around 0 with this deviation. Small on purpose: rows drawn from
+            N(0, 1), the default of ``torch.nn.Embedding``, drive DeepFM's backward pass into denormal numbers.
+
+    Raises:
+        ValueError: a number is not positive, there is no feature, or the pooling is unknown.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: tuple[str, ...]
+    pooling: PoolingType = PoolingType.SUM
+    init_std: float = 0.01
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "feature_names", tuple(self.feature_names))
+        object.__setattr__(self, "pooling", PoolingType(self.pooling))
+        if self.num_embeddings < 1 or self.embedding_dim < 1:
+            raise ValueError(
+                f"table {self.name!r}: num_embeddings and embedding_dim must be at least 1, "
+                f"got {self.num_embeddings} and {self.embedding_dim}."
+            )
+        if not self.name or "." in self.name:
+            raise ValueError(
+                f"a table name must not be empty or hold a dot (it is part of keys), got {self.name!r}."
+            )
+        if not self.feature_names:
+            raise ValueError(f"table {self.name!r}: feature_names must name at least one feature.")

@@ -1,0 +1,236 @@
+"""Categorical ids of a batch, in the layout that every lookup takes."""
+
+# Shape suffixes: B batch, F features (fields), N ids of the whole batch.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class _KeyedJaggedTensorLike(Protocol):
+    """The methods of TorchRec's ``KeyedJaggedTensor`` that a conversion needs."""
+
+    def keys(self) -> Sequence[str]: ...
+    def values(self) -> Tensor: ...
+    def lengths(self) -> Tensor: ...
+    def weights_or_none(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class SparseFeatures:
+    """Bags of ids for ``F`` features of ``B`` examples, in KeyedJaggedTensor layout.
+
+    ``values`` holds feature 0's bags for examples ``0 .. B-1``, then feature 1's, and so on. Where neither ``lengths``
+    nor ``offsets`` is given, every bag holds exactly one id: the fast path of single-hot data, which builds no offsets.
+
+    Args:
+        keys: Feature names, ``F`` of them, in the order of ``values``.
+        values: Ids, int64, shape ``[N]``; contiguous.
+        lengths: Ids per bag, integer, shape ``[F * B]``, feature-major. An empty bag has length 0.
+        offsets: Start of each bag in ``values``, int64, shape ``[F * B + 1]``; computed from ``lengths`` if absent.
+        weights: Per-sample weights, float32, shape ``[N]``; they multiply the rows before pooling.
+
+    Raises:
+        TypeError: ``values`` is not int64, or ``weights`` is not floating.
+        ValueError: a shape is not as above, or a key is repeated. (Where both are given, ``lengths`` and ``offsets``
+            are trusted to agree.)
+
+    >>> sparse = SparseFeatures(("user", "movie"), torch.tensor([4, 5, 70, 71]))
+    >>> sparse.batch_size, sparse.is_single_hot
+    (2, True)
+    >>> bags = SparseFeatures(("genres",), torch.tensor([3, 1, 2]), lengths=torch.tensor([2, 0, 1]))
+    >>> bags.batch_size, bags.bag_offsets().tolist()
+    (3, [0, 2, 2, 3])
+    """
+
+    keys: tuple[str, ...]
+    values: Tensor
+    lengths: Tensor | None = None
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", tuple(self.keys))
+        if len(set(self.keys)) != len(self.keys):
+            raise ValueError(f"SparseFeatures.keys must not repeat a feature, got {list(self.keys)}.")
+        if self.values.dtype != torch.int64 or self.values.dim() != 1:
+            raise TypeError(
+                f"SparseFeatures.values must be a flat int64 tensor, got {self.values.dtype} of shape "
+                f"{list(self.values.shape)}. For a [B, F] matrix of ids use SparseFeatures.from_ids."
+            )
+        num_bags, what = self._num_bags()
+        if num_bags % max(len(self.keys), 1) or (not self.keys and self.values.numel()):
+            raise ValueError(
+                f"{what} describes {num_bags} bags, which is not a multiple of the {len(self.keys)} features."
+            )
+        if self.weights is not None and self.weights.shape != self.values.shape:
+            raise ValueError(
+                f"SparseFeatures.weights must have one weight per id, shape {list(self.values.shape)}, "
+                f"got {list(self.weights.shape)}."
+            )
+        if self.weights is not None and not self.weights.is_floating_point():
+            raise TypeError(f"SparseFeatures.weights must be floating, got {self.weights.dtype}.")
+
+    def _num_bags(self) -> tuple[int, str]:
+        if self.offsets is not None:
+            return self.offsets.numel() - 1, "SparseFeatures.offsets"
+        if self.lengths is not None:
+            return self.lengths.numel(), "SparseFeatures.lengths"
+        return self.values.numel(), "SparseFeatures.values (one id per bag)"
+
+    @property
+    def is_single_hot(self) -> bool:
+        """Whether every bag holds exactly one id, known without reading any data."""
+        return self.lengths is None and self.offsets is None
+
+    @property
+    def batch_size(self) -> int:
+        """``B``, the number of examples."""
+        return self._num_bags()[0] // len(self.keys) if self.keys else 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of ``values``."""
+        return self.values.device
+
+    def bag_offsets(self) -> Tensor:
+        """Offsets of all bags, int64 ``[F * B + 1]``, built where the batch does not carry them."""
+        if self.offsets is not None:
+            return self.offsets
+        if self.lengths is None:
+            return torch.arange(self.values.numel() + 1, device=self.device)
+        offsets = torch.zeros(self.lengths.numel() + 1, dtype=torch.int64, device=self.device)
+        torch.cumsum(self.lengths, 0, out=offsets[1:])
+        return offsets
+
+    def bag_lengths(self) -> Tensor:
+        """Ids per bag, int64 ``[F * B]``."""
+        if self.lengths is not None:
+            return self.lengths.long()
+        return self.bag_offsets().diff()
+
+    @classmethod
+    def from_ids(cls, keys: Sequence[str], ids_BF: Tensor) -> SparseFeatures:
+        """One id per field from a matrix of ids, shape ``[B, F]``, any integer dtype.
+
+        >>> SparseFeatures.from_ids(("a", "b"), torch.tensor([[1, 10], [2, 20]])).values.tolist()
+        [1, 2, 10, 20]
+        """
+        if ids_BF.dim() != 2 or ids_BF.shape[1] != len(keys):
+            raise ValueError(f"ids must have shape [B, {len(keys)}], one column per feature, got {list(ids_BF.shape)}.")
+        if ids_BF.is_floating_point():
+            raise TypeError(f"ids must be integers, got {ids_BF.dtype}: large ids do not survive a float.")
+        return cls(tuple(keys), ids_BF.t().reshape(-1).long())
+
+    @classmethod
+    def from_kjt(cls, kjt: _KeyedJaggedTensorLike) -> SparseFeatures:
+        """From TorchRec's ``KeyedJaggedTensor``, or anything with its methods. Shares the tensors, except int32 ids."""
+        return cls(tuple(kjt.keys()), kjt.values().long(), lengths=kjt.lengths(), weights=kjt.weights_or_none())
+
+    def to_kjt(self, kjt_type: type[T]) -> T:
+        """To TorchRec's ``KeyedJaggedTensor``, which the caller passes in, so that TorchRec stays optional.
+
+        Args:
+            kjt_type: A class whose constructor takes ``keys, values, weights=, lengths=``.
+        """
+        make: Any = kjt_type
+        result: T = make(keys=list(self.keys), values=self.values, weights=self.weights, lengths=self.bag_lengths())
+        return result
+
+    @classmethod
+    def cat(cls, parts: Sequence[SparseFeatures]) -> SparseFeatures:
+        """Join batches of the same features along the examples: parts of ``B1, B2, ...`` give ``B1 + B2 + ...``.
+
+        Raises:
+            ValueError: no part, or the parts' keys differ.
+
+        >>> a = SparseFeatures.from_ids(("x", "y"), torch.tensor([[1, 10]]))
+        >>> b = SparseFeatures.from_ids(("x", "y"), torch.tensor([[2, 20], [3, 30]]))
+        >>> SparseFeatures.cat([a, b]).values.tolist()
+        [1, 2, 3, 10, 20, 30]
+        """
+        if not parts or any(part.keys != parts[0].keys for part in parts):
+            raise ValueError(f"cat needs parts with the same features, got {[list(part.keys) for part in parts]}.")
+        if len(parts) == 1:
+            return parts[0]
+        num_features = len(parts[0].keys)
+        weighted = any(part.weights is not None for part in parts)
+        lengths = None
+        if all(part.is_single_hot for part in parts):
+            slices = [list(part.values.view(num_features, -1)) for part in parts]
+            weight_slices = [list(part._weights_or_ones().view(num_features, -1)) for part in parts if weighted]
+        else:
+            slices = [part._per_feature(part.values) for part in parts]
+            weight_slices = [part._per_feature(part._weights_or_ones()) for part in parts if weighted]
+            lengths = torch.cat([part.bag_lengths().view(num_features, -1) for part in parts], 1).reshape(-1)
+        return cls(
+            parts[0].keys,
+            _interleave(slices),
+            lengths=lengths,
+            weights=_interleave(weight_slices) if weighted else None,
+        )
+
+    def select(self, keys: Sequence[str]) -> SparseFeatures:
+        """The given features only, in the given order. Returns ``self`` where nothing changes.
+
+        Raises:
+            KeyError: a feature is not in the batch.
+        """
+        if tuple(keys) == self.keys:
+            return self
+        missing = [key for key in keys if key not in self.keys]
+        if missing:
+            raise KeyError(f"features {missing} are not in the batch, which has {list(self.keys)}.")
+        index = [self.keys.index(key) for key in keys]
+
+        def pick(parts: Sequence[Tensor]) -> Tensor:
+            return torch.cat([parts[i] for i in index]) if index else self.values.new_empty(0)
+
+        lengths = None
+        if not self.is_single_hot:
+            lengths = pick(self.bag_lengths().view(len(self.keys), -1).unbind())
+        weights = None if self.weights is None else pick(self._per_feature(self.weights))
+        return SparseFeatures(tuple(keys), pick(self._per_feature(self.values)), lengths=lengths, weights=weights)
+
+    def feature_bounds(self) -> list[int]:
+        """Where each feature's ids start and end in ``values``: ``F + 1`` positions."""
+        if self.is_single_hot:
+            return [f * self.batch_size for f in range(len(self.keys) + 1)]
+        offsets = self.bag_offsets()
+        if not self.batch_size:
+            return [0] * (len(self.keys) + 1)
+        bounds: list[int] = offsets[:: self.batch_size].tolist()
+        return bounds
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SparseFeatures:
+        """The same features on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> SparseFeatures:
+        """The same features in page-locked memory."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> SparseFeatures:
+        lengths, offsets, weights = (
+            None if tensor is None else function(tensor) for tensor in (self.lengths, self.offsets, self.weights)
+        )
+        return SparseFeatures(self.keys, function(self.values), lengths, offsets, weights)
+
+    def _per_feature(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor[start:end] for start, end in pairwise(self.feature_bounds())]
+
+    def _weights_or_ones(self) -> Tensor:
+        return torch.ones(self.values.shape, device=self.device) if self.weights is None else self.weights
+
+
+def _interleave(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Join per-feature pieces of several batches, feature by feature."""
+    return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces])
