@@ -1,0 +1,131 @@
+"""The rules of :mod:`lightning_recsys.optim.row_optimizers` as compiled loops over row indices.
+
+Each loop reads and writes a touched row and its state once, where torch would gather, update and scatter in several
+passes. Single threaded and without the GIL: one thread per worker is how this package trains.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numba
+import numpy as np
+from torch import Tensor
+
+from lightning_recsys.optim.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+
+# Sums may be reordered and fused (they are short, and FBGEMM does the same); NaN and infinity keep their meaning.
+compile_loop = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+
+@compile_loop
+def _sgd(touched, grads, rows, learning_rate):  # noqa: ANN001, ANN202
+    for i in range(touched.shape[0]):
+        row = touched[i]
+        for d in range(rows.shape[1]):
+            rows[row, d] -= learning_rate * grads[i, d]
+
+
+@compile_loop
+def _adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, ANN202
+    for i in range(touched.shape[0]):
+        row = touched[i]
+        for d in range(rows.shape[1]):
+            gradient = grads[i, d]
+            total = sums[row, d] + gradient * gradient
+            sums[row, d] = total
+            rows[row, d] -= learning_rate * gradient / (np.sqrt(total) + eps)
+
+
+@compile_loop
+def _rowwise_adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, ANN202
+    dim = rows.shape[1]
+    for i in range(touched.shape[0]):
+        row = touched[i]
+        squares = np.float32(0)
+        for d in range(dim):
+            squares += grads[i, d] * grads[i, d]
+        total = sums[row] + squares / np.float32(dim)
+        sums[row] = total
+        scale = learning_rate / (np.sqrt(total) + eps)
+        for d in range(dim):
+            rows[row, d] -= scale * grads[i, d]
+
+
+@compile_loop
+def _adam(touched, grads, rows, exp_avg, exp_avg_sq, rate, root_correction, beta1, gain1, beta2, gain2, eps):  # noqa: ANN001, ANN202
+    for i in range(touched.shape[0]):
+        row = touched[i]
+        for d in range(rows.shape[1]):
+            gradient = grads[i, d]
+            first = beta1 * exp_avg[row, d] + gain1 * gradient
+            second = beta2 * exp_avg_sq[row, d] + gain2 * gradient * gradient
+            exp_avg[row, d] = first
+            exp_avg_sq[row, d] = second
+            rows[row, d] -= rate * first / (np.sqrt(second) / root_correction + eps)
+
+
+@compile_loop
+def _ftrl(touched, grads, rows, accumulator, linear, learning_rate, beta, l1, l2):  # noqa: ANN001, ANN202
+    for i in range(touched.shape[0]):
+        row = touched[i]
+        for d in range(rows.shape[1]):
+            gradient = grads[i, d]
+            old = accumulator[row, d]
+            new = old + gradient * gradient
+            root = np.sqrt(new)
+            z = linear[row, d] + gradient - (root - np.sqrt(old)) / learning_rate * rows[row, d]
+            accumulator[row, d] = new
+            linear[row, d] = z
+            if abs(z) <= l1:
+                rows[row, d] = np.float32(0)
+            else:
+                rows[row, d] = -(z - np.copysign(l1, z)) / ((beta + root) / learning_rate + l2)
+
+
+Update = Callable[..., None]
+
+
+def apply_update(
+    optimizer: RowOptimizer,
+    touched: np.ndarray,
+    grads: np.ndarray,
+    rows: Tensor,
+    state: dict[str, Tensor],
+    *,
+    learning_rate: float,
+    step: int,
+) -> None:
+    """Update the rows named by ``touched`` in place, with their state.
+
+    Args:
+        optimizer: The rule.
+        touched: Row indices, int64 ``[U]``, no duplicates.
+        grads: Summed gradients, float32 ``[U, D]``.
+        rows: The whole table, float32 ``[R, D]``, on the CPU.
+        state: The whole table's state, as :meth:`RowOptimizer.initial_state` makes it.
+        learning_rate: Step size of this update.
+        step: Updates that the table has seen, this one included.
+    """
+    arrays = [rows.numpy(), *(tensor.numpy() for tensor in state.values())]
+    loop: Update
+    numbers: tuple[float, ...]
+    match optimizer:
+        case SGD():
+            loop, numbers = _sgd, (learning_rate,)
+        case RowwiseAdagrad():
+            loop, numbers = _rowwise_adagrad, (learning_rate, optimizer.eps)
+        case Adagrad():
+            loop, numbers = _adagrad, (learning_rate, optimizer.eps)
+        case Adam(beta1=beta1, beta2=beta2, eps=eps):
+            # 1 - beta is formed here, in double: in float32 it would carry only four digits.
+            rate, root_correction = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+            loop, numbers = _adam, (rate, root_correction, beta1, 1 - beta1, beta2, 1 - beta2, eps)
+        case FTRL(beta=beta, l1=l1, l2=l2):
+            loop, numbers = _ftrl, (learning_rate, beta, l1, l2)
+        case _:
+            raise TypeError(f"no compiled rule for {type(optimizer).__name__}; use kernel='torch'.")
+    loop(touched, grads, *arrays, *(np.float32(number) for number in numbers))
