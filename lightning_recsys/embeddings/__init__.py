@@ -1,6 +1,18 @@
-"""Embedding tables: what models call, and the kernels that serve it."""
+"""Embedding tables: what models call, the backend that holds the rows, and the kernels that serve it."""
 
+from lightning_recsys.embeddings.backend import Backend, LocalBackend
+from lightning_recsys.embeddings.collection import EmbeddingBagCollection, EmbeddingOptions
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
+from lightning_recsys.embeddings.kernels import KernelName
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 
-__all__ = ["EmbeddingBagConfig", "PoolingType", "SparseFeatures"]
+__all__ = [
+    "Backend",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingOptions",
+    "KernelName",
+    "LocalBackend",
+    "PoolingType",
+    "SparseFeatures",
+]

@@ -46,8 +46,6 @@ class EmbeddingBagConfig:
                 f"got {self.num_embeddings} and {self.embedding_dim}."
             )
         if not self.name or "." in self.name:
-            raise ValueError(
-                f"a table name must not be empty or hold a dot (it is part of keys), got {self.name!r}."
-            )
+            raise ValueError(f"a table name must not be empty or hold a dot (it is part of keys), got {self.name!r}.")
         if not self.feature_names:
             raise ValueError(f"table {self.name!r}: feature_names must name at least one feature.")

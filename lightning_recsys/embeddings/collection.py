@@ -1,0 +1,213 @@
+"""The embedding tables of a model, as one module."""
+
+# Shape suffixes: B batch, F features, D embedding dim.
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recsys.embeddings.backend import Backend, LocalBackend
+from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
+from lightning_recsys.embeddings.kernels import KernelName, TableLayout
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
+
+
+class EmbeddingOptions(TypedDict, total=False):
+    """What a model passes on to its collections.
+
+    ``row_optimizer`` trains the rows, ``first_order_optimizer`` those of width-1 tables (default: the same);
+    ``kernel`` and ``check_ids`` as in :class:`EmbeddingBagCollection`; ``pooling`` of multi-hot fields.
+    """
+
+    row_optimizer: RowOptimizer
+    first_order_optimizer: RowOptimizer
+    kernel: KernelName
+    check_ids: bool
+    pooling: PoolingType
+
+
+class EmbeddingBagCollection(nn.Module):
+    r"""Pooled lookups in embedding tables of one width, trained by a fused sparse optimizer of its own.
+
+    .. math:: \text{out}_{b,f} = \textstyle\sum_{j \in \text{bag}(b,f)} w_j\, E_{t(f)}[\text{id}_j]
+
+    divided by the bag's length for mean pooling. The rows are no business of ``configure_optimizers``: their update
+    runs inside the backward pass or, once :meth:`attach_to` has named an optimizer, at that optimizer's step.
+
+    Args:
+        tables: The tables; all of one ``embedding_dim``. (Use one collection per width.)
+        optimizer: The update rule of the rows.
+        kernel: ``fbgemm``, ``numba``, ``torch``, or ``auto`` for the fastest that can serve these tables.
+        check_ids: Check every id before any memory is touched. Without it a wrong id reads and writes memory that is
+            not its own.
+
+    Shape:
+        - input: :class:`SparseFeatures` of ``B`` examples that has at least the collection's features.
+        - output: float32 ``[B, F, D]``, features in the order of the tables' ``feature_names``.
+
+    Raises:
+        ValueError: no table, tables of several widths, a name used twice, or a kernel that cannot serve the tables.
+
+    State dict: ``embedding_bags.<table>.weight`` ``[N, D]``, beside it the optimizer's state
+    (``embedding_bags.<table>.sum``, ...), the same for every kernel.
+
+    >>> from lightning_recsys.optim import SGD
+    >>> table = EmbeddingBagConfig("movies", 100, 4, ("movie",), init_std=0.0)
+    >>> collection = EmbeddingBagCollection([table], optimizer=SGD(learning_rate=1.0))
+    >>> ids = SparseFeatures(("movie",), torch.tensor([7, 8]))
+    >>> collection(ids).sum().backward()
+    >>> collection(ids).tolist()
+    [[[-1.0, -1.0, -1.0, -1.0]], [[-1.0, -1.0, -1.0, -1.0]]]
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        *,
+        optimizer: RowOptimizer | None = None,
+        kernel: KernelName = "auto",
+        check_ids: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_tables(tables)
+        self.tables = tuple(tables)
+        self.optimizer = optimizer or RowwiseAdagrad()
+        self.check_ids = check_ids
+        layout = TableLayout(self.tables)
+        self.feature_names = tuple(feature for table in self.tables for feature in table.feature_names)
+        self.embedding_dim = layout.embedding_dim
+        self._limits = torch.tensor([table.num_embeddings for table in layout.feature_tables])
+        self._means = [table.pooling is PoolingType.MEAN for table in layout.feature_tables]
+        self._attached: weakref.ref[torch.optim.Optimizer] | None = None
+        self._group_index = -1
+        self._pending: list[tuple[SparseFeatures, Tensor]] = []
+        self.embedding_bags: Backend = LocalBackend(layout, self.optimizer, kernel=kernel)
+
+    def forward(self, sparse: SparseFeatures) -> Tensor:
+        """Look up and pool; see the class for shapes.
+
+        Raises:
+            IndexError: an id is negative or not below its table's ``num_embeddings`` (unless ``check_ids=False``).
+            KeyError: a feature is missing from ``sparse``.
+        """
+        resolved = self.resolve(sparse)
+        with torch.no_grad():
+            pooled_BFD = self.embedding_bags.lookup(resolved)
+        if torch.is_grad_enabled():
+            pooled_BFD.requires_grad_()
+            on_gradient = partial(self._on_gradient, resolved)
+            pooled_BFD.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        return pooled_BFD
+
+    def resolve(self, sparse: SparseFeatures) -> SparseFeatures:
+        """What a backend gets: this collection's features in its order, ids checked, means folded into weights.
+
+        Raises:
+            IndexError: as :meth:`forward`.
+            KeyError: as :meth:`forward`.
+        """
+        sparse = sparse.select(self.feature_names)
+        if self.check_ids:
+            self._check_ids(sparse)
+        if sparse.is_single_hot:
+            return sparse
+        lengths, offsets, weights = sparse.bag_lengths(), sparse.bag_offsets(), sparse.weights
+        if any(self._means):
+            is_mean = torch.tensor(self._means, device=sparse.device).repeat_interleave(sparse.batch_size)
+            shares = torch.where(is_mean, lengths, 1).float().reciprocal().repeat_interleave(lengths)
+            weights = shares if weights is None else weights * shares
+        return SparseFeatures(sparse.keys, sparse.values, lengths=lengths, offsets=offsets, weights=weights)
+
+    @property
+    def learning_rate(self) -> float:
+        """The step size of the next update: the attached optimizer's group decides, else the row optimizer."""
+        attached = self._attached() if self._attached else None
+        return (
+            self.optimizer.learning_rate if attached is None else float(attached.param_groups[self._group_index]["lr"])
+        )
+
+    def attach_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow a dense optimizer: its schedules drive the rows' learning rate, its step triggers their update.
+
+        Adds an empty parameter group that carries the rows' learning rate, so that any scheduler on ``optimizer``
+        scales it, learning-rate monitors show it and optimizer checkpoints hold it. From then on gradients wait for
+        ``optimizer.step()``: with gradient accumulation all micro-batches make one update, as for dense parameters.
+
+        Raises:
+            RuntimeError: already attached to an optimizer that is alive.
+        """
+        if self._attached is not None and self._attached() not in (None, optimizer):
+            raise RuntimeError("this collection follows another optimizer already; it can follow one at a time.")
+        optimizer.add_param_group({"params": [], "lr": self.optimizer.learning_rate})
+        self._attached, self._group_index = weakref.ref(optimizer), len(optimizer.param_groups) - 1
+        optimizer.register_step_post_hook(lambda *_: self.apply_pending())
+
+    def apply_pending(self) -> None:
+        """Update the rows with the gradients that wait for a step; nothing happens where there are none."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        sparse = SparseFeatures.cat([sparse for sparse, _ in pending])
+        grads = pending[0][1] if len(pending) == 1 else torch.cat([grad for _, grad in pending])
+        self.embedding_bags.apply_gradients(sparse, grads, learning_rate=self.learning_rate)
+
+    def _on_gradient(self, sparse: SparseFeatures, pooled_BFD: Tensor) -> None:
+        grad_BFD, pooled_BFD.grad = pooled_BFD.grad, None
+        assert grad_BFD is not None
+        self._pending.append((sparse, grad_BFD))
+        if self._attached is None or self._attached() is None:
+            self.apply_pending()
+
+    def _check_ids(self, sparse: SparseFeatures) -> None:
+        if not sparse.values.numel():
+            return
+        if sparse.is_single_hot:
+            low, high = sparse.values.view(len(sparse.keys), -1).aminmax(dim=1)
+            limits = self._limits.to(sparse.device)
+            wrong = bool(((low < 0) | (high >= limits)).any())
+        else:
+            counts = torch.tensor(sparse.feature_bounds()).diff().to(sparse.device)
+            limits = self._limits.to(sparse.device).repeat_interleave(counts)
+            wrong = bool(((sparse.values < 0) | (sparse.values >= limits)).any())
+        if wrong:
+            self._raise_wrong_id(sparse)
+
+    def _raise_wrong_id(self, sparse: SparseFeatures) -> None:
+        bounds = sparse.feature_bounds()
+        feature_tables = [table for table in self.tables for _ in table.feature_names]
+        for f, (feature, table) in enumerate(zip(self.feature_names, feature_tables, strict=True)):
+            ids = sparse.values[bounds[f] : bounds[f + 1]]
+            wrong = ids[(ids < 0) | (ids >= table.num_embeddings)]
+            if wrong.numel():
+                raise IndexError(
+                    f"table {table.name!r}, feature {feature!r}: id {int(wrong[0])} is outside "
+                    f"[0, {table.num_embeddings}) ({wrong.numel()} of the batch's {ids.numel()} ids are)."
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process or a deep copy follows no optimizer; gradients in flight stay where they are.
+        return self.__dict__ | {"_attached": None, "_group_index": -1, "_pending": []}
+
+
+def _check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:
+    if not tables:
+        raise ValueError("tables must hold at least one EmbeddingBagConfig, got none.")
+    dims = sorted({table.embedding_dim for table in tables})
+    if len(dims) > 1:
+        raise ValueError(
+            f"tables of one collection must share an embedding_dim, got {dims}: use one collection for each."
+        )
+    names = Counter(table.name for table in tables)
+    features = Counter(feature for table in tables for feature in table.feature_names)
+    for what, counts in (("table", names), ("feature", features)):
+        repeated = [name for name, count in counts.items() if count > 1]
+        if repeated:
+            raise ValueError(f"{what} names must be unique in a collection, got {repeated} more than once.")
