@@ -141,14 +141,15 @@ class EmbeddingBagCollection(nn.Module):
         scales it, learning-rate monitors show it and optimizer checkpoints hold it. From then on gradients wait for
         ``optimizer.step()``: with gradient accumulation all micro-batches make one update, as for dense parameters.
 
-        Raises:
-            RuntimeError: already attached to an optimizer that is alive.
+        A later call follows the new optimizer instead, as a second ``fit`` of the same module needs.
         """
-        if self._attached is not None and self._attached() not in (None, optimizer):
-            raise RuntimeError("this collection follows another optimizer already; it can follow one at a time.")
         optimizer.add_param_group({"params": [], "lr": self.optimizer.learning_rate})
         self._attached, self._group_index = weakref.ref(optimizer), len(optimizer.param_groups) - 1
-        optimizer.register_step_post_hook(lambda *_: self.apply_pending())
+        optimizer.register_step_post_hook(self._on_step)
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._attached is not None and self._attached() is optimizer:
+            self.apply_pending()
 
     def apply_pending(self) -> None:
         """Update the rows with the gradients that wait for a step; nothing happens where there are none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -163,7 +164,9 @@ class FbgemmModuleKernel(Kernel):
         return self._module
 
     def _make(self, device: torch.device) -> Any:
-        ops: ModuleType = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        with warnings.catch_warnings():  # its import announces deprecations of its own to its users
+            warnings.simplefilter("ignore", DeprecationWarning)
+            ops: ModuleType = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
         on_cpu = device.type == "cpu"
         location = ops.EmbeddingLocation.HOST if on_cpu else ops.EmbeddingLocation.DEVICE
         compute = ops.ComputeDevice.CPU if on_cpu else ops.ComputeDevice.CUDA

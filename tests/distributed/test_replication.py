@@ -1,0 +1,63 @@
+"""Rows replicated over ranks: two processes equal one that sees both batches."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.optim import Adagrad
+
+KEYS, WORLD, STEPS = ("a", "b"), 2, 4
+
+
+def make() -> EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return EmbeddingBagCollection(
+        [EmbeddingBagConfig("a", 9, 4, ("a",), "mean", 0.5), EmbeddingBagConfig("b", 5, 4, ("b",), init_std=0.5)],
+        optimizer=Adagrad(learning_rate=0.1),
+    )
+
+
+def batch(step: int, rank: int) -> SparseFeatures:
+    """Ranks differ in batch size (2 and 3); steps cycle through single-hot, bags, and bags with one rank weighted."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    size, kind = 2 + rank, step % 3
+    lengths = torch.randint(0, 3, (2 * size,), generator=generator) if kind else torch.ones(2 * size).long()
+    total = int(lengths.sum())
+    values = torch.randint(0, 5, (total,), generator=generator)
+    weights = torch.rand(total, generator=generator) if kind == 2 and rank == 1 else None
+    return SparseFeatures(KEYS, values, lengths=lengths if kind else None, weights=weights)
+
+
+def loss(collection: EmbeddingBagCollection, sparse: SparseFeatures) -> torch.Tensor:
+    return (collection(sparse) - 1).square().sum()
+
+
+def train_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    collection = make()
+    for step in range(STEPS):
+        loss(collection, batch(step, rank)).backward()
+    torch.save({"world": dist.get_world_size(), "state": collection.state_dict()}, f"{folder}/rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_training_on_two_ranks_then_replicas_are_bit_equal_and_equal_one_process(tmp_path):
+    mp.spawn(train_rank, args=(str(tmp_path),), nprocs=WORLD)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    assert [rank["world"] for rank in ranks] == [WORLD, WORLD]
+    alone = make()
+    for step in range(STEPS):
+        joined = SparseFeatures.cat([alone.resolve(batch(step, rank)) for rank in range(WORLD)])
+        # The mean over ranks of a loss that sums over examples is the sum over all examples, halved. Bags are resolved
+        # before they are joined, so that the means are already in the weights; the backend takes resolved features.
+        pooled = alone.embedding_bags.lookup(joined)
+        alone.embedding_bags.apply_gradients(joined, 2 * (pooled - 1) / WORLD, learning_rate=0.1)
+    for key, value in alone.state_dict().items():
+        assert torch.equal(ranks[0]["state"][key], ranks[1]["state"][key]), key
+        torch.testing.assert_close(ranks[0]["state"][key], value, rtol=1e-6, atol=1e-6)

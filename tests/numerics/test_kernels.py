@@ -1,0 +1,147 @@
+"""Every kernel against autograd through torch's own embedding_bag, one dense update per step."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, LocalBackend, SparseFeatures
+from lightning_recsys.embeddings.kernels import FbgemmModuleKernel
+from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+
+# Kernels sum a row's gradients in different orders; six steps of order-1 float32 values drift by a few ulp each.
+TOLERANCE = {"rtol": 1e-5, "atol": 5e-6}
+KEYS, SIZES, BATCH = ("x", "y", "z"), {"shared": 40, "small": 7}, 16
+OPTIMIZERS: list[RowOptimizer] = [
+    SGD(learning_rate=0.1),
+    Adagrad(learning_rate=0.1, eps=1e-6),
+    RowwiseAdagrad(learning_rate=0.1, eps=1e-6, initial_accumulator=0.1),
+    Adam(learning_rate=0.01),
+    FTRL(learning_rate=0.1, l1=0.01, l2=0.1),
+]
+KERNELS = ["torch", "numba", "fbgemm", "fbgemm module"]
+DIMS = [1, 4, 10, 16]
+
+
+def serves(kernel: str, optimizer: RowOptimizer, dim: int) -> bool:
+    """What each kernel promises: FBGEMM three rules on widths that are a multiple of 4, the others everything."""
+    return not kernel.startswith("fbgemm") or (dim % 4 == 0 and not isinstance(optimizer, Adam | FTRL))
+
+
+CASES = [
+    pytest.param(optimizer, kernel, dim, id=f"{type(optimizer).__name__}-{kernel}-{dim}")
+    for optimizer in OPTIMIZERS
+    for kernel in KERNELS
+    for dim in DIMS
+    if serves(kernel, optimizer, dim)
+]
+
+
+def make(optimizer: RowOptimizer, dim: int, kernel: str, pooling: str = "sum") -> EmbeddingBagCollection:
+    """Two tables, the first shared by two features."""
+    torch.manual_seed(1)
+    tables = [
+        EmbeddingBagConfig("shared", SIZES["shared"], dim, ("x", "y"), pooling, init_std=0.5),
+        EmbeddingBagConfig("small", SIZES["small"], dim, ("z",), init_std=0.5),
+    ]
+    collection = EmbeddingBagCollection(tables, optimizer=optimizer, kernel=kernel.split()[0])
+    if kernel == "fbgemm module":
+        assert isinstance(collection.embedding_bags, LocalBackend)
+        collection.embedding_bags.kernel = FbgemmModuleKernel(collection.embedding_bags.layout, optimizer)
+    return collection
+
+
+def draw(kind: str, generator: torch.Generator) -> SparseFeatures:
+    lengths = torch.ones(3 * BATCH, dtype=torch.int64)
+    if kind != "single":
+        lengths = torch.randint(0, 4, (3 * BATCH,), generator=generator)  # one bag in four is empty
+    total, small = int(lengths.sum()), int(lengths[2 * BATCH :].sum())
+    high = torch.tensor([SIZES["shared"]] * (total - small) + [SIZES["small"]] * small)
+    values = (torch.rand(total, generator=generator) * high).long()
+    weights = torch.rand(total, generator=generator) if kind == "weighted" else None
+    return SparseFeatures(KEYS, values, lengths=None if kind == "single" else lengths, weights=weights)
+
+
+def reference_lookup(weights: dict[str, torch.Tensor], sparse: SparseFeatures, pooling: str) -> torch.Tensor:
+    columns, bounds, offsets = [], sparse.feature_bounds(), sparse.bag_offsets()
+    for f, key in enumerate(KEYS):
+        table, mode = ("small", "sum") if key == "z" else ("shared", pooling)
+        ids = sparse.values[bounds[f] : bounds[f + 1]]
+        starts = offsets[f * BATCH : (f + 1) * BATCH] - bounds[f]
+        scale = torch.ones(ids.shape) if sparse.weights is None else sparse.weights[bounds[f] : bounds[f + 1]]
+        column = F.embedding_bag(ids, weights[table], starts, mode="sum", per_sample_weights=scale)
+        if mode == "mean":
+            column = column / sparse.bag_lengths()[f * BATCH : (f + 1) * BATCH].clamp(min=1).unsqueeze(1)
+        columns.append(column)
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize("kind", ["single", "bags", "weighted"])
+@pytest.mark.parametrize(("optimizer", "kernel", "dim"), CASES)
+def test_training_with_each_kernel_then_equals_autograd(optimizer, kernel, dim, kind):
+    pooling = "mean" if kind == "weighted" else "sum"
+    collection = make(optimizer, dim, kernel, pooling)
+    weights = {name: collection.state_dict()[f"embedding_bags.{name}.weight"].clone() for name in SIZES}
+    states = {name: optimizer.initial_state(weight) for name, weight in weights.items()}
+    generator = torch.Generator().manual_seed(2)
+    for step in range(1, 7):
+        sparse = draw(kind, generator)
+        target = torch.randn(BATCH, 3, dim, generator=generator)
+        leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+        expected = reference_lookup(leaves, sparse, pooling)
+        actual = collection(sparse)
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
+        (expected * target).sum().backward()
+        (actual * target).sum().backward()
+        bounds = sparse.feature_bounds()
+        for name, (start, end) in {"shared": (0, bounds[2]), "small": (bounds[2], bounds[3])}.items():
+            touched = sparse.values[start:end].unique()
+            rows, grads = weights[name][touched], leaves[name].grad[touched]
+            state = {key: value[touched] for key, value in states[name].items()}
+            # The rules themselves are held against torch.optim and scalar formulas in test_row_optimizers.
+            optimizer.update_(rows, grads, state, learning_rate=optimizer.learning_rate, step=step)
+            weights[name][touched] = rows
+            for key, value in state.items():
+                states[name][key][touched] = value
+    saved = collection.state_dict()
+    for name, weight in weights.items():
+        torch.testing.assert_close(saved[f"embedding_bags.{name}.weight"], weight, **TOLERANCE)
+        for key, value in states[name].items():
+            torch.testing.assert_close(saved[f"embedding_bags.{name}.{key}"], value, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("optimizer", "dim", "reason"), [(Adam(), 16, "no fused Adam"), (SGD(), 10, "multiple of 4")])
+def test_fbgemm_when_it_cannot_serve_then_says_why_and_auto_finds_another(optimizer, dim, reason):
+    with pytest.raises(ValueError, match=f"kernel='fbgemm' cannot serve these tables: it .*{reason}"):
+        make(optimizer, dim, "fbgemm")
+    assert make(optimizer, dim, "auto").embedding_bags.kernel.name == "numba"
+    assert make(SGD(), 16, "auto").embedding_bags.kernel.name == "fbgemm"
+
+
+@pytest.mark.parametrize("optimizer", [Adagrad(), RowwiseAdagrad()], ids=["adagrad", "rowwise"])
+@pytest.mark.parametrize("target", ["torch", "numba", "fbgemm"])
+def test_state_dict_when_moved_between_kernels_then_training_goes_on_alike(optimizer, target):
+    generator = torch.Generator().manual_seed(3)
+    source = make(optimizer, 8, "numba")
+    source(draw("bags", generator)).square().sum().backward()
+    moved = make(optimizer, 8, target)
+    moved.load_state_dict(copy.deepcopy(source.state_dict()))
+    sparse = draw("bags", generator)
+    for collection in (source, moved):
+        collection(sparse).square().sum().backward()
+    for key, value in source.state_dict().items():
+        torch.testing.assert_close(moved.state_dict()[key], value, **TOLERANCE)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_training_on_a_gpu_then_equals_the_cpu(kernel):
+    generator = torch.Generator().manual_seed(4)
+    cpu, gpu = make(RowwiseAdagrad(), 16, "torch"), make(RowwiseAdagrad(), 16, kernel).cuda()
+    for _ in range(3):
+        sparse = draw("weighted", generator)
+        cpu(sparse).square().sum().backward()
+        gpu(sparse.to("cuda")).square().sum().backward()
+    for key, value in cpu.state_dict().items():
+        torch.testing.assert_close(gpu.state_dict()[key].cpu(), value, **TOLERANCE)

@@ -1,0 +1,244 @@
+"""EmbeddingBagCollection: errors, checks, state, and how it follows an optimizer."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+
+DIM = 4
+
+
+def tables() -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig("users", 10, DIM, ("user", "friend"), init_std=0.1),
+        EmbeddingBagConfig("genres", 5, DIM, ("genre",), pooling="mean", init_std=0.1),
+    ]
+
+
+def collection(**kwargs) -> EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return EmbeddingBagCollection(tables(), **kwargs)
+
+
+def ids(user: list[int], friend: list[int], genre: list[int]) -> SparseFeatures:
+    return SparseFeatures(("user", "friend", "genre"), torch.tensor([*user, *friend, *genre]))
+
+
+def weights(module: EmbeddingBagCollection) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in module.state_dict().items() if key.endswith(".weight")}
+
+
+@pytest.mark.parametrize("kernel", ["fbgemm", "numba", "torch"])
+@pytest.mark.parametrize("kind", ["single", "bags"])
+@pytest.mark.parametrize(("bad", "size"), [(-1, 10), (10, 10), (2**40, 10)])
+def test_forward_when_an_id_is_out_of_range_then_named_and_nothing_changed(kernel, kind, bad, size):
+    module = collection(kernel=kernel)
+    before = weights(module)
+    sparse = ids([1, 2], [3, bad], [0, 4])
+    if kind == "bags":
+        sparse = SparseFeatures(sparse.keys, sparse.values, lengths=torch.tensor([2, 0, 0, 2, 1, 1]))
+    with pytest.raises(IndexError, match=rf"table 'users', feature 'friend': id {bad} is outside \[0, {size}\) \(1 of"):
+        module(sparse).sum().backward()
+    after = weights(module)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_forward_when_the_id_belongs_to_another_table_then_refused():
+    with pytest.raises(IndexError, match=r"table 'genres', feature 'genre': id 7 is outside \[0, 5\)"):
+        collection()(ids([1], [2], [7]))  # row 7 exists in the tensor of all tables, but not in this one
+
+
+def test_check_when_switched_off_then_not_called(monkeypatch):
+    module = collection(check_ids=False)
+    monkeypatch.setattr(module, "_check_ids", lambda sparse: pytest.fail("checked"))
+    assert module(ids([1], [2], [3])).shape == (1, 3, DIM)
+
+
+def test_forward_when_features_come_in_another_order_then_found_by_name():
+    module = collection()
+    shuffled = SparseFeatures(("genre", "extra", "user", "friend"), torch.tensor([3, 99, 1, 2]))
+    torch.testing.assert_close(module(shuffled), module(ids([1], [2], [3])))
+    with pytest.raises(KeyError, match="genre"):
+        module(SparseFeatures(("user", "friend"), torch.tensor([1, 2])))
+
+
+@pytest.mark.parametrize("kernel", ["fbgemm", "numba", "torch"])
+def test_forward_when_all_bags_or_the_batch_are_empty_then_zeros_and_no_update(kernel):
+    module = collection(kernel=kernel)
+    before = weights(module)
+    empty = SparseFeatures(
+        ("user", "friend", "genre"), torch.empty(0, dtype=torch.int64), lengths=torch.zeros(6).long()
+    )
+    out = module(empty)
+    assert torch.equal(out, torch.zeros(2, 3, DIM))
+    out.sum().backward()
+    assert module(SparseFeatures(("user", "friend", "genre"), torch.empty(0, dtype=torch.int64))).shape == (0, 3, DIM)
+    assert all(torch.equal(value, before[key]) for key, value in weights(module).items())
+
+
+def test_forward_without_grad_then_no_graph():
+    with torch.no_grad():
+        assert not collection()(ids([1], [2], [3])).requires_grad
+
+
+def test_bag_when_an_id_repeats_then_it_counts_twice_and_is_updated_once():
+    module = collection(optimizer=Adagrad(learning_rate=1.0, eps=0.0))
+    sparse = SparseFeatures(("user", "friend", "genre"), torch.tensor([4, 4]), lengths=torch.tensor([2, 0, 0]))
+    before = weights(module)["embedding_bags.users.weight"][4]
+    out = module(sparse)
+    torch.testing.assert_close(out[0, 0], 2 * before)
+    out.sum().backward()
+    # Both occurrences sum to g = 2; one Adagrad step from h = 0 moves by lr * 2 / sqrt(4) = 1.
+    torch.testing.assert_close(weights(module)["embedding_bags.users.weight"][4], before - 1)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), RowwiseAdagrad(), Adam()], ids=lambda rule: type(rule).__name__)
+def test_state_dict_then_one_entry_per_table_and_a_resumed_run_is_bit_equal(optimizer):
+    batches = [ids([1, 2], [3, 1], [0, 4]), ids([5, 5], [2, 9], [1, 1]), ids([1, 9], [3, 3], [2, 0])]
+    through = collection(optimizer=optimizer)
+    resumed = collection(optimizer=optimizer)
+    for batch in batches[:2]:
+        through(batch).square().sum().backward()
+    saved = pickle.loads(pickle.dumps(through.state_dict()))
+    assert saved["embedding_bags.users.weight"].shape == (10, DIM)
+    assert saved["embedding_bags.genres.weight"].shape == (5, DIM)
+    resumed.load_state_dict(saved)
+    for module in (through, resumed):
+        module(batches[2]).square().sum().backward()
+    for key, value in through.state_dict().items():
+        assert torch.equal(resumed.state_dict()[key], value), key
+
+
+def test_load_state_dict_when_entries_do_not_fit_then_each_is_named():
+    module = collection()
+    state = dict(module.state_dict())
+    state["embedding_bags.users.weight"] = torch.zeros(11, DIM)
+    del state["embedding_bags.genres.sum"]
+    state["embedding_bags.other.weight"] = torch.zeros(1)
+    with pytest.raises(RuntimeError) as error:
+        module.load_state_dict(state)
+    for part in (
+        r"size mismatch for embedding_bags.users.weight: the checkpoint has [11, 4], the table has [10, 4]",
+        'Missing key(s) in state_dict: "embedding_bags.genres.sum"',
+        'Unexpected key(s) in state_dict: "embedding_bags.other.weight"',
+    ):
+        assert part in str(error.value)
+
+
+def test_cast_when_to_bfloat16_then_refused_with_the_way_out():
+    with pytest.raises(TypeError, match="precision='bf16-mixed'"):
+        collection().bfloat16()
+    assert collection().to("cpu").embedding_bags.rows.dtype == torch.float32
+
+
+def test_parameters_then_none_asks_for_a_gradient():
+    assert not any(parameter.requires_grad for parameter in collection().parameters())
+
+
+def attached(learning_rate: float = 0.1) -> tuple[EmbeddingBagCollection, torch.optim.Optimizer]:
+    module = collection(optimizer=SGD(learning_rate=learning_rate))
+    optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))], lr=0.5, fused=True)
+    module.attach_to(optimizer)
+    return module, optimizer
+
+
+def test_attach_then_the_update_waits_for_the_step():
+    module, optimizer = attached()
+    before = weights(module)["embedding_bags.users.weight"][1]
+    module(ids([1], [2], [3]))[:, 0].sum().backward()
+    torch.testing.assert_close(weights(module)["embedding_bags.users.weight"][1], before)
+    optimizer.step()
+    torch.testing.assert_close(weights(module)["embedding_bags.users.weight"][1], before - 0.1)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_attach_when_a_scheduler_halves_then_both_rates_halve(optimizer_class):
+    module = collection(optimizer=SGD(learning_rate=0.1))
+    dense = torch.nn.Parameter(torch.zeros(1))
+    optimizer = optimizer_class([dense], lr=0.5, fused=True)
+    module.attach_to(optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    dense.grad = torch.ones(1)
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.05]
+    before = weights(module)["embedding_bags.users.weight"][1]
+    module(ids([1], [2], [3]))[:, 0].sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(weights(module)["embedding_bags.users.weight"][1], before - 0.05)
+
+
+def test_attach_when_gradients_accumulate_then_one_update_of_the_joined_batch():
+    micro, whole = [ids([1], [2], [3]), ids([1], [4], [0])], ids([1, 1], [2, 4], [3, 0])
+    accumulated = collection(optimizer=Adagrad())
+    joined = copy.deepcopy(accumulated)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    accumulated.attach_to(optimizer)
+    for batch in micro:
+        accumulated(batch).square().sum().backward()
+    optimizer.step()
+    joined(whole).square().sum().backward()
+    for key, value in joined.state_dict().items():
+        torch.testing.assert_close(accumulated.state_dict()[key], value)
+
+
+def test_attach_when_a_second_optimizer_comes_then_it_is_followed():
+    module, first = attached()
+    second = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    module.attach_to(second)
+    second.param_groups[1]["lr"] = 0.7
+    assert module.learning_rate == 0.7
+    before = weights(module)
+    module(ids([1], [2], [3])).sum().backward()
+    first.step()
+    assert torch.equal(weights(module)["embedding_bags.users.weight"], before["embedding_bags.users.weight"])
+    second.step()
+    assert not torch.equal(weights(module)["embedding_bags.users.weight"], before["embedding_bags.users.weight"])
+
+
+def test_attach_when_the_optimizer_is_gone_then_updates_run_in_backward_again():
+    module, optimizer = attached()
+    del optimizer
+    before = weights(module)["embedding_bags.users.weight"]
+    module(ids([1], [2], [3])).sum().backward()
+    assert not torch.equal(weights(module)["embedding_bags.users.weight"], before)
+    assert module.learning_rate == 0.1
+
+
+def test_pickle_then_a_free_copy_that_trains():
+    module, _optimizer = attached()
+    module(ids([1], [2], [3])).sum().backward()
+    copied = pickle.loads(pickle.dumps(module))
+    before = weights(copied)["embedding_bags.users.weight"]
+    copied(ids([1], [2], [3])).sum().backward()
+    assert not torch.equal(weights(copied)["embedding_bags.users.weight"], before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EmbeddingBagCollection([]), "at least one EmbeddingBagConfig"),
+        (
+            lambda: EmbeddingBagCollection(
+                [EmbeddingBagConfig("a", 2, 4, ("x",)), EmbeddingBagConfig("b", 2, 8, ("y",))]
+            ),
+            r"must share an embedding_dim, got \[4, 8\]",
+        ),
+        (lambda: EmbeddingBagCollection([EmbeddingBagConfig("a", 2, 4, ("x", "x"))]), r"feature names .* \['x'\]"),
+        (
+            lambda: collection(kernel="cuda"),
+            r"kernel must be one of \['auto', 'fbgemm', 'numba', 'torch'\], got 'cuda'",
+        ),
+        (lambda: EmbeddingBagConfig("a", 0, 4, ("x",)), "must be at least 1, got 0 and 4"),
+        (lambda: EmbeddingBagConfig("a.b", 1, 4, ("x",)), "must not be empty or hold a dot"),
+        (lambda: EmbeddingBagConfig("a", 1, 4, ()), "at least one feature"),
+        (lambda: EmbeddingBagConfig("a", 1, 4, ("x",), pooling="max"), "'max' is not a valid PoolingType"),
+    ],
+)
+def test_wrong_tables_then_a_sentence_says_what_is_allowed(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
