@@ -1,0 +1,230 @@
+"""Fixtures of all tests. The automatic ones hold every test to this: leave the machine as you found it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from lightning_fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+DATA_VARIABLE = "LIGHTNING_RECSYS_DATA"
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder of real data sets (``ml-1m``, ``adult``); the test is skipped where there is none."""
+    folder = os.environ.get(DATA_VARIABLE)
+    if not folder:
+        pytest.skip(f"set {DATA_VARIABLE} to a folder with real data sets to run this test")
+    if not Path(folder).is_dir():
+        pytest.fail(f"{DATA_VARIABLE}={folder} is not a folder")
+    return Path(folder)
+
+
+# --- What a test may leave behind, and why ---------------------------------------------------------------------------
+
+ALLOWED_VARIABLES = {
+    "PYTEST_CURRENT_TEST",  # pytest's own, changes between set-up and tear-down
+    "PYTEST_VERSION",
+    "PL_GLOBAL_SEED",  # seed_everything, which the main process of a run is free to call
+    "PL_SEED_WORKERS",
+    "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)
+    "KMP_INIT_AT_FORK",  # importing scikit-learn
+    "KMP_DUPLICATE_LIB_OK",
+}
+ALLOWED_THREADS = re.compile(r"tqdm|TMonitor|pytest_timeout|^Dummy-")  # one for the life of the process each
+
+SHARED_MEMORY = Path("/dev/shm")
+GRACE_SECONDS = 5.0  # an ending thread or process gets this long before it counts as left behind
+
+
+def _after_grace(find: Callable[[], list[str]]) -> list[str]:
+    """What ``find`` still finds once it has had time to go; what waits for garbage collection is collected."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while found := find():
+        gc.collect()
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return found
+
+
+def _fail_if(left_behind: list[str], what: str) -> None:
+    if left_behind:
+        pytest.fail(f"the test left {what} behind: {', '.join(left_behind)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_restored() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(before)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    _fail_if(
+        [f"{name}={after.get(name)!r} (was {before.get(name)!r})" for name in sorted(changed - ALLOWED_VARIABLES)],
+        "environment variables",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _files_stay_out_of_the_working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each test runs in an empty directory of its own, which is still empty at the end."""
+    before = Path.cwd()
+    own = tmp_path_factory.mktemp("cwd")
+    os.chdir(own)
+    yield
+    os.chdir(before)
+    _fail_if(sorted(path.name for path in own.iterdir()), "files in the working directory (use tmp_path)")
+
+
+@pytest.fixture(autouse=True)
+def _files_are_closed() -> Iterator[None]:
+    def find() -> list[str]:
+        return sorted({x.path for x in process.open_files()} - before)
+
+    process = psutil.Process()
+    before = {x.path for x in process.open_files()}
+    yield
+    _fail_if(_after_grace(find), "open files")
+
+
+@pytest.fixture(autouse=True)
+def _ports_are_closed(_process_group_is_destroyed: None) -> Iterator[None]:
+    def listening() -> set[int]:
+        return {x.laddr.port for x in process.net_connections("inet") if x.status == psutil.CONN_LISTEN}
+
+    process = psutil.Process()
+    before = listening()
+    yield
+    _fail_if(_after_grace(lambda: sorted(str(port) for port in listening() - before)), "listening ports")
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    def find() -> list[str]:
+        new = set(threading.enumerate()) - before
+        return sorted(x.name for x in new if not ALLOWED_THREADS.search(x.name))
+
+    before = set(threading.enumerate())
+    yield
+    _fail_if(_after_grace(find), "threads")
+
+
+@pytest.fixture(autouse=True)
+def _processes_end() -> Iterator[None]:
+    """Every process below this one ends, but for two that Python keeps for as long as this process lives.
+
+    Those are the fork server, which serves all launches of a process, and multiprocessing's resource tracker. Both read
+    a pipe whose other end we hold, and end when we do.
+    """
+
+    def find() -> list[psutil.Process]:
+        allowed = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+        found = [x for x in psutil.Process().children(recursive=True) if x.pid not in allowed and x not in before]
+        return [x for x in found if x.is_running() and x.status() != psutil.STATUS_ZOMBIE]
+
+    def describe() -> list[str]:
+        described = []
+        for process in find():
+            with suppress(psutil.NoSuchProcess):
+                described.append(f"{process.pid} ({' '.join(process.cmdline())[:80]})")
+        return described
+
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left_behind = _after_grace(describe)
+    for process in find():
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    _fail_if(left_behind, "processes")
+
+
+@pytest.fixture(autouse=True)
+def _shared_memory_is_unlinked() -> Iterator[None]:
+    def entries() -> set[str]:
+        return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+    def is_foreign(name: str) -> bool:
+        """Made by a living process that is not ours: torch and our own code put their process id in the name."""
+        pids = [int(x) for x in re.findall(r"\d+", name)[:1]]
+        return any(psutil.pid_exists(pid) for pid in pids if pid not in ours)
+
+    before = entries()
+    yield
+    ours = {os.getpid(), *(x.pid for x in psutil.Process().children(recursive=True))}
+    _fail_if(_after_grace(lambda: sorted(x for x in entries() - before if not is_foreign(x))), "shared memory")
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers_are_restored() -> Iterator[None]:
+    catchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    before = {number: signal.getsignal(number) for number in catchable}
+    yield
+    changed = [number for number, handler in before.items() if signal.getsignal(number) != handler]
+    for number in changed:
+        signal.signal(number, before[number])
+    _fail_if([signal.Signals(number).name for number in changed], "signal handlers")
+
+
+@pytest.fixture(autouse=True)
+def _process_group_is_destroyed() -> Iterator[None]:
+    """Lightning leaves the group of an in-process run for the life of the process, so this one tidies up silently."""
+    ranks = fabric_rank_zero_only.rank, rank_zero_only.rank
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    fabric_rank_zero_only.rank, rank_zero_only.rank = ranks
+
+
+@pytest.fixture(autouse=True)
+def _torch_settings_are_restored() -> Iterator[None]:
+    """Settings that a training process is free to change; the next test starts from torch's own."""
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
+    torch.set_float32_matmul_precision(precision)
+    torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers_repeat() -> None:
+    """A test draws the same numbers alone, in the suite and in any order."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_restored() -> Iterator[None]:
+    """Hydra configures the root logger of a process that runs an application."""
+    level, handlers, disabled = logging.root.level, list(logging.root.handlers), logging.root.manager.disable
+    yield
+    for handler in set(logging.root.handlers) - set(handlers):
+        handler.close()
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+    logging.disable(disabled)
