@@ -1,1 +1,5 @@
-"""tasks."""
+"""LightningModules: what is optimised, and what is logged."""
+
+from lightning_recsys.tasks.ctr import CTRTask
+
+__all__ = ["CTRTask"]
