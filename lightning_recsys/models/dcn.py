@@ -1,0 +1,80 @@
+"""Deep & Cross network, version 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+from torch import Tensor, nn
+
+from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
+from lightning_recsys.models.layers import CrossNetwork, DeepTower, field_embeddings, flatten_inputs
+
+
+class DCN(nn.Module):
+    r"""Explicit products of bounded degree beside a deep network, both over the same inputs.
+
+    .. math::
+        x_0 = [e, x], \qquad x_{l+1} = x_0\, (x_l^\top w_l) + b_l + x_l, \qquad
+        \operatorname{logit} = w^\top [x_L, h] + b
+
+    where :math:`h` is the last hidden layer of the deep network.
+
+    Args:
+        num_dense: Numeric features ``N``.
+        fields: Field name -> number of ids.
+        embedding_dim: Width ``D`` of the embeddings.
+        num_cross_layers: ``L``; products reach degree ``L + 1``.
+        hidden: Width of each hidden layer of the deep network.
+        activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
+        dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        batch_norm: Batch normalisation in the deep network, as in the paper.
+        options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
+
+    Shape:
+        - dense: ``[B, N]``; sparse: ``B`` examples of the fields.
+        - output: logits ``[B]``.
+
+    Raises:
+        ValueError: there is no field, no cross layer or no hidden layer, or an option is not one of the above.
+
+    Reference: Wang et al. 2017, Deep & Cross Network for Ad Click Predictions.
+    Differs from the paper: all embeddings have one width.
+    """
+
+    def __init__(
+        self,
+        num_dense: int,
+        fields: Mapping[str, int],
+        *,
+        embedding_dim: int = 16,
+        num_cross_layers: int = 3,
+        hidden: Sequence[int] = (400, 400),
+        activation: str = "relu",
+        dropout: float = 0.0,
+        batch_norm: bool = False,
+        **options: Unpack[EmbeddingOptions],
+    ) -> None:
+        super().__init__()
+        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        in_features = len(fields) * embedding_dim + num_dense
+        self.cross = CrossNetwork(in_features, num_cross_layers)
+        # w^T [x_L, h] as two products, so that the halves are never copied together; the tower's has the bias.
+        self.cross_output = nn.Linear(in_features, 1, bias=False)
+        nn.init.xavier_normal_(self.cross_output.weight)
+        self.deep = DeepTower(
+            num_dense,
+            num_fields=len(fields),
+            embedding_dim=embedding_dim,
+            hidden=hidden,
+            activation=activation,
+            dropout=dropout,
+            batch_norm=batch_norm,
+        )
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        """Logits; see the class for shapes."""
+        embeddings = self.embeddings(sparse)
+        crossed = self.cross(flatten_inputs(dense, embeddings))
+        logits: Tensor = self.cross_output(crossed).squeeze(1) + self.deep(dense, embeddings)
+        return logits

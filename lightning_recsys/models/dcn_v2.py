@@ -1,0 +1,94 @@
+"""Deep & Cross network, version 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Unpack, get_args
+
+from torch import Tensor, nn
+
+from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
+from lightning_recsys.models.layers import CrossNetworkV2, DeepTower, field_embeddings, flatten_inputs
+
+Structure = Literal["parallel", "stacked"]
+
+
+class DCNv2(nn.Module):
+    r"""Cross layers with a matrix each, beside or below a deep network.
+
+    .. math::
+        x_0 = [e, x], \qquad x_{l+1} = x_0 \odot (W_l x_l + b_l) + x_l, \qquad W_l = U_l V_l^\top \text{ if low rank}
+
+    Parallel: :math:`\operatorname{logit} = w^\top [x_L, h(x_0)] + b`. Stacked:
+    :math:`\operatorname{logit} = w^\top h(x_L) + b`. :math:`h` is the last hidden layer of the deep network.
+
+    Args:
+        num_dense: Numeric features ``N``.
+        fields: Field name -> number of ids.
+        embedding_dim: Width ``D`` of the embeddings.
+        num_cross_layers: ``L``; products reach degree ``L + 1``.
+        rank: Rank of the cross matrices; ``None`` for full ones. Cheaper below half of ``F D + N``.
+        structure: ``parallel`` or ``stacked``.
+        hidden: Width of each hidden layer of the deep network.
+        activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
+        dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
+
+    Shape:
+        - dense: ``[B, N]``; sparse: ``B`` examples of the fields.
+        - output: logits ``[B]``.
+
+    Raises:
+        ValueError: there is no field, no cross layer or no hidden layer, or an option is not one of the above.
+
+    Reference: Wang et al. 2021, DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to
+    Rank Systems.
+    Differs from the paper: all embeddings have one width; no mixture of low-rank experts.
+    """
+
+    def __init__(
+        self,
+        num_dense: int,
+        fields: Mapping[str, int],
+        *,
+        embedding_dim: int = 16,
+        num_cross_layers: int = 3,
+        rank: int | None = None,
+        structure: Structure = "parallel",
+        hidden: Sequence[int] = (400, 400),
+        activation: str = "relu",
+        dropout: float = 0.0,
+        **options: Unpack[EmbeddingOptions],
+    ) -> None:
+        super().__init__()
+        if structure not in get_args(Structure):
+            raise ValueError(f"model.structure must be one of {list(get_args(Structure))}, got {structure!r}.")
+        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        in_features = len(fields) * embedding_dim + num_dense
+        self.cross = CrossNetworkV2(in_features, num_cross_layers, rank=rank)
+        self.cross_output: nn.Linear | None = None
+        if structure == "parallel":
+            # As in DCN: w^T [x_L, h] as two products, the tower's with the bias.
+            self.cross_output = nn.Linear(in_features, 1, bias=False)
+            nn.init.xavier_normal_(self.cross_output.weight)
+        self.deep = DeepTower(
+            num_dense,
+            num_fields=len(fields),
+            embedding_dim=embedding_dim,
+            hidden=hidden,
+            activation=activation,
+            dropout=dropout,
+        )
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        """Logits; see the class for shapes."""
+        embeddings = self.embeddings(sparse)
+        crossed = self.cross(flatten_inputs(dense, embeddings))
+        logits: Tensor
+        if self.cross_output is not None:
+            logits = self.cross_output(crossed).squeeze(1) + self.deep(dense, embeddings)
+        else:
+            # Crossed inputs keep their columns, so the tower's first layer stays one block of weights per field.
+            fields, numeric = crossed.split([crossed.shape[1] - dense.shape[1], dense.shape[1]], 1)
+            logits = self.deep(numeric, fields.view_as(embeddings))
+        return logits

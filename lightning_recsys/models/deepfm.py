@@ -1,0 +1,72 @@
+"""DeepFM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+from torch import Tensor, nn
+
+from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
+from lightning_recsys.models.layers import DeepTower, FirstOrder, FMSecondOrder, field_embeddings
+
+
+class DeepFM(nn.Module):
+    r"""A factorization machine and a deep network that share their embeddings.
+
+    .. math::
+        \operatorname{logit} = \sum_i w_i\, x_i + \sum_{i<j} \langle v_i, v_j \rangle\, x_i x_j + \text{MLP}([e, x])
+
+    over all ids of the example (:math:`x_i = 1`) and all numeric features; :math:`e` holds the ids' vectors.
+
+    Args:
+        num_dense: Numeric features ``N``.
+        fields: Field name -> number of ids.
+        embedding_dim: Width ``D`` of the vectors.
+        hidden: Width of each hidden layer.
+        activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
+        dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
+
+    Shape:
+        - dense: ``[B, N]``; sparse: ``B`` examples of the fields.
+        - output: logits ``[B]``.
+
+    Raises:
+        ValueError: there is no field or no hidden layer, or an option is not one of the above.
+
+    Reference: Guo et al. 2017, DeepFM: A Factorization-Machine based Neural Network for CTR Prediction.
+    Differs from the paper: the deep part gets a numeric feature as its value, not as a multiple of its vector. The
+    functions are the same, for the first layer would multiply that vector by a matrix of its own.
+    """
+
+    def __init__(
+        self,
+        num_dense: int,
+        fields: Mapping[str, int],
+        *,
+        embedding_dim: int = 16,
+        hidden: Sequence[int] = (400, 400, 400),
+        activation: str = "relu",
+        dropout: float = 0.0,
+        **options: Unpack[EmbeddingOptions],
+    ) -> None:
+        super().__init__()
+        self.first_order = FirstOrder(num_dense, fields, bias=False, **options)
+        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.second_order = FMSecondOrder(num_dense, embedding_dim=embedding_dim)
+        self.deep = DeepTower(
+            num_dense,
+            num_fields=len(fields),
+            embedding_dim=embedding_dim,
+            hidden=hidden,
+            activation=activation,
+            dropout=dropout,
+        )
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        """Logits; see the class for shapes."""
+        embeddings = self.embeddings(sparse)
+        machine = self.first_order(dense, sparse) + self.second_order(dense, embeddings)
+        logits: Tensor = machine + self.deep(dense, embeddings)
+        return logits

@@ -1,0 +1,75 @@
+"""Deep learning recommendation model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
+from lightning_recsys.models.layers import MLP, DotInteraction, field_embeddings
+
+
+class DLRM(nn.Module):
+    r"""Dot products between the embeddings and a dense vector, between two multilayer perceptrons.
+
+    .. math::
+        t_0 = \text{bottom}(x), \quad t_f = e_f, \quad z = \{\langle t_i, t_j \rangle\}_{i > j}, \quad
+        \operatorname{logit} = \text{top}([t_0, z])
+
+    Without numeric features there is no bottom network and no :math:`t_0`.
+
+    Args:
+        num_dense: Numeric features ``N``.
+        fields: Field name -> number of ids.
+        embedding_dim: Width ``D`` of the embeddings, and of the bottom network's last layer, which is added.
+        bottom_hidden: Width of the bottom network's layers before that; may be empty.
+        top_hidden: Width of the top network's layers before the logit, which is added; may be empty.
+        activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
+        dropout: Probability that an activation is zeroed in training, in ``[0, 1)``; top network only, for a zero in
+            :math:`t_0` would remove dot products.
+        options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
+
+    Shape:
+        - dense: ``[B, N]``; sparse: ``B`` examples of the fields.
+        - output: logits ``[B]``.
+
+    Raises:
+        ValueError: there is no field, or only one and no numeric feature, or an option is not one of the above.
+
+    Reference: Naumov et al. 2019, Deep Learning Recommendation Model for Personalization and Recommendation
+    Systems; weights of the networks start as in its public code, biases at 0.
+    """
+
+    def __init__(
+        self,
+        num_dense: int,
+        fields: Mapping[str, int],
+        *,
+        embedding_dim: int = 16,
+        bottom_hidden: Sequence[int] = (512, 256, 64),
+        top_hidden: Sequence[int] = (512, 256),
+        activation: str = "relu",
+        dropout: float = 0.0,
+        **options: Unpack[EmbeddingOptions],
+    ) -> None:
+        super().__init__()
+        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.bottom = MLP(num_dense, (*bottom_hidden, embedding_dim), activation=activation) if num_dense else None
+        self.interaction = DotInteraction(len(fields) + bool(num_dense))
+        top_features = self.interaction.out_features + (embedding_dim if num_dense else 0)
+        self.top = MLP(top_features, top_hidden, out_features=1, activation=activation, dropout=dropout)
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        """Logits; see the class for shapes."""
+        embeddings = self.embeddings(sparse)
+        if self.bottom is None:
+            features = self.interaction(embeddings)
+        else:
+            bottom = self.bottom(dense)
+            pairs = self.interaction(torch.cat([bottom.unsqueeze(1), embeddings], 1))
+            features = torch.cat([bottom, pairs], 1)
+        logits: Tensor = self.top(features)
+        return logits.squeeze(1)

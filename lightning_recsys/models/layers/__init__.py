@@ -1,0 +1,31 @@
+"""Layers that the models share; those with many weights are modules of their own, ready to be cut by field."""
+
+from lightning_recsys.models.layers.cross import (
+    CrossLayer,
+    CrossNetwork,
+    CrossNetworkV2,
+    LowRankCrossLayer,
+    flatten_inputs,
+)
+from lightning_recsys.models.layers.factorization import FMSecondOrder
+from lightning_recsys.models.layers.fieldwise import FieldwiseLinear
+from lightning_recsys.models.layers.first_order import FirstOrder
+from lightning_recsys.models.layers.interaction import DotInteraction
+from lightning_recsys.models.layers.mlp import MLP, DeepTower
+from lightning_recsys.models.layers.tables import field_embeddings, first_order_weights
+
+__all__ = [
+    "MLP",
+    "CrossLayer",
+    "CrossNetwork",
+    "CrossNetworkV2",
+    "DeepTower",
+    "DotInteraction",
+    "FMSecondOrder",
+    "FieldwiseLinear",
+    "FirstOrder",
+    "LowRankCrossLayer",
+    "field_embeddings",
+    "first_order_weights",
+    "flatten_inputs",
+]

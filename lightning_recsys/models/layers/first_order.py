@@ -1,0 +1,62 @@
+"""The linear part of a model: one weight for each id and each numeric feature."""
+
+# Shape suffixes: B batch, F fields.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
+from lightning_recsys.models.layers.tables import first_order_weights
+
+
+class FirstOrder(nn.Module):
+    r"""Weighted sum of all features, categorical and numeric.
+
+    .. math:: y = b + \sum_f w_f[\text{id}_f] + \sum_n u_n\, x_n
+
+    Cut point: :meth:`partial` of the fields is additive. Layers over disjoint sets of fields give partial results
+    whose sum is that of one layer over all of them; :meth:`combine` then counts ``b`` and ``x`` once.
+
+    Args:
+        num_dense: Numeric features ``N``; 0 is fine.
+        fields: Field name -> number of ids.
+        bias: Whether ``b`` is there. Without it where another part of the model has one.
+        options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
+
+    Shape:
+        - dense: ``[B, N]``; sparse: ``B`` examples of the fields.
+        - output: ``[B]``.
+
+    All weights start at 0: the problem is convex, and a zero says that nothing is known yet.
+    """
+
+    dense_weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, num_dense: int, fields: Mapping[str, int], *, bias: bool = True, **options: Unpack[EmbeddingOptions]
+    ) -> None:
+        super().__init__()
+        self.embeddings = first_order_weights(fields, **options)
+        self.register_parameter("dense_weight", nn.Parameter(torch.zeros(num_dense)) if num_dense else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(1)) if bias else None)
+
+    def partial(self, sparse: SparseFeatures) -> Tensor:
+        """The fields' share of the sum, ``[B]``."""
+        weights_BF1: Tensor = self.embeddings(sparse)
+        return weights_BF1.sum((1, 2))
+
+    def combine(self, dense: Tensor, partial_B: Tensor) -> Tensor:
+        """Add the numeric features and the bias to the sum over all fields: ``[B]``."""
+        if self.dense_weight is not None:
+            partial_B = torch.addmv(partial_B, dense, self.dense_weight)
+        return partial_B if self.bias is None else partial_B + self.bias
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        """The whole sum; see the class for shapes."""
+        return self.combine(dense, self.partial(sparse))

@@ -1,0 +1,67 @@
+"""Wide & Deep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+from torch import Tensor, nn
+
+from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
+from lightning_recsys.models.layers import DeepTower, FirstOrder, field_embeddings
+
+
+class WideDeep(nn.Module):
+    r"""A linear model that remembers and a deep one that generalises, trained together.
+
+    .. math:: \operatorname{logit} = \sum_f w_f[\text{id}_f] + \sum_n u_n\, x_n + \text{MLP}([e, x])
+
+    Args:
+        num_dense: Numeric features ``N``.
+        fields: Field name -> number of ids.
+        embedding_dim: Width ``D`` of the embeddings.
+        hidden: Width of each hidden layer.
+        activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
+        dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`. The paper trains the wide part by
+            FTRL with L1: ``first_order_optimizer=FTRL(l1=...)``.
+
+    Shape:
+        - dense: ``[B, N]``; sparse: ``B`` examples of the fields.
+        - output: logits ``[B]``.
+
+    Raises:
+        ValueError: there is no field or no hidden layer, or an option is not one of the above.
+
+    Reference: Cheng et al. 2016, Wide & Deep Learning for Recommender Systems.
+    Differs from the paper: the wide part sees the features themselves; products of features that a person thought of
+    belong into the data as fields of their own.
+    """
+
+    def __init__(
+        self,
+        num_dense: int,
+        fields: Mapping[str, int],
+        *,
+        embedding_dim: int = 16,
+        hidden: Sequence[int] = (400, 400),
+        activation: str = "relu",
+        dropout: float = 0.0,
+        **options: Unpack[EmbeddingOptions],
+    ) -> None:
+        super().__init__()
+        self.first_order = FirstOrder(num_dense, fields, bias=False, **options)
+        self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.deep = DeepTower(
+            num_dense,
+            num_fields=len(fields),
+            embedding_dim=embedding_dim,
+            hidden=hidden,
+            activation=activation,
+            dropout=dropout,
+        )
+
+    def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        """Logits; see the class for shapes."""
+        logits: Tensor = self.first_order(dense, sparse) + self.deep(dense, self.embeddings(sparse))
+        return logits

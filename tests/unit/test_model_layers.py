@@ -1,0 +1,163 @@
+"""Layers against torch's own operators, and their errors."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_recsys.models.layers import (
+    MLP,
+    CrossLayer,
+    CrossNetwork,
+    CrossNetworkV2,
+    DeepTower,
+    DotInteraction,
+    FieldwiseLinear,
+    FMSecondOrder,
+    LowRankCrossLayer,
+    flatten_inputs,
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("num_dense", [0, 3])
+def test_fieldwise_linear_forward_equals_torch_linear_on_the_concatenation(num_dense):
+    layer = FieldwiseLinear(num_dense, num_fields=4, embedding_dim=2, out_features=5)
+    nn.init.normal_(layer.bias)
+    dense, embeddings = torch.randn(6, num_dense), torch.randn(6, 4, 2)
+    blocks = [layer.weight.flatten(0, 1)] + ([] if layer.dense_weight is None else [layer.dense_weight])
+    expected = F.linear(torch.cat([embeddings.flatten(1), dense], 1), torch.cat(blocks).t(), layer.bias)
+    torch.testing.assert_close(layer(dense, embeddings), expected)
+
+
+@pytest.mark.parametrize("num_dense", [0, 3])
+def test_fieldwise_linear_start_is_glorot_over_the_whole_layer(num_dense):
+    layer = FieldwiseLinear(num_dense, num_fields=20, embedding_dim=16, out_features=200)
+    std = (2 / (20 * 16 + num_dense + 200)) ** 0.5
+    assert layer.weight.std().item() == pytest.approx(std, rel=0.02)  # 64 000 draws: 0.3 % off, one sigma
+    assert layer.bias.abs().max() == 0
+    assert num_dense == 0 or layer.dense_weight.std().item() == pytest.approx(std, rel=0.2)
+
+
+def test_mlp_start_is_glorot_with_zero_biases():
+    linear = MLP(300, [200])[0]
+    assert linear.weight.std().item() == pytest.approx((2 / 500) ** 0.5, rel=0.02)
+    assert linear.bias.abs().max() == 0
+
+
+def test_fm_second_order_equals_the_sum_over_pairs():
+    layer = FMSecondOrder(2, embedding_dim=3).double()
+    dense, embeddings = torch.randn(4, 2).double(), torch.randn(4, 5, 3).double()
+    vectors = torch.cat([embeddings, dense.unsqueeze(2) * layer.vectors], 1)
+    pairs = [(vectors[:, i] * vectors[:, j]).sum(1) for i, j in itertools.combinations(range(7), 2)]
+    torch.testing.assert_close(layer(dense, embeddings), torch.stack(pairs).sum(0))
+
+
+def test_fm_second_order_under_autocast_stays_float32():
+    layer = FMSecondOrder(2, embedding_dim=8)
+    nn.init.normal_(layer.vectors)
+    dense, embeddings = torch.randn(16, 2), torch.randn(16, 5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = layer(dense, embeddings)
+    torch.testing.assert_close(output, layer(dense, embeddings), rtol=0, atol=0)
+
+
+def test_cross_network_equals_its_layers_one_by_one_and_passes_gradcheck():
+    layer = CrossNetwork(4, num_layers=3).double()
+    nn.init.normal_(layer.bias)
+    x0 = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    x = x0
+    for w, b in zip(layer.weight, layer.bias, strict=True):
+        x = x0 * (x @ w).unsqueeze(1) + b + x
+    torch.testing.assert_close(layer(x0), x)
+    assert torch.autograd.gradcheck(layer, (x0,))
+
+
+def test_cross_network_under_autocast_keeps_small_crosses():
+    layer = CrossNetwork(64, num_layers=3)
+    x0 = torch.randn(8, 64) * 0.01
+    exact = layer(x0) - x0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = layer(x0) - x0
+    # bfloat16 has 8 bits, so p is good to about 1 %. With 1 + p in bfloat16 most of p (here 0.01) would be lost.
+    assert (rounded - exact).norm() < 0.03 * exact.norm()
+
+
+def test_low_rank_cross_layer_equals_a_full_one_with_the_product_of_its_matrices():
+    low_rank, full = LowRankCrossLayer(6, rank=2), CrossLayer(6)
+    nn.init.normal_(low_rank.bias)
+    full.weight.data, full.bias.data = low_rank.down @ low_rank.up, low_rank.bias.data
+    x0, x = torch.randn(2, 5, 6)
+    torch.testing.assert_close(low_rank(x0, x), full(x0, x))
+
+
+def test_cross_network_v2_rank_decides_the_kind_of_layer():
+    assert [type(layer) for layer in CrossNetworkV2(6, 2).layers] == [CrossLayer, CrossLayer]
+    assert [type(layer) for layer in CrossNetworkV2(6, 2, rank=3).layers] == [LowRankCrossLayer, LowRankCrossLayer]
+
+
+def test_dot_interaction_equals_the_lower_triangle_of_the_gram_matrix():
+    vectors = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    layer = DotInteraction(5)
+    gram = torch.einsum("bid,bjd->bij", vectors, vectors)
+    expected = torch.stack([gram[:, i, j] for i in range(5) for j in range(i)], 1)
+    torch.testing.assert_close(layer(vectors), expected)
+    assert layer.out_features == 10
+    assert torch.autograd.gradcheck(layer, (vectors,))
+
+
+def test_flatten_inputs_without_numeric_features_copies_nothing():
+    embeddings = torch.randn(2, 3, 4)
+    assert flatten_inputs(torch.empty(2, 0), embeddings).data_ptr() == embeddings.data_ptr()
+    assert flatten_inputs(torch.ones(2, 1), embeddings).shape == (2, 13)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "sigmoid", "silu", "tanh"])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_mlp_gradients_with_every_activation_pass_gradcheck(activation, batch_norm):
+    # Fails where an activation overwrites what its backward pass needs.
+    layer = MLP(3, [4, 2], out_features=1, activation=activation, batch_norm=batch_norm).double()
+    assert torch.autograd.gradcheck(layer, (torch.randn(5, 3, dtype=torch.float64, requires_grad=True),))
+
+
+def test_mlp_hidden_layers_are_linear_norm_activation_dropout():
+    layer = MLP(3, [4], out_features=1, dropout=0.5, batch_norm=True)
+    assert [type(m) for m in layer] == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout, nn.Linear]
+    tower = DeepTower(2, num_fields=3, embedding_dim=4, hidden=[4], dropout=0.5, batch_norm=True)
+    assert [type(m) for m in tower.rest] == [nn.BatchNorm1d, nn.ReLU, nn.Dropout, nn.Linear]
+
+
+def test_dropout_acts_in_training_only():
+    tower = DeepTower(0, num_fields=3, embedding_dim=4, hidden=[64], dropout=0.5)
+    dense, embeddings = torch.empty(8, 0), torch.randn(8, 3, 4)
+    assert not torch.equal(tower(dense, embeddings), tower(dense, embeddings))
+    tower.eval()
+    torch.testing.assert_close(tower(dense, embeddings), tower(dense, embeddings), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MLP(3, [4], activation="rely"), r"model.activation must be one of \['gelu', 'relu', .*got 'rely'"),
+        (lambda: MLP(3, [4], dropout=1.0), r"model.dropout must be in \[0, 1\), got 1.0"),
+        (lambda: MLP(3, [4, 0]), "width of a hidden layer must be at least 1, got 0"),
+        (
+            lambda: DeepTower(1, num_fields=1, embedding_dim=1, hidden=[]),
+            "model.hidden must name .* at least one layer",
+        ),
+        (lambda: DeepTower(1, num_fields=1, embedding_dim=1, hidden=[-1]), "at least 1, got -1"),
+        (lambda: CrossNetwork(3, num_layers=0), "model.num_cross_layers must be at least 1, got 0"),
+        (lambda: CrossNetworkV2(3, num_layers=0), "model.num_cross_layers must be at least 1, got 0"),
+        (lambda: CrossNetworkV2(3, 1, rank=0), "model.rank must be at least 1, or null for the full matrix, got 0"),
+        (lambda: DotInteraction(1), "at least two vectors, got 1"),
+    ],
+)
+def test_layers_given_a_wrong_argument_say_what_is_allowed(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
