@@ -1,0 +1,82 @@
+"""Metrics of a checkpoint: ``python recipes/evaluate.py ckpt_path=logs/.../best.ckpt [overrides]``.
+
+The checkpoint carries the configuration of its run; overrides change it, such as ``data.root=/elsewhere``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+import pytorch_lightning as pl
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import ProgressBar
+
+from lightning_recsys.runtime import configure_worker
+from recipe_tools.build import Config, build_all, build_datamodule, build_task, count_parameters, test_on_one_device
+from recipe_tools.overrides import explained_overrides, find_value
+from recipe_tools.quiet import be_quiet
+from recipe_tools.record import RunRecord, isolated_job
+from recipe_tools.report import print_results
+
+# What evaluation decides anew; everything else is as in training.
+OWN_KEYS = ("ckpt_path", "paths")
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
+def main(cfg: DictConfig) -> None:
+    be_quiet()
+    config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    record = RunRecord(
+        Path(config["paths"]["output_dir"]), config=config, overrides=list(HydraConfig.get().overrides.task)
+    )
+    with isolated_job(), record:
+        evaluate(config, record)
+
+
+def evaluate(config: Config, record: RunRecord) -> None:
+    """Test the checkpoint, print; the results stand in ``record``."""
+    if config["seed"] is not None:
+        pl.seed_everything(config["seed"], workers=True, verbose=False)
+    configure_worker()
+    datamodule = build_datamodule(config)
+    task = build_task(config, datamodule)
+    record.details["parameters"] = parameters = count_parameters(task.model, datamodule)
+    progress = [callback for callback in build_all(config["callbacks"]) if isinstance(callback, ProgressBar)]
+    record.metrics |= test_on_one_device(
+        config, task, datamodule, ckpt_path=config["ckpt_path"], logger=False, callbacks=progress
+    )
+    record.details["best_normalized_entropy"] = best_ne = datamodule.best_normalized_entropy
+    print_results(
+        config["name"],
+        record.metrics,
+        best_ne=best_ne,
+        parameters=parameters,
+        seconds=record.wall_time,
+        folder=record.path.parent,
+    )
+
+
+def offer_checkpoint_config(arguments: list[str]) -> None:
+    """Give Hydra the configuration in the checkpoint, so that overrides are checked against what was trained."""
+    path = find_value(arguments, "ckpt_path")
+    if path is None:
+        return
+    if not Path(path).is_file():
+        raise SystemExit(f"ckpt_path: there is no file {path}")
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    trained = checkpoint.get("hyper_parameters", {}).get("config")
+    if trained is None:
+        raise SystemExit(f"ckpt_path: {path} carries no configuration; was it written by recipes/train.py?")
+    node = {key: value for key, value in trained.items() if key not in OWN_KEYS}
+    ConfigStore.instance().store("checkpoint", node=OmegaConf.create(node))
+
+
+if __name__ == "__main__":
+    offer_checkpoint_config(sys.argv[1:])
+    with explained_overrides("evaluate"):
+        main()

@@ -1,0 +1,85 @@
+"""From a resolved config (plain containers) to live objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+from hydra.utils import instantiate
+from torch import nn
+
+from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.tasks import CTRTask
+
+Config = dict[str, Any]
+
+
+def build(node: Config, *, partial: bool = False) -> Any:
+    """The object that ``node["_target_"]`` names, or with ``partial`` a callable that awaits more arguments.
+
+    Classes get plain containers, never OmegaConf's.
+    """
+    return instantiate(node, _convert_="all", **({"_partial_": True} if partial else {}))
+
+
+def build_all(nodes: Config) -> list[Any]:
+    """One object for each entry that has a ``_target_``."""
+    return [build(node) for node in nodes.values() if node and "_target_" in node]
+
+
+def build_datamodule(config: Config) -> pl.LightningDataModule:
+    """The data module, set up: it knows ``num_dense`` and ``fields``, which the model needs."""
+    datamodule: pl.LightningDataModule = build(config["data"])
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    return datamodule
+
+
+def build_task(config: Config, datamodule: Any) -> CTRTask:
+    """The model for these fields, and the task that trains it. The checkpoint will carry ``config``."""
+    optim = config["optim"]
+    options = {"row_optimizer": build(optim["rows"]), **config["embeddings"]}
+    if optim["first_order_rows"] is not None:
+        options["first_order_optimizer"] = build(optim["first_order_rows"])
+    make_model = build(config["model"], partial=True)
+    return CTRTask(
+        make_model(num_dense=datamodule.num_dense, fields=datamodule.fields, **options),
+        optimizer=build(optim["dense"]),
+        scheduler=build(optim["scheduler"]) if optim["scheduler"] is not None else None,
+        scheduler_config=optim["scheduler_config"],
+        config=config,
+    )
+
+
+def build_trainer(config: Config, **arguments: Any) -> pl.Trainer:
+    """The trainer of the config, with arguments that the recipe decides."""
+    trainer: pl.Trainer = build(config["trainer"], partial=True)(**arguments)
+    return trainer
+
+
+def test_on_one_device(
+    config: Config, task: CTRTask, datamodule: pl.LightningDataModule, *, ckpt_path: str | None, **arguments: Any
+) -> dict[str, float]:
+    """Metrics on the test rows, each row counted exactly once: several workers would have to share them evenly."""
+    trainer = build_trainer(
+        config, strategy="auto", devices=1, num_nodes=1, enable_checkpointing=False, profiler=None, **arguments
+    )
+    trainer.test(task, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
+    return to_floats(trainer.callback_metrics)
+
+
+def to_floats(metrics: Any) -> dict[str, float]:
+    """Lightning's tensors as numbers."""
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def count_parameters(model: nn.Module, datamodule: Any) -> dict[str, int]:
+    """Dense parameters, embedding rows (ids of all fields) and the numbers that those rows hold."""
+    tables = [
+        table for module in model.modules() if isinstance(module, EmbeddingBagCollection) for table in module.tables
+    ]
+    return {
+        "dense": sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        "embedding": sum(table.num_embeddings * table.embedding_dim for table in tables),
+        "embedding_rows": sum(datamodule.fields.values()),
+    }

@@ -1,0 +1,99 @@
+"""What to say after Hydra refused an override: the wrong name, the nearest right ones, all that are allowed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "conf"
+
+
+@contextmanager
+def explained_overrides(config_name: str) -> Iterator[None]:
+    """Around a Hydra main: where Hydra ends the program over an override, name the allowed ones after its message."""
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code == 1:
+            sys.stderr.writelines(f"\n{line}\n" for line in explain(sys.argv[1:], config_name=config_name))
+        raise
+
+
+def explain(arguments: Sequence[str], *, config_name: str) -> list[str]:
+    """One message for each override among ``arguments`` that ``config_name`` does not know; empty if all are known."""
+    parser = OverridesParser.create()
+    overrides: list[Override] = []
+    for argument in arguments:
+        if "=" in argument and not argument.startswith("-"):
+            try:
+                overrides.append(parser.parse_override(argument))
+            except HydraException:  # not in Hydra's grammar: its own message points at the character
+                continue
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        groups = GlobalHydra.instance().config_loader()
+        messages, chosen, values = [], [], []
+        for override in overrides:
+            options = groups.get_group_options(override.key_or_group)
+            unknown = [choice for choice in _choices(override) if choice not in options]
+            if not options:
+                values.append(override)
+            elif unknown:
+                messages.append(_message(f"{override.key_or_group}={unknown[0]}", unknown[0], options))
+            elif choices := _choices(override):
+                chosen.append(f"{override.get_key_element()}={choices[0]}")
+        config = compose(config_name, overrides=chosen, return_hydra_config=True)
+    messages += [message for override in values if (message := _unknown_key(config, override))]
+    return messages
+
+
+def _choices(override: Override) -> list[str]:
+    """The leaves that ``group=leaf`` or the sweep ``group=leaf,leaf`` names; none for ``group=null``."""
+    if override.is_sweep_override():
+        return [str(choice) for choice in override.sweep_string_iterator()]
+    return [] if override.value() is None else [str(override.value())]
+
+
+def _unknown_key(config: DictConfig, override: Override) -> str | None:
+    if override.is_add() or override.is_force_add() or override.is_delete():
+        return None
+    node: Any = config
+    path: list[str] = []
+    for key in override.key_or_group.split("."):
+        where = ".".join(path)
+        if not isinstance(node, DictConfig):
+            return f"{override.key_or_group}: {where} is one value ({node}), it has no keys. Write {where}=... instead."
+        if key not in node:
+            return _message(override.key_or_group, key, [str(name) for name in node if name != "hydra"], where)
+        path.append(key)
+        node = node._get_node(key)  # the node itself: an unresolved value is no error here
+        if isinstance(node, DictConfig) and (node._is_none() or node._is_interpolation()):
+            return None
+    return None
+
+
+def _message(override: str, name: str, allowed: Iterable[str], where: str = "") -> str:
+    allowed = sorted(allowed)
+    prefix = f"{where}." if where else ""
+    near = get_close_matches(name, allowed, n=3)
+    hint = f" Did you mean {' or '.join(prefix + match for match in near)}?" if near else ""
+    return f"{override}: no such choice.{hint}\nAllowed{f' in {where}' if where else ''}: {', '.join(allowed)}"
+
+
+def find_value(arguments: Sequence[str], key: str) -> str | None:
+    """The value that the command line gives to ``key``, unquoted; None where it gives none."""
+    parser = OverridesParser.create()
+    for argument in arguments:
+        if argument.startswith(f"{key}="):
+            return str(parser.parse_override(argument).value())
+    return None

@@ -1,0 +1,167 @@
+"""``metrics.json``: what ran, on what, how it ended and what came out. And a job that leaves the process as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lightning_recsys.runtime import ProcessState
+
+FILE_NAME = "metrics.json"
+PACKAGES = (
+    "lightning-recsys",
+    "torch",
+    "pytorch-lightning",
+    "torchmetrics",
+    "fbgemm-gpu-cpu",
+    "fbgemm-gpu",
+    "numba",
+    "numpy",
+    "hydra-core",
+)
+
+
+class RunRecord:
+    """Context manager that writes ``metrics.json`` when a run starts and again when it ends, however it ends.
+
+    Args:
+        folder: Where the file goes; made when missing.
+        job: Number of the job within a sweep, or None.
+        overrides: The command line's overrides.
+        config: Resolved config, plain containers.
+
+    Attributes:
+        metrics: Filled in by the recipe: name -> value.
+        details: Further entries of the file, such as counts of parameters.
+    """
+
+    def __init__(self, folder: Path, *, config: dict[str, Any], overrides: list[str], job: int | None = None) -> None:
+        self.path = folder / FILE_NAME
+        self.metrics: dict[str, float] = {}
+        self.details: dict[str, Any] = {}
+        self._fixed = {
+            "name": config.get("name"),
+            "job": job,
+            "overrides": overrides,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "git_commit": git_commit(),
+            "machine": machine(),
+            "config": config,
+        }
+        self._start = time.perf_counter()
+
+    @property
+    def wall_time(self) -> float:
+        """Seconds since the record was made."""
+        return time.perf_counter() - self._start
+
+    def __enter__(self) -> RunRecord:
+        self._write("running")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._write("completed")
+        elif issubclass(kind, KeyboardInterrupt):
+            self._write("interrupted")
+        else:
+            self._write("failed", error=f"{kind.__name__}: {error}")
+
+    def _write(self, status: str, error: str | None = None) -> None:
+        content = {
+            "status": status,
+            "error": error,
+            "metrics": self.metrics,
+            "wall_time_s": round(self.wall_time, 3),
+            **self.details,
+            **self._fixed,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_finite(content), indent=2, allow_nan=False, default=str)
+        temporary = self.path.with_suffix(".json.part")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(self.path)  # whoever reads meanwhile sees a whole file
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that numbers depend on, where installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this recipe lies in, with ``-dirty`` where files differ; None outside git."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],  # noqa: S607 - git from PATH
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
+
+
+def machine() -> dict[str, Any]:
+    """What the wall time depends on."""
+    return {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+@contextmanager
+def isolated_job() -> Iterator[None]:
+    """Undo what a job does to its process, so that the next job of a sweep starts as the first one did.
+
+    Restores the environment (ranks, ports and seeds that Lightning exports), generators, determinism, warning filters
+    and log levels; ends the process group and the W&B run where one was left open.
+    """
+    before = ProcessState.capture()
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        wandb = sys.modules.get("wandb")
+        if wandb is not None and wandb.run is not None:
+            wandb.finish()
+        before.restore()

@@ -1,0 +1,51 @@
+"""The table that closes a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+# Title, metric, format; shown where the run has the metric.
+METRICS = (
+    ("EPS (examples per second)", "eps", ",.0f"),
+    ("Train NE", "train/ne", ".4f"),
+    ("Eval NE", "test/ne", ".4f"),
+    ("AUC", "test/auc", ".4f"),
+    ("Log loss", "test/logloss", ".4f"),
+    ("Calibration", "test/calibration", ".4f"),
+)
+
+
+def console() -> Console:
+    """A console on standard output; outside a terminal it is wide enough for every table."""
+    found = Console()
+    return found if found.is_terminal else Console(width=160)
+
+
+def print_results(
+    title: str,
+    metrics: Mapping[str, float],
+    *,
+    best_ne: float | None,
+    parameters: Mapping[str, int],
+    seconds: float,
+    folder: Path,
+) -> None:
+    """Print one run's metrics, the best NE that its data allow (where known), its size, duration and folder."""
+    table = Table(title=escape(title), title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right", overflow="fold")
+    for label, name, form in METRICS:
+        if name in metrics:
+            table.add_row(label, format(metrics[name], form))
+    if best_ne is not None:
+        table.add_row("Best possible NE", format(best_ne, ".4f"))
+    table.add_row("Dense parameters", f"{parameters['dense']:,}")
+    table.add_row("Embedding rows", f"{parameters['embedding_rows']:,} ({parameters['embedding']:,} numbers)")
+    table.add_row("Wall time", f"{seconds:.1f} s")
+    table.add_row("Outputs", escape(str(folder)))
+    console().print(table)

@@ -1,0 +1,100 @@
+"""Train a click-through-rate model: ``python recipes/train.py [overrides]``, ``--help`` for what there is to choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import pytorch_lightning as pl
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
+
+from lightning_recsys.runtime import configure_worker
+from recipe_tools.build import (
+    Config,
+    build_all,
+    build_datamodule,
+    build_task,
+    build_trainer,
+    count_parameters,
+    test_on_one_device,
+    to_floats,
+)
+from recipe_tools.overrides import explained_overrides
+from recipe_tools.quiet import be_quiet
+from recipe_tools.record import RunRecord, isolated_job
+from recipe_tools.report import print_results
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: DictConfig) -> float:
+    be_quiet()
+    config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    job = HydraConfig.get()
+    sweeping = job.mode == RunMode.MULTIRUN
+    record = RunRecord(
+        Path(config["paths"]["output_dir"]),
+        config=config,
+        overrides=list(job.overrides.task),
+        job=job.job.num if sweeping else None,
+    )
+    with isolated_job(), record:
+        train(config, record, sweeping=sweeping)
+        return optimized_value(record.metrics, config["optimized_metric"])
+
+
+def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
+    """Fit, test the best checkpoint, print; the results stand in ``record``."""
+    if config["seed"] is not None:
+        pl.seed_everything(config["seed"], workers=True, verbose=False)
+    configure_worker()
+
+    datamodule = build_datamodule(config)
+    task = build_task(config, datamodule)
+    record.details["parameters"] = parameters = count_parameters(task.model, datamodule)
+
+    loggers = build_all(config["logger"])
+    trainer = build_trainer(config, callbacks=build_all(config["callbacks"]), logger=loggers)
+    refuse_reexecution(trainer, sweeping=sweeping)
+
+    trainer.fit(task, datamodule=datamodule, ckpt_path=config["ckpt_path"])
+    record.metrics |= to_floats(trainer.callback_metrics)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
+    record.details["checkpoint"] = best
+
+    record.metrics |= test_on_one_device(
+        config, task, datamodule, ckpt_path=best, logger=loggers, enable_progress_bar=False
+    )
+    record.details["best_normalized_entropy"] = best_ne = datamodule.best_normalized_entropy
+    print_results(
+        config["name"],
+        record.metrics,
+        best_ne=best_ne,
+        parameters=parameters,
+        seconds=record.wall_time,
+        folder=record.path.parent,
+    )
+
+
+def refuse_reexecution(trainer: pl.Trainer, *, sweeping: bool) -> None:
+    """A launcher that runs ``sys.argv`` again for each worker would run the whole sweep in each of them."""
+    if sweeping and trainer.world_size > 1 and isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+        raise ValueError(
+            f"trainer.strategy: {type(trainer.strategy).__name__} starts its workers by running the command line again."
+            " In a sweep (-m) each of them would run the whole sweep, with hyperparameters of its own. Use strategy=ddp,"
+            " which starts workers from the running job, or run the jobs one by one without -m."
+        )
+
+
+def optimized_value(metrics: dict[str, float], name: str) -> float:
+    """The number that a sweep compares."""
+    if name not in metrics:
+        raise ValueError(f"optimized_metric: this run logged no {name!r}. It logged {', '.join(sorted(metrics))}.")
+    return metrics[name]
+
+
+if __name__ == "__main__":
+    with explained_overrides("train"):
+        main()
