@@ -1,0 +1,65 @@
+"""What a strategy tells about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback
+
+from lightning_recsys.callbacks._logging import log_epoch, log_step, should_log
+
+
+class Histogram(Protocol):
+    """Many observations of one quantity; a floating 1-D tensor of them is one."""
+
+    def mean(self) -> Any:
+        """Their mean."""
+
+    def quantile(self, q: float, /) -> Any:
+        """The value that the share ``q`` of them does not exceed."""
+
+    def max(self) -> Any:
+        """The largest."""
+
+
+class StalenessMonitor(Callback):
+    """Logs ``trainer.strategy.telemetry()``: staleness, synchronisation gaps, cache hits, bytes sent.
+
+    ``telemetry()`` maps names to numbers or to a :class:`Histogram`, which becomes ``<name>/mean``, ``<name>/p99`` and
+    ``<name>/max``. It is called on every process at log steps and at the end of each epoch, and must not communicate:
+    asynchronous workers get there at different times. The logger gets what rank 0 knows. The values are also in
+    ``trainer.callback_metrics``, for ``EarlyStopping`` or a sweep.
+
+    A strategy without ``telemetry()``, such as Lightning's own, logs nothing.
+
+    >>> from pytorch_lightning import Trainer
+    >>> callback = StalenessMonitor()
+    >>> trainer = Trainer(callbacks=callback, accelerator="cpu", logger=False, enable_checkpointing=False)
+    """
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log at log steps."""
+        if should_log(trainer):
+            log_step(trainer, _telemetry(trainer))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log, so that the last values are there when the run ends."""
+        log_epoch(pl_module, _telemetry(trainer))
+
+
+def _telemetry(trainer: pl.Trainer) -> dict[str, float]:
+    telemetry = getattr(trainer.strategy, "telemetry", None)
+    values: Mapping[str, float | Histogram] = telemetry() if callable(telemetry) else {}
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, (float, int)):
+            numbers[name] = float(value)
+        else:
+            numbers[f"{name}/mean"] = float(value.mean())
+            numbers[f"{name}/p99"] = float(value.quantile(0.99))
+            numbers[f"{name}/max"] = float(value.max())
+    return numbers
