@@ -1,1 +1,5 @@
-"""strategies."""
+"""Lightning strategies: how the processes of a run divide the work."""
+
+from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
+
+__all__ = ["ForkserverDDPStrategy"]

@@ -1,0 +1,261 @@
+"""Starts the worker processes of a run on this machine from a fork server."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from lightning_recsys.launchers.results import load_results, results_path
+from lightning_recsys.launchers.worker import Failure, Job, job_path, run_worker
+from lightning_recsys.runtime import ProcessState
+
+SETTLE_SECONDS = 2.0  # for the other workers to notice a failure by themselves
+GRACE_SECONDS = 5.0  # for a worker to end after SIGINT, before SIGKILL
+
+
+class ForkserverLauncher(_MultiProcessingLauncher):
+    """Launches each run in new processes that a fork server forks, and brings the results back.
+
+    The fork server starts with the first launch and imports torch and this package once; later launches take a fraction
+    of a second. Nothing runs ``sys.argv`` again, so sweeps are safe, and the main process keeps no trace of a launch:
+    no environment variable, no process group, no shared memory.
+
+    * **There**: workers start from the main process's environment, random generators, warning filters, log levels and
+      torch settings. Model, data and callbacks are pickled once; every worker loads a copy of its own. (Lightning's
+      ``forkserver`` leaves parameters in memory that all workers write to.)
+    * **Back**: weights, metrics, callback states, epochs and steps, the return value, predictions of all workers. Not
+      the optimizer's state: to continue a run, pass a checkpoint's path to ``fit``.
+    * **Errors**: the first worker's error is raised in the main process, of its own type, with the worker's traceback
+      as a note; the other workers are ended.
+    * **Signals**: Ctrl-C and SIGTERM end the workers, then the run; SIGKILL of the main process ends them as well.
+
+    The fork server and multiprocessing's resource tracker live until the main process ends, however it ends.
+
+    Args:
+        strategy: The strategy that launches.
+        num_threads: Threads per worker, as in :func:`lightning_recsys.runtime.configure_worker`.
+
+    Raises:
+        ValueError: this platform has no fork server (Windows).
+    """
+
+    _strategy: DDPStrategy
+
+    def __init__(self, strategy: DDPStrategy, *, num_threads: int = 1) -> None:
+        super().__init__(strategy, start_method="forkserver")
+        self.num_threads = num_threads
+        self.failed = False  # the last launch did: what the main process holds is from before it
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Notebooks may launch what they import; what they define in a cell is refused with a hint."""
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Run the function in ``strategy.num_processes`` workers and wait for them.
+
+        Args:
+            function: What each worker calls, with ``args`` and ``kwargs``.
+            *args: Positional arguments.
+            trainer: The trainer to which the results are given.
+            **kwargs: Keyword arguments.
+
+        Returns:
+            What the function returned in rank 0; the predictions of all ranks if the trainer predicts.
+
+        Raises:
+            RuntimeError: called while a worker imports the main script.
+            ProcessExitedException: a worker died without an error (a signal, the system's memory).
+        """
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                "Worker processes import the script that starts them, and this one starts training when imported."
+                " Start it under `if __name__ == '__main__':`."
+            )
+        self._choose_port()
+        for logger in trainer.loggers if trainer else ():
+            getattr(logger, "log_dir", None)  # a version number is chosen here, so that all processes know it
+        self.failed = True
+        job = Job(self._strategy, trainer, function, args, kwargs)
+        with tempfile.TemporaryDirectory(prefix="lightning_recsys-") as name, _sigterm_raises():
+            folder = Path(name)
+            self._save_job(job, folder)
+            try:
+                workers = self._start(folder)
+                _join(workers)
+            finally:
+                self._end()
+            value = load_results(trainer, folder, num_workers=len(workers))
+        self.failed = False
+        return value
+
+    def _choose_port(self) -> None:
+        """A free port for each launch, chosen here so that all workers know it."""
+        environment = self._strategy.cluster_environment
+        assert environment is not None
+        if isinstance(environment, LightningEnvironment):
+            environment._main_port = -1
+        _ = environment.main_port
+
+    def _save_job(self, job: Job, folder: Path) -> None:
+        """One file under one name per worker: each removes its name, and the last one frees the space."""
+        try:
+            torch.save(job, job_path(folder, 0))
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            error.add_note(
+                "Model, data module, callbacks and loggers travel to the worker processes by pickle. Lambdas, classes"
+                " defined in a function, and open files, sockets or locks cannot: create them in `setup`."
+            )
+            raise
+        for rank in range(1, self._strategy.num_processes):
+            os.link(job_path(folder, 0), job_path(folder, rank))
+
+    def _start(self, folder: Path) -> list[_Worker]:
+        context = multiprocessing.get_context("forkserver")
+        # What this process has imported of ours the workers need as well. (Before the server's first start only.)
+        ours = sorted(name for name in sys.modules if name.partition(".")[0] == "lightning_recsys")
+        context.set_forkserver_preload(["pytorch_lightning", *ours])
+        state = pickle.dumps(ProcessState.capture())
+        workers = []
+        self.procs = []
+        with _portable_start_method():
+            for rank in range(self._strategy.num_processes):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=run_worker, args=(rank, folder, state, sender, self.num_threads), name=f"rank {rank}"
+                )
+                process.start()
+                sender.close()
+                self.procs.append(process)  # type: ignore[arg-type]  # declared for the other start methods
+                workers.append(_Worker(rank, process, receiver, results_path(folder, rank)))
+        return workers
+
+    def _end(self) -> None:
+        """Whatever happened: no worker is left."""
+        try:
+            self.kill(signal.SIGINT)
+            deadline = time.monotonic() + GRACE_SECONDS
+            for process in self.procs:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            self.kill(signal.SIGKILL)
+            for process in self.procs:
+                process.join()
+            self.procs = []
+
+
+@dataclass
+class _Worker:
+    """A worker as the main process sees it.
+
+    Args:
+        rank: Local rank.
+        process: The process.
+        receiver: Brings the worker's failure, if it lives to tell.
+        results: Where its results are once it has succeeded.
+        succeeded: It has ended, and its results are there.
+        failure: What went wrong; time 0 if it died without a word, which makes it the cause of what others tell.
+    """
+
+    rank: int
+    process: ForkServerProcess
+    receiver: Connection
+    results: Path
+    succeeded: bool = False
+    failure: Failure | None = None
+
+    def look(self) -> None:
+        """Bring ``succeeded`` and ``failure`` up to date."""
+        code = self.process.exitcode  # before the receiver: a worker tells first and ends then
+        with suppress(EOFError, ConnectionError):
+            if self.receiver.poll():
+                self.failure = pickle.loads(self.receiver.recv_bytes())  # noqa: S301 - from our own worker
+                return
+        if code == 0 and self.results.exists():
+            self.succeeded = True
+        elif code is not None:
+            self.failure = Failure(self._death(code), time=0.0)
+
+    def _death(self, code: int) -> ProcessExitedException:
+        name = signal.Signals(-code).name if code < 0 else None
+        hint = " The system ends processes so when memory runs out." if name == "SIGKILL" else ""
+        how = f"was ended by {name}" if name else f"ended with exit code {code}"
+        return ProcessExitedException(
+            f"Worker {self.rank} {how} before it could tell why; see what it printed above.{hint}",
+            error_index=self.rank,
+            error_pid=self.process.pid or -1,
+            exit_code=code,
+            signal_name=name,
+        )
+
+
+def _join(workers: list[_Worker]) -> None:
+    """Wait until every worker has succeeded; raise the first error, once the others had time to tell theirs."""
+    deadline = math.inf
+    while (busy := [x for x in workers if not x.succeeded and x.failure is None]) and time.monotonic() < deadline:
+        timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        wait([*(x.process.sentinel for x in busy), *(x.receiver for x in busy)], timeout)
+        for worker in busy:
+            worker.look()
+        if deadline == math.inf and any(x.failure for x in workers):
+            deadline = time.monotonic() + SETTLE_SECONDS
+    if failures := sorted((x.failure for x in workers if x.failure), key=lambda failure: failure.time):
+        first, *others = (failure.error for failure in failures)
+        for other in others:
+            first.add_note(f"After that, another worker failed: {type(other).__name__}: {other}")
+        raise first
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Unwind this process on SIGTERM as on Ctrl-C, unless somebody handles the signal already."""
+
+    def unwind(number: int, _: FrameType | None) -> None:
+        raise SIGTERMException(128 + number)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _portable_start_method() -> Iterator[None]:
+    """A start method that workers know: they are told ours, and joblib's ``loky`` exists in its own processes only."""
+    own = multiprocessing.get_start_method(allow_none=True)
+    if own is None or own in ("fork", "forkserver", "spawn"):
+        yield
+        return
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(own, force=True)

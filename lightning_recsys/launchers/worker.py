@@ -1,0 +1,133 @@
+"""What runs in a worker process: from its first line to its results or its error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_recsys.launchers.results import save_results
+from lightning_recsys.runtime import ProcessState, configure_worker
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers of a launch are to do, the same for all of them.
+
+    Args:
+        strategy: The strategy that launches; the trainer's own if there is a trainer.
+        trainer: The trainer, or ``None`` where a bare function is launched.
+        function: What to call, with ``args`` and ``kwargs``.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    strategy: DDPStrategy
+    trainer: pl.Trainer | None
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a worker, and when it happened by the machine's monotonic clock, in seconds."""
+
+    error: BaseException
+    time: float
+
+
+def job_path(folder: Path, rank: int) -> Path:
+    """The file from which a worker loads its :class:`Job`, and which it then removes."""
+    return folder / f"job-{rank}.pt"
+
+
+def run_worker(rank: int, folder: Path, state: bytes, failures: Connection, num_threads: int) -> None:
+    """Become the worker of a local rank, run the job, leave the results in ``folder``.
+
+    Args:
+        rank: Local rank.
+        folder: Where the job lies and the results go.
+        state: The pickled :class:`ProcessState` of the main process.
+        failures: Where the pickled :class:`Failure` goes, if there is one.
+        num_threads: As in :func:`configure_worker`.
+    """
+    _end_with_the_main_process(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a main process in the background ignores it
+    trainer = None
+    try:
+        process_state: ProcessState = pickle.loads(state)  # noqa: S301 - written by the main process
+        process_state.restore()
+        os.environ["LOCAL_RANK"] = str(rank)
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        configure_worker(num_threads)
+        job = _load_job(job_path(folder, rank))
+        trainer = job.trainer
+        job.strategy._launcher = None  # this process is one of the launched: nothing in it launches again
+        job.strategy.set_world_ranks()
+        value = job.function(*job.args, **job.kwargs)
+        save_results(value, trainer, folder, rank=rank)
+    except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        failures.send_bytes(pickle.dumps(Failure(_for_the_main_process(error, rank), time.monotonic())))
+        for logger in trainer.loggers if trainer else ():
+            with suppress(Exception):
+                logger.finalize("failed")  # writes the metrics of the last steps
+        sys.exit(1)
+
+
+def _load_job(path: Path) -> Job:
+    """Load the job; nothing in it shares memory with another process, so each worker's tensors are its own."""
+    try:
+        job: Job = torch.load(path, weights_only=False)
+    except AttributeError as error:
+        if "__main__" in str(error):
+            error.add_note(
+                "A worker process imports what it is sent. It cannot import classes and functions that were defined in"
+                " a notebook cell, at the prompt or under `if __name__ == '__main__':`; move them to a module."
+            )
+        raise
+    path.unlink()
+    return job
+
+
+def _for_the_main_process(error: BaseException, rank: int) -> BaseException:
+    """The error with its traceback as a note, of its own type where that survives pickling."""
+    note = f"Raised in worker {rank}:\n{''.join(traceback.format_exception(error)).rstrip()}"
+    try:
+        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+        portable = copy if type(copy) is type(error) else None
+    except Exception:
+        portable = None
+    portable = portable or RuntimeError(f"{type(error).__name__}: {error}")
+    portable.add_note(note)
+    return portable
+
+
+def _end_with_the_main_process(folder: Path) -> None:
+    """Do not outlive the main process, however it dies: our parent is the fork server, so nobody else tells us."""
+    main_process = multiprocessing.parent_process()
+    assert main_process is not None
+
+    def watch() -> None:
+        main_process.join()
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-the-main-process", daemon=True).start()
