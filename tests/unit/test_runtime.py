@@ -1,0 +1,55 @@
+"""Process-wide settings, and their way into a worker."""
+
+import logging
+import os
+import pickle
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_recsys.runtime import ProcessState, configure_worker
+
+
+def test_threads_and_denormals_when_configured_then_set():
+    configure_worker(num_threads=2)
+    assert torch.get_num_threads() == 2
+    assert (torch.tensor([1e-39]) * 1).item() == 0.0
+    configure_worker()
+    assert torch.get_num_threads() == 1
+
+
+def test_number_of_threads_when_below_one_then_refused():
+    with pytest.raises(ValueError, match="num_threads must be at least 1, got 0"):
+        configure_worker(num_threads=0)
+
+
+def test_process_state_when_pickled_and_restored_then_everything_is_back(monkeypatch):
+    monkeypatch.setenv("KEPT", "1")
+    logger = logging.getLogger("lightning_recsys.test_runtime")
+    logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="no such thing")
+    filters = list(warnings.filters)
+    torch.set_float32_matmul_precision("high")
+    state = pickle.dumps(ProcessState.capture())
+    drawn = torch.rand(1).item(), np.random.rand(), random.random()
+
+    monkeypatch.setenv("NEW", "1")
+    monkeypatch.delenv("KEPT")
+    logger.setLevel(logging.DEBUG)
+    warnings.resetwarnings()
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_default_dtype(torch.float64)
+    pickle.loads(state).restore()
+
+    assert os.environ["KEPT"] == "1"
+    assert "NEW" not in os.environ
+    assert logger.level == logging.ERROR
+    assert list(warnings.filters) == filters
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_default_dtype() == torch.float32
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == drawn
