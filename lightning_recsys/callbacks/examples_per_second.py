@@ -97,23 +97,24 @@ class ExamplesPerSecond(Callback):
     ) -> None:
         """Count the batch and its time."""
         now = perf_counter()
-        assert self._last_time is not None
-        self._count(self.batch_size_fn(batch), now - self._last_time)
+        seconds = None if self._last_time is None else now - self._last_time
+        self._count(self.batch_size_fn(batch), seconds)
         self._last_time = now
-        if trainer.is_global_zero and should_log(trainer):
+        if self._window and trainer.is_global_zero and should_log(trainer):
             name = "eps" if trainer.world_size == 1 else "eps/rank_0"
             examples, seconds = map(sum, zip(*self._window, strict=True))
             log_step(trainer, {name: examples / seconds}, prog_bar=[name])
 
-    def _count(self, examples: int, seconds: float) -> None:
+    def _count(self, examples: int, seconds: float | None) -> None:
         if self._steps == self.warmup_steps:
             self._measured_examples, self._measured_seconds = 0, 0.0
             self._window.clear()
         self._steps += 1
         self.examples += examples
-        self._measured_examples += examples
-        self._measured_seconds += seconds
-        self._window.append((examples, seconds))
+        if seconds is not None:  # None: a checkpoint was saved within the step
+            self._measured_examples += examples
+            self._measured_seconds += seconds
+            self._window.append((examples, seconds))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 from click_module import ClickModule, Loader, make_batch, make_loader, make_trainer
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 
 from lightning_recsys.callbacks import ExamplesPerSecond
@@ -112,6 +112,31 @@ def test_validation_and_checkpoints_then_their_time_does_not_count(tmp_path, clo
     assert clock.now >= 4 * VALIDATION + (8 * SAVING if saves else 0)
     # Waiting for the batch after a validation or a checkpoint is left out with it.
     assert trainer.callback_metrics["eps"].item() == pytest.approx(56 / (8 * STEP + loads * LOADING))
+
+
+def test_checkpoint_within_a_step_then_that_step_is_counted_but_not_timed(tmp_path, clock):
+    class SavesOnce(TimedModule):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 0:
+                self.trainer.save_checkpoint(tmp_path / "within.ckpt")
+            return super().training_step(batch, batch_idx)
+
+    callback = ExamplesPerSecond(warmup_steps=0)
+    trainer = make_trainer(tmp_path, callbacks=callback)
+    trainer.fit(SavesOnce(clock), TimedLoader(clock, 8, 8, 4))
+    assert trainer.callback_metrics["eps"].item() == pytest.approx(12 / (2 * (LOADING + STEP)))
+    assert callback.examples == 20
+
+
+def test_log_steps_then_the_progress_bar_shows_the_rate_at_once(tmp_path, clock):
+    shown = []
+
+    class Spy(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            shown.append(trainer.progress_bar_metrics.get("eps"))
+
+    fit(tmp_path, clock, ExamplesPerSecond(warmup_steps=0), callbacks=[Spy()], log_every_n_steps=2)
+    assert shown == [None, 2.0, 2.0, 28 / 16]
 
 
 def test_log_steps_then_the_window_rate_is_logged(tmp_path, clock):
