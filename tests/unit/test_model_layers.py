@@ -19,6 +19,7 @@ from lightning_recsys.models.layers import (
     LowRankCrossLayer,
     flatten_inputs,
 )
+from lightning_recsys.models.layers.linear import Linear
 
 
 @pytest.fixture(autouse=True)
@@ -128,9 +129,9 @@ def test_mlp_gradients_with_every_activation_pass_gradcheck(activation, batch_no
 
 def test_mlp_hidden_layers_are_linear_norm_activation_dropout():
     layer = MLP(3, [4], out_features=1, dropout=0.5, batch_norm=True)
-    assert [type(m) for m in layer] == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout, nn.Linear]
+    assert [type(m) for m in layer] == [Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout, Linear]
     tower = DeepTower(2, num_fields=3, embedding_dim=4, hidden=[4], dropout=0.5, batch_norm=True)
-    assert [type(m) for m in tower.rest] == [nn.BatchNorm1d, nn.ReLU, nn.Dropout, nn.Linear]
+    assert [type(m) for m in tower.rest] == [nn.BatchNorm1d, nn.ReLU, nn.Dropout, Linear]
 
 
 def test_dropout_acts_in_training_only():

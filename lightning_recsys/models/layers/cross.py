@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_recsys.models.layers.linear import affine
+
 
 def flatten_inputs(dense: Tensor, embeddings_BFD: Tensor) -> Tensor:
     """Embeddings ``[B, F, D]`` and numeric features ``[B, N]`` side by side: ``[B, F D + N]``."""
@@ -99,7 +101,7 @@ class CrossLayer(nn.Module):
 
     def partial(self, x_BK: Tensor) -> Tensor:
         """These inputs' share of ``x W``, ``[B, K]``."""
-        return x_BK @ self.weight
+        return affine(x_BK, self.weight)
 
     def combine(self, x0_BK: Tensor, x_BK: Tensor, partial_BK: Tensor) -> Tensor:
         """The layer's output, ``[B, K]``, from the sum over all inputs."""
@@ -107,7 +109,7 @@ class CrossLayer(nn.Module):
 
     def forward(self, x0_BK: Tensor, x_BK: Tensor) -> Tensor:
         """The whole layer, one addition cheaper than :meth:`combine` of :meth:`partial`."""
-        return torch.addcmul(x_BK, x0_BK, torch.addmm(self.bias, x_BK, self.weight))
+        return torch.addcmul(x_BK, x0_BK, affine(x_BK, self.weight, self.bias))
 
 
 class LowRankCrossLayer(nn.Module):
@@ -146,11 +148,11 @@ class LowRankCrossLayer(nn.Module):
 
     def partial(self, x_BK: Tensor) -> Tensor:
         """These inputs' share of ``x V``, ``[B, R]``."""
-        return x_BK @ self.down
+        return affine(x_BK, self.down)
 
     def combine(self, x0_BK: Tensor, x_BK: Tensor, partial_BR: Tensor) -> Tensor:
         """The layer's output, ``[B, K]``, from the sum over all inputs."""
-        return torch.addcmul(x_BK, x0_BK, torch.addmm(self.bias, partial_BR, self.up))
+        return torch.addcmul(x_BK, x0_BK, affine(partial_BR, self.up, self.bias))
 
     def forward(self, x0_BK: Tensor, x_BK: Tensor) -> Tensor:
         """The whole layer; see the class for shapes."""

@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lightning_recsys.models.layers.linear import affine
+
 
 class FieldwiseLinear(nn.Module):
     r"""A linear layer over ``[embeddings, numeric features]`` whose weights lie field by field.
@@ -48,7 +50,7 @@ class FieldwiseLinear(nn.Module):
 
     def partial(self, embeddings_BFD: Tensor) -> Tensor:
         """The fields' share of the outputs, ``[B, H]``."""
-        return torch.mm(embeddings_BFD.flatten(1), self.weight.flatten(0, 1))
+        return affine(embeddings_BFD.flatten(1), self.weight.flatten(0, 1))
 
     def combine(self, dense: Tensor, partial_BH: Tensor) -> Tensor:
         """Add the numeric features and the bias to the sum over all fields: ``[B, H]``."""
@@ -56,7 +58,7 @@ class FieldwiseLinear(nn.Module):
 
     def forward(self, dense: Tensor, embeddings_BFD: Tensor) -> Tensor:
         """The whole layer, one addition cheaper than :meth:`combine` of :meth:`partial`."""
-        return torch.addmm(self._dense_part(dense), embeddings_BFD.flatten(1), self.weight.flatten(0, 1))
+        return affine(embeddings_BFD.flatten(1), self.weight.flatten(0, 1), self._dense_part(dense))
 
     def _dense_part(self, dense: Tensor) -> Tensor:
-        return self.bias if self.dense_weight is None else torch.addmm(self.bias, dense, self.dense_weight)
+        return self.bias if self.dense_weight is None else affine(dense, self.dense_weight, self.bias)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from lightning_recsys.models.layers.fieldwise import FieldwiseLinear
+from lightning_recsys.models.layers.linear import Linear
 
 # In place only where the backward pass needs the output and not the input.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -58,9 +59,9 @@ class MLP(nn.Sequential):
         modules: list[nn.Module] = []
         for fan_in, fan_out in pairwise((in_features, *hidden)):
             after = after_linear(fan_out, activation, dropout=dropout, batch_norm=batch_norm)
-            modules += [_linear(fan_in, fan_out), *after]
+            modules += [Linear(fan_in, fan_out), *after]
         if out_features is not None:
-            modules.append(_linear((in_features, *hidden)[-1], out_features))
+            modules.append(Linear((in_features, *hidden)[-1], out_features))
         super().__init__(*modules)
 
 
@@ -138,10 +139,3 @@ def after_linear(width: int, activation: str, *, dropout: float, batch_norm: boo
     norm = [nn.BatchNorm1d(width)] if batch_norm else []
     drop = [nn.Dropout(dropout)] if dropout else []
     return [*norm, ACTIVATIONS[activation](), *drop]
-
-
-def _linear(in_features: int, out_features: int) -> nn.Linear:
-    linear = nn.Linear(in_features, out_features)
-    nn.init.xavier_normal_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return linear
