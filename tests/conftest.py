@@ -175,6 +175,7 @@ def _shared_memory_is_unlinked() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _signal_handlers_are_restored() -> Iterator[None]:
     catchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    catchable -= {signal.SIGALRM}  # pytest-timeout's
     before = {number: signal.getsignal(number) for number in catchable}
     yield
     changed = [number for number, handler in before.items() if signal.getsignal(number) != handler]

@@ -77,7 +77,7 @@ class ForkserverDDPStrategy(DDPStrategy):
         different numbers of examples.
         """
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
-            tensor = tensor.double()
+            tensor = tensor.to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:

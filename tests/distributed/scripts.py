@@ -1,0 +1,59 @@
+"""Main processes for test_launcher_processes.py: ``python scripts.py NAME``."""
+
+import os
+import signal
+import sys
+import time
+from multiprocessing import forkserver, resource_tracker
+
+import pytorch_lightning as pl
+
+from lightning_recsys.strategies import ForkserverDDPStrategy
+
+
+def launch(function, *args, devices=2):
+    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=ForkserverDDPStrategy(), logger=False)
+    return trainer.strategy.launcher.launch(function, *args)
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+def pids():
+    return [os.getpid(), os.getppid()]
+
+
+def work_for_ever():
+    say("worker", os.getpid())
+    time.sleep(1000)
+
+
+def signals():
+    """Interrupted, then terminated, then killed, each time in the middle of a run."""
+    say("main", os.getpid())
+    for _ in range(3):
+        try:
+            launch(work_for_ever)
+        except BaseException as error:
+            server, tracker = forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid
+            handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
+            assert handlers == [signal.default_int_handler, signal.SIG_DFL]
+            say("raised", type(error).__name__, *error.args, "server", server, tracker)
+
+
+def joblib():
+    """A run in a process of joblib, whose start method workers do not know."""
+    from joblib.externals.loky import get_reusable_executor
+
+    from scripts import launch, pids  # not from __main__, which is joblib's own over there
+
+    executor = get_reusable_executor(max_workers=1)
+    worker, server = executor.submit(launch, pids).result()
+    executor.shutdown(wait=True)
+    assert len({os.getpid(), worker, server}) == 3
+    say("done")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,102 @@
+"""The fork server launcher in main processes of its own: signals, joblib around it, scripts without a guard."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+
+SCRIPTS = Path(__file__).with_name("scripts.py")
+
+
+@contextmanager
+def main_process(*command: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A main process that ends with the test; its standard error goes where the test's goes."""
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}
+    )
+    try:
+        with process:
+            yield process
+    finally:
+        process.kill()
+
+
+def read_until(process: subprocess.Popen[str], pattern: str, *, times: int = 1) -> list[re.Match[str]]:
+    found = []
+    assert process.stdout is not None
+    while len(found) < times:
+        line = process.stdout.readline()
+        assert line, f"the process ended before it said {pattern!r}"
+        found += [match] if (match := re.match(pattern, line)) else []
+    return found
+
+
+def all_end(pids: list[int]) -> bool:
+    """Whether these processes end soon; one that awaits its parent's attention has ended."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_path):
+    with main_process(str(SCRIPTS), "signals", TMPDIR=str(tmp_path)) as process:
+        for number, said in ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SIGTERMException 143")):
+            workers = [int(match[1]) for match in read_until(process, r"worker (\d+)", times=2)]
+            process.send_signal(number)
+            (raised,) = read_until(process, rf"raised {said} server (\d+) (\d+)")
+            assert all_end(workers)
+            assert list(tmp_path.glob("lightning_recsys-*")) == []
+        workers = [int(match[1]) for match in read_until(process, r"worker (\d+)", times=2)]
+        assert len(list(tmp_path.glob("lightning_recsys-*"))) == 1
+        process.kill()
+        assert all_end([*workers, int(raised[1]), int(raised[2])])
+    assert list(tmp_path.glob("lightning_recsys-*")) == []
+
+
+def test_joblib_when_a_run_starts_in_its_process_then_it_works():
+    with main_process(str(SCRIPTS), "joblib") as process:
+        read_until(process, "done")
+    assert process.returncode == 0
+
+
+def test_script_when_it_trains_on_import_then_the_error_says_what_to_do(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(SCRIPTS.parent)!r})\nfrom scripts import *\nlaunch(pids)\n")
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert result.returncode == 1
+    assert "RuntimeError: Worker processes import the script that starts them" in result.stderr
+    assert "Worker 0 ended with exit code 1 before it could tell why" in result.stderr
+    assert not list(Path(tempfile.gettempdir()).glob("lightning_recsys-*"))
+
+
+def test_package_when_imported_then_registers_its_strategies_and_nothing_else():
+    code = (
+        "import logging, os, sys, threading, warnings\n"
+        "import pytorch_lightning as pl\n"
+        "def state():\n"
+        "    return [*warnings.filters], [*logging.root.handlers], {**os.environ}, threading.enumerate()\n"
+        "modules, before = set(sys.modules), state()\n"
+        "registered = set(pl.strategies.StrategyRegistry)\n"
+        "import lightning_recsys\n"
+        "assert state() == before\n"
+        "print(sorted({x.partition('.')[0] for x in set(sys.modules) - modules} - set(sys.stdlib_module_names)))\n"
+        "print(sorted(set(pl.strategies.StrategyRegistry) - registered))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert result.stderr == ""
+    assert result.stdout.splitlines() == ["['lightning_recsys']", "['ddp_forkserver']"]
