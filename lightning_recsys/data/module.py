@@ -1,0 +1,76 @@
+"""What the data modules have in common: loaders over rows, sharded for the trainer they are attached to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import pytorch_lightning as pl
+
+from lightning_recsys.data.loader import BatchLoader, RowSource
+
+Split = Literal["train", "validation", "test"]
+
+
+class CTRDataModule(pl.LightningDataModule, ABC):
+    """Base of the data modules: everything but the rows.
+
+    Args:
+        batch_size: Rows per batch and rank.
+        seed: Seed of the order in which training rows come; a new order each epoch. ``None`` counts as 0, because ranks
+            that draw seeds of their own would not share out the same order.
+        drop_last: Leave out the training rows that do not fill a batch on every rank. Evaluation never drops a row.
+
+    After ``setup()`` a subclass knows ``num_dense``, ``fields`` (feature name to number of embeddings, in the order of
+    the batches) and ``best_normalized_entropy`` (``None`` where it is unknown).
+    """
+
+    num_dense: int
+    fields: dict[str, int]
+    best_normalized_entropy: float | None
+    _shuffle: Literal["rows", "batches"] = "rows"
+
+    def __init__(self, *, batch_size: int, seed: int | None, drop_last: bool) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.seed = seed or 0
+        self.drop_last = drop_last
+
+    @abstractmethod
+    def rows(self, split: Split) -> RowSource | None:
+        """The rows of a split; ``None`` where there is no such split."""
+
+    def train_dataloader(self) -> BatchLoader | list[BatchLoader]:
+        """Batches of the training rows in a new order each epoch (always the same one under ``overfit_batches``)."""
+        fixed = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
+        return self._loader("train", shuffle=None if fixed else self._shuffle, drop_last=self.drop_last)
+
+    def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
+        """Batches of the validation rows, in order."""
+        return self._loader("validation")
+
+    def test_dataloader(self) -> BatchLoader | list[BatchLoader]:
+        """Batches of the test rows, in order."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> BatchLoader | list[BatchLoader]:
+        """The same batches as for testing."""
+        return self._loader("test")
+
+    def _loader(
+        self, split: Split, *, shuffle: Literal["rows", "batches"] | None = None, drop_last: bool = False
+    ) -> BatchLoader | list[BatchLoader]:
+        rows = self.rows(split)
+        if rows is None:
+            return []
+        # The strategy knows how many ranks get rows of their own; Lightning's samplers ask it the same question.
+        share = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
+        return BatchLoader(
+            rows,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            drop_last=drop_last,
+            rank=share["rank"],
+            world_size=share["num_replicas"],
+        )
