@@ -17,7 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ProgressBar
 
 from lightning_recsys.runtime import configure_worker
-from recipe_tools.build import Config, build_all, build_datamodule, build_task, count_parameters, test_on_one_device
+from recipe_tools.build import (
+    Config,
+    build_callbacks,
+    build_datamodule,
+    build_task,
+    count_parameters,
+    test_on_one_device,
+)
 from recipe_tools.overrides import explained_overrides, find_value
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
@@ -40,13 +47,12 @@ def main(cfg: DictConfig) -> None:
 
 def evaluate(config: Config, record: RunRecord) -> None:
     """Test the checkpoint, print; the results stand in ``record``."""
-    if config["seed"] is not None:
-        pl.seed_everything(config["seed"], workers=True, verbose=False)
+    pl.seed_everything(config["seed"], workers=True, verbose=False)
     configure_worker()
     datamodule = build_datamodule(config)
     task = build_task(config, datamodule)
     record.details["parameters"] = parameters = count_parameters(task.model, datamodule)
-    progress = [callback for callback in build_all(config["callbacks"]) if isinstance(callback, ProgressBar)]
+    progress = [callback for callback in build_callbacks(config) if isinstance(callback, ProgressBar)]
     record.metrics |= test_on_one_device(
         config, task, datamodule, ckpt_path=config["ckpt_path"], logger=False, callbacks=progress
     )

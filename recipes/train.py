@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import hydra
@@ -15,6 +16,7 @@ from lightning_recsys.runtime import configure_worker
 from recipe_tools.build import (
     Config,
     build_all,
+    build_callbacks,
     build_datamodule,
     build_task,
     build_trainer,
@@ -31,6 +33,8 @@ from recipe_tools.report import print_results
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     be_quiet()
+    if cfg.seed is None:
+        cfg.seed = secrets.randbits(32)
     config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     job = HydraConfig.get()
     sweeping = job.mode == RunMode.MULTIRUN
@@ -47,8 +51,7 @@ def main(cfg: DictConfig) -> float:
 
 def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
     """Fit, test the best checkpoint, print; the results stand in ``record``."""
-    if config["seed"] is not None:
-        pl.seed_everything(config["seed"], workers=True, verbose=False)
+    pl.seed_everything(config["seed"], workers=True, verbose=False)
     configure_worker()
 
     datamodule = build_datamodule(config)
@@ -56,7 +59,7 @@ def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
     record.details["parameters"] = parameters = count_parameters(task.model, datamodule)
 
     loggers = build_all(config["logger"])
-    trainer = build_trainer(config, callbacks=build_all(config["callbacks"]), logger=loggers)
+    trainer = build_trainer(config, callbacks=build_callbacks(config), logger=loggers)
     refuse_reexecution(trainer, sweeping=sweeping)
 
     trainer.fit(task, datamodule=datamodule, ckpt_path=config["ckpt_path"])
@@ -83,7 +86,7 @@ def refuse_reexecution(trainer: pl.Trainer, *, sweeping: bool) -> None:
     if sweeping and trainer.world_size > 1 and isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
         raise ValueError(
             f"trainer.strategy: {type(trainer.strategy).__name__} starts its workers by running the command line again."
-            " In a sweep (-m) each of them would run the whole sweep, with hyperparameters of its own. Use strategy=ddp,"
+            " In a sweep (-m) each of them would run the whole sweep, with its own hyperparameters. Use strategy=ddp,"
             " which starts workers from the running job, or run the jobs one by one without -m."
         )
 

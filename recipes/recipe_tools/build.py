@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytorch_lightning as pl
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from pytorch_lightning.callbacks import ProgressBar
 from torch import nn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection
@@ -17,14 +19,28 @@ Config = dict[str, Any]
 def build(node: Config, *, partial: bool = False) -> Any:
     """The object that ``node["_target_"]`` names, or with ``partial`` a callable that awaits more arguments.
 
-    Classes get plain containers, never OmegaConf's.
+    Classes get plain containers, never OmegaConf's. What they raise is raised as it is.
     """
-    return instantiate(node, _convert_="all", **({"_partial_": True} if partial else {}))
+    try:
+        return instantiate(node, _convert_="all", **({"_partial_": True} if partial else {}))
+    except InstantiationException as error:
+        if error.__cause__ is None:
+            raise
+        error.__cause__.add_note(f"Raised while building {node.get('_target_')} from its config.")
+        raise error.__cause__ from None
 
 
 def build_all(nodes: Config) -> list[Any]:
     """One object for each entry that has a ``_target_``."""
     return [build(node) for node in nodes.values() if node and "_target_" in node]
+
+
+def build_callbacks(config: Config) -> list[pl.Callback]:
+    """The callbacks; the progress bar only where ``trainer.enable_progress_bar`` is on, else Lightning refuses it."""
+    callbacks = build_all(config["callbacks"])
+    if config["trainer"]["enable_progress_bar"]:
+        return callbacks
+    return [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
 
 
 def build_datamodule(config: Config) -> pl.LightningDataModule:

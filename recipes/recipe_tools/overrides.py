@@ -53,7 +53,8 @@ def explain(arguments: Sequence[str], *, config_name: str) -> list[str]:
             elif choices := _choices(override):
                 chosen.append(f"{override.get_key_element()}={choices[0]}")
         config = compose(config_name, overrides=chosen, return_hydra_config=True)
-    messages += [message for override in values if (message := _unknown_key(config, override))]
+        names = {*map(str, config), *groups.list_groups("")} - {"hydra"}
+    messages += [message for override in values if (message := _unknown_key(config, override, names))]
     return messages
 
 
@@ -64,7 +65,7 @@ def _choices(override: Override) -> list[str]:
     return [] if override.value() is None else [str(override.value())]
 
 
-def _unknown_key(config: DictConfig, override: Override) -> str | None:
+def _unknown_key(config: DictConfig, override: Override, top_names: set[str]) -> str | None:
     if override.is_add() or override.is_force_add() or override.is_delete():
         return None
     node: Any = config
@@ -74,7 +75,8 @@ def _unknown_key(config: DictConfig, override: Override) -> str | None:
         if not isinstance(node, DictConfig):
             return f"{override.key_or_group}: {where} is one value ({node}), it has no keys. Write {where}=... instead."
         if key not in node:
-            return _message(override.key_or_group, key, [str(name) for name in node if name != "hydra"], where)
+            allowed = [str(name) for name in node if not str(name).startswith("_")] if where else top_names
+            return _message(override.key_or_group, key, allowed, where)
         path.append(key)
         node = node._get_node(key)  # the node itself: an unresolved value is no error here
         if isinstance(node, DictConfig) and (node._is_none() or node._is_interpolation()):

@@ -24,14 +24,13 @@ log = logging.getLogger(__name__)
 class SweepComparison(Callback):
     """Hydra callback: a failed job does not hide the others, and all of them end up in one comparison.
 
-    Writes ``comparison.csv`` and ``comparison.md`` into the sweep's folder and prints the same table. Where a job
-    failed, the program ends with status 1 after that.
+    Writes ``comparison.csv`` and ``comparison.md`` into the sweep's folder and prints the same table. Where a job of a
+    grid failed, the program ends with status 1 after that. (A search decides itself about failed trials.)
     """
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Let Hydra's basic sweeper, which stops at a failed job without an end of its own, go on to the table."""
-        grid = config.hydra.sweeper._target_.endswith("BasicSweeper")
-        if config.hydra.mode == RunMode.MULTIRUN and grid and job_return.status == JobStatus.FAILED:
+        if config.hydra.mode == RunMode.MULTIRUN and _is_grid(config) and job_return.status == JobStatus.FAILED:
             error = job_return._return_value
             log.error("Job %s failed: %s", config.hydra.job.num, error, exc_info=error)
             job_return.return_value = float("nan")
@@ -45,10 +44,17 @@ class SweepComparison(Callback):
             return
         rows = comparison(records)
         write_csv(folder / "comparison.csv", rows)
-        write_markdown(folder / "comparison.md", rows)
-        print_comparison(rows, folder)
-        if failed := sum(record["status"] != "completed" for record in records):
+        cells = for_people(rows, optimized_metric=config.optimized_metric)
+        write_markdown(folder / "comparison.md", cells)
+        print_comparison(cells, folder)
+        failed = sum(record["status"] != "completed" for record in records)
+        if failed and _is_grid(config):
             raise SystemExit(f"{failed} of {len(records)} jobs failed; see above, or error in comparison.csv")
+
+
+def _is_grid(config: DictConfig) -> bool:
+    """Whether Hydra's own sweeper runs, which takes every combination and does not expect a job to fail."""
+    return str(config.hydra.sweeper._target_).endswith("BasicSweeper")
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -86,19 +92,19 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def write_markdown(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The columns of the printed table."""
-    header, *body = _cells(rows)
+def write_markdown(path: Path, cells: list[list[str]]) -> None:
+    """The printed table in Markdown."""
+    header, *body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in cells]
     lines = [header, ["---"] * len(header), *body]
-    path.write_text("".join(f"| {' | '.join(_escape(cell) for cell in line)} |\n" for line in lines), encoding="utf-8")
+    path.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
 
 
-def print_comparison(rows: list[dict[str, Any]], folder: Path) -> None:
+def print_comparison(cells: list[list[str]], folder: Path) -> None:
     """Print the table and where it was written."""
-    header, *body = _cells(rows)
-    table = Table(*map(escape, header), title=f"{len(rows)} jobs", title_justify="left")
+    header, *body = [[escape(cell) for cell in line] for line in cells]
+    table = Table(*header, title=f"{len(body)} jobs", title_justify="left")
     for line in body:
-        table.add_row(*map(escape, line))
+        table.add_row(*line)
     output = console()
     output.print(table)
     output.print(
@@ -106,24 +112,31 @@ def print_comparison(rows: list[dict[str, Any]], folder: Path) -> None:
     )
 
 
-def _cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Header and body of the table for people: the metrics that :mod:`recipe_tools.report` knows, rounded."""
-    known = {name: (label.split(" (")[0], form) for label, name, form in METRICS}
-    known["wall_time_s"] = ("seconds", ".1f")
+def for_people(rows: list[dict[str, Any]], *, optimized_metric: str) -> list[list[str]]:
+    """Header and body of the table: known metrics and the one that the sweep is about, rounded."""
     columns = list(rows[0])
-    metrics = columns[columns.index("status") + 1 : -2]
-    hidden = {name for name in metrics if name not in known} | {
-        name for name in columns if all(row[name] is None for row in rows)
-    }
-    names = [name for name in columns if name not in hidden]
-    return [
-        [known.get(name, (name, ""))[0] for name in names],
-        *(
-            ["" if row[name] is None else format(row[name], known.get(name, ("", ""))[1]) for name in names]
-            for row in rows
-        ),
+    settings = columns[1 : columns.index("status")]
+    metrics = {optimized_metric: (optimized_metric, ".4f")}
+    metrics |= {name: (label.split(" (")[0], form) for label, name, form in METRICS}
+    shown = [name for name in metrics if any(row.get(name) is not None for row in rows)]
+    failed = ["error"] if any(row["error"] for row in rows) else []
+    header = ["job", *settings, "status", *(metrics[name][0] for name in shown), "seconds", *failed]
+    return [header] + [
+        [
+            str(row["job"]),
+            *(_short(row[name]) for name in settings),
+            row["status"],
+            *("" if row[name] is None else format(row[name], metrics[name][1]) for name in shown),
+            f"{row['wall_time_s']:.1f}",
+            *((row["error"] or "").partition("\n")[0] for _ in failed),
+        ]
+        for row in rows
     ]
 
 
-def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", " ")
+def _short(value: str | None) -> str:
+    """A setting as it was written, but 4 digits of a drawn number."""
+    try:
+        return format(float(value or ""), ".4g") if len(value or "") > 8 else value or ""
+    except ValueError:
+        return value or ""

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from recipe_helpers import CONF, plain, train_here
+
+from lightning_recsys.data import SyntheticDataModule
+from recipe_tools.build import build, build_all, build_callbacks, build_datamodule, build_task, build_trainer
+
+PRIMARY = {path.stem for path in CONF.glob("*.yaml")}
+OWNER = {"suite": "benchmark"}  # groups of other recipes than train
+LEAVES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.rglob("*/*.yaml"))
+NEEDS = {"hparams_search/optuna": "hydra_plugins.hydra_optuna_sweeper", "logger/wandb": "wandb"}
+NEEDS_DATA = ("movielens", "adult")
+
+
+def leaves(group: str) -> list[str]:
+    return [leaf.split("/", 1)[1] for leaf in LEAVES if leaf.rpartition("/")[0] == group]
+
+
+def skip_unless_installed(leaf: str) -> None:
+    module = NEEDS.get(leaf, "hydra")
+    if importlib.util.find_spec(module.split(".")[0]) is None or importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_every_leaf_composes(leaf, composed):
+    skip_unless_installed(leaf)
+    group, name = leaf.rsplit("/", 1)
+    if group == "hydra":
+        pytest.skip("part of a primary config, composed with it")
+    config = composed(OWNER.get(group, "train"), f"{'' if default_exists(group) else '+'}{group}={name}")
+    plain(config)  # all interpolations resolve
+
+
+def default_exists(group: str) -> bool:
+    return group not in {"data/schema"}
+
+
+@pytest.mark.parametrize("name", sorted(PRIMARY - {"evaluate", "prepare"}))
+def test_primary_config_composes(name, composed):
+    plain(composed(name))
+
+
+@pytest.fixture
+def datamodule():
+    data = SyntheticDataModule(train_rows=64, val_rows=32, test_rows=32, batch_size=16, cardinalities=(10, 20))
+    data.setup("fit")
+    return data
+
+
+@pytest.mark.parametrize("name", leaves("model"))
+def test_model_scores_a_batch(name, composed, datamodule):
+    task = build_task(plain(composed("train", f"model={name}")), datamodule)
+    batch = next(iter(datamodule.train_dataloader()))
+    assert task(batch).shape == (16,)
+
+
+@pytest.mark.parametrize("name", leaves("optim"))
+def test_optim_trains_dense_part_and_rows(name, composed, datamodule):
+    task = build_task(plain(composed("train", f"optim={name}", "model=wide_deep")), datamodule)
+    before = {key: value.clone() for key, value in task.state_dict().items()}
+    optimizer = task.configure_optimizers()
+    batch = next(iter(datamodule.train_dataloader()))
+    task.training_step(batch, 0)["loss"].backward()
+    optimizer.step()
+    after = task.state_dict()
+    untouched = [key for key, value in before.items() if key.endswith("weight") and torch.equal(value, after[key])]
+    assert not untouched
+
+
+def test_scheduler_of_the_config_drives_dense_part_and_rows(composed, datamodule):
+    scheduler = "{_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 1, gamma: 0.5}"
+    config = plain(composed("train", f"optim.scheduler={scheduler}", "optim.scheduler_config={interval: epoch}"))
+    configured = build_task(config, datamodule).configure_optimizers()
+    optimizer, settings = configured["optimizer"], configured["lr_scheduler"]
+    optimizer.step()
+    settings["scheduler"].step()
+    assert settings["interval"] == "epoch"
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0005, 0.01]
+
+
+@pytest.mark.parametrize("name", leaves("callbacks"))
+def test_callbacks_build(name, composed):
+    for callback in build_callbacks(plain(composed("train", f"callbacks={name}"))):
+        assert isinstance(callback, pl.Callback)
+
+
+@pytest.mark.parametrize("name", leaves("logger"))
+def test_logger_writes(name, composed, tmp_path):
+    skip_unless_installed(f"logger/{name}")
+    overrides = ["logger.wandb.offline=true"] if name == "wandb" else []
+    loggers = build_all(plain(composed("train", f"logger={name}", *overrides))["logger"])
+    for logger in loggers:
+        logger.log_metrics({"val/ne": 0.5}, step=1)
+        logger.save()
+        logger.finalize("success")
+    assert bool(loggers) == any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("strategy", leaves("strategy"))
+@pytest.mark.parametrize("trainer", leaves("trainer"))
+def test_trainer_builds(trainer, strategy, composed):
+    if trainer == "gpu" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    config = plain(composed("train", f"trainer={trainer}", f"strategy={strategy}"))
+    built = build_trainer(config, callbacks=[], logger=False)
+    assert built.world_size == config["trainer"]["devices"] == (1 if strategy == "single" else 2)
+
+
+@pytest.mark.parametrize("name", [name for name in leaves("data") if name != "synthetic"])
+def test_data_reads_a_batch(name, composed, data_root):
+    datamodule = build_datamodule(plain(composed("train", f"data={name}")))
+    batch = next(iter(datamodule.train_dataloader()))
+    assert batch.dense.shape[1] == datamodule.num_dense
+    assert batch.sparse.keys == tuple(datamodule.fields)
+
+
+@pytest.mark.parametrize("name", leaves("experiment"))
+def test_experiment_runs_one_batch(name, composed, tmp_path, request):
+    text = (CONF / f"experiment/{name}.yaml").read_text()
+    assert text.startswith(f"# @package _global_\n# python recipes/train.py experiment={name}\n")
+    if any(data in text for data in NEEDS_DATA):
+        request.getfixturevalue("data_root")
+    overrides = [f"experiment={name}", "trainer=cpu", "trainer.fast_dev_run=true", "callbacks/progress_bar=none"]
+    record = train_here(composed("train", *overrides), tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())["status"] == "completed"
+    assert "test/ne" in record.metrics
+
+
+@pytest.mark.parametrize("name", ["default", "fast", "overfit", "profiler"])
+def test_debug_runs_on_the_main_process_alone(name, composed):
+    config = plain(composed("train", f"debug={name}"))
+    assert config["trainer"]["devices"] == 1
+    assert build_all(config["logger"]) == []
+
+
+def test_library_classes_get_plain_containers(composed, datamodule):
+    model = build(plain(composed("train", "model=dlrm"))["model"], partial=True)
+    assert type(model.keywords["bottom_hidden"]) is list

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import pytorch_lightning as pl
+import torch
+from recipe_helpers import TINY, run_recipe, train_here
+
+from recipe_tools.record import isolated_job
+from recipe_tools.sweep import comparison, for_people, write_csv, write_markdown
+
+MARK = "LIGHTNING_RECSYS_SWEEP_TEST"
+
+
+def processes_marked(value):
+    """Processes of the sweep: they inherit its environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:100])
+    return found
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Four jobs in one command: workers and no workers, right and wrong."""
+    folder = tmp_path_factory.mktemp("sweep")
+    mark = uuid.uuid4().hex
+    shared_memory = set(os.listdir("/dev/shm"))
+    done = run_recipe(
+        "train.py",
+        "-m",
+        *TINY,
+        "hydra.sweep.dir=out",
+        "strategy=ddp,single",
+        "optim.rows.learning_rate=0.02,-1",
+        folder=folder,
+        **{MARK: mark},
+    )
+    deadline = time.monotonic() + 10  # the fork server ends when it notices that its main process has
+    while processes_marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return folder / "out", done, processes_marked(mark), set(os.listdir("/dev/shm")) - shared_memory
+
+
+@pytest.mark.distributed
+def test_sweep_leaves_nothing_behind(sweep):
+    folder, _, processes, shared_memory = sweep
+    assert processes == []
+    assert shared_memory == set()
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.distributed
+def test_sweep_ends_in_one_table_of_all_jobs(sweep):
+    folder, done, _, _ = sweep
+    with (folder / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["strategy"], row["optim.rows.learning_rate"]) for row in rows] == [
+        ("ddp", "0.02"),
+        ("ddp", "-1"),
+        ("single", "0.02"),
+        ("single", "-1"),
+    ]
+    assert [row["status"] for row in rows] == ["completed", "failed", "completed", "failed"]
+    assert all(float(row["test/ne"]) > 0 and float(row["eps"]) > 0 for row in rows if row["status"] == "completed")
+    assert all("learning_rate must be a finite number" in row["error"] for row in rows if row["status"] == "failed")
+    assert (folder / "comparison.md").read_text().splitlines()[0].startswith("| job | strategy | optim.rows")
+    assert "4 jobs" in done.stdout
+
+
+@pytest.mark.distributed
+def test_sweep_with_failed_jobs_fails_after_the_others(sweep):
+    _, done, _, _ = sweep
+    assert done.returncode == 1
+    assert done.stderr == "2 of 4 jobs failed; see above, or error in comparison.csv\n"
+
+
+@pytest.mark.distributed
+def test_sweep_folders_name_their_jobs(sweep):
+    folder, _, _, _ = sweep
+    assert [path.name for path in sorted(folder.iterdir()) if path.is_dir()] == [
+        "0_dlrm-synthetic-ddp_seed-0",
+        "1_dlrm-synthetic-ddp_seed-0",
+        "2_dlrm-synthetic-single_seed-0",
+        "3_dlrm-synthetic-single_seed-0",
+    ]
+
+
+@pytest.mark.distributed
+def test_job_of_a_sweep_equals_the_same_run_alone(sweep, tmp_path, composed):
+    folder, _, _, _ = sweep
+    record = train_here(composed("train", *TINY, "logger=none", "callbacks/progress_bar=none"), tmp_path)
+    job = json.loads((folder / "2_dlrm-synthetic-single_seed-0/metrics.json").read_text())["metrics"]
+    assert {name: value for name, value in job.items() if name != "eps"} == {
+        name: value for name, value in record.metrics.items() if name != "eps"
+    }
+
+
+@pytest.mark.distributed
+def test_ddp_job_trains_on_two_workers(sweep):
+    folder, _, _, _ = sweep
+    ddp, single = (
+        torch.load(folder / f"{job}_seed-0/checkpoints/last.ckpt", weights_only=True)["global_step"]
+        for job in ("0_dlrm-synthetic-ddp", "2_dlrm-synthetic-single")
+    )
+    assert (ddp, single) == (5, 10)
+
+
+def test_isolated_job_undoes_what_a_job_changes(monkeypatch):
+    monkeypatch.setenv("KEPT", "1")
+    before = dict(os.environ)
+    random_state = torch.get_rng_state()
+    with isolated_job():
+        pl.seed_everything(3, workers=True, verbose=False)
+        torch.use_deterministic_algorithms(True)
+        os.environ["KEPT"] = "2"
+    assert dict(os.environ) == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def record(job, overrides, metrics, *, error=None):
+    status = "failed" if error else "completed"
+    return {"job": job, "overrides": overrides, "metrics": metrics, "status": status, "error": error, "wall_time_s": 1}
+
+
+def test_comparison_shows_the_overrides_that_differ(tmp_path):
+    rows = comparison(
+        [
+            record(0, ["data.train_rows=10", "model=dlrm", "optim.dense.lr=0.0123456789"], {"val/ne": 0.81234}),
+            record(1, ["data.train_rows=10", "model=lr"], {}, error="ValueError: a | b\nmore"),
+        ]
+    )
+    write_csv(tmp_path / "table.csv", rows)
+    write_markdown(tmp_path / "table.md", for_people(rows, optimized_metric="val/ne"))
+    assert Path(tmp_path / "table.csv").read_text().splitlines()[:2] == [
+        "job,model,optim.dense.lr,status,val/ne,wall_time_s,error",
+        "0,dlrm,0.0123456789,completed,0.81234,1,",
+    ]
+    assert Path(tmp_path / "table.md").read_text().splitlines() == [
+        "| job | model | optim.dense.lr | status | val/ne | seconds | error |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| 0 | dlrm | 0.01235 | completed | 0.8123 | 1.0 |  |",
+        "| 1 | lr |  | failed |  | 1.0 | ValueError: a \\| b |",
+    ]

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+
+import pytest
+import torch
+from recipe_helpers import TINY, plain, run_recipe, train_here
+
+from recipe_tools.build import build_trainer
+from recipe_tools.overrides import explain
+from recipe_tools.record import RunRecord
+from train import optimized_value, refuse_reexecution
+
+LABELS = ("EPS", "Train NE", "Eval NE", "AUC", "Log loss", "Calibration", "Best possible NE", "Dense parameters")
+METRICS = {f"{stage}/{name}" for stage in ("val", "test") for name in ("ne", "auc", "logloss", "calibration")}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run of the command line, which the tests below look at from all sides."""
+    folder = tmp_path_factory.mktemp("run")
+    loggers = ["csv", "tensorboard"]
+    overrides = []
+    if importlib.util.find_spec("wandb") is not None:
+        loggers.append("wandb")
+        overrides.append("logger.wandb.offline=true")
+    done = run_recipe(
+        "train.py", *TINY, "hydra.run.dir=out", f"logger=[{','.join(loggers)}]", *overrides, folder=folder
+    )
+    return folder, done
+
+
+def record_of(folder):
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def test_run_closes_with_a_table(run):
+    _, done = run
+    assert done.returncode == 0, done.stderr
+    table = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [label for label in LABELS if not any(line.startswith(f"│ {label}") for line in table)] == []
+    assert table[-1].split("│")[2].strip().endswith("/out")
+
+
+def test_run_shows_one_progress_bar_and_nothing_else(run):
+    _, done = run
+    assert [line for line in done.stderr.splitlines() if not line.startswith("wandb:")] == []
+    assert done.stdout.count("10/10") == 1
+    assert [line for line in done.stdout.splitlines() if "INFO" in line or "WARNING" in line] == []
+
+
+def test_record_holds_what_ran_and_what_came_out(run):
+    folder, _ = run
+    record = record_of(folder / "out")
+    assert record["status"] == "completed"
+    assert record["error"] is None
+    assert METRICS | {"eps", "train/ne"} <= record["metrics"].keys()
+    assert record["config"]["data"]["train_rows"] == 1000
+    assert record["config"]["paths"]["output_dir"] == str(folder / "out")
+    assert record["versions"]["torch"] == torch.__version__
+    assert {"python", "pytorch-lightning", "lightning-recsys"} <= record["versions"].keys()
+    assert record["wall_time_s"] > 0
+    assert record["parameters"]["embedding_rows"] == sum(record["config"]["data"]["cardinalities"])
+    assert record["parameters"]["embedding"] == 4 * record["parameters"]["embedding_rows"]
+    assert 0 < record["best_normalized_entropy"] < record["metrics"]["test/ne"]
+
+
+def test_loggers_wrote_training_and_test(run):
+    folder, _ = run
+    with (folder / "out/curves/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {"train/ne", "val/auc", "test/ne"} <= {name for row in rows for name, value in row.items() if value}
+    assert list((folder / "out/tensorboard").glob("events.*"))
+    if importlib.util.find_spec("wandb") is not None:
+        assert list((folder / "out/wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_evaluate_reproduces_the_test_metrics(run, tmp_path):
+    folder, _ = run
+    checkpoint = folder / "out/checkpoints/best.ckpt"
+    done = run_recipe("evaluate.py", f"ckpt_path={checkpoint}", "hydra.run.dir=out", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    expected = record_of(folder / "out")["metrics"]
+    assert record_of(tmp_path / "out")["metrics"] == {
+        name: value for name, value in expected.items() if name.startswith("test/")
+    }
+
+
+def test_evaluate_checks_overrides_against_the_checkpoint(run, tmp_path):
+    folder, _ = run
+    checkpoint = folder / "out/checkpoints/best.ckpt"
+    done = run_recipe("evaluate.py", f"ckpt_path={checkpoint}", "data.test_row=100", folder=tmp_path)
+    assert done.returncode == 1
+    assert "Did you mean data.test_rows" in done.stderr
+
+
+def test_resumed_run_ends_where_an_uninterrupted_one_does(run, tmp_path, composed):
+    folder, _ = run
+    overrides = [*TINY, "trainer.max_epochs=2", "logger=none", "callbacks/progress_bar=none"]
+    metrics = {}
+    for name, checkpoint in (("whole", "null"), ("resumed", folder / "out/checkpoints/last.ckpt")):
+        config = composed("train", *overrides, f"ckpt_path={checkpoint}", f"paths.output_dir={tmp_path / name}")
+        record = train_here(config, tmp_path / name)
+        metrics[name] = {key: value for key, value in record.metrics.items() if key not in ("eps", "examples")}
+    assert metrics["resumed"] == metrics["whole"]
+
+
+def test_record_says_how_a_run_failed(tmp_path):
+    record = RunRecord(tmp_path, config={}, overrides=[])
+
+    def fail():
+        with record:
+            record.metrics["train/ne"] = float("nan")
+            assert record_of(tmp_path)["status"] == "running"
+            raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        fail()
+    written = record_of(tmp_path)
+    assert (written["status"], written["error"]) == ("failed", "RuntimeError: the disk is full")
+    assert written["metrics"] == {"train/ne": None}
+
+
+def test_record_tells_an_interrupted_run_from_a_failed_one(tmp_path):
+    with pytest.raises(KeyboardInterrupt), RunRecord(tmp_path, config={}, overrides=[]):
+        raise KeyboardInterrupt
+    assert record_of(tmp_path)["status"] == "interrupted"
+
+
+def test_unknown_optimized_metric_is_named():
+    with pytest.raises(ValueError, match=r"optimized_metric: this run logged no 'val/nee'\. It logged val/auc, val/ne"):
+        optimized_value({"val/ne": 0.8, "val/auc": 0.7}, "val/nee")
+
+
+def test_sweep_refuses_a_strategy_that_runs_the_command_line_again(composed):
+    config = plain(composed("train", "trainer=cpu", "trainer.devices=2", "trainer.strategy=ddp"))
+    trainer = build_trainer(config, logger=False)
+    refuse_reexecution(trainer, sweeping=False)
+    with pytest.raises(ValueError, match="DDPStrategy starts its workers by running the command line again"):
+        refuse_reexecution(trainer, sweeping=True)
+
+
+def test_help_names_groups_and_commands(tmp_path):
+    done = run_recipe("train.py", "--help", folder=tmp_path)
+    assert done.returncode == 0
+    assert "model: dcn, dcn_v2, deepfm, dlrm, fm, lr, wide_deep" in done.stdout
+    assert "strategy: ddp, single" in done.stdout
+    assert "python recipes/train.py -m model=dlrm,deepfm seed=0,1" in done.stdout
+
+
+def test_wrong_override_on_the_command_line_says_what_is_allowed(tmp_path):
+    done = run_recipe("train.py", "trainer.max_epoch=1", folder=tmp_path)
+    assert done.returncode == 1
+    assert "trainer.max_epoch: no such choice. Did you mean trainer.max_epochs" in done.stderr
+    assert "Allowed in trainer: accelerator, accumulate_grad_batches" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=deepfn", r"model=deepfn: no such choice. Did you mean deepfm?"),
+        ("model=dlrm,typo", "model=typo: no such choice.\nAllowed: dcn, dcn_v2"),
+        ("modle=dlrm", "modle: no such choice. Did you mean model?\nAllowed: callbacks, ckpt_path, data, debug"),
+        ("optim.rows.lr=1", "optim.rows.lr: no such choice.\nAllowed in optim.rows: learning_rate"),
+        ("seed.a=1", "seed.a: seed is one value (0), it has no keys. Write seed=... instead."),
+        ("hydra.run.dri=x", "hydra.run.dri: no such choice. Did you mean hydra.run.dir?"),
+    ],
+)
+def test_wrong_override_is_explained(override, message):
+    (explained,) = explain([override], config_name="train")
+    assert explained.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "override", ["model=dlrm", "model=dlrm,deepfm", "trainer.max_epochs=2", "+trainer.detect_anomaly=true", "-m", "a b"]
+)
+def test_right_override_needs_no_explanation(override):
+    assert explain([override], config_name="train") == []
+
+
+def test_override_is_judged_by_the_chosen_groups():
+    assert explain(["model=deepfm", "model.hidden=[8]"], config_name="train") == []
+    assert len(explain(["model=dlrm", "model.hidden=[8]"], config_name="train")) == 1
