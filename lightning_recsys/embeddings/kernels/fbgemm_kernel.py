@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -29,6 +32,19 @@ def load_fbgemm() -> str | None:
     except (ImportError, OSError) as error:  # a build for another torch fails while its library loads
         return f"fbgemm_gpu does not load with torch {torch.__version__}: {error}"
     return None
+
+
+@contextmanager
+def without_chatter() -> Iterator[None]:
+    """Around FBGEMM's module: its import warns of its own deprecations, its constructor logs pages of settings."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _common_refusal(layout: TableLayout, optimizer: RowOptimizer) -> str | None:
@@ -164,9 +180,11 @@ class FbgemmModuleKernel(Kernel):
         return self._module
 
     def _make(self, device: torch.device) -> Any:
-        with warnings.catch_warnings():  # its import announces deprecations of its own to its users
-            warnings.simplefilter("ignore", DeprecationWarning)
-            ops: ModuleType = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        with without_chatter():
+            return self._make_module(device)
+
+    def _make_module(self, device: torch.device) -> Any:
+        ops: ModuleType = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
         on_cpu = device.type == "cpu"
         location = ops.EmbeddingLocation.HOST if on_cpu else ops.EmbeddingLocation.DEVICE
         compute = ops.ComputeDevice.CPU if on_cpu else ops.ComputeDevice.CUDA

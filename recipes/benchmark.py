@@ -1,0 +1,39 @@
+"""Measure: ``python recipes/benchmark.py suite=single``, ``--help`` for the suites."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+# One thread per worker, before torch reads it: ratios taken with more are the scheduler's.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hydra
+from benchmarks import report
+from omegaconf import DictConfig, OmegaConf
+from recipe_tools.build import build
+from recipe_tools.overrides import explained_overrides
+from recipe_tools.quiet import be_quiet
+
+from lightning_recsys.runtime import configure_worker
+
+log = logging.getLogger("benchmark")
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="benchmark")
+def main(cfg: DictConfig) -> None:
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    be_quiet()
+    configure_worker()
+    rows = build(config["suite"])
+    report.show(rows)
+    folder = Path(config["paths"]["output_dir"])
+    for path in report.write(rows, folder, suite=config["name"], settings=config["suite"]):
+        log.info("wrote %s", path)
+
+
+if __name__ == "__main__":
+    with explained_overrides("benchmark"):
+        main()

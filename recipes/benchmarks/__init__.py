@@ -1,0 +1,1 @@
+"""What ``recipes/benchmark.py`` measures, one suite per file."""
