@@ -15,8 +15,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ProgressBar
-
-from lightning_recsys.runtime import configure_worker
 from recipe_tools.build import (
     Config,
     build_callbacks,
@@ -29,6 +27,8 @@ from recipe_tools.overrides import explained_overrides, find_value
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.report import print_results
+
+from lightning_recsys.runtime import configure_worker
 
 # What evaluation decides anew; everything else is as in training.
 OWN_KEYS = ("ckpt_path", "paths")

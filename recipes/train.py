@@ -11,8 +11,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
-
-from lightning_recsys.runtime import configure_worker
 from recipe_tools.build import (
     Config,
     build_all,
@@ -28,6 +26,8 @@ from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.report import print_results
+
+from lightning_recsys.runtime import configure_worker
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")

@@ -12,11 +12,10 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from rich.markup import escape
-from rich.table import Table
-
 from recipe_tools.record import FILE_NAME
 from recipe_tools.report import METRICS, console
+from rich.markup import escape
+from rich.table import Table
 
 log = logging.getLogger(__name__)
 

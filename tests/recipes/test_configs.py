@@ -7,9 +7,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from recipe_helpers import CONF, plain, train_here
+from recipe_tools.build import build, build_all, build_callbacks, build_datamodule, build_task, build_trainer
 
 from lightning_recsys.data import SyntheticDataModule
-from recipe_tools.build import build, build_all, build_callbacks, build_datamodule, build_task, build_trainer
 
 PRIMARY = {path.stem for path in CONF.glob("*.yaml")}
 OWNER = {"suite": "benchmark"}  # groups of other recipes than train

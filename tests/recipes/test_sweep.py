@@ -13,7 +13,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from recipe_helpers import TINY, run_recipe, train_here
-
 from recipe_tools.record import isolated_job
 from recipe_tools.sweep import comparison, for_people, write_csv, write_markdown
 

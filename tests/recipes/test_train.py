@@ -3,11 +3,11 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import runpy
 
 import pytest
 import torch
-from recipe_helpers import TINY, plain, run_recipe, train_here
-
+from recipe_helpers import RECIPES, TINY, plain, run_recipe, train_here
 from recipe_tools.build import build_trainer
 from recipe_tools.overrides import explain
 from recipe_tools.record import RunRecord
@@ -185,3 +185,8 @@ def test_right_override_needs_no_explanation(override):
 def test_override_is_judged_by_the_chosen_groups():
     assert explain(["model=deepfm", "model.hidden=[8]"], config_name="train") == []
     assert len(explain(["model=dlrm", "model.hidden=[8]"], config_name="train")) == 1
+
+
+def test_importing_the_recipes_says_how_to_run_them():
+    with pytest.raises(ImportError, match=r"run `python recipes/train.py --help`"):
+        runpy.run_path(str(RECIPES / "__init__.py"))
