@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
-SCRIPTS = Path(__file__).with_name("scripts.py")
+SCRIPTS = Path(__file__).with_name("launcher_scripts.py")
 
 
 @contextmanager
@@ -76,8 +76,9 @@ def test_joblib_when_a_run_starts_in_its_process_then_it_works():
 
 def test_script_when_it_trains_on_import_then_the_error_says_what_to_do(tmp_path):
     script = tmp_path / "unguarded.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(SCRIPTS.parent)!r})\nfrom scripts import *\nlaunch(pids)\n")
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    script.write_text("from launcher_scripts import launch, pids\nlaunch(pids)\n")
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)}
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, env=environment)
     assert result.returncode == 1
     assert "RuntimeError: Worker processes import the script that starts them" in result.stderr
     assert "Worker 0 ended with exit code 1 before it could tell why" in result.stderr

@@ -1,4 +1,4 @@
-"""Main processes for test_launcher_processes.py: ``python scripts.py NAME``."""
+"""Main processes for test_launcher_processes.py: ``python launcher_scripts.py NAME``."""
 
 import os
 import signal
@@ -45,8 +45,7 @@ def signals():
 def joblib():
     """A run in a process of joblib, whose start method workers do not know."""
     from joblib.externals.loky import get_reusable_executor
-
-    from scripts import launch, pids  # not from __main__, which is joblib's own over there
+    from launcher_scripts import launch, pids  # not from __main__, which is joblib's own over there
 
     executor = get_reusable_executor(max_workers=1)
     worker, server = executor.submit(launch, pids).result()
