@@ -44,7 +44,7 @@ def gather_over_ranks(sparse: SparseFeatures, grad_BFD: Tensor) -> tuple[SparseF
         lengths = _gather_uneven(sparse.bag_lengths(), [size[0] * num_features for size in sizes_W])
     weights: list[Tensor] = []
     if has_weights:
-        own = torch.ones_like(grad_BFD[:0]).new_ones(sparse.values.shape) if sparse.weights is None else sparse.weights
+        own = grad_BFD.new_ones(sparse.values.shape) if sparse.weights is None else sparse.weights
         weights = _gather_uneven(own, [size[1] for size in sizes_W])
     parts = [
         SparseFeatures(
@@ -59,9 +59,10 @@ def gather_over_ranks(sparse: SparseFeatures, grad_BFD: Tensor) -> tuple[SparseF
 
 
 def _all_gather(tensor: Tensor) -> Tensor:
-    gathered = tensor.new_empty((num_replicas(), *tensor.shape))
-    dist.all_gather_into_tensor(gathered.view(-1, *tensor.shape[1:]) if tensor.dim() else gathered, tensor.contiguous())
-    return gathered
+    """The ranks' tensors of one shape, one behind the other: ``[W, *shape]``."""
+    gathered = tensor.new_empty((num_replicas() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_single(gathered, tensor.contiguous())
+    return gathered.view(num_replicas(), *tensor.shape)
 
 
 def _gather_uneven(tensor: Tensor, lengths: list[int]) -> list[Tensor]:

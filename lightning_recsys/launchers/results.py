@@ -61,6 +61,7 @@ def save_results(value: Any, trainer: pl.Trainer | None, folder: Path, *, rank: 
     weights = trainer.strategy.lightning_module_state_dict() if fitted or trainer.ckpt_path is not None else None
     if trainer.state.fn == TrainerFn.PREDICTING and value is not None and trainer.predict_loop.num_dataloaders == 1:
         value = [value]
+    callbacks = _call_callbacks_state_dict(trainer)  # on all ranks, as for a checkpoint: some gather over them
     if rank == 0 and weights is not None:
         torch.save(weights, folder / "weights.pt")
     results = RunResults(
@@ -68,7 +69,7 @@ def save_results(value: Any, trainer: pl.Trainer | None, folder: Path, *, rank: 
         state=trainer.state,
         ckpt_path=trainer.ckpt_path,
         metrics={name: getattr(trainer, name) for name in METRICS},
-        callbacks=_call_callbacks_state_dict(trainer) if rank == 0 else {},
+        callbacks=callbacks if rank == 0 else {},
         progress=trainer.fit_loop.state_dict() if fitted else None,
     )
     torch.save(results, results_path(folder, rank))

@@ -1,6 +1,7 @@
 """CTRTask with real models on several workers: as good as one worker that gets all their batches."""
 
 import os
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,8 @@ from lightning_recsys.tasks import CTRTask
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
 STEPS, BATCH = 12, 64
-# Sums over two halves against sums over the whole, over twelve Adagrad updates of float32.
+# Sums over two halves against sums over the whole, over twelve float32 updates. Adagrad's accumulators start above 0:
+# from 0, the first update is the sign of the gradient, which rounding may flip.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -23,7 +25,8 @@ class WorldSize(pl.Callback):
     """Brings the number of workers back with the metrics."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pl_module.log("world_size", float(torch.distributed.get_world_size() if trainer.world_size > 1 else 1))
+        size = float(torch.distributed.get_world_size() if trainer.world_size > 1 else 1)
+        pl_module.log("world_size", size, sync_dist=True)
 
 
 def run(
@@ -40,8 +43,10 @@ def run(
         num_dense=2,
     )
     data.setup("fit")
-    optimizer = RowwiseAdagrad(learning_rate=0.05) if model_class is DLRM else Adagrad(learning_rate=0.05)
-    task = CTRTask(model_class(data.num_dense, data.fields, embedding_dim=8, row_optimizer=optimizer))
+    rule = RowwiseAdagrad if model_class is DLRM else Adagrad
+    row_optimizer = rule(learning_rate=0.05, initial_accumulator=0.1)
+    model = model_class(data.num_dense, data.fields, embedding_dim=8, row_optimizer=row_optimizer)
+    task = CTRTask(model, optimizer=partial(torch.optim.SGD, lr=0.1))
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -63,15 +68,11 @@ def run(
     return {name: value.detach().clone() for name, value in task.state_dict().items()}, metrics
 
 
-@pytest.fixture(scope="module", params=[DLRM, DeepFM])
-def alone(request, tmp_path_factory):
-    """The run of one worker."""
-    return request.param, run(tmp_path_factory.mktemp("alone"), request.param, strategy="auto", devices=1)
-
-
-@pytest.mark.parametrize("strategy", ["ddp_forkserver", "ddp_spawn"])
-def test_two_workers_when_fitted_then_parameters_rows_and_metrics_equal_one(tmp_path, alone, strategy):
-    model_class, (expected, expected_metrics) = alone
+@pytest.mark.parametrize(
+    ("strategy", "model_class"), [("ddp_forkserver", DLRM), ("ddp_forkserver", DeepFM), ("ddp_spawn", DeepFM)]
+)
+def test_two_workers_when_fitted_then_parameters_rows_and_metrics_equal_one(tmp_path, model_class, strategy):
+    expected, expected_metrics = run(tmp_path, model_class, strategy="auto", devices=1)
     actual, metrics = run(tmp_path, model_class, strategy=strategy, devices=2)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -80,9 +81,8 @@ def test_two_workers_when_fitted_then_parameters_rows_and_metrics_equal_one(tmp_
         assert metrics[name] == pytest.approx(expected_metrics[name], rel=2e-3), name
 
 
-def test_two_workers_when_accumulating_in_bfloat16_then_train(tmp_path):
-    untrained = 1.0  # the normalized entropy of the base rate
-    _, metrics = run(
-        tmp_path, DLRM, strategy="ddp_forkserver", devices=2, precision="bf16-mixed", accumulate_grad_batches=2
-    )
-    assert metrics["val/ne"] < untrained
+def test_two_workers_when_accumulating_in_bfloat16_then_equal_one(tmp_path):
+    kwargs = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
+    _, metrics = run(tmp_path, DLRM, strategy="ddp_forkserver", devices=2, **kwargs)
+    _, expected = run(tmp_path, DLRM, strategy="auto", devices=1, **kwargs)
+    assert metrics["val/logloss"] == pytest.approx(expected["val/logloss"], rel=1e-2)  # bfloat16 has 8 bits
