@@ -18,9 +18,17 @@ WARNINGS: tuple[tuple[type[Warning], str], ...] = (
 )
 
 
+# Loggers of notes on hardware, processes and progress. (Lightning's profilers have others and are heard.)
+NOTES = (
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+    "lightning_fabric.utilities.distributed",
+)
+
+
 def be_quiet() -> None:
-    """Silence the messages above, and Lightning's notes on hardware and progress."""
+    """Silence the messages above in this process and in the workers that it launches."""
     for category, message in WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
-    for library in ("pytorch_lightning", "lightning_fabric"):
-        logging.getLogger(library).setLevel(logging.WARNING)
+    for name in NOTES:
+        logging.getLogger(name).setLevel(logging.WARNING)

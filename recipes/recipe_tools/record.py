@@ -79,10 +79,9 @@ class RunRecord:
     ) -> None:
         if kind is None:
             self._write("completed")
-        elif issubclass(kind, KeyboardInterrupt):
-            self._write("interrupted")
-        else:
-            self._write("failed", error=f"{kind.__name__}: {error}")
+        else:  # Lightning makes SystemExit of Ctrl-C and SIGTERM
+            status = "interrupted" if issubclass(kind, KeyboardInterrupt | SystemExit) else "failed"
+            self._write(status, error=f"{kind.__name__}: {error}")
 
     def _write(self, status: str, error: str | None = None) -> None:
         content = {

@@ -101,7 +101,7 @@ def write_markdown(path: Path, cells: list[list[str]]) -> None:
 def print_comparison(cells: list[list[str]], folder: Path) -> None:
     """Print the table and where it was written."""
     header, *body = [[escape(cell) for cell in line] for line in cells]
-    table = Table(*header, title=f"{len(body)} jobs", title_justify="left")
+    table = Table(*header, title=f"{len(body)} job{'s' if len(body) > 1 else ''}", title_justify="left")
     for line in body:
         table.add_row(*line)
     output = console()

@@ -91,11 +91,11 @@ def test_callbacks_build(name, composed):
         assert isinstance(callback, pl.Callback)
 
 
-@pytest.mark.parametrize("name", leaves("logger"))
+@pytest.mark.parametrize(
+    "name", [name for name in leaves("logger") if name != "wandb"]
+)  # it starts a process that stays
 def test_logger_writes(name, composed, tmp_path):
-    skip_unless_installed(f"logger/{name}")
-    overrides = ["logger.wandb.offline=true"] if name == "wandb" else []
-    loggers = build_all(plain(composed("train", f"logger={name}", *overrides))["logger"])
+    loggers = build_all(plain(composed("train", f"logger={name}"))["logger"])
     for logger in loggers:
         logger.log_metrics({"val/ne": 0.5}, step=1)
         logger.save()

@@ -124,9 +124,10 @@ def test_record_says_how_a_run_failed(tmp_path):
     assert written["metrics"] == {"train/ne": None}
 
 
-def test_record_tells_an_interrupted_run_from_a_failed_one(tmp_path):
-    with pytest.raises(KeyboardInterrupt), RunRecord(tmp_path, config={}, overrides=[]):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_record_tells_an_interrupted_run_from_a_failed_one(interruption, tmp_path):
+    with pytest.raises(interruption), RunRecord(tmp_path, config={}, overrides=[]):
+        raise interruption
     assert record_of(tmp_path)["status"] == "interrupted"
 
 
