@@ -106,7 +106,7 @@ def _files_are_closed() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _ports_are_closed(_process_group_is_destroyed: None) -> Iterator[None]:
+def _ports_are_closed() -> Iterator[None]:
     def listening() -> set[int]:
         return {x.laddr.port for x in process.net_connections("inet") if x.status == psutil.CONN_LISTEN}
 
@@ -185,8 +185,11 @@ def _signal_handlers_are_restored() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _process_group_is_destroyed() -> Iterator[None]:
-    """Lightning leaves the group of an in-process run for the life of the process, so this one tidies up silently."""
+def _process_group_is_destroyed(_ports_are_closed: None) -> Iterator[None]:
+    """Silently, as Lightning itself leaves the group of an in-process run for the life of the process.
+
+    It ends before the ports are looked at: that fixture is set up earlier, so it ends later.
+    """
     ranks = fabric_rank_zero_only.rank, rank_zero_only.rank
     yield
     if torch.distributed.is_initialized():
