@@ -55,8 +55,8 @@ make_venv() {
     else
         python=$(find_python) || return 1
         say "making .venv with $("$python" -V), one to five minutes, once ..."
-        "$python" -m venv --clear "$venv" || return 1
-        touch "$stamp.unfinished"
+        rm -rf "$venv" && mkdir "$venv" && touch "$stamp.unfinished" || return 1
+        "$python" -m venv "$venv" || return 1
     fi
     rm -f "$stamp"
     say "1/2 torch $torch_version ..."

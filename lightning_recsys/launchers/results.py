@@ -81,7 +81,7 @@ def load_results(trainer: pl.Trainer | None, folder: Path, *, num_workers: int) 
     The predictions of all workers are returned in the order of their steps: step 0 of rank 0, of rank 1, ..., then
     step 1. That is the order of one process's batches where whole batches are dealt out to the ranks in turn.
     """
-    all_results = [torch.load(results_path(folder, rank), weights_only=False) for rank in range(num_workers)]
+    all_results = [_load(results_path(folder, rank)) for rank in range(num_workers)]
     if trainer is None:
         return all_results[0]
     results: RunResults = all_results[0]
@@ -100,9 +100,14 @@ def load_results(trainer: pl.Trainer | None, folder: Path, *, num_workers: int) 
     return results.value
 
 
+def _load(path: Path, **options: Any) -> Any:
+    """Ours, so trusted; to the CPU, as the main process may have no use for a GPU."""
+    return torch.load(path, map_location="cpu", weights_only=False, **options)
+
+
 def _load_weights(model: pl.LightningModule, path: Path) -> None:
     """Not strict: a model may grow and lose layers during the run. It should not do so unnoticed, though."""
-    keys = model.load_state_dict(torch.load(path, mmap=True, weights_only=False), strict=False)
+    keys = model.load_state_dict(_load(path, mmap=True), strict=False)
     if keys.unexpected_keys:
         rank_zero_warn(
             f"The trained model has tensors that the model of the main process lacks, so they stay behind:"

@@ -83,6 +83,8 @@ def run_worker(rank: int, folder: Path, state: bytes, failures: Connection, num_
         job.strategy.set_world_ranks()
         value = job.function(*job.args, **job.kwargs)
         save_results(value, trainer, folder, rank=rank)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # NCCL warns if nobody does
     except BaseException as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         failures.send_bytes(pickle.dumps(Failure(_for_the_main_process(error, rank), time.monotonic())))

@@ -19,8 +19,8 @@ class ForkserverDDPStrategy(DDPStrategy):
     """Lightning's DDP on processes from a fork server, so that sweeps, notebooks and repeated runs are safe.
 
     Every worker holds the whole model and takes its share of the batches; gradients are averaged at each step, over
-    gloo on CPUs and NCCL on GPUs. Under ``torchrun`` or SLURM, which start the processes themselves, this is
-    ``DDPStrategy`` to the letter.
+    gloo on CPUs and NCCL on GPUs. Under ``torchrun`` or SLURM, which start the processes themselves, nothing is
+    launched.
 
     Args:
         num_threads: Threads per worker, as in :func:`lightning_recsys.runtime.configure_worker`.
