@@ -1,0 +1,136 @@
+"""The second pass: a segment of the raw text becomes one shard of each split, and a record that says so."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from lightning_recsys.data.module import Split
+from lightning_recsys.data.preparation.shards import Rows, ShardWriter
+from lightning_recsys.data.preparation.source import ParsedBlock
+from lightning_recsys.data.preparation.splits import SPLITS
+from lightning_recsys.data.prepared.manifest import Shard, write_atomically
+
+_EXAMPLES = 5  # messages about bad lines that are kept
+
+
+class Segment:
+    """A segment that is being written; used in a ``with`` statement, which removes unfinished shards on an error.
+
+    Args:
+        root: The folder of prepared rows.
+        number: Of the segment; names its shards.
+        schema: Columns of the shards.
+        compression: Of the shards.
+    """
+
+    def __init__(self, root: Path, number: int, *, schema: pa.Schema, compression: str) -> None:
+        self._root = root
+        self._number = number
+        self._schema = schema
+        self._compression = compression
+        self._writers: dict[Split, ShardWriter] = {}
+        self._statistics = Counter[str]()
+        self._skipped = 0
+        self._examples: list[str] = []
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for writer in self._writers.values():
+            writer.abandon()
+
+    def write(self, parsed: ParsedBlock, rows: Mapping[Split, Rows], missing: Mapping[str, int]) -> None:
+        """Append the rows of a block.
+
+        Args:
+            parsed: The block.
+            rows: Its rows by split, as they are to be stored.
+            missing: How many values each column lacks.
+        """
+        for split, part in rows.items():
+            if split not in self._writers:
+                path = f"{split}/{self._number:06d}.parquet"
+                self._writers[split] = ShardWriter(self._root, path, schema=self._schema, compression=self._compression)
+            self._writers[split].write(part)
+            self._statistics[f"positives/{split}"] += int(part.labels_N.sum())
+        self._statistics.update({f"missing/{name}": count for name, count in missing.items() if count})
+        self._skipped += len(parsed.wrong)
+        self._examples += parsed.wrong[: _EXAMPLES - len(self._examples)]
+
+    def finish(self) -> dict[str, Any]:
+        """Complete the shards; what a record holds about them."""
+        shards = {split: asdict(self._writers[split].finish()) for split in SPLITS if split in self._writers}
+        self._writers.clear()
+        return {
+            "shards": shards,
+            "statistics": dict(self._statistics),
+            "skipped": self._skipped,
+            "examples": self._examples,
+        }
+
+
+class Records:
+    """The records of the finished segments, in order: what a restart goes by.
+
+    Args:
+        folder: Where they are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._records = list(self._load())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._records)
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Where the raw text goes on: number of the file, offset in it, number of the line."""
+        if not self._records:
+            return 0, 0, 1
+        return tuple(self._records[-1]["position"])
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a record; once this returns, the segment counts as finished."""
+        write_atomically(self._path(len(self)), json.dumps(record))
+        self._records.append(record)
+
+    def shards(self, split: Split) -> tuple[Shard, ...]:
+        """All shards of a split."""
+        return tuple(Shard(**record["shards"][split]) for record in self if split in record["shards"])
+
+    def statistics(self) -> dict[str, Any]:
+        """Sums over all segments."""
+        total = Counter[str]()
+        for record in self:
+            total.update(record["statistics"])
+        nested: dict[str, Any] = {"positives": {}, "missing": {}}
+        for name, count in total.items():
+            kind, _, column = name.partition("/")
+            nested[kind][column] = count
+        skipped = sum(record["skipped"] for record in self)
+        examples = [message for record in self for message in record["examples"]][:_EXAMPLES]
+        return {**nested, "skipped_rows": skipped, "skipped_examples": examples}
+
+    def _load(self) -> Iterator[dict[str, Any]]:
+        number = 0
+        while (path := self._path(number)).is_file():
+            yield json.loads(path.read_text(encoding="utf-8"))
+            number += 1
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"segment-{number:06d}.json"

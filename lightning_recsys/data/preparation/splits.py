@@ -1,0 +1,179 @@
+"""Which rows are for training, validation and test."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recsys.data.hashing import key64, mix64, uniform
+from lightning_recsys.data.module import Split
+from lightning_recsys.data.raw import RawFormat, find_files
+
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class SplitRule(ABC):
+    """Parts rows into :data:`SPLITS`."""
+
+    by: ClassVar[str]
+
+    def files(self) -> list[tuple[Path, Split]]:
+        """Files beside the raw ones, and the split that all their rows belong to."""
+        return []
+
+    def options(self) -> dict[str, object]:
+        """What the rule was told, for the manifest."""
+        return {"by": self.by, **asdict(self)}  # type: ignore[call-overload]
+
+    def check(self, raw_format: RawFormat) -> None:  # noqa: B027 - most rules fit all formats
+        """Raise ``ValueError`` if rows of this format cannot be split so."""
+
+    @abstractmethod
+    def assign(self, *, file: int, line_N: NDArray[np.int64], time_N: NDArray[np.int64] | None) -> NDArray[np.int8]:
+        """Positions in :data:`SPLITS` for rows of the raw files.
+
+        Args:
+            file: Number of the file that they come from.
+            line_N: Number of their line in the file.
+            time_N: When they happened, if the format knows it.
+        """
+
+
+@dataclass(frozen=True)
+class ByShare(SplitRule):
+    """Draws evaluation rows at random. A row's lot hangs on the seed, its file's position and its line only.
+
+    Args:
+        validation: Share of the rows.
+        test: Share of the rows.
+        seed: Seed of the draw.
+    """
+
+    by = "share"
+    validation: float = 0.1
+    test: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, share in (("validation", self.validation), ("test", self.test)):
+            if not 0 <= share < 1:
+                raise ValueError(f"split.{name} must be a share of the rows, from 0 to below 1, got {share}.")
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                f"split.validation + split.test must leave rows for training, got {self.validation} + {self.test}."
+            )
+
+    def assign(self, *, file: int, line_N: NDArray[np.int64], time_N: NDArray[np.int64] | None) -> NDArray[np.int8]:
+        """See the base class."""
+        draws = uniform(mix64(mix64(line_N.astype(np.uint64)) ^ key64("split", self.seed, file)))
+        return np.digitize(draws, [1 - self.validation - self.test, 1 - self.test]).astype(np.int8)
+
+
+@dataclass(frozen=True)
+class ByTime(SplitRule):
+    """Parts the rows at points in time.
+
+    Args:
+        validation: Rows from this time on are for validation, in the unit of the raw format; ``None`` for none.
+        test: Rows from this time on are for the test; ``None`` for none.
+    """
+
+    by = "time"
+    validation: int | None = None
+    test: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.validation is None and self.test is None:
+            raise ValueError("split.by=time needs split.validation or split.test: the time where those rows start.")
+        if self.validation is not None and self.test is not None and self.test < self.validation:
+            raise ValueError(
+                f"split.test={self.test} is before split.validation={self.validation}. Test rows are the latest."
+            )
+
+    def check(self, raw_format: RawFormat) -> None:
+        """See the base class."""
+        if raw_format.time_unit is None:
+            raise ValueError(
+                f"split.by=time: rows of data={raw_format.name} carry no time. Use split.by=file (a file for each day, "
+                "say) or split.by=share."
+            )
+
+    def assign(self, *, file: int, line_N: NDArray[np.int64], time_N: NDArray[np.int64] | None) -> NDArray[np.int8]:
+        """See the base class."""
+        assert time_N is not None
+        split = np.zeros(len(line_N), dtype=np.int8)
+        for position, start in ((1, self.validation), (2, self.test)):
+            if start is not None:
+                split[time_N >= start] = position
+        return split
+
+
+@dataclass(frozen=True)
+class ByFile(SplitRule):
+    """Takes evaluation rows from files of their own.
+
+    Args:
+        validation: Files, folders or patterns; ``None`` for none.
+        test: Files, folders or patterns; ``None`` for none.
+    """
+
+    by = "file"
+    validation: str | tuple[str, ...] | None = None
+    test: str | tuple[str, ...] | None = None
+
+    def files(self) -> list[tuple[Path, Split]]:
+        """See the base class."""
+        found: list[tuple[Path, Split]] = []
+        for split, patterns in (("validation", self.validation), ("test", self.test)):
+            if patterns is not None:
+                found += [(path, split) for path in find_files(patterns, name=f"split.{split}")]  # type: ignore[misc]
+        return found
+
+    def assign(self, *, file: int, line_N: NDArray[np.int64], time_N: NDArray[np.int64] | None) -> NDArray[np.int8]:
+        """See the base class."""
+        return np.zeros(len(line_N), dtype=np.int8)
+
+
+def split_rule(*, by: str, validation: object = None, test: object = None, seed: int = 0) -> SplitRule:
+    """The rule that options name.
+
+    Raises:
+        ValueError: ``by`` is no rule, or its options are out of range.
+
+    >>> split_rule(by="share", validation=0.1, test=0.2)
+    ByShare(validation=0.1, test=0.2, seed=0)
+    """
+    if by == "share":
+        return ByShare(_share("validation", validation), _share("test", test), seed)
+    if by == "time":
+        return ByTime(_time("validation", validation), _time("test", test))
+    if by == "file":
+        return ByFile(_patterns("validation", validation), _patterns("test", test))
+    raise ValueError(f"split.by must be share, time or file, got {by!r}.")
+
+
+def _share(name: str, value: object) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"split.{name} must be a share of the rows where split.by=share, got {value!r}.")
+    return float(value)
+
+
+def _time(name: str, value: object) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"split.{name} must be a time, an integer in the unit of the raw format, got {value!r}.")
+
+
+def _patterns(name: str, value: object) -> str | tuple[str, ...] | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(pattern, str) for pattern in value):
+        return tuple(value)
+    raise ValueError(f"split.{name} must be a file, folder or pattern or a list of those, got {value!r}.")

@@ -1,0 +1,6 @@
+"""Reads prepared rows: Parquet shards with a manifest, written by :mod:`lightning_recsys.data.preparation`."""
+
+from lightning_recsys.data.prepared.manifest import Feature, Manifest, Shard
+from lightning_recsys.data.prepared.module import PreparedDataModule
+
+__all__ = ["Feature", "Manifest", "PreparedDataModule", "Shard"]

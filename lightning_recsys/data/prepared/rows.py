@@ -1,0 +1,236 @@
+"""Row groups of prepared shards, from memory-mapped files into windows of rows."""
+
+# Shape suffixes: W rows of a window, B batch, F features, I dense features.
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recsys.data.batch import Batch
+from lightning_recsys.data.prepared.manifest import LABEL, WEIGHTS_SUFFIX, Manifest, Shard
+from lightning_recsys.embeddings import SparseFeatures
+
+_OPEN_SHARDS = 64
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Bag:
+    """Ids of a multi-valued feature in a window.
+
+    Args:
+        ids: Of all rows, one after the other.
+        offsets: Where each row's ids start, and the last one's end; int64, shape ``[W + 1]``.
+        weights: One for each id, float32.
+    """
+
+    ids: NDArray[np.integer]
+    offsets: Positions
+    weights: NDArray[np.float32] | None
+
+    def take(self, rows: Positions) -> tuple[NDArray[np.int64], Positions, NDArray[np.float32] | None]:
+        """Ids, lengths and weights of some rows."""
+        lengths = self.offsets[rows + 1] - self.offsets[rows]
+        shift = self.offsets[rows] - (np.cumsum(lengths) - lengths)
+        places = np.arange(int(lengths.sum())) + np.repeat(shift, lengths)
+        return self.ids[places].astype(np.int64), lengths, None if self.weights is None else self.weights[places]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows in memory, column by column.
+
+    Args:
+        labels_W: Float32.
+        dense_WI: Float32.
+        ids_FW: Ids of the single-valued features, int32, or int64 where that is too small.
+        bags: The multi-valued ones.
+        features: Names of all features, in the order of the batches; those in ``bags`` among them.
+    """
+
+    labels_W: NDArray[np.float32]
+    dense_WI: NDArray[np.float32]
+    ids_FW: NDArray[np.integer]
+    bags: Mapping[str, Bag]
+    features: tuple[str, ...]
+
+    def take(self, rows: Positions) -> Batch:
+        """Some rows as a batch in that order; positions int64, shape ``[B]``."""
+        ids_FB = np.empty((len(self.ids_FW), len(rows)), dtype=self.ids_FW.dtype)
+        self.ids_FW.take(rows, axis=1, out=ids_FB, mode="clip")
+        dense_BI, labels_B = self.dense_WI.take(rows, axis=0), self.labels_W.take(rows)
+        if self.bags:
+            sparse = self._with_bags(rows, ids_FB)
+        else:
+            sparse = SparseFeatures(self.features, torch.from_numpy(ids_FB.astype(np.int64).ravel()))
+        return Batch(torch.from_numpy(dense_BI), sparse, torch.from_numpy(labels_B))
+
+    def _with_bags(self, rows: Positions, ids_FB: NDArray[np.integer]) -> SparseFeatures:
+        values, lengths, weights, single = [], [], [], iter(ids_FB)
+        weighted = any(bag.weights is not None for bag in self.bags.values())
+        for name in self.features:
+            bag_weights: NDArray[np.float32] | None = None
+            if name in self.bags:
+                ids, counts, bag_weights = self.bags[name].take(rows)
+            else:
+                ids, counts = next(single).astype(np.int64), np.ones(len(rows), dtype=np.int64)
+            values.append(ids)
+            lengths.append(counts)
+            weights.append(np.ones(len(ids), dtype=np.float32) if bag_weights is None else bag_weights)
+        return SparseFeatures(
+            self.features,
+            torch.from_numpy(np.concatenate(values)),
+            lengths=torch.from_numpy(np.concatenate(lengths)),
+            weights=torch.from_numpy(np.concatenate(weights)) if weighted else None,
+        )
+
+
+class PreparedRows:
+    """The rows of one split of a folder of prepared rows.
+
+    Files are memory-mapped; a page of a column is checked against its checksum when it is read.
+
+    Args:
+        root: The folder.
+        manifest: What is in it.
+        shards: The split's shards.
+
+    Raises:
+        ValueError: a shard is missing or has another size than the manifest says.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest, shards: Sequence[Shard]) -> None:
+        self._root = root
+        self._manifest = manifest
+        self._shards = tuple(shards)
+        self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        for shard in self._shards:
+            path = root / shard.path
+            if not path.is_file():
+                raise ValueError(f"{path} is missing. Prepare the rows again.")
+            if path.stat().st_size != shard.bytes:
+                raise ValueError(
+                    f"{path} has {path.stat().st_size} bytes where {shard.bytes} were written: it is truncated or was "
+                    "changed. Prepare the rows again."
+                )
+        groups = [
+            (shard, group, rows) for shard, about in enumerate(self._shards) for group, rows in self._groups(about)
+        ]
+        self._group_shard = [shard for shard, _, _ in groups]
+        self._group_number = [group for _, group, _ in groups]
+        self.group_rows = np.array([rows for *_, rows in groups], dtype=np.int64)
+        """Rows of each row group, in the order of the shards."""
+
+    def __len__(self) -> int:
+        return int(self.group_rows.sum())
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def take(self, rows: Tensor) -> Batch:
+        """The rows with these numbers (int64, shape ``[B]``), as one batch in that order.
+
+        Reads every row group that one of them is in: good for a look at the data, not for training.
+        """
+        starts = np.concatenate([[0], np.cumsum(self.group_rows)])
+        group = np.searchsorted(starts, rows.numpy(), side="right") - 1
+        groups, place = np.unique(group, return_inverse=True)
+        window_starts = np.concatenate([[0], np.cumsum(self.group_rows[groups])])
+        return self.window(groups).take(rows.numpy() - starts[group] + window_starts[place])
+
+    def window(self, groups: NDArray[np.integer]) -> Window:
+        """Read some row groups, one after the other.
+
+        Raises:
+            ValueError: a shard is damaged; the message names it.
+        """
+        size = int(self.group_rows[groups].sum())
+        dense, features = self._manifest.dense, self._manifest.features
+        single = [name for name, feature in features.items() if not feature.bag]
+        small = all(features[name].num_embeddings <= 1 << 31 for name in single)
+        labels_W = np.empty(size, dtype=np.float32)
+        dense_WI = np.empty((size, len(dense)), dtype=np.float32)
+        ids_FW = np.empty((len(single), size), dtype=np.int32 if small else np.int64)
+        bag_names = [name for name, feature in features.items() if feature.bag]
+        lists: dict[str, list[pa.ListArray]] = {
+            name: []
+            for bag in bag_names
+            for name in (bag, bag + WEIGHTS_SUFFIX)
+            if name == bag or features[bag].weighted
+        }
+        stop = 0
+        for group in groups.tolist():
+            start, table = stop, self._read(group)
+            stop += len(table)
+            labels_W[start:stop] = _numbers(table, LABEL)
+            for i, name in enumerate(dense):
+                dense_WI[start:stop, i] = _numbers(table, name)
+            for f, name in enumerate(single):
+                ids_FW[f, start:stop] = _numbers(table, name)
+            for name, parts in lists.items():
+                parts += table[name].chunks
+        bags = {
+            name: _bag(lists[name], lists.get(name + WEIGHTS_SUFFIX) if features[name].weighted else None)
+            for name in bag_names
+        }
+        return Window(labels_W, dense_WI, ids_FW, bags, tuple(features))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._open.values():
+            file.close(force=True)
+        self._open.clear()
+
+    def _groups(self, shard: Shard) -> Iterator[tuple[int, int]]:
+        """Number and rows of each row group of a shard."""
+        size = self._manifest.group_rows
+        for group, start in enumerate(range(0, shard.rows, size)):
+            yield group, min(size, shard.rows - start)
+
+    def _read(self, group: int) -> pa.Table:
+        position = self._group_shard[group]
+        shard = self._shards[position]
+        try:
+            table = self._file(position).read_row_group(self._group_number[group], use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{self._root / shard.path} is damaged: {error} Prepare the rows again.") from error
+        if len(table) != self.group_rows[group]:
+            raise ValueError(
+                f"{self._root / shard.path} is damaged: row group {self._group_number[group]} has {len(table)} rows "
+                f"where the manifest expects {self.group_rows[group]}. Prepare the rows again."
+            )
+        return table
+
+    def _file(self, position: int) -> pq.ParquetFile:
+        if position in self._open:
+            self._open.move_to_end(position)
+            return self._open[position]
+        if len(self._open) >= _OPEN_SHARDS:
+            self._open.popitem(last=False)[1].close(force=True)
+        path = self._root / self._shards[position].path
+        self._open[position] = pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+        return self._open[position]
+
+
+def _numbers(table: pa.Table, name: str) -> NDArray[np.generic]:
+    chunks = table[name].chunks
+    values: NDArray[np.generic] = (chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)).to_numpy()
+    return values
+
+
+def _bag(ids: Sequence[pa.ListArray], weights: Sequence[pa.ListArray] | None) -> Bag:
+    lengths = np.concatenate([np.diff(part.offsets.to_numpy()) for part in ids]).astype(np.int64)
+    flat = np.concatenate([part.flatten().to_numpy() for part in ids])
+    flat_weights = None if weights is None else np.concatenate([part.flatten().to_numpy() for part in weights])
+    return Bag(flat, np.concatenate([[0], np.cumsum(lengths)]), flat_weights)

@@ -1,0 +1,17 @@
+"""Formats of raw click logs: from lines of text to columns."""
+
+from lightning_recsys.data.raw.columns import BadLine, Bags, RawColumns, RawFormat
+from lightning_recsys.data.raw.criteo import CriteoFormat
+from lightning_recsys.data.raw.text import InputFile, TextBlock, find_files, text_blocks
+
+__all__ = [
+    "BadLine",
+    "Bags",
+    "CriteoFormat",
+    "InputFile",
+    "RawColumns",
+    "RawFormat",
+    "TextBlock",
+    "find_files",
+    "text_blocks",
+]

@@ -1,0 +1,42 @@
+"""Criteo's display advertising logs: the Kaggle challenge's ``train.txt`` and the terabyte set's ``day_*.gz``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_recsys.data.raw.columns import RawColumns, RawFormat
+from lightning_recsys.data.raw.delimited import Checks, parse_labels, split_columns
+from lightning_recsys.data.raw.kernels import parse_integers, parse_keys
+
+
+class CriteoFormat(RawFormat):
+    r"""Tab-separated lines without a header: label, 13 integers, 26 hexadecimal numbers.
+
+    All but the label may be empty. There is no time in the rows; those of the Kaggle file are in order of time, and
+    each file of the terabyte set is a day.
+
+    >>> rows = CriteoFormat().parse(b"1" + b"\t5" * 13 + b"\t68fd1e64" * 26 + b"\n")
+    >>> rows.labels_N.tolist(), rows.dense_IN.shape, rows.categories["C1"].to_pylist()
+    ([1.0], (13, 1), [b'68fd1e64'])
+    """
+
+    name = "criteo"
+    dense = tuple(f"I{i}" for i in range(1, 14))
+    categories = tuple(f"C{i}" for i in range(1, 27))
+    number_base = dict.fromkeys(categories, 16)
+
+    def parse(self, block: bytes) -> RawColumns:
+        """The rows of a block of whole lines."""
+        columns, lines, bad = split_columns(block, ("label", *self.dense, *self.categories), separator="\t")
+        checks = Checks(lines, bad)
+        labels, wrong = parse_labels(columns[0])
+        checks.refuse(wrong, "label", columns[0], "must be 0 or 1")
+        dense = np.empty((len(self.dense), len(labels)))
+        for i, (name, values) in enumerate(zip(self.dense, columns[1:14], strict=True)):
+            dense[i], wrong = parse_integers(values)
+            checks.refuse(wrong, name, values, "must be an integer or empty")
+        categories = dict(zip(self.categories, columns[14:], strict=True))
+        for name, values in categories.items():
+            _, wrong = parse_keys(values, base=16)
+            checks.refuse(wrong, name, values, "must be a hexadecimal number or empty")
+        return RawColumns(lines, labels, dense, categories, bad=checks.bad).keep(checks.keep)
