@@ -15,10 +15,14 @@ torch_version=2.13.0 # exact, and first: a looser range would let pip fetch ever
 
 say() { printf 'lightning_recsys: %s\n' "$*" >&2; }
 
+is_python() { # PYTHON MODULES: it is Python 3.11 and has these modules
+    [ "$("$1" -c "import sys, $2; print(*sys.version_info[:2])" 2>/dev/null)" = "3 11" ]
+}
+
 find_python() {
     local candidate
     for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3 python; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+        if is_python "$candidate" "venv, ensurepip"; then
             command -v "$candidate"
             return
         fi
@@ -32,9 +36,7 @@ find_python() {
     return 1
 }
 
-venv_works() {
-    "$venv_python" -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null
-}
+venv_works() { is_python "$venv_python" pip; }
 
 fingerprint() {
     cat "$root/pyproject.toml" "$root/scripts/_env.sh" | cksum
@@ -46,6 +48,11 @@ is_current() {
     venv_works && [ -f "$stamp" ] && [ "$(tail -n +2 "$stamp")" = "$(fingerprint)" ]
 }
 
+give_up() {
+    say "the installation failed; run the same command to try again."
+    return 1
+}
+
 make_venv() {
     local maker=script python
     # One that somebody made by hand is added to; any other that is not current starts anew.
@@ -53,16 +60,15 @@ make_venv() {
         maker=user
         say "installing into the .venv that is there ..."
     else
-        python=$(find_python) || return 1
+        python=$(find_python) || return
         say "making .venv with $("$python" -V), one to five minutes, once ..."
-        rm -rf "$venv" && mkdir "$venv" && touch "$stamp.unfinished" || return 1
-        "$python" -m venv "$venv" || return 1
+        rm -rf "$venv" && mkdir "$venv" && touch "$stamp.unfinished" && "$python" -m venv "$venv" || give_up || return
     fi
     rm -f "$stamp"
     say "1/2 torch $torch_version ..."
-    "$venv_python" -m pip install -qq "torch==$torch_version" || return 1
+    "$venv_python" -m pip install -qq "torch==$torch_version" || give_up || return
     say "2/2 everything else ..."
-    "$venv_python" -m pip install -qq -e "$root[dev]" || return 1
+    "$venv_python" -m pip install -qq -e "$root[dev]" || give_up || return
     { echo "$maker" && fingerprint; } >"$stamp.new" && mv "$stamp.new" "$stamp"
     rm -f "$stamp.unfinished"
     say "ready."
@@ -74,7 +80,7 @@ ensure_venv() {
         exec 9<"$root"
         flock -n 9 || { say "waiting for another install ..." && flock 9; }
     fi
-    is_current || make_venv || { say "the installation failed; run the same command to try again." && return 1; }
+    is_current || make_venv || return
     exec 9<&-
 }
 
