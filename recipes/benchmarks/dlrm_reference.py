@@ -11,11 +11,10 @@ from itertools import cycle
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from benchmarks.floor import DLRMDense
 from benchmarks.turns import Turn
 from benchmarks.workload import Workload
+from torch import Tensor, nn
 
 
 class RowwiseSparseAdagrad(torch.optim.Optimizer):

@@ -13,10 +13,10 @@ from itertools import cycle, pairwise
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from benchmarks.turns import Turn
 from benchmarks.workload import Workload
+from torch import Tensor, nn
+
 from lightning_recsys.embeddings.kernels.fbgemm_kernel import without_chatter
 
 

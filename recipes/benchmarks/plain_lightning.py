@@ -13,13 +13,12 @@ from itertools import cycle
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
-
 from benchmarks.floor import DENSE, WITH_FIRST_ORDER
 from benchmarks.trainer import quiet_trainer
 from benchmarks.turns import Turn
 from benchmarks.workload import Workload
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 Example = tuple[Tensor, Tensor, Tensor]
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.turns import Measurement
 from rich.console import Console
 from rich.table import Table
-
-from benchmarks.turns import Measurement
 
 
 @dataclass(frozen=True)
@@ -61,20 +60,16 @@ def _variants(rows: list[Row]) -> list[str]:
 
 
 def show(rows: list[Row]) -> None:
-    """Print the table: median rate, and the ratio to the base with its smallest and largest round."""
-    variants = _variants(rows)
-    table = Table("workload", *variants, title="examples per second (ratio to the base, its range over the rounds)")
+    """Print a table for each row: median rates, ratios to the base with their smallest and largest round."""
     for row in rows:
-        cells = []
-        for name in variants:
-            if name not in row.measured.rates:
-                cells.append("")
-                continue
+        table = Table(
+            "variant", "examples/s", f"ratio to {row.base}", "range", title=row.workload, title_justify="left"
+        )
+        for name in row.measured.rates:
             low, high = row.measured.spread(name, row.base)
-            ratio = f"{row.measured.ratio(name, row.base):.2f} ({low:.2f} to {high:.2f})"
-            cells.append(f"{row.measured.median(name):,.0f}" + ("" if name == row.base else f"\n{ratio}"))
-        table.add_row(row.workload, *cells)
-    Console().print(table)
+            ratio = f"{row.measured.ratio(name, row.base):.2f}"
+            table.add_row(name, f"{row.measured.median(name):,.0f}", ratio, f"{low:.2f} to {high:.2f}")
+        Console().print(table)
 
 
 def write(rows: list[Row], folder: Path, *, suite: str, settings: dict[str, Any]) -> list[Path]:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from pytorch_lightning.loggers import CSVLogger
-
 from benchmarks import dlrm_reference, floor, plain_lightning, torchrec_peer
 from benchmarks.report import Row
 from benchmarks.trainer import quiet_trainer
 from benchmarks.turns import Turn, in_turns
 from benchmarks.workload import Workload
+from pytorch_lightning.loggers import CSVLogger
+
 from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonitor
 from lightning_recsys.models import DCN, DLRM, DeepFM, WideDeep
 from lightning_recsys.optim import RowwiseAdagrad

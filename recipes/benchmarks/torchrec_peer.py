@@ -13,9 +13,9 @@ from itertools import cycle
 
 import torch
 import torch.nn.functional as F
-
 from benchmarks.turns import Turn
 from benchmarks.workload import Workload
+
 from lightning_recsys.embeddings.kernels.fbgemm_kernel import without_chatter
 
 

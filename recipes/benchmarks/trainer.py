@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import pytorch_lightning as pl
-
 from benchmarks.turns import Turn
 
 
