@@ -46,7 +46,7 @@ def test_command_line_then_table_json_and_picture(tmp_path):
     arguments = ["suite.models=[deepfm]", "suite.batch_sizes=[16]", "suite.rounds=1", "suite.seconds=0.01"]
     done = run_recipe("benchmark.py", *arguments, f"hydra.run.dir={tmp_path}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "examples per second" in done.stdout
+    assert "deepfm, B=16" in done.stdout
     results = json.loads((tmp_path / "single.json").read_text())
     assert results["machine"]["threads"] == 1
     assert set(results["rows"][0]["examples_per_second"]) == {"floor", "ours", "lightning"}
