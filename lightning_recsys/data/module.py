@@ -20,14 +20,8 @@ class CTRDataModule(pl.LightningDataModule, ABC):
         seed: Seed of the order in which training rows come; a new order each epoch. ``None`` counts as 0, because ranks
             that draw seeds of their own would not share out the same order.
         drop_last: Leave out the training rows that do not fill a batch on every rank. Evaluation never drops a row.
-
-    After ``setup()`` a subclass knows ``num_dense``, ``fields`` (feature name to number of embeddings, in the order of
-    the batches) and ``best_normalized_entropy`` (``None`` where it is unknown).
     """
 
-    num_dense: int
-    fields: dict[str, int]
-    best_normalized_entropy: float | None
     _shuffle: Literal["rows", "batches"] = "rows"
 
     def __init__(self, *, batch_size: int, seed: int | None, drop_last: bool) -> None:
@@ -35,6 +29,21 @@ class CTRDataModule(pl.LightningDataModule, ABC):
         self.batch_size = batch_size
         self.seed = seed or 0
         self.drop_last = drop_last
+
+    @property
+    @abstractmethod
+    def num_dense(self) -> int:
+        """Number of dense features."""
+
+    @property
+    @abstractmethod
+    def fields(self) -> dict[str, int]:
+        """Number of embeddings of each categorical feature, in the order of the batches."""
+
+    @property
+    def best_normalized_entropy(self) -> float | None:
+        """What no model can score below, where that is known."""
+        return None
 
     @abstractmethod
     def rows(self, split: Split) -> RowSource | None:

@@ -100,8 +100,8 @@ class SyntheticDataModule(CTRDataModule):
         drop_last: bool = False,
     ) -> None:
         super().__init__(batch_size=batch_size, seed=seed, drop_last=drop_last)
-        self.num_dense = num_dense
-        self.fields = {f"c{i}": int(cardinality) for i, cardinality in enumerate(cardinalities)}
+        self._num_dense = num_dense
+        self._fields = {f"c{i}": int(cardinality) for i, cardinality in enumerate(cardinalities)}
         self._num_rows: dict[Split, int] = {"train": train_rows, "validation": val_rows, "test": test_rows}
         self._multi_hot = dict(multi_hot or {})
         self._zipf_exponent = zipf_exponent
@@ -110,6 +110,16 @@ class SyntheticDataModule(CTRDataModule):
         self._interaction_share = interaction_share
         self._world_seed = world_seed
         self._check_arguments()
+
+    @property
+    def num_dense(self) -> int:
+        """Number of dense features."""
+        return self._num_dense
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Number of ids of each categorical feature."""
+        return self._fields
 
     def rows(self, split: Split) -> SyntheticRows | None:
         """The rows of a split; ``None`` if it was given none."""
@@ -131,7 +141,7 @@ class SyntheticDataModule(CTRDataModule):
         )
 
     @cached_property
-    def best_normalized_entropy(self) -> float | None:  # type: ignore[override]
+    def best_normalized_entropy(self) -> float | None:
         """Normalized entropy that the teacher's own probabilities score on the test rows (else the validation rows).
 
         Found by generating those rows once, at first use.

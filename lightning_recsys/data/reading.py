@@ -1,0 +1,225 @@
+"""Files into whole columns, each row knowing where it stood."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as parquet
+from numpy.typing import NDArray
+
+from lightning_recsys.data.schema_parts import TableFormat
+
+_BLOCK_BYTES = 1 << 24  # also the longest row that can be read
+_UNIT_SEPARATOR = b"\x1f"  # stands in for separators of several characters, which Arrow does not know
+_QUOTED_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class MisshapenRow:
+    """A row with the wrong number of columns.
+
+    Args:
+        row: Its number in the file, from 1.
+        problem: What is wrong with it.
+    """
+
+    row: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class RawTable:
+    """Columns as they stand in one file.
+
+    Args:
+        path: The file.
+        columns: By name: strings, dictionary-encoded strings, or whatever types a Parquet file has.
+        rows: Number of each row in the file, from 1; int64.
+        first_line: Line of the file where row 1 is; ``None`` where there are no lines.
+    """
+
+    path: Path
+    columns: Mapping[str, pa.ChunkedArray]
+    rows: NDArray[np.int64]
+    first_line: int | None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def place(self, row: int) -> str:
+        """File and row in words, as in ``ratings.csv, row 2 (line 3)``."""
+        line = "" if self.first_line is None else f" (line {row + self.first_line - 1})"
+        return f"{self.path}, row {row}{line}"
+
+
+def column_names(path: Path, table: TableFormat) -> list[str]:
+    """Names of all columns of a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is empty, or repeats a name.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if is_parquet(path, table):
+        return list(parquet.read_schema(path).names)
+    names = list(table.column_names) if table.column_names else _split_line(_header(path, table)[1], path, table)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path}: the first line names column {', '.join(map(repr, twice))} more than once.")
+    return names
+
+
+def read_table(
+    path: Path, table: TableFormat, *, columns: Sequence[str], plain: Sequence[str]
+) -> tuple[RawTable, list[MisshapenRow]]:
+    """Read some columns of a file.
+
+    Args:
+        path: The file.
+        table: How it is written.
+        columns: Columns to read; all are in the file.
+        plain: Those of them that are mostly distinct, so that storing distinct values once is no use.
+
+    Returns:
+        The columns, without the rows that have the wrong number of columns, and those rows.
+
+    Raises:
+        ValueError: the file is empty, has no rows, or cannot be decoded.
+    """
+    if is_parquet(path, table):
+        data = parquet.read_table(path, columns=list(columns))
+        raw = RawTable(path, dict(zip(data.column_names, data.columns, strict=True)), np.arange(1, len(data) + 1), None)
+        bad: list[MisshapenRow] = []
+    else:
+        raw, bad = _read_text(path, table, columns=columns, plain=plain)
+    if not len(raw) and not bad:
+        raise ValueError(f"{path} has no rows.")
+    return raw, bad
+
+
+def is_parquet(path: Path, table: TableFormat) -> bool:
+    """Whether the file is a Parquet file, by the schema or else by its suffix."""
+    return table.format == "parquet" if table.format else path.suffix in (".parquet", ".pq")
+
+
+def separator_of(path: Path, table: TableFormat) -> str:
+    """The separator of a text file: the schema's, else a tab or a comma by the file's suffix."""
+    if table.separator is not None:
+        return table.separator
+    return "\t" if {".tsv", ".tab"} & set(path.suffixes) else ","
+
+
+def _read_text(
+    path: Path, table: TableFormat, *, columns: Sequence[str], plain: Sequence[str]
+) -> tuple[RawTable, list[MisshapenRow]]:
+    names = column_names(path, table)
+    num_comments, _ = _header(path, table)
+    first_line = num_comments + (0 if table.column_names else 1) + 1
+    separator = separator_of(path, table)
+    quote: str | bool = table.quote or False
+    source: object = path
+    if len(separator) > 1:
+        source, separator, quote = pa.BufferReader(_with_short_separator(path, table, separator)), "\x1f", False
+    text, coded = pa.string(), pa.dictionary(pa.int32(), pa.string())
+    bad: list[MisshapenRow] = []
+
+    def note(row: arrow_csv.InvalidRow) -> str:
+        shown = row.text if len(row.text) <= _QUOTED_CHARACTERS else row.text[:_QUOTED_CHARACTERS] + "..."
+        shown = shown.replace("\x1f", separator_of(path, table))
+        problem = f"{row.expected_columns} columns expected, got {row.actual_columns}: {shown!r}"
+        bad.append(MisshapenRow(row.number - first_line + 1, problem))
+        return "skip"
+
+    try:
+        data = arrow_csv.read_csv(
+            source,
+            # One thread, because only then Arrow knows the number of an invalid row.
+            read_options=arrow_csv.ReadOptions(
+                use_threads=False,
+                block_size=_BLOCK_BYTES,
+                column_names=names,
+                skip_rows=first_line - 1,
+                encoding=table.encoding,
+            ),
+            parse_options=arrow_csv.ParseOptions(
+                delimiter=separator,
+                quote_char=quote,
+                newlines_in_values=bool(quote),
+                ignore_empty_lines=False,  # they count, so that row numbers are those of the file
+                invalid_row_handler=note,
+            ),
+            convert_options=arrow_csv.ConvertOptions(
+                include_columns=list(columns),
+                column_types={name: text if name in plain else coded for name in columns},
+                strings_can_be_null=False,
+            ),
+        )
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+        raise ValueError(_explain(error, path, table)) from error
+    numbers = np.setdiff1d(np.arange(1, len(data) + len(bad) + 1), [row.row for row in bad], assume_unique=True)
+    filled = ~_is_blank(data)
+    kept = data.filter(pa.array(filled)) if not filled.all() else data
+    return RawTable(path, dict(zip(kept.column_names, kept.columns, strict=True)), numbers[filled], first_line), bad
+
+
+def _explain(error: Exception, path: Path, table: TableFormat) -> str:
+    if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
+        return f"{path} is not written in {table.encoding}. Name its encoding in the schema, such as encoding: latin-1."
+    if "Could not skip" in str(error):
+        return f"{path} has no rows."
+    return f"{path} cannot be read: {error}"
+
+
+def _is_blank(data: pa.Table) -> NDArray[np.bool_]:
+    """Rows with nothing in any column: empty lines, which many files end with."""
+    blank = np.ones(len(data), dtype=bool)
+    for column in data.columns:
+        (candidates,) = np.nonzero(blank)
+        if not len(candidates):
+            break
+        values = (column if len(candidates) == len(data) else column.take(pa.array(candidates))).cast(pa.string())
+        blank[candidates] = pc.equal(pc.utf8_trim_whitespace(values), "").to_numpy()
+    return blank
+
+
+def _header(path: Path, table: TableFormat) -> tuple[int, str]:
+    """How many comment lines the file starts with, and the line after them."""
+    with pa.input_stream(str(path), compression="detect") as stream:
+        start = stream.read(_BLOCK_BYTES)
+    encoding = "utf-8-sig" if table.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else table.encoding
+    lines = start.decode(encoding, errors="replace").splitlines()
+    is_comment = (lambda line: line.startswith(table.comment)) if table.comment else (lambda line: False)
+    num_comments = len(list(takewhile(is_comment, lines)))
+    if num_comments == len(lines) or not start.strip():
+        raise ValueError(f"{path} is empty.")
+    return num_comments, lines[num_comments]
+
+
+def _split_line(line: str, path: Path, table: TableFormat) -> list[str]:
+    separator = separator_of(path, table)
+    if len(separator) > 1:
+        names = line.split(separator)
+    else:
+        quoting: dict[str, Any] = {"quotechar": table.quote} if table.quote else {"quoting": csv.QUOTE_NONE}
+        (names,) = csv.reader([line], delimiter=separator, **quoting)
+    return [name.strip() for name in names] if table.strip else names
+
+
+def _with_short_separator(path: Path, table: TableFormat, separator: str) -> bytes:
+    with pa.input_stream(str(path), compression="detect") as stream:
+        content: bytes = stream.read()
+    if _UNIT_SEPARATOR in content:
+        raise ValueError(
+            f"{path} holds the control character 0x1f, so separators of several characters cannot be read."
+        )
+    return content.replace(separator.encode(table.encoding), _UNIT_SEPARATOR)

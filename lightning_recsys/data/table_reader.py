@@ -1,0 +1,147 @@
+"""The files of a schema as examples: paths, columns that may stand in side tables, joins."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow.compute as pc
+
+from lightning_recsys.data.bad_rows import BadRows, OnBadRow
+from lightning_recsys.data.columns import MISSING, Categories
+from lightning_recsys.data.examples import Examples, clean
+from lightning_recsys.data.reading import column_names, read_table
+from lightning_recsys.data.schema import Schema
+from lightning_recsys.data.schema_parts import Join, TableFormat
+
+
+class TableReader:
+    """Reads the splits of a schema.
+
+    Args:
+        schema: Files and columns.
+        root: Where relative paths start.
+        on_bad_row: ``error`` or ``skip``.
+
+    ``skipped`` counts the rows that were skipped, by file.
+    """
+
+    def __init__(self, schema: Schema, *, root: Path, on_bad_row: OnBadRow) -> None:
+        self.schema = schema
+        self.root = root
+        self.on_bad_row: OnBadRow = on_bad_row
+        self.skipped: dict[str, int] = {}
+
+    def read(self, split: Literal["train", "validation", "test"]) -> Examples:
+        """All rows of a split's files.
+
+        Raises:
+            FileNotFoundError: a file is not there.
+            ValueError: a file, column or row is not as the schema says.
+        """
+        patterns = self.schema.files.get(split)
+        if not patterns:
+            raise ValueError(f"schema.files has no {split}, so there are no rows for it. Name their file there.")
+        paths = [path for pattern in patterns for path in self._paths(pattern, f"schema.files.{split}")]
+        return Examples.concatenate([self._read_file(path) for path in paths])
+
+    def _read_file(self, path: Path) -> Examples:
+        names = column_names(path, self.schema.table)
+        keys = [join.column for join in self.schema.joins]
+        used = [column for column, use in self.schema.uses() if use != "ignore"]
+        for column in keys:
+            if column not in names:
+                raise ValueError(self._unknown_column("joins", column, [path], names))
+        sides = self._side_tables
+        for column, use in self.schema.uses():
+            if use != "ignore" and not any(column in known for known in (names, *(side.columns for side in sides))):
+                raise ValueError(self._unknown_column(use, column, [path, *(side.path for side in sides)], names))
+        own = [name for name in dict.fromkeys([*used, *keys]) if name in names]
+        examples = self._clean(path, self.schema.table, own, keys)
+        columns = {name: column for name, column in examples.columns.items() if not name.startswith("key:")}
+        for side in self._side_tables:
+            joined = side.look_up(examples.categories(f"key:{side.join.column}"), path)
+            columns |= {name: joined.columns[name] for name in side.columns if name not in names}
+        return Examples(columns, examples.num_rows)
+
+    def _clean(self, path: Path, table: TableFormat, columns: list[str], keys: list[str]) -> Examples:
+        schema = self.schema
+        plain = [name for name in columns if name in schema.dense or name == schema.time]
+        raw, misshapen = read_table(path, table, columns=columns, plain=plain)
+        bad_rows = BadRows(raw, misshapen, on_bad_row=self.on_bad_row)
+        examples = clean(raw, schema, table, bad_rows, keys=keys)
+        if bad_rows.num_bad:
+            self.skipped[str(path)] = bad_rows.num_bad
+        return examples
+
+    @cached_property
+    def _side_tables(self) -> list[_SideTable]:
+        sides = []
+        found: list[str] = []
+        for i, join in enumerate(self.schema.joins):
+            (path,) = self._paths(join.file, f"schema.joins[{i}].file")
+            names = column_names(path, join.table)
+            if join.key not in names:
+                raise ValueError(
+                    f"schema.joins[{i}].key names column {join.key!r}, which is not in {path}. "
+                    f"It has {', '.join(names)}."
+                )
+            used = [column for column, use in self.schema.uses() if use != "ignore" and column != join.key]
+            columns = [name for name in used if name in names and name not in found]
+            found += columns
+            examples = self._clean(path, join.table, [join.key, *columns], [join.key])
+            key = examples.categories(f"key:{join.key}")
+            if (key.counts() > 1).any() or (key.codes < 0).any():
+                twice = next((str(key.values[int(i)]) for i in np.flatnonzero(key.counts() > 1)), "a missing value")
+                raise ValueError(f"{path}: each value of the key {join.key!r} must stand once, but {twice} does not.")
+            sides.append(_SideTable(join, path, columns, examples))
+        return sides
+
+    def _paths(self, pattern: str, where: str) -> list[Path]:
+        path = self.root / Path(pattern).expanduser()
+        if path.is_file():
+            return [path]
+        found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if set("*?[") & set(pattern) else []
+        if not found:
+            raise FileNotFoundError(
+                f"{where}: there is no file {path}. Relative paths start from data.root, which is {self.root}."
+            )
+        return found
+
+    def _unknown_column(self, use: str, column: str, paths: list[Path], names: list[str]) -> str:
+        near = difflib.get_close_matches(column, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        places = " or ".join(map(str, paths))
+        header = " If its first line is no header, list the names of its columns under schema.column_names."
+        return (
+            f"schema.{use} names column {column!r}, which is not in {places}.{hint} {paths[0].name} has "
+            f"{', '.join(names)}.{'' if self.schema.table.column_names else header}"
+        )
+
+
+@dataclass(frozen=True)
+class _SideTable:
+    """A side table, its ``columns`` that the schema speaks of, and its rows."""
+
+    join: Join
+    path: Path
+    columns: list[str]
+    examples: Examples
+
+    def look_up(self, column: Categories, path: Path) -> Examples:
+        """This table's row for each row that refers to it; one where everything is missing if there is none."""
+        key = self.examples.categories(f"key:{self.join.key}")
+        row_of_key = np.full(len(key.values), MISSING)
+        row_of_key[key.codes] = np.arange(len(key.codes))
+        place = pc.fill_null(pc.index_in(column.values, value_set=key.values), MISSING).to_numpy()
+        row_of_value = np.where(place >= 0, row_of_key[place], MISSING)
+        if not (row_of_value >= 0).any():
+            raise ValueError(
+                f"no value of column {self.join.column!r} of {path} is in column {self.join.key!r} of {self.path}: "
+                f"{column.values[:3].to_pylist()} against {key.values[:3].to_pylist()}."
+            )
+        return self.examples.take(np.append(row_of_value, MISSING)[column.codes])
