@@ -100,8 +100,8 @@ def find_files(patterns: str | Sequence[str], *, name: str = "raw") -> list[Path
 def text_blocks(path: Path, *, block_bytes: int, start: int = 0, first_line: int = 1) -> Iterator[TextBlock]:
     """Read a file in blocks of whole lines.
 
-    The cuts depend on ``block_bytes`` and the offset where reading starts only; reading again from a block's start
-    gives the same blocks.
+    A block is what is whole in the ``block_bytes`` from its start on, so that reading again from there gives the same
+    blocks.
 
     Args:
         path: A text file, or a gzip-compressed one named ``.gz``.
@@ -117,7 +117,7 @@ def text_blocks(path: Path, *, block_bytes: int, start: int = 0, first_line: int
         rest = b""
         while True:
             try:
-                chunk = file.read(block_bytes)
+                chunk = file.read(block_bytes - len(rest) if len(rest) < block_bytes else block_bytes)
             except (EOFError, OSError, zlib.error) as error:
                 if path.suffix != ".gz":
                     raise
