@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytorch_lightning as pl
@@ -21,6 +22,7 @@ from recipe_tools.build import (
     build_datamodule,
     build_task,
     count_parameters,
+    self_contained,
     test_on_one_device,
 )
 from recipe_tools.overrides import explained_overrides, find_value
@@ -37,7 +39,7 @@ OWN_KEYS = ("ckpt_path", "paths")
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
 def main(cfg: DictConfig) -> None:
     be_quiet()
-    config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    config: Config = self_contained(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
     record = RunRecord(
         Path(config["paths"]["output_dir"]), config=config, overrides=list(HydraConfig.get().overrides.task)
     )
@@ -49,7 +51,7 @@ def evaluate(config: Config, record: RunRecord) -> None:
     """Test the checkpoint, print; the results stand in ``record``."""
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     configure_worker()
-    datamodule = build_datamodule(config)
+    datamodule = build_datamodule(config, checkpoint=load_checkpoint(config["ckpt_path"]))
     task = build_task(config, datamodule)
     record.details["parameters"] = parameters = count_parameters(task.model, datamodule)
     progress = [callback for callback in build_callbacks(config) if isinstance(callback, ProgressBar)]
@@ -74,12 +76,17 @@ def offer_checkpoint_config(arguments: list[str]) -> None:
         return
     if not Path(path).is_file():
         raise SystemExit(f"ckpt_path: there is no file {path}")
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    trained = checkpoint.get("hyper_parameters", {}).get("config")
+    trained = load_checkpoint(path).get("hyper_parameters", {}).get("config")
     if trained is None:
         raise SystemExit(f"ckpt_path: {path} carries no configuration; was it written by recipes/train.py?")
     node = {key: value for key, value in trained.items() if key not in OWN_KEYS}
     ConfigStore.instance().store("checkpoint", node=OmegaConf.create(node))
+
+
+def load_checkpoint(path: str) -> dict[str, Any]:
+    """The checkpoint, its tensors left on disk."""
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return checkpoint
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from recipe_tools.build import (
     build_task,
     build_trainer,
     count_parameters,
+    self_contained,
     test_on_one_device,
     to_floats,
 )
@@ -35,7 +36,7 @@ def main(cfg: DictConfig) -> float:
     be_quiet()
     if cfg.seed is None:
         cfg.seed = secrets.randbits(32)
-    config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    config: Config = self_contained(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
     job = HydraConfig.get()
     sweeping = job.mode == RunMode.MULTIRUN
     record = RunRecord(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -10,10 +11,22 @@ from hydra.utils import instantiate
 from pytorch_lightning.callbacks import ProgressBar
 from torch import nn
 
+from lightning_recsys.data.typed_yaml import load_yaml
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.tasks import CTRTask
 
 Config = dict[str, Any]
+
+
+def self_contained(config: Config) -> Config:
+    """The config without what depends on the folder it is read in: a data root is absolute, a schema file read in."""
+    data = dict(config["data"])
+    if isinstance(schema := data.get("schema"), str):
+        data["root"] = data["root"] or str(Path(schema).parent)
+        data["schema"] = load_yaml(Path(schema))
+    if isinstance(data.get("root"), str):
+        data["root"] = str(Path(data["root"]).expanduser().absolute())
+    return {**config, "data": data}
 
 
 def build(node: Config, *, partial: bool = False) -> Any:
@@ -43,11 +56,19 @@ def build_callbacks(config: Config) -> list[pl.Callback]:
     return [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
 
 
-def build_datamodule(config: Config) -> pl.LightningDataModule:
-    """The data module, set up: it knows ``num_dense`` and ``fields``, which the model needs."""
+def build_datamodule(config: Config, *, checkpoint: dict[str, Any] | None = None) -> pl.LightningDataModule:
+    """The data module, set up: it knows ``num_dense`` and ``fields``, which the model needs.
+
+    With a checkpoint it knows them from there, and no training rows are read.
+    """
     datamodule: pl.LightningDataModule = build(config["data"])
     datamodule.prepare_data()
-    datamodule.setup("fit")
+    if checkpoint is None:
+        datamodule.setup("fit")
+        return datamodule
+    if (state := checkpoint.get(type(datamodule).__qualname__)) is not None:
+        datamodule.load_state_dict(state)
+    datamodule.setup("test")
     return datamodule
 
 

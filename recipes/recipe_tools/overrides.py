@@ -14,24 +14,37 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
+def choices(config_name: str) -> str:
+    """The groups that a primary config names in its defaults, one per line with their leaves: for its help text."""
+    defaults = OmegaConf.load(CONFIG_DIR / f"{config_name}.yaml").defaults
+    groups = [str(group) for entry in defaults if isinstance(entry, DictConfig) for group in entry if group != "hydra"]
+    leaves = {group: sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) for group in groups}
+    return "\n".join(f"  {group + ':':<15} {', '.join(leaves[group])}" for group in groups)
+
+
+OmegaConf.register_new_resolver("choices", choices, replace=True)
+
+
 @contextmanager
-def explained_overrides(config_name: str) -> Iterator[None]:
+def explained_overrides(config_name: str, *, config_dir: Path = CONFIG_DIR) -> Iterator[None]:
     """Around a Hydra main: where Hydra ends the program over an override, name the allowed ones after its message."""
     try:
         yield
     except SystemExit as stop:
         if stop.code == 1:
-            sys.stderr.writelines(f"\n{line}\n" for line in explain(sys.argv[1:], config_name=config_name))
+            sys.stderr.writelines(
+                f"\n{line}\n" for line in explain(sys.argv[1:], config_name=config_name, config_dir=config_dir)
+            )
         raise
 
 
-def explain(arguments: Sequence[str], *, config_name: str) -> list[str]:
-    """One message for each override among ``arguments`` that ``config_name`` does not know; empty if all are known."""
+def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CONFIG_DIR) -> list[str]:
+    """One message for each override among ``arguments`` that the config does not know; empty if all are known."""
     parser = OverridesParser.create()
     overrides: list[Override] = []
     for argument in arguments:
@@ -40,7 +53,7 @@ def explain(arguments: Sequence[str], *, config_name: str) -> list[str]:
                 overrides.append(parser.parse_override(argument))
             except HydraException:  # not in Hydra's grammar: its own message points at the character
                 continue
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
         groups = GlobalHydra.instance().config_loader()
         messages, chosen, values = [], [], []
         for override in overrides:
@@ -74,8 +87,9 @@ def _unknown_key(config: DictConfig, override: Override, top_names: set[str]) ->
         where = ".".join(path)
         if not isinstance(node, DictConfig):
             return f"{override.key_or_group}: {where} is one value ({node}), it has no keys. Write {where}=... instead."
-        if key not in node:
-            allowed = [str(name) for name in node if not str(name).startswith("_")] if where else top_names
+        names = {str(name) for name in node}  # `in` would not count values that are still missing
+        if key not in names:
+            allowed = {name for name in names if not name.startswith("_")} if where else top_names
             return _message(override.key_or_group, key, allowed, where)
         path.append(key)
         node = node._get_node(key)  # the node itself: an unresolved value is no error here

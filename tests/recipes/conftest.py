@@ -15,16 +15,15 @@ from recipe_helpers import CONF
 @pytest.fixture
 def composed(tmp_path: Path) -> Iterator[Callable[..., DictConfig]]:
     """``composed("train", overrides...)``: the config as a recipe would get it, outputs in the test's folder."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
 
-        def make(name: str, *overrides: str) -> DictConfig:
+    def make(name: str, *overrides: str, folder: str = "conf") -> DictConfig:
+        with initialize_config_dir(str(CONF.parent / folder), version_base="1.3"):
             config = compose(name, [f"hydra.runtime.output_dir={tmp_path}", *overrides], return_hydra_config=True)
-            HydraConfig.instance().set_config(config)
-            config = config.copy()
-            OmegaConf.set_readonly(config, False)
-            OmegaConf.set_struct(config, False)
-            del config["hydra"]
-            return config
+        HydraConfig.instance().set_config(config)
+        OmegaConf.set_readonly(config, False)
+        OmegaConf.set_struct(config, False)
+        del config["hydra"]
+        return config
 
-        yield make
+    yield make
     HydraConfig.instance().cfg = None

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES, CONF = ROOT / "recipes", ROOT / "conf"
 sys.path.insert(0, str(RECIPES))
 
-from recipe_tools.quiet import be_quiet  # noqa: E402 - from the path above
+from recipe_tools.build import self_contained  # noqa: E402 - from the path above
+from recipe_tools.quiet import be_quiet  # noqa: E402
 from recipe_tools.record import RunRecord, isolated_job  # noqa: E402
 from train import train  # noqa: E402
 
@@ -46,4 +47,4 @@ def train_here(config: DictConfig, folder: Path) -> RunRecord:
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """The config as the recipes use it."""
-    return OmegaConf.to_container(config, resolve=True)
+    return self_contained(OmegaConf.to_container(config, resolve=True))

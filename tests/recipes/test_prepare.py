@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from recipe_helpers import run_recipe
+
+TINY = ("model=lr", "data.batch_size=50", "logger=none", "callbacks/progress_bar=none")
+
+
+@pytest.fixture(scope="module")
+def own_rows(tmp_path_factory):
+    """Somebody's CSV file, and what a newcomer does with it: guess the schema, train, evaluate."""
+    folder = tmp_path_factory.mktemp("own")
+    generator = np.random.default_rng(0)
+    users, prices = generator.integers(0, 20, 600), generator.normal(size=600)
+    clicks = (generator.random(600) < (users % 5 + 1) / 6).astype(int)
+    rows = [f"u{user},{price:.3f},{click}" for user, price, click in zip(users, prices, clicks, strict=True)]
+    (folder / "clicks.csv").write_text("\n".join(["user,price,click", *rows]) + "\n")
+    return folder, run_recipe("prepare.py", "schema", "raw=clicks.csv", "out=clicks.yaml", folder=folder)
+
+
+def test_schema_command_writes_a_schema_and_nothing_else(own_rows):
+    folder, done = own_rows
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "python recipes/train.py data=tabular data.schema=clicks.yaml" in done.stdout
+    schema = yaml.safe_load((folder / "clicks.yaml").read_text())
+    assert schema["label"] == {"column": "click"}
+    assert list(schema["categorical"]) == ["user"]
+    assert {path.name for path in folder.iterdir()} >= {"clicks.csv", "clicks.yaml"}
+    assert not list(folder.rglob("*.log"))
+
+
+def test_schema_command_keeps_a_schema_that_is_there(own_rows):
+    folder, _ = own_rows
+    before = (folder / "clicks.yaml").read_text()
+    done = run_recipe("prepare.py", "schema", "raw=clicks.csv", "out=clicks.yaml", folder=folder)
+    assert done.returncode == 1
+    assert "clicks.yaml exists. Choose another out=, or overwrite=true." in done.stderr
+    assert (folder / "clicks.yaml").read_text() == before
+
+
+def test_checkpoint_of_own_rows_is_evaluated_without_their_schema_file(own_rows, tmp_path):
+    folder, _ = own_rows
+    schema = "data.schema=clicks.yaml"
+    trained = run_recipe("train.py", *TINY, "data=tabular", schema, f"hydra.run.dir={tmp_path}/train", folder=folder)
+    assert (trained.returncode, trained.stderr) == (0, "")
+    checkpoint = tmp_path / "train/checkpoints/best.ckpt"
+    evaluated = run_recipe("evaluate.py", f"ckpt_path={checkpoint}", "hydra.run.dir=evaluate", folder=tmp_path)
+    assert (evaluated.returncode, evaluated.stderr) == (0, "")
+    whole, tested = (
+        json.loads((tmp_path / name / "metrics.json").read_text())["metrics"] for name in ("train", "evaluate")
+    )
+    assert tested
+    assert tested == {name: value for name, value in whole.items() if name.startswith("test/")}
