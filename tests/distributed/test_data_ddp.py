@@ -1,0 +1,108 @@
+"""Rows on several workers: none lost, none twice, as many batches each, and the same order after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_recsys.data import Batch, SyntheticDataModule, TabularDataModule
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+
+NUM_TRAIN, NUM_VALIDATION, BATCH = 203, 51, 16
+
+
+class Recorder(pl.LightningModule):
+    """Writes down which rows each rank was given: a row is told by its first dense feature."""
+
+    def __init__(self, folder: Path, save_after: int | None) -> None:
+        super().__init__()
+        self.folder, self.save_after = folder, save_after
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: dict[str, list[list[float]]] = {"train": [], "validation": []}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.seen["train"].append(batch.dense[:, 0].tolist())
+        return self.weight**2
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.seen["validation"].append(batch.dense[:, 0].tolist())
+
+    def on_train_batch_end(self, *_) -> None:
+        if self.trainer.global_step == self.save_after:
+            self.trainer.save_checkpoint(self.folder / "stopped.ckpt")
+
+    def on_train_end(self) -> None:
+        path = self.folder / f"rank{torch.distributed.get_rank()}of{torch.distributed.get_world_size()}.json"
+        path.write_text(json.dumps(self.seen))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def make_data(kind: str, folder: Path) -> pl.LightningDataModule:
+    if kind == "synthetic":
+        return SyntheticDataModule(
+            batch_size=BATCH, train_rows=NUM_TRAIN, val_rows=NUM_VALIDATION, cardinalities=(9,), num_dense=1
+        )
+    for name, num_rows, first in (("train", NUM_TRAIN, 0), ("validation", NUM_VALIDATION, 1000)):
+        lines = ["click,row,user,tags", *(f"{i % 2},{first + i},u{i % 9},{'a b'[: i % 4]}" for i in range(num_rows))]
+        (folder / f"{name}.csv").write_text("\n".join(lines))
+    schema = {
+        "files": {"train": "train.csv", "validation": "validation.csv"},
+        "label": "click",
+        "dense": {"row": {"standardize": False}},
+        "categorical": ["user"],
+        "multi_valued": {"tags": {"separator": " "}},
+        "split": {"test": 0},
+    }
+    return TabularDataModule(schema=schema, root=folder, batch_size=BATCH)
+
+
+def fit(kind: str, folder: Path, *, save_after=None, ckpt_path=None, **options) -> list[dict[str, list[list[float]]]]:
+    """What each of two ranks was given."""
+    folder.mkdir(exist_ok=True)
+    data = make_data(kind, folder)
+    data.setup("fit")  # as a recipe does, so that the rows travel to the workers
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy="ddp_forkserver",
+        devices=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(Recorder(folder, save_after), datamodule=data, ckpt_path=ckpt_path)
+    return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["synthetic", "tabular"])
+def test_rows_when_two_workers_train_and_validate_then_each_comes_once_and_a_resume_goes_on(kind, tmp_path):
+    whole = fit(kind, tmp_path / "whole", max_epochs=2)
+    data = make_data(kind, tmp_path)
+    num_batches = len(whole[0]["train"]) // 2
+    assert [len(rank["train"]) for rank in whole] == [2 * num_batches] * 2
+    for split, epochs in (("train", 2), ("validation", 2)):
+        rows = data.rows(split)
+        expected = sorted(rows.take(torch.arange(len(rows))).dense[:, 0].tolist())
+        for epoch in range(epochs):
+            batches = [rank[split] for rank in whole]
+            count = len(batches[0]) // epochs
+            given = [batch for rank in batches for batch in rank[epoch * count : (epoch + 1) * count]]
+            assert sorted(row for batch in given for row in batch) == expected
+
+    stop = num_batches - 2
+    before = fit(kind, tmp_path / "stopped", max_steps=stop, save_after=stop)
+    resumed = fit(
+        kind, tmp_path / "resumed", max_epochs=2, max_steps=-1, ckpt_path=tmp_path / "stopped" / "stopped.ckpt"
+    )
+    for rank in range(2):
+        assert before[rank]["train"] + resumed[rank]["train"] == whole[rank]["train"]

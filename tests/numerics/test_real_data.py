@@ -1,0 +1,125 @@
+"""The ready data sets on their official files: the counts that the files' own documentation gives, and hand counts."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from lightning_recsys.data import Batch, TabularDataModule
+from lightning_recsys.data.splitting import split_by_share
+
+CONF = Path(__file__).parents[2] / "conf" / "data"
+
+
+def load(name: str, root: Path) -> TabularDataModule:
+    config: dict[str, Any] = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    assert config.pop("_target_") == "lightning_recsys.data.TabularDataModule"
+    assert config.pop("_convert_") == "all"
+    assert config["root"] == "${paths.data}"
+    data = TabularDataModule(**config | {"root": root, "seed": 0})
+    data.setup()
+    assert data.skipped_rows == {}
+    return data
+
+
+def all_rows(data: TabularDataModule, split: str) -> Batch:
+    rows = data.rows(split)
+    return rows.take(torch.arange(len(rows)))
+
+
+@pytest.fixture(scope="module")
+def movielens(data_root: Path) -> TabularDataModule:
+    return load("movielens", data_root)
+
+
+def test_movielens_when_loaded_then_has_its_rows_and_positive_rate(movielens):
+    batches = {split: all_rows(movielens, split) for split in ("train", "validation", "test")}
+    assert {split: len(batch) for split, batch in batches.items()} == {
+        "train": 640134,
+        "validation": 80017,
+        "test": 80017,
+    }
+    labels = torch.cat([batch.labels for batch in batches.values()])
+    assert len(labels) == 800_168
+    assert labels.mean(dtype=torch.float64) == pytest.approx(0.575, abs=0.0005)
+    # Three standard errors of 80 017 labels: splits have the same rate.
+    for batch in batches.values():
+        assert batch.labels.mean() == pytest.approx(float(labels.mean()), abs=3 * np.sqrt(0.575 * 0.425 / 80_017))
+
+
+def test_movielens_when_loaded_then_profiles_belong_to_their_users_and_genres_to_their_movies(movielens, data_root):
+    # 2 genders, 7 ages, 21 occupations, 18 genres by the set's README; 2 ids more, for unknown and missing.
+    fields = movielens.fields
+    assert {name: fields[name] for name in ("user", "gender", "age", "occupation", "genres")} == {
+        "user": 6042,
+        "gender": 4,
+        "age": 9,
+        "occupation": 23,
+        "genres": 20,
+    }
+    folder = data_root / "ml-1m"
+    ratings = list(csv.reader((folder / "ratings_800k.csv").read_text().splitlines()))[1:]
+    users = dict(line.split("::", 1) for line in (folder / "users.dat").read_text().splitlines())
+    movies = dict(line.split("::", 1) for line in (folder / "movies.dat").read_text(encoding="latin-1").splitlines())
+    batch = all_rows(movielens, "test")
+    test_rows = split_by_share(len(ratings), validation=0.1, test=0.1, seed=0)[2]
+    ids = batch.sparse.values[: 5 * len(batch)].view(5, len(batch))
+    offsets = batch.sparse.bag_offsets()[5 * len(batch) :]
+    seen: dict[str, set[tuple[Any, ...]]] = {name: set() for name in ("user", "gender", "age", "genres")}
+    for place in range(0, len(batch), 7):
+        user, movie, rating = ratings[test_rows[place]]
+        gender, age, *_ = users[user].split("::")
+        assert batch.labels[place] == float(int(rating) >= 4)
+        seen["user"].add((int(ids[0, place]), user))
+        seen["gender"].add((int(ids[2, place]), gender))
+        seen["age"].add((int(ids[3, place]), age))
+        genres = movies[movie].split("::")[1].split("|")
+        seen["genres"].add((tuple(batch.sparse.values[offsets[place] : offsets[place + 1]].tolist()), tuple(genres)))
+    # The mapping from words to ids is one to one (no user of this set is new in the test rows).
+    for pairs in seen.values():
+        assert len({id_ for id_, _ in pairs}) == len({word for _, word in pairs}) == len(pairs)
+
+
+def test_movielens_official_when_split_by_time_then_the_latest_ratings_are_tested(data_root):
+    data = load("movielens_official", data_root)
+    lines = (data_root / "ml-1m" / "ratings.dat").read_text().splitlines()
+    times = np.array([int(line.rsplit("::", 1)[1]) for line in lines])
+    assert len(times) == 390_118
+    sizes = [len(data.rows(split)) for split in ("train", "validation", "test")]
+    assert sum(sizes) == len(times)
+    first_test = np.sort(times)[len(times) - round(0.1 * len(times))]
+    assert sizes[2] == (times >= first_test).sum()
+    late = [line for line, time in zip(lines, times, strict=True) if time >= first_test]
+    positive = np.mean([int(line.split("::")[2]) >= 4 for line in late])
+    assert all_rows(data, "test").labels.mean() == pytest.approx(positive, abs=1e-6)
+
+
+def test_adult_when_loaded_then_has_its_rows_labels_and_missing_values(data_root):
+    data = load("adult", data_root)
+    assert len(data.rows("train")) + len(data.rows("validation")) == 32_561
+    assert len(data.rows("test")) == 16_281
+    labels = torch.cat([all_rows(data, split).labels for split in ("train", "validation")])
+    assert labels.sum() == 7_841  # 24.08 % by the set's documentation
+    test = all_rows(data, "test")
+    assert test.labels.sum() == 3_846  # 23.62 %
+
+    names = list(data.schema.categorical)
+    lines = (data_root / "adult" / "adult.test").read_text().splitlines()[1:]
+    rows = [[value.strip() for value in line.split(",")] for line in lines if line]
+    ids = test.sparse.values.view(len(names), len(test))
+    for name in names:
+        column = [row[data.schema.table.column_names.index(name)] for row in rows]
+        assert (ids[names.index(name)] == 1).tolist() == [value == "?" for value in column]
+        if name == "workclass":
+            assert Counter(column)["?"] == 963
+    assert test.dense.isfinite().all()
+    train = all_rows(data, "train").dense.double()
+    torch.testing.assert_close(train.mean(0), torch.zeros(6).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(train.std(0, unbiased=False), torch.ones(6).double(), atol=1e-5, rtol=0)

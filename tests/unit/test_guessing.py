@@ -1,0 +1,183 @@
+"""Schemas guessed from files of many kinds, which then load unedited."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from lightning_recsys.data import Schema, TabularDataModule, guess_schema
+
+NAMES = ["row_id", "click", "price", "views", "shop_id", "color", "tags", "seen_at", "empty", "same", "few", "comment"]
+
+
+def make_rows(num_rows: int = 400) -> list[list[str]]:
+    rng = random.Random(0)
+    return [
+        [
+            str(1000 + i),
+            str(rng.randrange(2)),
+            f"{rng.random() * 100:.2f}",
+            str(int(10 ** (rng.random() * 6))),
+            str(rng.randrange(50)),
+            rng.choice(["red", "green", "?"]),
+            "|".join(rng.sample(["a", "b", "c", "d"], rng.randrange(1, 4))),
+            f"2026-01-{1 + i % 28:02d} 10:{i % 60:02d}:00",
+            "",
+            "x",
+            str(rng.randrange(3)),
+            f"text number {i}",
+        ]
+        for i in range(num_rows)
+    ]
+
+
+def write(path: Path, rows: list[list[str]], separator: str = ",", *, encoding: str = "utf-8") -> Path:
+    path.write_bytes("".join(separator.join(row) + "\n" for row in rows).encode(encoding))
+    return path
+
+
+def assert_loads(schema: Schema, folder: Path, num_rows: int = 400) -> None:
+    """As a user would: written to a file, read, and every row used."""
+    path = folder / "schema.yaml"
+    path.write_text(schema.to_yaml(), encoding="utf-8")
+    assert Schema.from_yaml(path) == schema
+    data = TabularDataModule(schema=path)
+    data.setup()
+    assert sum(len(data.rows(split)) for split in ("train", "validation", "test")) == num_rows
+
+
+def assert_columns(schema: Schema) -> None:
+    assert schema.label.column == "click"
+    assert schema.label.rule is None
+    assert set(schema.dense) == {"price", "views"}
+    assert schema.dense["views"].transform == "log"
+    assert schema.dense["price"].transform == "none"
+    assert set(schema.categorical) == {"shop_id", "color", "few"}
+    assert {name: column.separator for name, column in schema.multi_valued.items()} == {"tags": "|"}
+    assert schema.time == "seen_at"
+    assert set(schema.ignore) == {"row_id", "empty", "same", "comment"}
+
+
+def test_guess_when_the_file_has_a_header_then_every_column_finds_its_place(tmp_path):
+    schema = guess_schema(write(tmp_path / "clicks.csv", [NAMES, *make_rows()]))
+    assert_columns(schema)
+    assert schema.table.missing == ("", "?")
+    assert_loads(schema, tmp_path)
+    text = schema.to_yaml()
+    for remark in ("the same in every row", "empty in the sample", "different in every row", "looks like the time"):
+        assert remark in text
+    for remark in ("positive in the sample", "lists of 4 different values", "most of them small", "by: time"):
+        assert remark in text
+
+
+@pytest.mark.parametrize(
+    ("name", "separator", "expected"), [("a.tsv", "\t", None), ("a.csv", ";", ";"), ("a.dat", "::", "::")]
+)
+def test_guess_when_the_separator_is_another_then_is_found(tmp_path, name, separator, expected):
+    schema = guess_schema(write(tmp_path / name, [NAMES, *make_rows()], separator))
+    assert schema.table.separator == expected
+    assert_columns(schema)
+    assert_loads(schema, tmp_path)
+
+
+def test_guess_when_there_is_no_header_then_columns_are_numbered(tmp_path):
+    schema = guess_schema(write(tmp_path / "bare.csv", make_rows()), label="column_2")
+    assert schema.table.column_names == tuple(f"column_{i}" for i in range(1, 13))
+    assert schema.time == "column_8"
+    assert_loads(schema, tmp_path)
+
+
+def test_guess_when_the_first_line_is_a_remark_then_is_skipped(tmp_path):
+    path = write(tmp_path / "clicks.csv", [NAMES, *make_rows()])
+    path.write_text("| made by hand\n" + path.read_text())
+    schema = guess_schema(path)
+    assert schema.table.comment == "|"
+    assert_columns(schema)
+    assert_loads(schema, tmp_path)
+
+
+def test_guess_when_the_file_is_latin_1_then_says_so(tmp_path):
+    rows = [[*row[:5], "größe", *row[6:]] if i % 2 else row for i, row in enumerate(make_rows())]
+    schema = guess_schema(write(tmp_path / "clicks.csv", [NAMES, *rows], encoding="latin-1"))
+    assert schema.table.encoding == "latin-1"
+    assert_loads(schema, tmp_path)
+
+
+def test_guess_when_values_are_quoted_then_they_are_read(tmp_path):
+    rows = [[*row[:5], '"dark, red"', *row[6:]] if i % 2 else row for i, row in enumerate(make_rows())]
+    schema = guess_schema(write(tmp_path / "clicks.csv", [NAMES, *rows]))
+    assert_columns(schema)
+    assert_loads(schema, tmp_path)
+
+
+def test_guess_when_the_file_is_parquet_then_types_help(tmp_path):
+    rows = make_rows()
+    columns = dict(zip(NAMES, map(list, zip(*rows, strict=True)), strict=True))
+    table = {
+        **columns,
+        "click": [value == "1" for value in columns["click"]],
+        "price": list(map(float, columns["price"])),
+        "views": list(map(int, columns["views"])),
+        "tags": [value.split("|") for value in columns["tags"]],
+        "empty": pa.nulls(len(rows), pa.string()),
+    }
+    parquet.write_table(pa.table(table), tmp_path / "clicks.parquet")
+    schema = guess_schema(tmp_path / "clicks.parquet")
+    assert_columns(schema)
+    assert_loads(schema, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        (["0", "1"], None),
+        (["true", "false"], None),
+        (["no", "no", "yes"], '== "yes"'),
+        (["<=50K", "<=50K", ">50K"], '== ">50K"'),
+        (["1", "2", "3", "4", "4", "5"], ">= 4"),
+        (["a", "a", "b", "c", "c"], '== "b"'),
+    ],
+)
+def test_guess_when_the_label_is_named_then_a_rule_fits_its_values(tmp_path, values, rule):
+    rows = [[values[i % len(values)], f"u{i % 9}"] for i in range(200)]
+    schema = guess_schema(write(tmp_path / "rows.csv", [["outcome", "user"], *rows]), label="outcome")
+    assert schema.label.rule == rule
+    assert_loads(schema, tmp_path, 200)
+
+
+def test_guess_when_all_features_are_numbers_then_repeated_whole_ones_are_ids(tmp_path):
+    rows = [[str(i % 2), str(i % 30), f"{i / 7:.3f}"] for i in range(300)]
+    schema = guess_schema(write(tmp_path / "rows.csv", [["click", "a", "b"], *rows]))
+    assert set(schema.categorical) == {"a"}
+    assert set(schema.dense) == {"b"}
+    assert_loads(schema, tmp_path, 300)
+
+
+@pytest.mark.parametrize(
+    ("content", "label", "message"),
+    [
+        ("", None, r"rows\.csv is empty"),
+        ("a\nb\nc\n", None, r"none of .*'::'.* cuts the first lines into equally many columns"),
+        (
+            "u,v\na,x\nb,y\na,y\n",
+            None,
+            r"which column is the label\? Name it\. u, v have two values each\. Columns: u, v",
+        ),
+        ("u,v\na,x\nb,y\nc,z\n", None, r"which column is the label\? Name it\. Columns: u, v"),
+        ("u,v\na,x\nb,y\nc,z\n", "w", r"rows\.csv has no column 'w' to be the label\. It has u, v"),
+    ],
+)
+def test_guess_when_it_cannot_then_says_why(tmp_path, content, label, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        guess_schema(path, label=label)
+
+
+def test_guess_when_there_is_no_file_then_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*rows\.csv"):
+        guess_schema(tmp_path / "rows.csv")
