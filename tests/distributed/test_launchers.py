@@ -341,10 +341,8 @@ def sleep_but_for_one(seconds):
 
 
 def test_error_when_another_worker_hangs_then_that_one_is_ended():
-    start = time.monotonic()
     with pytest.raises(ValueError, match="one"):
-        launch(sleep_but_for_one, 1000)
-    assert time.monotonic() - start < 100
+        launch(sleep_but_for_one, 1000)  # longer than this file's timeout
 
 
 def test_run_when_it_fails_then_no_checkpoint_of_the_main_process_replaces_a_trained_one(tmp_path):
