@@ -1,4 +1,4 @@
-"""Prepare data: ``python recipes/prepare.py schema [overrides]``; with ``--help``, what there is to say."""
+"""Prepare data: ``python recipes/prepare.py data=... raw=... out=...``; ``--help`` for what there is to choose."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from recipe_tools.overrides import CONFIG_DIR, explained_overrides
+from recipe_tools.prepare_rows import prepare_rows
 
 from lightning_recsys.data import guess_schema
 
@@ -27,12 +28,18 @@ def schema(cfg: DictConfig) -> None:
     log.info("  python recipes/train.py data=tabular data.schema=%s", out)
 
 
+@hydra.main(version_base="1.3", config_path="../conf/prepare", config_name="rows")
+def rows(cfg: DictConfig) -> None:
+    """Turn raw text into Parquet shards to train from."""
+    prepare_rows(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
+
+
 def main() -> None:
-    if sys.argv[1:2] != ["schema"]:
-        raise SystemExit(f"usage: python recipes/prepare.py schema [overrides]\n\n  schema: {schema.__doc__}")
-    del sys.argv[1]
-    with explained_overrides("schema", config_dir=CONFIG_DIR / "prepare"):
-        schema()
+    name = "schema" if sys.argv[1:2] == ["schema"] else "rows"
+    if name == "schema":
+        del sys.argv[1]
+    with explained_overrides(name, config_dir=CONFIG_DIR / "prepare"):
+        (schema if name == "schema" else rows)()
 
 
 if __name__ == "__main__":

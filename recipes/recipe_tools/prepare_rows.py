@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from recipe_tools.build import Config, build
+from recipe_tools.report import console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -14,8 +16,6 @@ from lightning_recsys.data.preparation import Preparation, split_rule
 from lightning_recsys.data.preparation import Progress as Report
 from lightning_recsys.data.prepared import Manifest
 from lightning_recsys.data.raw import find_files
-from recipe_tools.build import Config, build
-from recipe_tools.report import console
 
 PHASES = {"learn": "Reading the training rows", "write": "Writing shards"}
 

@@ -130,6 +130,7 @@ class Preparation:
         if (self._out / MANIFEST).is_file():
             manifest = Manifest.load(self._out)
             self._compare(manifest.details)
+            shutil.rmtree(self._work, ignore_errors=True)  # where a run was killed at the very end
             return manifest
         self._work.mkdir(parents=True, exist_ok=True)
         with self._lock(), ThreadPoolExecutor(self._num_threads) as pool:

@@ -1,0 +1,76 @@
+"""Prepares Criteo rows in processes of their own, one for each line on standard input.
+
+A line is JSON: ``[OUT, RAW, PREPROCESSING, SHARD_BYTES, WHERE, AT]``. ``WHERE, AT`` is where the process kills itself,
+as ``kill -9`` would: ``write, N`` at a block past so many rows written, ``learn, N`` the same while learning,
+``rename, N`` just before the N-th file gets its name, ``renamed, N`` just after; ``never, 0`` lets it end. The answer
+is JSON: the process's status, how many files it named, and its peak memory in KiB at the first and at the last block.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from lightning_recsys.data.preparation import ByShare, Preparation, Preprocessing, Progress
+from lightning_recsys.data.raw import CriteoFormat
+
+PREPROCESSING = {
+    "dlrm": Preprocessing(num_ids=1000),
+    "bars": Preprocessing("bucket", "vocabulary", min_count=2),
+}
+replace = Path.replace
+
+
+def prepare(out: str, raw: str, preprocessing: str, shard_bytes: int, where: str, at: int) -> dict:
+    peaks, renames = [0], 0
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_progress(progress: Progress) -> None:
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        if where == progress.phase and progress.rows > at:
+            die()
+
+    def killing_replace(self: Path, target: Path) -> None:
+        nonlocal renames
+        renames += 1
+        if (where, at) == ("rename", renames):
+            die()
+        replace(self, target)
+        if (where, at) == ("renamed", renames):
+            die()
+
+    Path.replace = killing_replace
+    Preparation(
+        Path(out),
+        raw_format=CriteoFormat(),
+        files=[Path(raw)],
+        split=ByShare(0.1, 0.1),
+        preprocessing=PREPROCESSING[preprocessing],
+        shard_bytes=shard_bytes,
+        on_progress=on_progress,
+    ).run()
+    return {"renames": renames, "first_peak": peaks[1] if len(peaks) > 1 else 0, "last_peak": peaks[-1]}
+
+
+for line in sys.stdin:  # imports take seconds: each job gets a fork of this process, which has no threads
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(read)
+        try:
+            with os.fdopen(write, "w") as pipe:
+                json.dump(prepare(*json.loads(line)), pipe)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    print(json.dumps({"status": os.waitstatus_to_exitcode(status), **json.loads(answer or "{}")}), flush=True)

@@ -1,0 +1,76 @@
+"""``recipes/prepare.py data=... raw=... out=...`` from the command line to a training run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+
+import pytest
+from recipe_helpers import plain, run_recipe, train_here
+from recipe_tools.prepare_rows import prepare_rows
+
+
+def criteo_line(rng: random.Random) -> str:
+    dense = ("" if rng.random() < 0.2 else str(rng.randrange(100)) for _ in range(13))
+    return "\t".join([str(rng.randrange(2)), *dense, *(f"{rng.randrange(50):08x}" for _ in range(26))])
+
+
+@pytest.fixture
+def raw(tmp_path):
+    rng = random.Random(0)
+    path = tmp_path / "day_0.gz"
+    path.write_bytes(gzip.compress("".join(f"{criteo_line(rng)}\n" for _ in range(400)).encode()))
+    return path
+
+
+def prepare(composed, tmp_path, raw, *overrides):
+    overrides = [f"raw={raw}", f"out={tmp_path / 'rows'}", *overrides]
+    config = composed("rows", *overrides, folder="conf/prepare")
+    return prepare_rows(plain(config))
+
+
+@pytest.mark.parametrize("preprocessing", ["dlrm", "torchrec", "bars"])
+@pytest.mark.parametrize("model", ["dlrm", "deepfm"])
+def test_prepared_rows_when_trained_on_then_every_preprocessing_works(preprocessing, model, composed, tmp_path, raw):
+    prepare(composed, tmp_path, raw, f"preprocessing={preprocessing}")
+    if (preprocessing, model) == ("bars", "dlrm"):
+        pytest.skip("DLRM needs dense features, and bars leaves none")
+    small = ["model.embedding_dim=4", *(["model.bottom_hidden=[8]", "model.top_hidden=[8]"] if model == "dlrm" else [])]
+    overrides = ["data=prepared", f"data.root={tmp_path / 'rows'}", "data.batch_size=50", f"model={model}", *small]
+    config = composed("train", *overrides, "trainer=cpu", "callbacks/progress_bar=none")
+    record = train_here(config, tmp_path)
+    assert record.metrics["test/ne"] > 0
+
+
+def test_command_line_when_given_raw_text_then_writes_shards_and_says_what_came_of_it(tmp_path, raw):
+    done = run_recipe(
+        "prepare.py", "data=criteo", f"raw={tmp_path}/day_*.gz", "out=rows", "split.validation=null", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert "400 rows" in done.stdout
+    assert "Train: python recipes/train.py data=prepared data.root=rows" in done.stdout
+    splits = json.loads((tmp_path / "rows/manifest.json").read_text())["splits"]
+    assert splits["train"]["rows"] + splits["test"]["rows"] == 400
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["day_0.gz", "rows"]
+
+
+def test_command_line_when_a_row_is_bad_then_ends_with_a_sentence(composed, tmp_path, capsys):
+    path = tmp_path / "train.txt"
+    path.write_text(criteo_line(random.Random(0)) + "\nbad\n")
+    with pytest.raises(ValueError, match=r"train.txt, row 2 \(line 2\): 40 columns expected, got 1"):
+        prepare(composed, tmp_path, path, "split.by=file", "split.validation=null", "split.test=null")
+    with pytest.raises(ValueError, match="another on_bad_row: error then, skip now"):
+        prepare(
+            composed, tmp_path, path, "on_bad_row=skip", "split.by=file", "split.validation=null", "split.test=null"
+        )
+    overrides = [
+        "on_bad_row=skip",
+        "split.by=file",
+        "split.validation=null",
+        "split.test=null",
+        f"out={tmp_path / 'b'}",
+    ]
+    prepare(composed, tmp_path, path, *overrides)
+    assert "1 bad rows were skipped, such as:" in capsys.readouterr().out
