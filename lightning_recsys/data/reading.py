@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ class MisshapenRow:
     """A row with the wrong number of columns.
 
     Args:
-        row: Its number in the file, from 1.
+        row: Its number in the file, from 1; empty lines are no rows.
         problem: What is wrong with it.
     """
 
@@ -43,8 +43,8 @@ class RawTable:
     Args:
         path: The file.
         columns: By name: strings, dictionary-encoded strings, or whatever types a Parquet file has.
-        rows: Number of each row in the file, from 1; int64.
-        first_line: Line of the file where row 1 is; ``None`` where there are no lines.
+        rows: Number of each row in the file, from 1; int64. Empty lines are no rows.
+        first_line: Line of the file behind the header; ``None`` where there are no lines.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class RawTable:
 
     def place(self, row: int) -> str:
         """File and row in words, as in ``ratings.csv, row 2 (line 3)``."""
-        line = "" if self.first_line is None else f" (line {row + self.first_line - 1})"
+        line = "" if self.first_line is None else f" (line {_line_of(self.path, row, self.first_line)})"
         return f"{self.path}, row {row}{line}"
 
 
@@ -155,7 +155,6 @@ def _read_text(
                 delimiter=separator,
                 quote_char=quote,
                 newlines_in_values=bool(quote),
-                ignore_empty_lines=False,  # they count, so that row numbers are those of the file
                 invalid_row_handler=note,
             ),
             convert_options=arrow_csv.ConvertOptions(
@@ -167,9 +166,7 @@ def _read_text(
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise ValueError(_explain(error, path, table)) from error
     numbers = np.setdiff1d(np.arange(1, len(data) + len(bad) + 1), [row.row for row in bad], assume_unique=True)
-    filled = ~_is_blank(data)
-    kept = data.filter(pa.array(filled)) if not filled.all() else data
-    return RawTable(path, dict(zip(kept.column_names, kept.columns, strict=True)), numbers[filled], first_line), bad
+    return RawTable(path, dict(zip(data.column_names, data.columns, strict=True)), numbers, first_line), bad
 
 
 def _explain(error: Exception, path: Path, table: TableFormat) -> str:
@@ -180,26 +177,22 @@ def _explain(error: Exception, path: Path, table: TableFormat) -> str:
     return f"{path} cannot be read: {error}"
 
 
-def _is_blank(data: pa.Table) -> NDArray[np.bool_]:
-    """Rows with nothing in any column: empty lines, which many files end with."""
-    blank = np.ones(len(data), dtype=bool)
-    for column in data.columns:
-        (candidates,) = np.nonzero(blank)
-        if not len(candidates):
-            break
-        values = (column if len(candidates) == len(data) else column.take(pa.array(candidates))).cast(pa.string())
-        blank[candidates] = pc.equal(pc.utf8_trim_whitespace(values), "").to_numpy()
-    return blank
+def _line_of(path: Path, row: int, first_line: int) -> int:
+    """The line of a row, counting the empty ones on the way, which Arrow leaves out without a word."""
+    with io.BufferedReader(pa.input_stream(str(path), compression="detect")) as stream:
+        numbered = islice(enumerate(stream, start=1), first_line - 1, None)
+        filled = (number for number, line in numbered if line.strip(b"\r\n"))
+        return next(islice(filled, row - 1, None), first_line + row - 1)
 
 
 def _header(path: Path, table: TableFormat) -> tuple[int, str]:
-    """How many comment lines the file starts with, and the line after them."""
+    """How many comments and empty lines the file starts with, and the line after them."""
     with pa.input_stream(str(path), compression="detect") as stream:
         start = stream.read(_BLOCK_BYTES)
     encoding = "utf-8-sig" if table.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else table.encoding
     lines = start.decode(encoding, errors="replace").splitlines()
-    is_comment = (lambda line: line.startswith(table.comment)) if table.comment else (lambda line: False)
-    num_comments = len(list(takewhile(is_comment, lines)))
+    comment = table.comment
+    num_comments = len(list(takewhile(lambda line: not line or (comment and line.startswith(comment)), lines)))
     if num_comments == len(lines) or not start.strip():
         raise ValueError(f"{path} is empty.")
     return num_comments, lines[num_comments]

@@ -407,10 +407,23 @@ def test_bad_rows_when_skipped_then_are_counted_by_kind_and_logged_once(tmp_path
     assert_same_rows(data, tmp_path)
 
 
-def test_bad_row_when_lines_are_blank_or_commented_then_counts_them(tmp_path):
-    lines = ["# remark", LINES[0], "", LINES[1], "", "x,1,a,x"]
-    with pytest.raises(ValueError, match=r"row 4 \(line 6\), column 'click'"):
+def test_bad_row_when_lines_are_blank_or_commented_then_is_found_where_an_editor_shows_it(tmp_path):
+    lines = ["", "# remark", "", LINES[0], "", LINES[1], "", "", "1,2", "0,1,a,x", "x,1,a,x", ""]
+    with pytest.raises(ValueError, match=r"row 2 \(line 9\): 4 columns expected, got 2"):
         load(tmp_path, lines, comment="#")
+    lines[8] = "1,2,a,x\r"
+    with pytest.raises(ValueError, match=r"row 4 \(line 11\), column 'click'"):
+        load(tmp_path, lines, comment="#")
+    (tmp_path / "clicks.csv.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    with pytest.raises(ValueError, match=r"clicks\.csv\.gz, row 4 \(line 11\), column 'click'"):
+        load(tmp_path, comment="#", files="clicks.csv.gz")
+
+
+def test_bad_row_when_only_unused_columns_are_filled_then_is_not_taken_for_an_empty_line(tmp_path):
+    lines = [f"{line},more" for line in LINES] + [",,,,something"]
+    with pytest.raises(ValueError, match=r"row 6 \(line 7\), column 'click': the label must be 0 or 1"):
+        load(tmp_path, lines)
+    assert load(tmp_path, lines, on_bad_row="skip").skipped_rows == {str(tmp_path / "clicks.csv"): 1}
 
 
 def test_bad_row_when_the_separator_is_long_then_is_quoted_as_it_stands(tmp_path):
