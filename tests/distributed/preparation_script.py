@@ -3,7 +3,8 @@
 A line is JSON: ``[OUT, RAW, PREPROCESSING, SHARD_BYTES, WHERE, AT]``. ``WHERE, AT`` is where the process kills itself,
 as ``kill -9`` would: ``write, N`` at a block past so many rows written, ``learn, N`` the same while learning,
 ``rename, N`` just before the N-th file gets its name, ``renamed, N`` just after; ``never, 0`` lets it end. The answer
-is JSON: the process's status, how many files it named, and its peak memory in KiB at the first and at the last block.
+is JSON: the process's status, how many files it named, and its peak memory in KiB after a third of the blocks and at
+the end.
 """
 
 import json
@@ -54,7 +55,7 @@ def prepare(out: str, raw: str, preprocessing: str, shard_bytes: int, where: str
         shard_bytes=shard_bytes,
         on_progress=on_progress,
     ).run()
-    return {"renames": renames, "first_peak": peaks[1] if len(peaks) > 1 else 0, "last_peak": peaks[-1]}
+    return {"renames": renames, "early_peak": peaks[len(peaks) // 3], "last_peak": peaks[-1]}
 
 
 for line in sys.stdin:  # imports take seconds: each job gets a fork of this process, which has no threads

@@ -7,11 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.module import CTRDataModule, Split
 from lightning_recsys.data.prepared.loader import PreparedLoader
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.rows import PreparedRows
+from lightning_recsys.data.prepared.service import Reader, receive_batches
 from lightning_recsys.data.prepared.stream import StreamRequest, prefetched, read_batches
 
 
@@ -56,6 +59,8 @@ class PreparedDataModule(CTRDataModule):
         self.prefetch_batches = prefetch_batches
         self._train_loader: PreparedLoader | None = None
         self._position: dict[str, Any] | None = None
+        self._reader: Reader | None = None
+        self._address: str | None = None
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -78,6 +83,13 @@ class PreparedDataModule(CTRDataModule):
         self._rows = {
             split: PreparedRows(self.root, self.manifest, shards) for split, shards in self.manifest.splits.items()
         }
+
+    def teardown(self, stage: str | None = None) -> None:
+        """End the reader process, if this rank has started one; it would also end with this process."""
+        self._address = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def rows(self, split: Split) -> PreparedRows | None:
         """The rows of a split; ``None`` if it has none."""
@@ -111,6 +123,7 @@ class PreparedDataModule(CTRDataModule):
         rows = self.rows(split)
         if rows is None:
             return []
+        self._connect()
         share = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
         first = StreamRequest(
             split=split,
@@ -126,8 +139,23 @@ class PreparedDataModule(CTRDataModule):
         return PreparedLoader(len(rows), first, stream=self._stream)
 
     def _stream(self, request: StreamRequest) -> Iterator[Batch]:
-        rows = self._rows[request.split]
-        return prefetched(read_batches(request, rows), depth=self.prefetch_batches)
+        if self.reader == "local":
+            return prefetched(read_batches(request, self._rows[request.split]), depth=self.prefetch_batches)
+        assert self._address is not None
+        return receive_batches(self._address, request, slots=self.prefetch_batches)
+
+    def _connect(self) -> None:
+        """Agree on the reader process of this machine: the first rank on it starts one, the others are told."""
+        if self.reader == "local" or self._address is not None:
+            return
+        local_rank = 0 if self.trainer is None else self.trainer.local_rank
+        if local_rank == 0:
+            self._reader = Reader(self.root)
+            self._address = self._reader.address
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and self.trainer is not None:
+            known: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(known, (self.trainer.node_rank, self._address))
+            self._address = next(address for node, address in known if address and node == self.trainer.node_rank)
 
 
 def _check(name: str, value: object, allowed: str, *, ok: bool) -> None:

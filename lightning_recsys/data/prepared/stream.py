@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -112,7 +112,7 @@ class _Item(Generic[T]):
     last: bool = False
 
 
-def prefetched(items: Iterable[T], *, depth: int) -> Iterator[T]:
+def prefetched(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     """The same items, made ahead in a thread that ends with this iterator, however that ends.
 
     Args:

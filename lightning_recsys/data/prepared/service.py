@@ -1,0 +1,319 @@
+"""A process that reads for all workers of a machine: each worker's batches come to it through shared memory.
+
+The reader listens on a socket that its owner (one of the workers) has opened. A worker connects, says which batches it
+wants, and gets a file descriptor of anonymous shared memory, cut into slots. The reader fills slots and says so over
+the connection; the worker copies a batch out and gives the slot back. Windows of rows are read once, however many
+workers take rows from them.
+
+Nothing has a name: not the memory (``memfd_create``), not the socket (Linux's abstract namespace). So nothing can be
+left behind, whoever is killed. A side that dies closes its connections, which the other side sees. The reader ends
+when its owner has closed, or died, and the last worker has gone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recsys.data.batch import Batch
+from lightning_recsys.data.prepared.manifest import Manifest
+from lightning_recsys.data.prepared.order import EpochOrder
+from lightning_recsys.data.prepared.rows import PreparedRows
+from lightning_recsys.data.prepared.stream import StreamRequest, Windows, prefetched, read_batches
+from lightning_recsys.embeddings import SparseFeatures
+
+_LENGTH = struct.Struct("<I")
+_ALIGNMENT = 64
+_PROGRAM = "from lightning_recsys.data.prepared.service import main; main()"
+_WINDOWS = 3  # of an epoch that are held in memory: workers need not be in step
+
+
+class Reader:
+    """The reader process, from its owner's side.
+
+    Args:
+        root: The folder of prepared rows.
+
+    Raises:
+        RuntimeError: the system is not Linux.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if sys.platform != "linux":
+            raise RuntimeError(f"data.reader=shared needs Linux, this is {sys.platform}. Use data.reader=local.")
+        self.address = f"\0lightning-recsys-{os.getpid()}-{secrets.token_hex(8)}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(self.address)
+            listener.listen(128)  # workers may connect while the reader is still starting
+            self._process = subprocess.Popen(  # noqa: S603 - ourselves
+                [sys.executable, "-c", _PROGRAM, str(root), str(listener.fileno())],
+                stdin=subprocess.PIPE,  # whose closing, by us or by our death, tells the reader to end
+                stdout=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def close(self, timeout: float = 30.0) -> None:
+        """End the process, once the last worker has gone.
+
+        Args:
+            timeout: Seconds to wait for that; then it is killed.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iterator[Batch]:
+    """The batches of a request, made by the reader that listens at an address.
+
+    Args:
+        address: Of the reader.
+        request: Which batches.
+        slots: Batches that may wait in shared memory.
+
+    Raises:
+        ValueError: the reader found a damaged shard.
+        RuntimeError: the reader has ended.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(address)
+            _send(connection, {**asdict(request), "slots": slots})
+            yield from _receive(connection)
+        except (ConnectionError, EOFError) as error:
+            raise RuntimeError(
+                "the reader process (data.reader=shared) has ended: it was killed, or the worker that owns it ended "
+                "early. Its own output says more."
+            ) from error
+
+
+def _receive(connection: socket.socket) -> Iterator[Batch]:
+    memory: mmap.mmap | None = None
+    try:
+        while "end" not in (message := _read(connection)):
+            if "error" in message:
+                raise ValueError(message["error"])
+            if "bytes" in message:  # new memory, whose descriptor follows
+                if memory is not None:
+                    memory.close()
+                memory = _receive_memory(connection, message["bytes"])
+                continue
+            assert memory is not None
+            batch = _unpack(memory, message)
+            _send(connection, {"free": message["start"], "memory": message["memory"]})
+            yield batch
+    finally:
+        if memory is not None:
+            memory.close()
+
+
+def _receive_memory(connection: socket.socket, size: int) -> mmap.mmap:
+    _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+# --- the reader process ----------------------------------------------------------------------------------------------
+
+
+class _Service:
+    """Serves every connection in a thread of its own.
+
+    Args:
+        root: The folder of prepared rows.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._manifest = Manifest.load(root)
+        self._rows: dict[str, PreparedRows] = {}
+        self._windows: dict[tuple[str, int, int, int], Windows] = {}
+        self._lock = threading.Lock()
+
+    def run(self, listener: socket.socket, owner: int) -> None:
+        """Serve until the owner has closed its end, and the last worker has gone."""
+        threads: list[threading.Thread] = []
+        while True:
+            sources: list[Any] = [listener, owner]
+            readable, _, _ = select.select(sources, [], [])
+            if listener in readable:
+                thread = threading.Thread(target=self._serve, args=(listener.accept()[0],), daemon=True)
+                thread.start()
+                threads = [*(x for x in threads if x.is_alive()), thread]
+            elif not os.read(owner, 1):
+                break
+        listener.close()
+        for thread in threads:
+            thread.join()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(ConnectionError, EOFError):  # the worker has gone
+            try:
+                message = _read(connection)
+                slots = message.pop("slots")
+                request = StreamRequest(**message)
+                rows, windows = self._share(request)
+                with closing(prefetched(read_batches(request, rows, windows), depth=1)) as batches:
+                    _serve_batches(connection, batches, slots)
+            except ValueError as error:
+                _send(connection, {"error": str(error)})
+
+    def _share(self, request: StreamRequest) -> tuple[PreparedRows, Windows]:
+        """The windows of the epoch, the same for all who ask; those of earlier epochs are let go."""
+        key = request.split, request.seed, request.epoch, request.window
+        with self._lock:
+            if request.split not in self._rows:
+                shards = self._manifest.splits[request.split]
+                self._rows[request.split] = PreparedRows(self._root, self._manifest, shards)
+            rows = self._rows[request.split]
+            if key not in self._windows:
+                for old in [x for x in self._windows if x[0] == request.split]:
+                    del self._windows[old]
+                order = EpochOrder(rows.group_rows, seed=request.seed, epoch=request.epoch, window=request.window)
+                self._windows[key] = Windows(rows, order, keep=_WINDOWS)
+            return rows, self._windows[key]
+
+
+def _serve_batches(connection: socket.socket, batches: Iterator[Batch], num_slots: int) -> None:
+    """Send batches through slots of shared memory; where a batch needs a larger slot, through new memory."""
+    memory: mmap.mmap | None = None
+    slot_bytes = number = 0
+    free: list[int] = []
+    try:
+        for batch in batches:
+            tensors = _tensors(batch)
+            places, size = _layout(tensors.values())
+            if size > slot_bytes:
+                if memory is not None:
+                    memory.close()  # what the worker has not read yet is mapped by itself
+                slot_bytes, number = size, number + 1
+                memory = _send_memory(connection, slot_bytes * num_slots)
+                free = [slot_bytes * i for i in range(num_slots)]
+            assert memory is not None
+            while not free:
+                message = _read(connection)
+                if message["memory"] == number:
+                    free.append(message["free"])
+            start = free.pop()
+            for tensor, place in zip(tensors.values(), places, strict=True):
+                _view(memory, tensor.dtype, tensor.shape, start + place).copy_(tensor)
+            described = [
+                [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), place]
+                for (name, tensor), place in zip(tensors.items(), places, strict=True)
+            ]
+            _send(connection, {"start": start, "memory": number, "keys": batch.sparse.keys, "tensors": described})
+        _send(connection, {"end": True})
+        while connection.recv(1 << 16):  # until the worker has read everything and goes
+            pass
+    finally:
+        if memory is not None:
+            memory.close()
+
+
+def _send_memory(connection: socket.socket, size: int) -> mmap.mmap:
+    descriptor = os.memfd_create("lightning-recsys")
+    try:
+        os.ftruncate(descriptor, size)
+        _send(connection, {"bytes": size})
+        socket.send_fds(connection, [b"m"], [descriptor])
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+# --- batches in memory, messages on the connection -------------------------------------------------------------------
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    sparse = batch.sparse
+    named = {
+        "dense": batch.dense,
+        "labels": batch.labels,
+        "values": sparse.values,
+        "lengths": sparse.lengths,
+        "weights": sparse.weights,
+    }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _layout(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
+    """Where in a slot each tensor goes, and the size of the slot."""
+    places, end = [], 0
+    for tensor in tensors:
+        places.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return places, max(end, _ALIGNMENT)
+
+
+def _view(memory: mmap.mmap, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
+
+
+def _unpack(memory: mmap.mmap, message: dict[str, Any]) -> Batch:
+    """A copy of the batch that a message describes."""
+    found = {
+        name: _view(memory, getattr(torch, dtype), shape, message["start"] + place).clone()
+        for name, dtype, shape, place in message["tensors"]
+    }
+    sparse = SparseFeatures(
+        tuple(message["keys"]), found["values"], lengths=found.get("lengths"), weights=found.get("weights")
+    )
+    return Batch(found["dense"], sparse, found["labels"])
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    content = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def _read(connection: socket.socket) -> dict[str, Any]:
+    (length,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
+    message: dict[str, Any] = json.loads(_read_exactly(connection, length))
+    return message
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    content = b""
+    while len(content) < size:
+        more = connection.recv(size - len(content))
+        if not more:
+            raise EOFError
+        content += more
+    return content
+
+
+def main() -> None:
+    """The reader process: ``ROOT DESCRIPTOR``, the latter of the listening socket."""
+    root, descriptor = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when to end
+    torch.set_num_threads(1)
+    with socket.socket(fileno=int(descriptor)) as listener:
+        _Service(Path(root)).run(listener, owner=sys.stdin.fileno())

@@ -1,0 +1,226 @@
+"""The shared reader: the same batches as reading for oneself, and nothing left behind whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+from lightning_recsys.data.preparation.shards import GROUP_ROWS, IdBags, Rows, ShardWriter, shard_schema
+from lightning_recsys.data.prepared import Feature, Manifest, PreparedDataModule
+from lightning_recsys.data.prepared.service import Reader, receive_batches
+from lightning_recsys.data.prepared.stream import StreamRequest, read_batches
+from lightning_recsys.strategies import ForkserverDDPStrategy
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+    # each rank logs rows of its own, on purpose
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """300 rows that know their numbers in six uneven shards, with a bag that grows along them."""
+    root = tmp_path / "rows"
+    features = {"row": Feature(1000), "tags": Feature(1000, bag=True, weighted=True)}
+    shards, start = [], 0
+    for i, size in enumerate((50, 1, 99, 20, 100, 30)):
+        numbers = torch.arange(start, start + size).numpy()
+        lengths = numbers // 10
+        tags = IdBags(numbers.repeat(lengths), lengths, numbers.repeat(lengths).astype("float32"))
+        writer = ShardWriter(root, f"train/{i}.parquet", schema=shard_schema(("x",), features), compression="none")
+        writer.write(
+            Rows((numbers % 2).astype("float32"), numbers[None].astype("float32"), {"row": numbers}, {"tags": tags})
+        )
+        shards.append(writer.finish())
+        start += size
+    Manifest(("x",), features, {"train": tuple(shards), "validation": (), "test": ()}, GROUP_ROWS).save(root)
+    return root
+
+
+def request(rank: int = 0, world_size: int = 1, **changes) -> StreamRequest:
+    options = {"split": "train", "seed": 0, "epoch": 0, "window": 64, "start": 0, "batch_size": 16, "drop_last": False}
+    return StreamRequest(**(options | changes), rank=rank, world_size=world_size)
+
+
+def contents(batches) -> list[list]:
+    return [
+        [
+            x.dense.tolist(),
+            x.labels.tolist(),
+            x.sparse.values.tolist(),
+            x.sparse.lengths.tolist(),
+            x.sparse.weights.tolist(),
+        ]
+        for x in batches
+    ]
+
+
+def module(folder, **options) -> PreparedDataModule:
+    data = PreparedDataModule(root=folder, batch_size=16, shuffle_window=64, **options)
+    data.setup()
+    return data
+
+
+@pytest.fixture
+def reader(folder):
+    reader = Reader(folder)
+    yield reader
+    reader.close()
+
+
+def test_shared_reader_when_workers_ask_at_any_pace_then_each_gets_what_it_would_read_itself(reader, folder):
+    rows = module(folder).rows("train")
+    found: dict[tuple[int, int], list] = {}
+
+    def work(rank: int, epoch: int) -> None:
+        batches = []
+        for batch in receive_batches(reader.address, request(rank, 3, epoch=epoch, window=0 if epoch else 64), slots=2):
+            batches.append(batch)
+            time.sleep(0.003 * rank)
+        found[rank, epoch] = contents(batches)
+
+    for epoch in range(2):
+        threads = [threading.Thread(target=work, args=(rank, epoch)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for rank in range(3):
+            expected = read_batches(request(rank, 3, epoch=epoch, window=0 if epoch else 64), rows)
+            assert found[rank, epoch] == contents(expected)
+    # A worker that leaves early disturbs nobody.
+    early = receive_batches(reader.address, request(), slots=1)
+    next(early)
+    early.close()
+    assert contents(receive_batches(reader.address, request(), slots=1)) == contents(read_batches(request(), rows))
+
+
+def test_shared_reader_when_a_shard_is_damaged_then_the_worker_is_told(folder):
+    path = folder / "train/4.parquet"
+    content = bytearray(path.read_bytes())
+    content[200] ^= 1
+    path.write_bytes(content)
+    data = module(folder, reader="shared")
+    with pytest.raises(ValueError, match=r"train/4.parquet is damaged"):
+        list(data.train_dataloader())
+    data.teardown()
+
+
+def test_shared_reader_when_killed_then_the_worker_is_told(folder):
+    data = module(folder, reader="shared", prefetch_batches=1)
+    batches = iter(data.train_dataloader())
+    next(batches)
+    data._reader._process.kill()
+    with pytest.raises(RuntimeError, match=r"the reader process \(data.reader=shared\) has ended"):
+        list(batches)
+    data.teardown()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_shared_reader_when_its_owner_dies_then_ends_too(folder, how):
+    program = f"""
+        import sys, time
+        from lightning_recsys.data.prepared import PreparedDataModule
+        data = PreparedDataModule(root={str(folder)!r}, batch_size=16, reader="shared")
+        data.setup()
+        batches = iter(data.train_dataloader())
+        next(batches)
+        print(data._reader._process.pid, flush=True)
+        time.sleep(100)
+    """
+    shared_memory = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True) as owner:
+        reader = psutil.Process(int(owner.stdout.readline()))
+        assert set(os.listdir("/dev/shm")) <= shared_memory | set()
+        owner.send_signal(how)
+        owner.wait()
+        _, alive = psutil.wait_procs([reader], timeout=20)
+    assert not alive
+
+
+class Recorder(LightningModule):
+    """Trains nothing; writes down the rows that each rank sees in each epoch."""
+
+    def __init__(self, folder: Path, *, stop_after: int | None = None) -> None:
+        super().__init__()
+        self.folder, self.stop_after = folder, stop_after
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        rows = batch.sparse.values[: len(batch)].tolist()
+        with (self.folder / f"{self.current_epoch}-{self.global_rank}-{self.trainer.world_size}").open("a") as file:
+            file.writelines(f"{row}\n" for row in rows)
+        return self.layer(batch.dense).mean()
+
+    def on_train_batch_end(self, *_):
+        if self.global_step == self.stop_after:
+            self.trainer.save_checkpoint(self.folder / "stopped.ckpt")
+            self.trainer.should_stop = True
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit(folder, out, *, workers: int, stop_after=None, ckpt_path=None, reader="local", epochs=2) -> None:
+    strategy = ForkserverDDPStrategy() if workers > 1 else "auto"
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=workers,
+        strategy=strategy,
+        max_epochs=epochs,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        **quiet,
+    )
+    data = PreparedDataModule(root=folder, batch_size=16, shuffle_window=64, reader=reader)
+    trainer.fit(Recorder(out, stop_after=stop_after), datamodule=data, ckpt_path=ckpt_path)
+    assert trainer.world_size == workers
+
+
+def rows_seen(out: Path, epoch: int) -> dict[str, list[int]]:
+    return {path.name: [int(x) for x in path.read_text().split()] for path in out.glob(f"{epoch}-*")}
+
+
+def order_of(folder, epoch: int) -> list[int]:
+    loader = module(folder).train_dataloader()
+    loader.set_epoch(epoch)
+    return [row for batch in loader for row in batch.sparse.values[: len(batch)].tolist()]
+
+
+@pytest.mark.parametrize("reader", ["local", "shared"])
+def test_training_when_two_workers_share_rows_then_each_row_is_seen_once(folder, tmp_path, reader):
+    fit(folder, tmp_path, workers=2, reader=reader)
+    for epoch in range(2):
+        seen = rows_seen(tmp_path, epoch)
+        assert sorted(seen) == [f"{epoch}-0-2", f"{epoch}-1-2"]
+        assert abs(len(seen[f"{epoch}-0-2"]) - len(seen[f"{epoch}-1-2"])) <= 1
+        assert sorted(row for rows in seen.values() for row in rows) == list(range(300))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1)])
+def test_training_when_resumed_inside_an_epoch_by_other_workers_then_no_row_is_lost_or_seen_twice(
+    folder, tmp_path, before, after
+):
+    fit(folder, tmp_path, workers=before, stop_after=5)
+    served = 5 * 16 * before
+    first = [row for rows in rows_seen(tmp_path, 0).values() for row in rows]
+    assert sorted(first) == sorted(order_of(folder, 0)[:served])
+    fit(folder, tmp_path, workers=after, ckpt_path=tmp_path / "stopped.ckpt")
+    for epoch in range(2):
+        seen = [row for rows in rows_seen(tmp_path, epoch).values() for row in rows]
+        assert sorted(seen) == list(range(300))
