@@ -24,6 +24,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 DATA_VARIABLE = "LIGHTNING_RECSYS_DATA"
 
+collect_ignore_glob = ["*_script.py"]  # run by tests in processes of their own; the search for doctests would import them
+
 
 @pytest.fixture(scope="session")
 def data_root() -> Path:
