@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 DATA_VARIABLE = "LIGHTNING_RECSYS_DATA"
 
-collect_ignore_glob = ["*_script.py"]  # run by tests in processes of their own; the search for doctests would import them
+collect_ignore_glob = ["*_script.py"]  # run in processes of their own; looking for doctests would run them too
 
 
 @pytest.fixture(scope="session")
