@@ -166,6 +166,9 @@ class Recorder(LightningModule):
             file.writelines(f"{row}\n" for row in rows)
         return self.layer(batch.dense).mean()
 
+    def validation_step(self, batch, batch_idx):
+        """There are no rows for it; without the method Lightning warns."""
+
     def on_train_batch_end(self, *_):
         if self.global_step == self.stop_after:
             self.trainer.save_checkpoint(self.folder / "stopped.ckpt")
