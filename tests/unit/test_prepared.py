@@ -339,5 +339,14 @@ def test_prefetching_when_the_source_fails_then_its_error_comes_after_the_items(
         next(iterator)
 
 
+def test_rows_when_several_threads_read_them_then_each_gets_its_own(tmp_path):
+    data = module(write_folder(tmp_path, train=[200] * 20), batch_size=50, shuffle_window=400)
+    loaders = [data.train_dataloader() for _ in range(4)]
+    for _ in range(5):
+        epochs = list(zip(*loaders, strict=True))
+        for batches in zip(*epochs, strict=True):
+            assert sorted(flat([[numbers(batch) for batch in batches]])) == list(range(4000))
+
+
 def test_prefetching_when_nobody_iterates_then_nothing_starts():
     prefetched(iter([1]), depth=1)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ class PreparedRows:
         self._manifest = manifest
         self._shards = tuple(shards)
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self._lock = threading.Lock()  # pyarrow's files are not for several threads at once
         for shard in self._shards:
             path = root / shard.path
             if not path.is_file():
@@ -136,7 +138,11 @@ class PreparedRows:
         return int(self.group_rows.sum())
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": OrderedDict()}
+        return {**self.__dict__, "_open": OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
 
     def take(self, rows: Tensor) -> Batch:
         """The rows with these numbers (int64, shape ``[B]``), as one batch in that order.
@@ -186,12 +192,6 @@ class PreparedRows:
         }
         return Window(labels_W, dense_WI, ids_FW, bags, tuple(features))
 
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._open.values():
-            file.close(force=True)
-        self._open.clear()
-
     def _groups(self, shard: Shard) -> Iterator[tuple[int, int]]:
         """Number and rows of each row group of a shard."""
         size = self._manifest.group_rows
@@ -202,7 +202,8 @@ class PreparedRows:
         position = self._group_shard[group]
         shard = self._shards[position]
         try:
-            table = self._file(position).read_row_group(self._group_number[group], use_threads=False)
+            with self._lock:
+                table = self._file(position).read_row_group(self._group_number[group], use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{self._root / shard.path} is damaged: {error} Prepare the rows again.") from error
         if len(table) != self.group_rows[group]:
@@ -219,7 +220,7 @@ class PreparedRows:
         if len(self._open) >= _OPEN_SHARDS:
             self._open.popitem(last=False)[1].close(force=True)
         path = self._root / self._shards[position].path
-        self._open[position] = pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+        self._open[position] = pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
         return self._open[position]
 
 

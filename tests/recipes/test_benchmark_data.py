@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from omegaconf import OmegaConf
+from recipe_tools.build import build
+
+
+def test_data_suite_when_run_then_measures_every_reader_at_every_shape(composed):
+    small = ["suite.rows=5000", "suite.batch_sizes=[64]", "suite.workers=[1,2]", "suite.rounds=1", "suite.seconds=0.01"]
+    rows = build(OmegaConf.to_container(composed("benchmark", "suite=data", *small).suite))
+    assert [row.workload for row in rows] == ["B=64, 1 workers", "B=64, 2 workers"]
+    for row in rows:
+        assert len(row.measured.rates) == 5
+        assert all(rate > 0 for rates in row.measured.rates.values() for rate in rates)
