@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import prepare
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from recipe_helpers import run_recipe
 
 TINY = ("model=lr", "data.batch_size=50", "logger=none", "callbacks/progress_bar=none")
@@ -36,9 +38,9 @@ def test_schema_command_writes_a_schema_and_nothing_else(own_rows):
 def test_schema_command_keeps_a_schema_that_is_there(own_rows):
     folder, _ = own_rows
     before = (folder / "clicks.yaml").read_text()
-    done = run_recipe("prepare.py", "schema", "raw=clicks.csv", "out=clicks.yaml", folder=folder)
-    assert done.returncode == 1
-    assert "clicks.yaml exists. Choose another out=, or overwrite=true." in done.stderr
+    config = {"raw": folder / "clicks.csv", "out": str(folder / "clicks.yaml"), "label": "user", "overwrite": False}
+    with pytest.raises(SystemExit, match=r"clicks.yaml exists. Choose another out=, or overwrite=true."):
+        prepare.schema.__wrapped__(OmegaConf.create(config))
     assert (folder / "clicks.yaml").read_text() == before
 
 

@@ -7,6 +7,7 @@ import runpy
 
 import pytest
 import torch
+from evaluate import offer_checkpoint_config
 from recipe_helpers import RECIPES, TINY, plain, run_recipe, train_here
 from recipe_tools.build import build_trainer
 from recipe_tools.overrides import explain
@@ -89,12 +90,16 @@ def test_evaluate_reproduces_the_test_metrics(run, tmp_path):
     }
 
 
-def test_evaluate_checks_overrides_against_the_checkpoint(run, tmp_path):
+def test_evaluate_checks_overrides_against_the_checkpoint(run):
     folder, _ = run
-    checkpoint = folder / "out/checkpoints/best.ckpt"
-    done = run_recipe("evaluate.py", f"ckpt_path={checkpoint}", "data.test_row=100", folder=tmp_path)
-    assert done.returncode == 1
-    assert "Did you mean data.test_rows" in done.stderr
+    offer_checkpoint_config([f"ckpt_path={folder}/out/checkpoints/best.ckpt"])
+    (explained,) = explain(["data.test_row=100", "data.test_rows=100"], config_name="evaluate")
+    assert explained.startswith("data.test_row: no such choice. Did you mean data.test_rows")
+
+
+def test_evaluate_names_a_checkpoint_that_is_not_there():
+    with pytest.raises(SystemExit, match=r"there is no file nowhere\.ckpt"):
+        offer_checkpoint_config(["ckpt_path=nowhere.ckpt"])
 
 
 def test_resumed_run_ends_where_an_uninterrupted_one_does(run, tmp_path, composed):
@@ -147,8 +152,9 @@ def test_sweep_refuses_a_strategy_that_runs_the_command_line_again(composed):
 def test_help_names_groups_and_commands(tmp_path):
     done = run_recipe("train.py", "--help", folder=tmp_path)
     assert done.returncode == 0
-    assert "model: dcn, dcn_v2, deepfm, dlrm, fm, lr, wide_deep" in done.stdout
-    assert "strategy: ddp, single" in done.stdout
+    groups = dict(line.split(":", 1) for line in done.stdout.split("Common commands")[0].splitlines() if ":  " in line)
+    assert groups["  model"].split(", ") == ["          dcn", "dcn_v2", "deepfm", "dlrm", "fm", "lr", "wide_deep"]
+    assert {"  data", "  optim", "  strategy", "  experiment"} <= groups.keys()
     assert "python recipes/train.py -m model=dlrm,deepfm seed=0,1" in done.stdout
 
 
