@@ -73,6 +73,9 @@ def offer_checkpoint_config(arguments: list[str]) -> None:
     """Give Hydra the configuration in the checkpoint, so that overrides are checked against what was trained."""
     path = find_value(arguments, "ckpt_path")
     if path is None:
+        if not any(argument.startswith("-") for argument in arguments):
+            raise SystemExit("ckpt_path: name the checkpoint, as in python recipes/evaluate.py ckpt_path=best.ckpt")
+        ConfigStore.instance().store("checkpoint", node={})  # --help and the like
         return
     if not Path(path).is_file():
         raise SystemExit(f"ckpt_path: there is no file {path}")

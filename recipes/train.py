@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 from pathlib import Path
 
 import hydra
@@ -11,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from recipe_tools.build import (
     Config,
     build_all,
@@ -46,7 +48,10 @@ def main(cfg: DictConfig) -> float:
         job=job.job.num if sweeping else None,
     )
     with isolated_job(), record:
-        train(config, record, sweeping=sweeping)
+        try:
+            train(config, record, sweeping=sweeping)
+        except SIGTERMException:  # Lightning would end with status 0, as if the run were complete
+            raise SystemExit(128 + signal.SIGTERM) from None
         return optimized_value(record.metrics, config["optimized_metric"])
 
 

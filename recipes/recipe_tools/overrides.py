@@ -65,7 +65,10 @@ def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CO
                 messages.append(_message(f"{override.key_or_group}={unknown[0]}", unknown[0], options))
             elif choices := _choices(override):
                 chosen.append(f"{override.get_key_element()}={choices[0]}")
-        config = compose(config_name, overrides=chosen, return_hydra_config=True)
+        try:
+            config = compose(config_name, overrides=chosen, return_hydra_config=True)
+        except HydraException:  # a group that this config does not choose from: Hydra's own message says so
+            return messages
         names = {*map(str, config), *groups.list_groups("")} - {"hydra"}
     messages += [message for override in values if (message := _unknown_key(config, override, names))]
     return messages

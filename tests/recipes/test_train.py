@@ -95,11 +95,14 @@ def test_evaluate_checks_overrides_against_the_checkpoint(run):
     offer_checkpoint_config([f"ckpt_path={folder}/out/checkpoints/best.ckpt"])
     (explained,) = explain(["data.test_row=100", "data.test_rows=100"], config_name="evaluate")
     assert explained.startswith("data.test_row: no such choice. Did you mean data.test_rows")
+    assert explain(["strategy=ddp"], config_name="evaluate") == []  # Hydra itself refuses what is no choice here
 
 
 def test_evaluate_names_a_checkpoint_that_is_not_there():
     with pytest.raises(SystemExit, match=r"there is no file nowhere\.ckpt"):
         offer_checkpoint_config(["ckpt_path=nowhere.ckpt"])
+    with pytest.raises(SystemExit, match="ckpt_path: name the checkpoint"):
+        offer_checkpoint_config([])
 
 
 def test_resumed_run_ends_where_an_uninterrupted_one_does(run, tmp_path, composed):
