@@ -46,8 +46,8 @@ class EmbeddingBagCollection(nn.Module):
         tables: The tables; all of one ``embedding_dim``. (Use one collection per width.)
         optimizer: The update rule of the rows.
         kernel: ``fbgemm``, ``numba``, ``torch``, or ``auto`` for the fastest that can serve these tables.
-        check_ids: Check every id before any memory is touched. Without it a wrong id reads and writes memory that is
-            not its own.
+        check_ids: Check every id and every bag before any memory is touched. Without it a wrong one reads and writes
+            memory that is not its own.
 
     Shape:
         - input: :class:`SparseFeatures` of ``B`` examples that has at least the collection's features.
@@ -86,6 +86,7 @@ class EmbeddingBagCollection(nn.Module):
         self.embedding_dim = layout.embedding_dim
         self._limits = torch.tensor([table.num_embeddings for table in layout.feature_tables])
         self._means = [table.pooling is PoolingType.MEAN for table in layout.feature_tables]
+        self.trainable = True
         self._attached: weakref.ref[torch.optim.Optimizer] | None = None
         self._group_index = -1
         self._pending: list[tuple[SparseFeatures, Tensor]] = []
@@ -96,12 +97,13 @@ class EmbeddingBagCollection(nn.Module):
 
         Raises:
             IndexError: an id is negative or not below its table's ``num_embeddings`` (unless ``check_ids=False``).
+            ValueError: lengths or offsets do not cover the ids (unless ``check_ids=False``).
             KeyError: a feature is missing from ``sparse``.
         """
         resolved = self.resolve(sparse)
         with torch.no_grad():
             pooled_BFD = self.embedding_bags.lookup(resolved)
-        if torch.is_grad_enabled():
+        if self.trainable and torch.is_grad_enabled():
             pooled_BFD.requires_grad_()
             on_gradient = partial(self._on_gradient, resolved)
             pooled_BFD.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
@@ -125,6 +127,15 @@ class EmbeddingBagCollection(nn.Module):
             shares = torch.where(is_mean, lengths, 1).float().reciprocal().repeat_interleave(lengths)
             weights = shares if weights is None else weights * shares
         return SparseFeatures(sparse.keys, sparse.values, lengths=lengths, offsets=offsets, weights=weights)
+
+    def requires_grad_(self, requires_grad: bool = True) -> EmbeddingBagCollection:
+        """Freeze the rows, or let them train again: sets ``trainable``.
+
+        The parameters themselves ask for no gradient in either case, so code that freezes a model parameter by
+        parameter does not reach them: call this, or set ``trainable``.
+        """
+        self.trainable = requires_grad
+        return self
 
     @property
     def learning_rate(self) -> float:
@@ -168,15 +179,16 @@ class EmbeddingBagCollection(nn.Module):
             self.apply_pending()
 
     def _check_ids(self, sparse: SparseFeatures) -> None:
+        if not sparse.is_single_hot:
+            _check_offsets(sparse)
         if not sparse.values.numel():
             return
+        limits = self._limits.to(sparse.device)
         if sparse.is_single_hot:
             low, high = sparse.values.view(len(sparse.keys), -1).aminmax(dim=1)
-            limits = self._limits.to(sparse.device)
             wrong = bool(((low < 0) | (high >= limits)).any())
         else:
-            counts = torch.tensor(sparse.feature_bounds()).diff().to(sparse.device)
-            limits = self._limits.to(sparse.device).repeat_interleave(counts)
+            limits = limits.repeat_interleave(torch.tensor(sparse.feature_bounds(), device=sparse.device).diff())
             wrong = bool(((sparse.values < 0) | (sparse.values >= limits)).any())
         if wrong:
             self._raise_wrong_id(sparse)
@@ -196,6 +208,15 @@ class EmbeddingBagCollection(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process or a deep copy follows no optimizer; gradients in flight stay where they are.
         return self.__dict__ | {"_attached": None, "_group_index": -1, "_pending": []}
+
+
+def _check_offsets(sparse: SparseFeatures) -> None:
+    offsets, num_ids = sparse.bag_offsets(), sparse.values.numel()
+    if int(offsets[0]) != 0 or int(offsets[-1]) != num_ids or bool((offsets.diff() < 0).any()):
+        raise ValueError(
+            f"the bags of {list(sparse.keys)} do not cover their {num_ids} ids: offsets must rise from 0 to {num_ids}, "
+            f"lengths must not be negative and add up to {num_ids}."
+        )
 
 
 def _check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:

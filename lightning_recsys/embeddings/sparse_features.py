@@ -39,9 +39,9 @@ class SparseFeatures:
         weights: Per-sample weights, float32, shape ``[N]``; they multiply the rows before pooling.
 
     Raises:
-        TypeError: ``values`` is not int64, or ``weights`` is not floating.
-        ValueError: a shape is not as above, or a key is repeated. (Where both are given, ``lengths`` and ``offsets``
-            are trusted to agree.)
+        TypeError: ``values`` is not int64, ``weights`` not float32, ``lengths`` or ``offsets`` not flat and integer.
+        ValueError: a shape is not as above, or a key is repeated. (That lengths and offsets cover the ids is checked
+            with the ids, by the collection that looks them up.)
 
     >>> sparse = SparseFeatures(("user", "movie"), torch.tensor([4, 5, 70, 71]))
     >>> sparse.batch_size, sparse.is_single_hot
@@ -66,6 +66,12 @@ class SparseFeatures:
                 f"SparseFeatures.values must be a flat int64 tensor, got {self.values.dtype} of shape "
                 f"{list(self.values.shape)}. For a [B, F] matrix of ids use SparseFeatures.from_ids."
             )
+        for name, tensor in (("lengths", self.lengths), ("offsets", self.offsets)):
+            if tensor is not None and (tensor.dim() != 1 or tensor.is_floating_point()):
+                raise TypeError(
+                    f"SparseFeatures.{name} must be a flat integer tensor, got {tensor.dtype} of shape "
+                    f"{list(tensor.shape)}."
+                )
         num_bags, what = self._num_bags()
         if num_bags % max(len(self.keys), 1) or (not self.keys and self.values.numel()):
             raise ValueError(
@@ -76,8 +82,11 @@ class SparseFeatures:
                 f"SparseFeatures.weights must have one weight per id, shape {list(self.values.shape)}, "
                 f"got {list(self.weights.shape)}."
             )
-        if self.weights is not None and not self.weights.is_floating_point():
-            raise TypeError(f"SparseFeatures.weights must be floating, got {self.weights.dtype}.")
+        if self.weights is not None and (self.weights.dtype != torch.float32 or self.weights.requires_grad):
+            raise TypeError(
+                f"SparseFeatures.weights must be float32 and ask for no gradient (there is none for them), got "
+                f"{self.weights.dtype}, requires_grad={self.weights.requires_grad}."
+            )
 
     def _num_bags(self) -> tuple[int, str]:
         if self.offsets is not None:

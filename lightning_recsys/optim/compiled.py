@@ -124,6 +124,8 @@ def apply_update(
             # 1 - beta is formed here, in double: in float32 it would carry only four digits.
             rate, root_correction = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
             loop, numbers = _adam, (rate, root_correction, beta1, 1 - beta1, beta2, 1 - beta2, eps)
+        case FTRL() if learning_rate == 0:
+            return
         case FTRL(beta=beta, l1=l1, l2=l2):
             loop, numbers = _ftrl, (learning_rate, beta, l1, l2)
         case _:

@@ -167,7 +167,7 @@ class FTRL(RowOptimizer):
 
     Reference: McMahan et al. 2013, "Ad click prediction", Algorithm 1, with ``learning_rate`` for its alpha.
     Differs from the paper: ``z`` starts at the value whose weight is the row's initial value, and not at 0, which
-    would forget a random start at the first update.
+    would forget a random start at the first update. A learning rate of 0, as schedules pass through, changes nothing.
     """
 
     learning_rate: float = 0.05
@@ -187,6 +187,8 @@ class FTRL(RowOptimizer):
     def update_(  # noqa: D102 - inherited
         self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, learning_rate: float, step: int
     ) -> None:
+        if learning_rate == 0:
+            return
         accumulator, linear = state["accumulator"], state["linear"]
         root = accumulator.sqrt()
         accumulator.addcmul_(grads_UD, grads_UD)

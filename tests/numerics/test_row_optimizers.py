@@ -113,6 +113,19 @@ def test_ftrl_when_the_first_gradient_is_zero_then_rows_stay_as_drawn(problem, c
     torch.testing.assert_close(result, rows, **TOLERANCE)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rule", [SGD, Adagrad, RowwiseAdagrad, Adam, FTRL])
+def test_rule_when_a_schedule_reaches_zero_then_rows_stay(problem, rule, compiled):
+    rows, grads = problem
+    optimizer, moved = rule(), rows.clone()
+    state = optimizer.initial_state(moved)
+    if compiled:
+        apply_update(optimizer, np.arange(ROWS), grads[0].numpy(), moved, state, learning_rate=0.0, step=1)
+    else:
+        optimizer.update_(moved, grads[0], state, learning_rate=0.0, step=1)
+    assert torch.equal(moved, rows)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

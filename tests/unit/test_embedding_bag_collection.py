@@ -47,6 +47,31 @@ def test_forward_when_an_id_is_out_of_range_then_named_and_nothing_changed(kerne
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize("kernel", ["fbgemm", "numba", "torch"])
+@pytest.mark.parametrize(
+    "bags",
+    [
+        {"lengths": torch.tensor([2, 3, 0])},
+        {"lengths": torch.tensor([7, -2, 0])},
+        {"lengths": torch.tensor([1, 0, 0])},
+        {"offsets": torch.tensor([0, 100_000_000, 5, 5])},
+        {"offsets": torch.tensor([-1, 2, 4, 5])},
+    ],
+)
+def test_forward_when_bags_do_not_cover_the_ids_then_refused(kernel, bags):
+    sparse = SparseFeatures(("user", "friend", "genre"), torch.ones(4).long(), **bags)
+    with pytest.raises(ValueError, match="do not cover their 4 ids"):
+        collection(kernel=kernel)(sparse)
+
+
+def test_freeze_when_rows_ask_for_no_gradient_then_they_stay():
+    module = collection().requires_grad_(False)
+    before = weights(module)
+    assert not module(ids([1], [2], [3])).requires_grad
+    module.requires_grad_(True)(ids([1], [2], [3])).sum().backward()
+    assert not torch.equal(weights(module)["embedding_bags.users.weight"], before["embedding_bags.users.weight"])
+
+
 def test_forward_when_the_id_belongs_to_another_table_then_refused():
     with pytest.raises(IndexError, match=r"table 'genres', feature 'genre': id 7 is outside \[0, 5\)"):
         collection()(ids([1], [2], [7]))  # row 7 exists in the tensor of all tables, but not in this one
