@@ -77,6 +77,7 @@ def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
         config, task, datamodule, ckpt_path=best, logger=loggers, enable_progress_bar=False
     )
     record.details["best_normalized_entropy"] = best_ne = datamodule.best_normalized_entropy
+    record.details["skipped_rows"] = getattr(datamodule, "skipped_rows", {})  # by file, with on_bad_row=skip
     print_results(
         config["name"],
         record.metrics,

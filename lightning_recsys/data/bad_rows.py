@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_only
 from numpy.typing import NDArray
 
 from lightning_recsys.data.reading import MisshapenRow, RawTable
 
 OnBadRow = Literal["error", "skip"]
+
+log = logging.getLogger(__name__)
 
 
 class BadRows:
@@ -69,9 +72,14 @@ class BadRows:
         kinds = "; ".join(f"{count} like {example}" for example, count in self._reasons.items())
         if not self.good.any():
             raise ValueError(f"{self._table.path}: all {total} rows are bad: {kinds}")
-        rank_zero_info(f"{self._table.path}: skipped {self.num_bad} of {total} rows: {kinds}")
+        _log_once(f"{self._table.path}: skipped {self.num_bad} of {total} rows: {kinds}")
 
     def _add(self, example: str, *, count: int) -> None:
         if self._on_bad_row == "error":
             raise ValueError(f"{example}. (data.on_bad_row=skip leaves out such rows and counts them.)")
         self._reasons[example] = count
+
+
+@rank_zero_only
+def _log_once(message: str) -> None:
+    log.info(message)

@@ -19,12 +19,27 @@ class Batch:
         sparse: Categorical features of the same ``B`` examples.
         labels: Click or no click, float32, shape ``[B]``, each 0 or 1.
 
+    Raises:
+        TypeError: ``dense`` is not a float32 matrix, or ``labels`` not a float32 vector.
+        ValueError: the three do not have the same number of examples.
+
     Lightning moves it between devices through :meth:`to`.
     """
 
     dense: Tensor
     sparse: SparseFeatures
     labels: Tensor
+
+    def __post_init__(self) -> None:
+        for name, tensor, dims in (("dense", self.dense, 2), ("labels", self.labels, 1)):
+            if tensor.dtype != torch.float32 or tensor.dim() != dims:
+                raise TypeError(
+                    f"Batch.{name} must be float32 of {dims} dimension(s), got {tensor.dtype} of shape "
+                    f"{list(tensor.shape)}."
+                )
+        sizes = {"dense": self.dense.shape[0], "sparse": self.sparse.batch_size, "labels": self.labels.shape[0]}
+        if self.sparse.keys and len(set(sizes.values())) > 1:
+            raise ValueError(f"the parts of a Batch must have the same number of examples, got {sizes}.")
 
     def __len__(self) -> int:
         return self.labels.shape[0]

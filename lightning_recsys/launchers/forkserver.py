@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -142,14 +143,16 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         workers = []
         self.procs = []
         with _portable_start_method():
+            forkserver.ensure_running()  # before signals are held back, which it would inherit
             for rank in range(self._strategy.num_processes):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
                     target=run_worker, args=(rank, folder, state, sender, self.num_threads), name=f"rank {rank}"
                 )
-                process.start()
+                with _signals_held_back():
+                    process.start()
+                    self.procs.append(process)  # type: ignore[arg-type]  # declared for the other start methods
                 sender.close()
-                self.procs.append(process)  # type: ignore[arg-type]  # declared for the other start methods
                 workers.append(_Worker(rank, process, receiver, results_path(folder, rank)))
         return workers
 
@@ -227,6 +230,16 @@ def _join(workers: list[_Worker]) -> None:
         for other in others:
             first.add_note(f"After that, another worker failed: {type(other).__name__}: {other}")
         raise first
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Ctrl-C and SIGTERM arrive afterwards: between a worker's birth and its entry in our list they would lose it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -50,6 +50,9 @@ class CTRTask(pl.LightningModule):
         scheduler_config: Lightning's scheduler settings, such as ``{"interval": "epoch"}``; every step by default.
         config: Plain containers to keep in the checkpoint's hyperparameters, such as the run's configuration.
 
+    A checkpoint holds no model class; hand in the model that it was trained with:
+    ``CTRTask.load_from_checkpoint(path, model=model)``.
+
     >>> from lightning_recsys.models import DLRM
     >>> task = CTRTask(DLRM(13, {"user": 1000, "movie": 500}, embedding_dim=8))
     >>> optimizer = task.configure_optimizers()
@@ -115,7 +118,18 @@ class CTRTask(pl.LightningModule):
             assert isinstance(metric, Metric)
             self.log(f"{stage}/{name}", metric, prog_bar=name == "auc")
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:  # noqa: D102 - inherited
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The dense optimizer, which the embedding rows follow, and its scheduler.
+
+        Raises:
+            ValueError: the trainer scales the loss, as ``16-mixed`` does on a GPU: the rows would train with gradients
+                that were never scaled back.
+        """
+        if self._trainer is not None and getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"trainer.precision={self.trainer.precision!r} scales the loss, which embedding rows do not undo. "
+                "Use 'bf16-mixed' or '32'."
+            )
         optimizer = self._make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
         for module in self.modules():
             if isinstance(module, EmbeddingBagCollection):

@@ -22,14 +22,13 @@ SCRIPTS = Path(__file__).with_name("launcher_scripts.py")
 @contextmanager
 def main_process(*command: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A main process that ends with the test; its standard error goes where the test's goes."""
-    process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}
-    )
-    try:
-        with process:
+    environment = {**os.environ, **variables}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as process:
+        try:
             yield process
-    finally:
-        process.kill()
+        finally:
+            process.kill()
 
 
 def read_until(process: subprocess.Popen[str], pattern: str, *, times: int = 1) -> list[re.Match[str]]:
@@ -40,6 +39,14 @@ def read_until(process: subprocess.Popen[str], pattern: str, *, times: int = 1) 
         assert line, f"the process ended before it said {pattern!r}"
         found += [match] if (match := re.match(pattern, line)) else []
     return found
+
+
+def start_run(process: subprocess.Popen[str]) -> list[int]:
+    """The process ids of two workers of a new run."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return [int(match[1]) for match in read_until(process, r"worker (\d+)", times=2)]
 
 
 def all_end(pids: list[int]) -> bool:
@@ -56,12 +63,12 @@ def all_end(pids: list[int]) -> bool:
 def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_path):
     with main_process(str(SCRIPTS), "signals", TMPDIR=str(tmp_path)) as process:
         for number, said in ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SIGTERMException 143")):
-            workers = [int(match[1]) for match in read_until(process, r"worker (\d+)", times=2)]
+            workers = start_run(process)
             process.send_signal(number)
             (raised,) = read_until(process, rf"raised {said} server (\d+) (\d+)")
             assert all_end(workers)
             assert list(tmp_path.glob("lightning_recsys-*")) == []
-        workers = [int(match[1]) for match in read_until(process, r"worker (\d+)", times=2)]
+        workers = start_run(process)
         assert len(list(tmp_path.glob("lightning_recsys-*"))) == 1
         process.kill()
         assert all_end([*workers, int(raised[1]), int(raised[2])])
@@ -71,7 +78,7 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_pat
 def test_joblib_when_a_run_starts_in_its_process_then_it_works():
     with main_process(str(SCRIPTS), "joblib") as process:
         read_until(process, "done")
-    assert process.returncode == 0
+        assert process.wait(timeout=60) == 0
 
 
 def test_script_when_it_trains_on_import_then_the_error_says_what_to_do(tmp_path):

@@ -123,7 +123,7 @@ def test_kjt_there_and_back_then_equal():
         (lambda: SparseFeatures(KEYS, torch.tensor([1]), lengths=torch.tensor([1])), ValueError, "lengths describes 1"),
         (lambda: SparseFeatures(KEYS, torch.tensor([1, 2]), weights=torch.ones(1)), ValueError, "one weight per id"),
         (lambda: SparseFeatures(KEYS, torch.tensor([1, 2]), weights=torch.tensor([1, 1])), TypeError, "be float32"),
-        (lambda: SparseFeatures(KEYS, torch.tensor([1]), lengths=torch.ones(2)), TypeError, "lengths must be a flat int"),
+        (lambda: SparseFeatures(KEYS, torch.tensor([1]), lengths=torch.ones(2)), TypeError, "lengths must be"),
         (lambda: SparseFeatures.from_ids(KEYS, torch.ones(2, 3)), ValueError, r"shape \[B, 2\]"),
         (lambda: SparseFeatures.from_ids(KEYS, torch.ones(2, 2)), TypeError, "do not survive a float"),
         (lambda: SparseFeatures.cat([]), ValueError, "parts with the same features"),

@@ -14,13 +14,16 @@ def check_inputs(preds: Tensor, target: Tensor, weight: Tensor | None = None, *,
     """Refuse inputs that would broadcast, and logits where probabilities are expected.
 
     Raises:
-        ValueError: the shapes differ, or ``preds`` leaves [0, 1] without ``from_logits``.
+        ValueError: the shapes differ, a label is outside [0, 1], or ``preds`` leaves [0, 1] without ``from_logits``.
     """
     if preds.shape != target.shape:
         raise ValueError(
             f"preds and target must have the same shape, got {tuple(preds.shape)} and {tuple(target.shape)}. "
             "Squeeze a trailing dimension of 1 before the update."
         )
+    if bool(((target < 0) | (target > 1)).any()):
+        low, high = target.min().item(), target.max().item()
+        raise ValueError(f"target must be labels 0 or 1, got values from {low:.4g} to {high:.4g}.")
     if weight is not None and weight.shape != target.shape:
         raise ValueError(f"weight must have the shape of target, got {tuple(weight.shape)} and {tuple(target.shape)}.")
     if not from_logits and bool(((preds < 0) | (preds > 1)).any()):

@@ -61,6 +61,9 @@ def _collection(
             "(quantile buckets, say), or use torch.nn.Linear for numeric features alone."
         )
     pooling = options.get("pooling", PoolingType.SUM)
+    kernel = options.get("kernel", "auto")
+    if kernel == "fbgemm" and embedding_dim == 1:
+        kernel = "auto"  # whoever names FBGEMM means the embeddings; it has no rows of width 1
     tables = [
         EmbeddingBagConfig(name, num_embeddings, embedding_dim, (name,), pooling=pooling, init_std=init_std)
         for name, num_embeddings in fields.items()
@@ -68,6 +71,6 @@ def _collection(
     return EmbeddingBagCollection(
         tables,
         optimizer=optimizer,
-        kernel=options.get("kernel", "auto"),
+        kernel=kernel,
         check_ids=options.get("check_ids", True),
     )
