@@ -30,7 +30,7 @@ def work_for_ever():
 
 
 def signals():
-    """Interrupted, then terminated, then killed, each time in the middle of a run; starts one for each line it reads."""
+    """A run for each line that is read: interrupted, then terminated, then killed, each in its middle."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     for _ in sys.stdin:
         try:
