@@ -17,7 +17,9 @@ def launch(function, *args, devices=2):
 
 
 def say(*words):
-    print(*words, flush=True)
+    """A line in one piece: workers talk at the same time, and print writes word by word where stdout is unbuffered."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
 
 
 def pids():

@@ -31,14 +31,13 @@ def main_process(*command: str, **variables: str) -> Iterator[subprocess.Popen[s
             process.kill()
 
 
-def read_until(process: subprocess.Popen[str], pattern: str, *, times: int = 1) -> list[re.Match[str]]:
-    found = []
+def read(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """The next line, which is to match."""
     assert process.stdout is not None
-    while len(found) < times:
-        line = process.stdout.readline()
-        assert line, f"the process ended before it said {pattern!r}"
-        found += [match] if (match := re.match(pattern, line)) else []
-    return found
+    line = process.stdout.readline()
+    match = re.match(pattern, line)
+    assert match, f"expected {pattern!r}, got {line!r}"
+    return match
 
 
 def start_run(process: subprocess.Popen[str]) -> list[int]:
@@ -46,7 +45,7 @@ def start_run(process: subprocess.Popen[str]) -> list[int]:
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    return [int(match[1]) for match in read_until(process, r"worker (\d+)", times=2)]
+    return [int(read(process, r"worker (\d+)")[1]) for _ in range(2)]
 
 
 def all_end(pids: list[int]) -> bool:
@@ -65,7 +64,7 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_pat
         for number, said in ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SIGTERMException 143")):
             workers = start_run(process)
             process.send_signal(number)
-            (raised,) = read_until(process, rf"raised {said} server (\d+) (\d+)")
+            raised = read(process, rf"raised {said} server (\d+) (\d+)")
             assert all_end(workers)
             assert list(tmp_path.glob("lightning_recsys-*")) == []
         workers = start_run(process)
@@ -77,7 +76,7 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_pat
 
 def test_joblib_when_a_run_starts_in_its_process_then_it_works():
     with main_process(str(SCRIPTS), "joblib") as process:
-        read_until(process, "done")
+        read(process, "done")
         assert process.wait(timeout=60) == 0
 
 
