@@ -1,0 +1,161 @@
+"""What a store offers, whether it is mapped into this process or lies behind a server."""
+
+# Shape suffixes: B batch, F features, D embedding dim, U distinct rows of a request, R rows of a store.
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.optim import RowOptimizer
+
+
+class EmbeddingStore(ABC):
+    """Rows of one width with their optimizer state. Every process reads and writes them without a lock (Hogwild).
+
+    A row is named by its place in the store: ``layout.table_starts[table] + id``.
+
+    Attributes:
+        layout: The tables, behind each other. A part of a table that is cut by rows is a table here; ids count from
+            its own first row.
+        optimizer: The update rule.
+    """
+
+    layout: TableLayout
+    optimizer: RowOptimizer
+
+    @abstractmethod
+    def lookup(self, rows_U: Tensor) -> Tensor:
+        """Copies of rows: int64 ``[U]`` -> float32 ``[U, D]``."""
+
+    @abstractmethod
+    def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:
+        """Sum each bag's (weighted) rows where they live: float32 ``[B, F, D]``.
+
+        Args:
+            sparse: Resolved features (:meth:`EmbeddingBagCollection.resolve`): those of ``layout``, in its order.
+        """
+
+    @abstractmethod
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
+        """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`pooled_lookup` returned.
+
+        A remote store may return before the server has applied it; :meth:`flush` waits for that.
+        """
+
+    @abstractmethod
+    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:
+        """Train distinct rows with their summed gradients ``[U, D]``; asynchronous as :meth:`apply_gradients`."""
+
+    @abstractmethod
+    def read(self, name: str, first_row: int, num_rows: int) -> Tensor:
+        """A stretch of ``weight`` or of a state by its name: a copy, ``[num_rows, ...]``. For checkpoints."""
+
+    @abstractmethod
+    def write(self, name: str, first_row: int, values: Tensor) -> None:
+        """The reverse of :meth:`read`; returns when it is done."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Updates that the store has seen."""
+
+    @step.setter
+    @abstractmethod
+    def step(self, value: int) -> None: ...
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return when every update that this object was given is in the store."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory and connections; the rows stay."""
+
+
+class DenseStore(ABC):
+    """One flat float32 vector with a version, such as the centre of elastic averaging.
+
+    Attributes:
+        size: Number of elements.
+    """
+
+    size: int
+
+    @abstractmethod
+    def pull(self) -> Tensor:
+        """A copy, float32 ``[size]``."""
+
+    @abstractmethod
+    def assign(self, values: Tensor) -> None:
+        """Overwrite all elements."""
+
+    @abstractmethod
+    def elastic_average(self, local: Tensor, *, alpha: float) -> Tensor:
+        r"""Move the store's vector towards a replica and return where it went.
+
+        .. math:: \tilde w \leftarrow (1-\alpha)\,\tilde w + \alpha\, w
+
+        The caller then moves the replica towards the returned vector. Reference: ShadowSync, Algorithm 2.
+        """
+
+    @abstractmethod
+    def push_gradient(self, gradient: Tensor, *, learning_rate: float) -> int:
+        """One update by the store's own rule; returns the version after it."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Updates applied so far (averages and gradients)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory and connections; the vector stays."""
+
+
+class Stores(ABC):
+    """The stores of one server, by name. :func:`connect` makes it from an endpoint.
+
+    Attributes:
+        endpoint: Where it was found, ``shm:///folder`` or ``tcp://host:port``.
+    """
+
+    endpoint: str
+
+    @abstractmethod
+    def create_embedding_store(
+        self, name: str, layout: TableLayout, optimizer: RowOptimizer, *, seed: int
+    ) -> EmbeddingStore:
+        """Make a store whose rows are drawn as each table's ``init_std`` says; state starts as the rule says.
+
+        Raises:
+            ValueError: a store of that name is there, with other tables or another rule.
+        """
+
+    @abstractmethod
+    def create_dense_store(self, name: str, initial: Tensor, *, optimizer: RowOptimizer | None = None) -> DenseStore:
+        """Make a vector that starts as ``initial``, trained by ``optimizer`` where gradients are pushed."""
+
+    @abstractmethod
+    def embedding_store(self, name: str) -> EmbeddingStore:
+        """Open a store. Raises ``KeyError`` that names what is there."""
+
+    @abstractmethod
+    def dense_store(self, name: str) -> DenseStore:
+        """Open a vector. Raises ``KeyError`` that names what is there."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Delete a store and its files."""
+
+    @abstractmethod
+    def status(self) -> dict[str, Any]:
+        """Rows, bytes, requests, refused requests, clients, uptime in seconds; plain numbers and strings."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of all that was opened here."""
