@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -39,6 +40,14 @@ class EmbeddingStore(ABC):
         Args:
             sparse: Resolved features (:meth:`EmbeddingBagCollection.resolve`): those of ``layout``, in its order.
         """
+
+    def begin_pooled_lookup(self, sparse: SparseFeatures) -> Callable[[], Tensor]:
+        """Ask for :meth:`pooled_lookup` and return what waits for the answer, so that several stores work at once.
+
+        A mapped store has the answer at once; a remote store sends here and receives there.
+        """
+        pooled_BFD = self.pooled_lookup(sparse)
+        return lambda: pooled_BFD
 
     @abstractmethod
     def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:

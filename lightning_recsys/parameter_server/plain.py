@@ -1,0 +1,88 @@
+"""Tables and update rules as plain data (dicts, lists, strings, numbers), for files and for the wire, and back.
+
+What comes back in may come from anybody: it is checked field by field, and only names known here are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lightning_recsys.embeddings.config import EmbeddingBagConfig
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+
+_RULES: dict[str, type[RowOptimizer]] = {rule.__name__: rule for rule in (SGD, Adagrad, RowwiseAdagrad, Adam, FTRL)}
+_TABLE_FIELDS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "num_embeddings": (int,),
+    "embedding_dim": (int,),
+    "feature_names": (list, tuple),
+    "pooling": (str,),
+    "init_std": (float, int),
+}
+
+
+def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
+    """A rule by its name, with its numbers.
+
+    Raises:
+        TypeError: the rule is none of :mod:`lightning_recsys.optim`: another process could not make it again.
+
+    >>> optimizer_to_plain(SGD(learning_rate=0.1))
+    {'rule': 'SGD', 'learning_rate': 0.1}
+    """
+    if _RULES.get(type(optimizer).__name__) is not type(optimizer):
+        raise TypeError(f"a store knows the rules {sorted(_RULES)}, got {type(optimizer).__name__}.")
+    return {"rule": type(optimizer).__name__, **dataclasses.asdict(optimizer)}
+
+
+def optimizer_from_plain(value: object) -> RowOptimizer:
+    """The reverse of :func:`optimizer_to_plain`.
+
+    Raises:
+        ValueError: an unknown rule, a number that it does not take, or one that is missing.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("rule"), str) or value["rule"] not in _RULES:
+        raise ValueError(f"an update rule must be a dict with rule in {sorted(_RULES)}, got {value!r:.200}.")
+    rule = _RULES[value["rule"]]
+    names = {field.name for field in dataclasses.fields(rule)}
+    numbers = {name: number for name, number in value.items() if name != "rule"}
+    if set(numbers) != names or any(type(number) not in (int, float) for number in numbers.values()):
+        raise ValueError(f"{rule.__name__} takes the numbers {sorted(names)}, got {numbers!r:.200}.")
+    return rule(**numbers)
+
+
+def layout_to_plain(layout: TableLayout) -> list[dict[str, Any]]:
+    """The tables, in storage order."""
+    tables = [dataclasses.asdict(table) for table in layout.tables]
+    return [
+        table | {"pooling": str(table["pooling"]), "feature_names": list(table["feature_names"])} for table in tables
+    ]
+
+
+def layout_from_plain(value: object) -> TableLayout:
+    """The reverse of :func:`layout_to_plain`.
+
+    Raises:
+        ValueError: no table, a field that is missing, unknown or of another type, or tables that do not go together.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"a layout must be a list of at least one table, got {value!r:.200}.")
+    tables = tuple(_table_from_plain(table) for table in value)
+    widths = {table.embedding_dim for table in tables}
+    features = [feature for table in tables for feature in table.feature_names]
+    if len(widths) > 1 or len({table.name for table in tables}) < len(tables) or len(set(features)) < len(features):
+        raise ValueError("the tables of a layout must share one embedding_dim, and names must not repeat.")
+    return TableLayout(tables)
+
+
+def _table_from_plain(value: object) -> EmbeddingBagConfig:
+    if not isinstance(value, dict) or set(value) != set(_TABLE_FIELDS):
+        raise ValueError(f"a table must be a dict of {sorted(_TABLE_FIELDS)}, got {value!r:.200}.")
+    wrong = [name for name, types in _TABLE_FIELDS.items() if type(value[name]) not in types]
+    if wrong or not all(isinstance(feature, str) for feature in value["feature_names"]):
+        raise ValueError(f"a table's fields {wrong or ['feature_names']} have another type, got {value!r:.200}.")
+    if not 0 <= value["init_std"] < float("inf"):
+        raise ValueError(f"a table's init_std must be finite and at least 0, got {value['init_std']}.")
+    return EmbeddingBagConfig(**value)
