@@ -8,7 +8,7 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import CrossNetwork, DeepTower, field_embeddings, flatten_inputs
+from lightning_recsys.models.layers import CrossNetwork, DeepTower, check_dense, field_embeddings, flatten_inputs
 
 
 class DCN(nn.Module):
@@ -56,6 +56,7 @@ class DCN(nn.Module):
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
+        self.num_dense = num_dense
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
         in_features = len(fields) * embedding_dim + num_dense
         self.cross = CrossNetwork(in_features, num_cross_layers)
@@ -74,6 +75,7 @@ class DCN(nn.Module):
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
+        check_dense(dense, self.num_dense)
         embeddings = self.embeddings(sparse)
         crossed = self.cross(flatten_inputs(dense, embeddings))
         logits: Tensor = self.cross_output(crossed).squeeze(1) + self.deep(dense, embeddings)

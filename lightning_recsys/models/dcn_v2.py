@@ -8,7 +8,7 @@ from typing import Literal, Unpack, get_args
 from torch import Tensor, nn
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import CrossNetworkV2, DeepTower, field_embeddings, flatten_inputs
+from lightning_recsys.models.layers import CrossNetworkV2, DeepTower, check_dense, field_embeddings, flatten_inputs
 
 Structure = Literal["parallel", "stacked"]
 
@@ -63,6 +63,7 @@ class DCNv2(nn.Module):
         super().__init__()
         if structure not in get_args(Structure):
             raise ValueError(f"model.structure must be one of {list(get_args(Structure))}, got {structure!r}.")
+        self.num_dense = num_dense
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
         in_features = len(fields) * embedding_dim + num_dense
         self.cross = CrossNetworkV2(in_features, num_cross_layers, rank=rank)
@@ -82,6 +83,7 @@ class DCNv2(nn.Module):
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
+        check_dense(dense, self.num_dense)
         embeddings = self.embeddings(sparse)
         crossed = self.cross(flatten_inputs(dense, embeddings))
         logits: Tensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import MLP, DotInteraction, field_embeddings
+from lightning_recsys.models.layers import MLP, DotInteraction, check_dense, field_embeddings
 
 
 class DLRM(nn.Module):
@@ -56,6 +56,7 @@ class DLRM(nn.Module):
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
+        self.num_dense = num_dense
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
         self.bottom = MLP(num_dense, (*bottom_hidden, embedding_dim), activation=activation) if num_dense else None
         self.interaction = DotInteraction(len(fields) + bool(num_dense))
@@ -64,6 +65,7 @@ class DLRM(nn.Module):
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
+        check_dense(dense, self.num_dense)
         embeddings = self.embeddings(sparse)
         if self.bottom is None:
             features = self.interaction(embeddings)

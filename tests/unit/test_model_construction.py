@@ -107,6 +107,14 @@ def test_model_without_fields_is_an_error_that_says_what_to_do(model_class):
         model_class(3, {})
 
 
+@pytest.mark.parametrize(("made_with", "given"), [(3, 2), (3, 0), (0, 3)])
+@pytest.mark.parametrize("model_class", MODELS)
+def test_wrong_number_of_numeric_features_is_an_error_that_names_both(model_class, made_with, given):
+    model, (dense, sparse) = make(model_class, made_with), batch(6, given)
+    with pytest.raises(ValueError, match=rf"made with num_dense={made_with} and .* got shape \[6, {given}\]"):
+        model(dense, sparse)
+
+
 def test_dlrm_with_one_vector_is_an_error_that_says_what_to_add():
     with pytest.raises(ValueError, match="at least two vectors, got 1: give the model a second categorical field"):
         DLRM(0, {"user": 3})

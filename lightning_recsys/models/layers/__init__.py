@@ -10,6 +10,7 @@ from lightning_recsys.models.layers.cross import (
 from lightning_recsys.models.layers.factorization import FMSecondOrder
 from lightning_recsys.models.layers.fieldwise import FieldwiseLinear
 from lightning_recsys.models.layers.first_order import FirstOrder
+from lightning_recsys.models.layers.inputs import check_dense
 from lightning_recsys.models.layers.interaction import DotInteraction
 from lightning_recsys.models.layers.mlp import MLP, DeepTower
 from lightning_recsys.models.layers.tables import field_embeddings, first_order_weights
@@ -25,6 +26,7 @@ __all__ = [
     "FieldwiseLinear",
     "FirstOrder",
     "LowRankCrossLayer",
+    "check_dense",
     "field_embeddings",
     "first_order_weights",
     "flatten_inputs",

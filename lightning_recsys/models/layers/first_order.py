@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
+from lightning_recsys.models.layers.inputs import check_dense
 from lightning_recsys.models.layers.tables import first_order_weights
 
 
@@ -42,6 +43,7 @@ class FirstOrder(nn.Module):
         self, num_dense: int, fields: Mapping[str, int], *, bias: bool = True, **options: Unpack[EmbeddingOptions]
     ) -> None:
         super().__init__()
+        self.num_dense = num_dense
         self.embeddings = first_order_weights(fields, **options)
         self.register_parameter("dense_weight", nn.Parameter(torch.zeros(num_dense)) if num_dense else None)
         self.register_parameter("bias", nn.Parameter(torch.zeros(1)) if bias else None)
@@ -53,6 +55,7 @@ class FirstOrder(nn.Module):
 
     def combine(self, dense: Tensor, partial_B: Tensor) -> Tensor:
         """Add the numeric features and the bias to the sum over all fields: ``[B]``."""
+        check_dense(dense, self.num_dense)
         if self.dense_weight is not None:
             partial_B = torch.addmv(partial_B, dense, self.dense_weight)
         return partial_B if self.bias is None else partial_B + self.bias

@@ -1,0 +1,22 @@
+"""What every model asks of a batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_dense(dense: Tensor, num_dense: int) -> None:
+    """Refuse numeric features that a model was not made for; torch's own error would name two matrices.
+
+    Args:
+        dense: Numeric features of a batch.
+        num_dense: Numeric features that the model was made for.
+
+    Raises:
+        ValueError: the shape is not ``[B, num_dense]``.
+    """
+    if dense.dim() != 2 or dense.shape[1] != num_dense:
+        raise ValueError(
+            f"the model was made with num_dense={num_dense} and takes numeric features [B, {num_dense}],"
+            f" got shape {list(dense.shape)}. Make it with the num_dense of the data module that it trains on."
+        )
