@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from benchmarks.turns import Measurement
 from rich.console import Console
 from rich.table import Table
+
+
+class Result(Protocol):
+    """What a suite measures: a table for people, plain containers for the JSON file."""
+
+    def table(self) -> Table:
+        """For people."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For programs."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +42,28 @@ class Row:
             "base": self.base,
             "examples_per_second": {name: round(self.measured.median(name)) for name in self.measured.rates},
             "ratio_to_base": {name: round(self.measured.ratio(name, self.base), 3) for name in self.measured.rates},
+            **({"ours_over": self.ours_over()} if "ours" in self.measured.rates else {}),
             "rounds": {name: [round(rate) for rate in rates] for name, rates in self.measured.rates.items()},
         }
+
+    def table(self) -> Table:
+        """Median rates, ratios to the base with their smallest and largest round, and how much faster ours is."""
+        table = Table("variant", "examples/s", f"ratio to {self.base}", "range", title=self.workload)
+        table.title_justify = "left"
+        ours_over = self.ours_over() if "ours" in self.measured.rates else {}
+        if ours_over:
+            table.add_column("ours / it")
+        for name in self.measured.rates:
+            low, high = self.measured.spread(name, self.base)
+            ratio = f"{self.measured.ratio(name, self.base):.2f}"
+            cells = [name, f"{self.measured.median(name):,.0f}", ratio, f"{low:.2f} to {high:.2f}"]
+            table.add_row(*cells, *([f"{ours_over[name]:.2f}"] if name in ours_over else []))
+        return table
+
+    def ours_over(self) -> dict[str, float]:
+        """How many times as fast as each other variant this package is."""
+        others = [name for name in self.measured.rates if name != "ours"]
+        return {name: round(self.measured.ratio("ours", name), 3) for name in others}
 
 
 def machine() -> dict[str, Any]:
@@ -59,25 +90,21 @@ def _variants(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.measured.rates))
 
 
-def show(rows: list[Row]) -> None:
-    """Print a table for each row: median rates, ratios to the base with their smallest and largest round."""
+def show(rows: Sequence[Result]) -> None:
+    """Print a table for each result."""
     for row in rows:
-        table = Table(
-            "variant", "examples/s", f"ratio to {row.base}", "range", title=row.workload, title_justify="left"
-        )
-        for name in row.measured.rates:
-            low, high = row.measured.spread(name, row.base)
-            ratio = f"{row.measured.ratio(name, row.base):.2f}"
-            table.add_row(name, f"{row.measured.median(name):,.0f}", ratio, f"{low:.2f} to {high:.2f}")
-        Console().print(table)
+        Console().print(row.table())
 
 
-def write(rows: list[Row], folder: Path, *, suite: str, settings: dict[str, Any]) -> list[Path]:
-    """Write ``<suite>.json`` and, where matplotlib is installed, ``<suite>.png``; returns what was written."""
+def write(results: Sequence[Result], folder: Path, *, suite: str, settings: dict[str, Any]) -> list[Path]:
+    """Write ``<suite>.json`` and, where there are rates and matplotlib, ``<suite>.png``; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = {"suite": suite, "machine": machine(), "settings": settings, "rows": [row.to_dict() for row in rows]}
+    rows = [row for row in results if isinstance(row, Row)]
+    content = {"suite": suite, "machine": machine(), "settings": settings, "rows": [row.to_dict() for row in results]}
     written = [folder / f"{suite}.json"]
-    written[0].write_text(json.dumps(results, indent=2) + "\n")
+    written[0].write_text(json.dumps(content, indent=2) + "\n")
+    if not rows:
+        return written
     try:
         import matplotlib as mpl
     except ImportError:

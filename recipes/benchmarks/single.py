@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from benchmarks import dlrm_reference, floor, plain_lightning, torchrec_peer
+from benchmarks import dlrm_reference, floor, fuxictr_peer, plain_lightning, torchrec_peer
 from benchmarks.report import Row
 from benchmarks.trainer import quiet_trainer
 from benchmarks.turns import Turn, in_turns
@@ -18,6 +19,8 @@ from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonit
 from lightning_recsys.models import DCN, DLRM, DeepFM, WideDeep
 from lightning_recsys.optim import RowwiseAdagrad
 from lightning_recsys.tasks import CTRTask
+
+log = logging.getLogger(__name__)
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "dlrm": partial(DLRM, bottom_hidden=(512, 256, 64), top_hidden=(512, 256)),
@@ -44,18 +47,23 @@ def ours(work: Workload, model: str, batch_size: int) -> Callable[[Turn], None]:
 
 
 def variants(work: Workload, model: str, batch_size: int) -> dict[str, Callable[[Turn], None]]:
-    """What can be measured for this model here; TorchRec only where it is installed."""
+    """What can be measured for this model here; TorchRec and FuxiCTR only where they are installed."""
     makers = {"floor": floor.variant, "ours": ours, "lightning": plain_lightning.variant}
     if model == "dlrm":
         makers["dlrm reference"] = dlrm_reference.variant
         if torchrec_peer.is_available():
             makers["torchrec"] = torchrec_peer.variant
+    if fuxictr_peer.is_available():
+        makers |= {"fuxictr": fuxictr_peer.variant, "fuxictr, no reader": fuxictr_peer.preloaded}
     return {name: make(work, model, batch_size) for name, make in makers.items()}
 
 
 def run(*, models: list[str], batch_sizes: list[int], rounds: int, seconds: float) -> list[Row]:
     """Measure every model at every batch size; each pair is one interleaved measurement."""
     work, rows = Workload(), []
+    for name, peer in (("TorchRec", torchrec_peer), ("FuxiCTR", fuxictr_peer)):
+        if not peer.is_available():
+            log.info("%s is not installed, so it is left out; recipes/benchmarks says how to add it.", name)
     for model in models:
         for batch_size in batch_sizes:
             measured = in_turns(variants(work, model, batch_size), rounds=rounds, seconds=seconds)
