@@ -1,7 +1,8 @@
 """The rules of :mod:`lightning_recsys.optim.row_optimizers` as compiled loops over row indices.
 
 Each loop reads and writes a touched row and its state once, where torch would gather, update and scatter in several
-passes. Single threaded and without the GIL: one thread per worker is how this package trains.
+passes, and asks for rows ahead of time: tables are larger than caches, and most of a loop's time would be waiting.
+Single threaded and without the GIL: one thread per worker is how this package trains.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -10,9 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from lightning_recsys.optim.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
@@ -21,9 +26,42 @@ from lightning_recsys.optim.row_optimizers import FTRL, SGD, Adagrad, Adam, RowO
 compile_loop = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
+AHEAD = 32
+"""How many rows before its use a loop asks for a row: on one thread, 4 hid half of the waiting and 32 nearly all."""
+
+_FLOATS_PER_LINE = 16  # a cache line is 64 bytes on x86 and most of ARM; a wrong guess costs a little time only
+
+
+def _prefetch_call(typing_context, array, position):  # noqa: ANN001, ANN202
+    """Ask for the cache line of an element of a contiguous array, counted in elements, for reading and writing."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte_pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), byte_pointer)
+        builder.call(function, [address, number(1), number(3), number(1)])  # will be written, keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+_prefetch: Any = intrinsic(_prefetch_call)
+
+
+@compile_loop
+def prefetch_row(rows, row):  # noqa: ANN001, ANN201
+    """Ask for a row of a contiguous float32 ``[R, D]``; any number is allowed, a wrong one only wastes the effort."""
+    for d in range(0, rows.shape[1], _FLOATS_PER_LINE):
+        _prefetch(rows, row * rows.shape[1] + d)
+
+
 @compile_loop
 def _sgd(touched, grads, rows, learning_rate):  # noqa: ANN001, ANN202
+    last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
+        prefetch_row(rows, touched[min(i + AHEAD, last)])
         row = touched[i]
         for d in range(rows.shape[1]):
             rows[row, d] -= learning_rate * grads[i, d]
@@ -31,7 +69,11 @@ def _sgd(touched, grads, rows, learning_rate):  # noqa: ANN001, ANN202
 
 @compile_loop
 def _adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, ANN202
+    last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
+        coming = touched[min(i + AHEAD, last)]
+        prefetch_row(rows, coming)
+        prefetch_row(sums, coming)
         row = touched[i]
         for d in range(rows.shape[1]):
             gradient = grads[i, d]
@@ -42,8 +84,11 @@ def _adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, A
 
 @compile_loop
 def _rowwise_adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, ANN202
-    dim = rows.shape[1]
+    dim, last = rows.shape[1], touched.shape[0] - 1
     for i in range(touched.shape[0]):
+        coming = touched[min(i + AHEAD, last)]
+        prefetch_row(rows, coming)
+        _prefetch(sums, coming)
         row = touched[i]
         squares = np.float32(0)
         for d in range(dim):
@@ -57,7 +102,12 @@ def _rowwise_adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: A
 
 @compile_loop
 def _adam(touched, grads, rows, exp_avg, exp_avg_sq, rate, root_correction, beta1, gain1, beta2, gain2, eps):  # noqa: ANN001, ANN202
+    last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
+        coming = touched[min(i + AHEAD, last)]
+        prefetch_row(rows, coming)
+        prefetch_row(exp_avg, coming)
+        prefetch_row(exp_avg_sq, coming)
         row = touched[i]
         for d in range(rows.shape[1]):
             gradient = grads[i, d]
@@ -70,7 +120,12 @@ def _adam(touched, grads, rows, exp_avg, exp_avg_sq, rate, root_correction, beta
 
 @compile_loop
 def _ftrl(touched, grads, rows, accumulator, linear, learning_rate, beta, l1, l2):  # noqa: ANN001, ANN202
+    last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
+        coming = touched[min(i + AHEAD, last)]
+        prefetch_row(rows, coming)
+        prefetch_row(accumulator, coming)
+        prefetch_row(linear, coming)
         row = touched[i]
         for d in range(rows.shape[1]):
             gradient = grads[i, d]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from lightning_recsys.embeddings.kernels.base import Kernel, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.optim.compiled import apply_update, compile_loop
+from lightning_recsys.optim.compiled import AHEAD, apply_update, compile_loop, prefetch_row
 
 _NO_WEIGHTS = np.empty(0, dtype=np.float32)
 _NO_OFFSETS = np.empty(0, dtype=np.int64)
@@ -23,8 +24,11 @@ _NO_OFFSETS = np.empty(0, dtype=np.int64)
 def _lookup_single(ids, starts, rows, out):  # noqa: ANN001, ANN202
     num_features, batch_size = starts.shape[0], out.shape[0]
     for f in range(num_features):
+        last = (f + 1) * batch_size - 1
         for b in range(batch_size):
-            row = ids[f * batch_size + b] + starts[f]
+            position = f * batch_size + b
+            prefetch_row(rows, ids[min(position + AHEAD, last)] + starts[f])
+            row = ids[position] + starts[f]
             for d in range(rows.shape[1]):
                 out[b, f, d] = rows[row, d]
 
@@ -34,11 +38,13 @@ def _lookup_bags(ids, offsets, weights, starts, rows, out):  # noqa: ANN001, ANN
     num_features, batch_size = starts.shape[0], out.shape[0]
     dim = rows.shape[1]
     for f in range(num_features):
+        last = offsets[(f + 1) * batch_size] - 1
         for b in range(batch_size):
             bag = f * batch_size + b
             for d in range(dim):
                 out[b, f, d] = np.float32(0)
             for position in range(offsets[bag], offsets[bag + 1]):
+                prefetch_row(rows, ids[min(position + AHEAD, last)] + starts[f])
                 row = ids[position] + starts[f]
                 weight = weights[position] if weights.shape[0] else np.float32(1)
                 for d in range(dim):
@@ -46,40 +52,62 @@ def _lookup_bags(ids, offsets, weights, starts, rows, out):  # noqa: ANN001, ANN
 
 
 @compile_loop
-def _sum_by_row(ids, offsets, weights, starts, grads, slots, slot_rows, touched, sums):  # noqa: ANN001, ANN202
-    """Sum the gradients of each row with an open-addressing hash table; returns how many rows were touched.
+def _find_slot(row, slots, touched, mask):  # noqa: ANN001, ANN202
+    """Where an open-addressing hash table holds the place of ``row`` in ``touched``, or -1 for one that is new."""
+    mixed = row * np.int64(-7046029254386353131)  # 2^64 / golden ratio: spreads consecutive rows
+    slot = ((mixed >> 32) ^ mixed) & mask
+    while slots[slot] >= 0 and touched[slots[slot]] != row:
+        slot = (slot + 1) & mask
+    return slot
 
-    ``offsets`` is empty where each bag holds one id, ``weights`` where all are 1. ``slots`` (-1 everywhere on entry)
-    and ``slot_rows`` are the hash table, a power of two in size and at least twice the number of ids.
+
+@compile_loop
+def _sum_by_row(ids, offsets, weights, starts, table_bounds, grads, slots, touched, sums):  # noqa: ANN001, ANN202
+    """Sum the gradients of each row; returns how many rows were touched.
+
+    With one hash table after the other, one for each table of rows: it fits a cache where one for all would not.
+
+    Args:
+        ids: Of the whole batch, feature-major.
+        offsets: Of the bags; empty where each holds one id.
+        weights: Of the ids; empty where all are 1.
+        starts: First row of each feature's table.
+        table_bounds: First feature of each table, and the number of features.
+        grads: ``[B, F, D]``.
+        slots: Scratch memory for the hash table, a power of two in size and at least twice the number of ids.
+        touched: Result, the rows.
+        sums: Result, their gradients.
     """
-    num_features, batch_size = starts.shape[0], grads.shape[0]
-    dim = grads.shape[2]
-    mask = slots.shape[0] - 1
+    batch_size, dim = grads.shape[0], grads.shape[2]
     count = 0
-    for f in range(num_features):
-        for b in range(batch_size):
-            bag = f * batch_size + b
-            first, last = bag, bag + 1
-            if offsets.shape[0]:
-                first, last = offsets[bag], offsets[bag + 1]
-            for position in range(first, last):
-                row = ids[position] + starts[f]
-                mixed = row * np.int64(-7046029254386353131)  # 2^64 / golden ratio: spreads consecutive rows
-                slot = ((mixed >> 32) ^ mixed) & mask
-                while slots[slot] >= 0 and slot_rows[slot] != row:
-                    slot = (slot + 1) & mask
-                target = slots[slot]
-                if target < 0:
-                    target = count
-                    slots[slot] = count
-                    slot_rows[slot] = row
-                    touched[count] = row
+    for table in range(table_bounds.shape[0] - 1):
+        first_bag, last_bag = table_bounds[table] * batch_size, table_bounds[table + 1] * batch_size
+        num_ids = offsets[last_bag] - offsets[first_bag] if offsets.shape[0] else last_bag - first_bag
+        capacity = 2
+        while capacity < 2 * num_ids:
+            capacity *= 2
+        slots[:capacity] = -1
+        mask = capacity - 1
+        for f in range(table_bounds[table], table_bounds[table + 1]):
+            for b in range(batch_size):
+                bag = f * batch_size + b
+                first, last = bag, bag + 1
+                if offsets.shape[0]:
+                    first, last = offsets[bag], offsets[bag + 1]
+                for position in range(first, last):
+                    row = ids[position] + starts[f]
+                    slot = _find_slot(row, slots, touched, mask)
+                    target = slots[slot]
+                    if target < 0:
+                        target = count
+                        slots[slot] = count
+                        touched[count] = row
+                        for d in range(dim):
+                            sums[count, d] = np.float32(0)
+                        count += 1
+                    weight = weights[position] if weights.shape[0] else np.float32(1)
                     for d in range(dim):
-                        sums[count, d] = np.float32(0)
-                    count += 1
-                weight = weights[position] if weights.shape[0] else np.float32(1)
-                for d in range(dim):
-                    sums[target, d] += weight * grads[b, f, d]
+                        sums[target, d] += weight * grads[b, f, d]
     return count
 
 
@@ -91,6 +119,8 @@ class NumbaKernel(Kernel):
     def __init__(self, layout: TableLayout, optimizer: RowOptimizer) -> None:
         super().__init__(layout, optimizer)
         self._starts = np.array(layout.feature_starts, dtype=np.int64)
+        features = (len(table.feature_names) for table in layout.tables)
+        self._table_bounds = np.array([*accumulate(features, initial=0)], dtype=np.int64)
         self._scratch: tuple[np.ndarray, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,27 +149,29 @@ class NumbaKernel(Kernel):
         learning_rate: float,
         step: int,
     ) -> None:
-        slots, slot_rows, touched, sums = self._buffers(sparse.values.numel())
-        offsets = _NO_OFFSETS if sparse.is_single_hot else sparse.bag_offsets().numpy()
-        grads = grad_BFD.contiguous().numpy()
+        slots, touched, sums = self._buffers(sparse.values.numel())
         count = _sum_by_row(
-            sparse.values.numpy(), offsets, _weights(sparse), self._starts, grads, slots, slot_rows, touched, sums
+            sparse.values.numpy(),
+            _NO_OFFSETS if sparse.is_single_hot else sparse.bag_offsets().numpy(),
+            _weights(sparse),
+            self._starts,
+            self._table_bounds,
+            grad_BFD.contiguous().numpy(),
+            slots,
+            touched,
+            sums,
         )
         apply_update(self.optimizer, touched[:count], sums[:count], rows, state, learning_rate=learning_rate, step=step)
 
-    def _buffers(self, num_ids: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _buffers(self, num_ids: int) -> tuple[np.ndarray, ...]:
         """Scratch memory for one batch, kept between batches: fresh pages would cost more than the sums."""
-        if not self._scratch or self._scratch[2].shape[0] < num_ids:
-            capacity = 1 << (2 * max(num_ids, 1) - 1).bit_length()
+        if not self._scratch or self._scratch[1].shape[0] < num_ids:
             self._scratch = (
-                np.empty(capacity, dtype=np.int32),
-                np.empty(capacity, dtype=np.int64),
+                np.empty(1 << (2 * max(num_ids, 1) - 1).bit_length(), dtype=np.int32),
                 np.empty(num_ids, dtype=np.int64),
                 np.empty((num_ids, self.layout.embedding_dim), dtype=np.float32),
             )
-        slots, slot_rows, touched, sums = self._scratch
-        slots.fill(-1)
-        return slots, slot_rows, touched, sums
+        return self._scratch
 
 
 def _weights(sparse: SparseFeatures) -> np.ndarray:
