@@ -25,6 +25,7 @@ from recipe_tools.build import (
     self_contained,
     test_on_one_device,
 )
+from recipe_tools.config_types import check_types
 from recipe_tools.overrides import explained_overrides, find_value
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
@@ -49,6 +50,7 @@ def main(cfg: DictConfig) -> None:
 
 def evaluate(config: Config, record: RunRecord) -> None:
     """Test the checkpoint, print; the results stand in ``record``."""
+    check_types(config)
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     configure_worker()
     datamodule = build_datamodule(config, checkpoint=load_checkpoint(config["ckpt_path"]))

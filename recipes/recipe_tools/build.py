@@ -37,10 +37,10 @@ def build(node: Config, *, partial: bool = False) -> Any:
     try:
         return instantiate(node, _convert_="all", **({"_partial_": True} if partial else {}))
     except InstantiationException as error:
-        if error.__cause__ is None:
+        if (cause := error.__cause__) is None:
             raise
-        error.__cause__.add_note(f"Raised while building {node.get('_target_')} from its config.")
-        raise error.__cause__ from None
+        cause.add_note(f"Raised while building {node.get('_target_')} from its config.")
+    raise cause  # out here, so that it keeps what it was raised from
 
 
 def build_all(nodes: Config) -> list[Any]:

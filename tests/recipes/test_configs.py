@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from recipe_helpers import CONF, plain, train_here
 from recipe_tools.build import build, build_all, build_callbacks, build_datamodule, build_task, build_trainer
+from recipe_tools.config_types import check_types
 
 from lightning_recsys.data import SyntheticDataModule
 
@@ -47,7 +48,7 @@ def test_every_file_composes(root, leaf, composed):
         config = composed("rows", "data=criteo", f"{group}={name}", folder=root)
     else:
         config = composed(OWNER.get(group, "train"), f"{group}={name}")
-    OmegaConf.to_container(config, resolve=True)  # all interpolations resolve
+    check_types(OmegaConf.to_container(config, resolve=True))  # and all interpolations resolve
 
 
 @pytest.fixture

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+from recipe_helpers import plain
+from recipe_tools.build import build
+from recipe_tools.config_types import check_types
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.batch_size=abc", r"^data\.batch_size must be int, got 'abc' \(str\)\.$"),
+        ("data.batch_size=1.5", r"^data\.batch_size must be int, got 1\.5 \(float\)\.$"),
+        ("data.batch_size=null", r"^data\.batch_size must be int, got None \(NoneType\)\.$"),
+        ("data.drop_last=1", r"^data\.drop_last must be bool, got 1 \(int\)\.$"),
+        ("optim.dense.lr=fast", r"^optim\.dense\.lr must be float, got 'fast' \(str\)\.$"),
+        ("optim.rows.learning_rate=[1]", r"^optim\.rows\.learning_rate must be float, got \[1\] \(list\)\.$"),
+        ("trainer.max_epochs=one", r"^trainer\.max_epochs must be int or null, got 'one' \(str\)\.$"),
+        ("callbacks.model_checkpoint.save_top_k=all", r"^callbacks\.model_checkpoint\.save_top_k must be int"),
+        ("trainer.strategy.num_threads=two", r"^trainer\.strategy\.num_threads must be int, got 'two' \(str\)\.$"),
+    ],
+)
+def test_value_of_the_wrong_type_is_named_by_its_place(override, message, composed):
+    config = plain(composed("train", "strategy=ddp", override))
+    with pytest.raises(TypeError, match=message):
+        check_types(config)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optim.dense.lr=1", "trainer.precision=bf16-mixed", "trainer.devices=auto", "trainer.limit_val_batches=0.5"],
+)
+def test_value_of_a_right_type_passes(override, composed):
+    check_types(plain(composed("train", override)))
+
+
+def test_lists_are_looked_into_and_unknown_annotations_are_not():
+    check_types({"any": [{"_target_": "builtins.dict", "a": "b"}]})
+    with pytest.raises(TypeError, match=r"^any\.1\.num_threads must be int"):
+        check_types({"any": [0, {"_target_": "lightning_recsys.runtime.configure_worker", "num_threads": "x"}]})
+
+
+def raise_from_another(value: int) -> None:
+    try:
+        raise KeyError("the first")
+    except KeyError as error:
+        raise ValueError(f"the second, {value}") from error
+
+
+def test_build_raises_what_a_class_raises_with_its_cause():
+    with pytest.raises(ValueError, match="the second, 3") as caught:
+        build({"_target_": f"{__name__}.raise_from_another", "value": 3})
+    assert repr(caught.value.__cause__) == "KeyError('the first')"
+    assert caught.value.__notes__ == [f"Raised while building {__name__}.raise_from_another from its config."]
