@@ -8,8 +8,10 @@ from pathlib import Path
 
 import hydra
 import pytorch_lightning as pl
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -25,6 +27,7 @@ from recipe_tools.build import (
     test_on_one_device,
     to_floats,
 )
+from recipe_tools.config_types import check_types
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
@@ -56,7 +59,11 @@ def main(cfg: DictConfig) -> float:
 
 
 def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
-    """Fit, test the best checkpoint, print; the results stand in ``record``."""
+    """Fit, test the best checkpoint, print; the results stand in ``record``.
+
+    Where several processes run the recipe, as under ``torchrun``, all of them fit, and rank 0 does the rest.
+    """
+    check_types(config)
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     configure_worker()
 
@@ -70,6 +77,10 @@ def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
 
     trainer.fit(task, datamodule=datamodule, ckpt_path=config["ckpt_path"])
     record.metrics |= to_floats(trainer.callback_metrics)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # else the test would wait for the others to add their counts
+    if rank_zero_only.rank != 0:
+        return
     best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
     record.details["checkpoint"] = best
 

@@ -20,11 +20,17 @@ CONFIG_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
 def choices(config_name: str) -> str:
-    """The groups that a primary config names in its defaults, one per line with their leaves: for its help text."""
-    defaults = OmegaConf.load(CONFIG_DIR / f"{config_name}.yaml").defaults
-    groups = [str(group) for entry in defaults if isinstance(entry, DictConfig) for group in entry if group != "hydra"]
+    """The groups of a primary config, one per line with their leaves: for its help text."""
+    groups = groups_of(config_name, CONFIG_DIR)
     leaves = {group: sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) for group in groups}
     return "\n".join(f"  {group + ':':<15} {', '.join(leaves[group])}" for group in groups)
+
+
+def groups_of(config_name: str, config_dir: Path) -> list[str]:
+    """The groups that a primary config names in its defaults."""
+    defaults = OmegaConf.load(config_dir / f"{config_name}.yaml").get("defaults", [])
+    groups = [str(group) for entry in defaults if isinstance(entry, DictConfig) for group in entry]
+    return [group for group in groups if "hydra" not in group]
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
@@ -69,7 +75,7 @@ def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CO
             config = compose(config_name, overrides=chosen, return_hydra_config=True)
         except HydraException:  # a group that this config does not choose from: Hydra's own message says so
             return messages
-        names = {*map(str, config), *groups.list_groups("")} - {"hydra"}
+        names = {*map(str, config), *groups_of(config_name, config_dir)} - {"hydra"}
     messages += [message for override in values if (message := _unknown_key(config, override, names))]
     return messages
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_recsys.runtime import ProcessState
 
@@ -37,6 +38,8 @@ PACKAGES = (
 
 class RunRecord:
     """Context manager that writes ``metrics.json`` when a run starts and again when it ends, however it ends.
+
+    Of several processes that all run the recipe (``torchrun``, SLURM, Lightning's own ``ddp``) rank 0 writes.
 
     Args:
         folder: Where the file goes; made when missing.
@@ -84,6 +87,8 @@ class RunRecord:
             self._write(status, error=f"{kind.__name__}: {error}")
 
     def _write(self, status: str, error: str | None = None) -> None:
+        if rank_zero_only.rank != 0:
+            return
         content = {
             "status": status,
             "error": error,

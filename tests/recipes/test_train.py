@@ -8,6 +8,7 @@ import runpy
 import pytest
 import torch
 from evaluate import offer_checkpoint_config
+from lightning_utilities.core.rank_zero import rank_zero_only
 from recipe_helpers import RECIPES, TINY, plain, run_recipe, train_here
 from recipe_tools.build import build_trainer
 from recipe_tools.overrides import explain
@@ -48,7 +49,11 @@ def test_run_closes_with_a_table(run):
 def test_run_shows_one_progress_bar_and_nothing_else(run):
     _, done = run
     assert [line for line in done.stderr.splitlines() if not line.startswith("wandb:")] == []
-    assert done.stdout.count("10/10") == 1
+    (bar,) = [line for line in done.stdout.splitlines() if "10/10" in line]
+    assert "train/ne: " in bar
+    assert "val/ne: " in bar
+    assert len(bar) <= 80
+    assert len(done.stdout.splitlines()) == 1 + len(LABELS) + 6  # title, two rules and three more rows
     assert [line for line in done.stdout.splitlines() if "INFO" in line or "WARNING" in line] == []
 
 
@@ -132,6 +137,31 @@ def test_record_says_how_a_run_failed(tmp_path):
     assert written["metrics"] == {"train/ne": None}
 
 
+def test_record_is_written_by_rank_zero_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with RunRecord(tmp_path, config={}, overrides=[]):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.distributed
+def test_two_processes_that_run_the_recipe_leave_one_table_and_one_record(tmp_path):
+    """Lightning's own ddp: the second process runs the command line again."""
+    overrides = ["trainer=cpu", "trainer.strategy=ddp", "trainer.devices=2", "logger=none"]
+    done = run_recipe(
+        "train.py", *TINY, *overrides, "callbacks/progress_bar=none", "hydra.run.dir=out", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Eval NE") == 1
+    record = record_of(tmp_path / "out")
+    assert record["status"] == "completed"
+    assert torch.load(record["checkpoint"], weights_only=True)["global_step"] == 5  # two workers: half of ten batches
+    alone = run_recipe("evaluate.py", f"ckpt_path={record['checkpoint']}", "hydra.run.dir=alone", folder=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    tested = {name: value for name, value in record["metrics"].items() if name.startswith("test/")}
+    assert record_of(tmp_path / "alone")["metrics"] == tested
+
+
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
 def test_record_tells_an_interrupted_run_from_a_failed_one(interruption, tmp_path):
     with pytest.raises(interruption), RunRecord(tmp_path, config={}, overrides=[]):
@@ -175,6 +205,7 @@ def test_wrong_override_on_the_command_line_says_what_is_allowed(tmp_path):
         ("model=deepfn", r"model=deepfn: no such choice. Did you mean deepfm?"),
         ("model=dlrm,typo", "model=typo: no such choice.\nAllowed: dcn, dcn_v2"),
         ("modle=dlrm", "modle: no such choice. Did you mean model?\nAllowed: callbacks, ckpt_path, data, debug"),
+        ("siute=single", "siute: no such choice.\nAllowed: callbacks, ckpt_path, data, debug, embeddings, experiment"),
         ("optim.rows.lr=1", "optim.rows.lr: no such choice.\nAllowed in optim.rows: learning_rate"),
         ("seed.a=1", "seed.a: seed is one value (0), it has no keys. Write seed=... instead."),
         ("hydra.run.dri=x", "hydra.run.dri: no such choice. Did you mean hydra.run.dir?"),
