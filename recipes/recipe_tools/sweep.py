@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 import json
 import logging
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +26,51 @@ log = logging.getLogger(__name__)
 class SweepComparison(Callback):
     """Hydra callback: a failed job does not hide the others, and all of them end up in one comparison.
 
-    Writes ``comparison.csv`` and ``comparison.md`` into the sweep's folder and prints the same table. Where a job of a
-    grid failed, the program ends with status 1 after that. (A search decides itself about failed trials.)
+    Writes ``comparison.csv`` and ``comparison.md`` into the sweep's folder and prints the same table; also where the
+    sweep was interrupted, or a search gave up. Where a job of a grid failed, the program ends with status 1 after that.
+    (A search decides itself about failed trials.)
     """
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Let Hydra's basic sweeper, which stops at a failed job without an end of its own, go on to the table."""
-        if config.hydra.mode == RunMode.MULTIRUN and _is_grid(config) and job_return.status == JobStatus.FAILED:
-            error = job_return._return_value
-            log.error("Job %s failed: %s", config.hydra.job.num, error, exc_info=error)
-            job_return.return_value = float("nan")
-            job_return.status = JobStatus.COMPLETED
+        """Make of a failure what the sweeper can go on with.
+
+        Hydra's basic sweeper stops at a failed job without an end of its own, Optuna's at a value that is not finite.
+        """
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        value = job_return._return_value
+        if job_return.status == JobStatus.FAILED:
+            log.error("Job %s failed: %s", config.hydra.job.num, value, exc_info=value)
+            if _is_grid(config):
+                job_return.return_value = float("nan")
+                job_return.status = JobStatus.COMPLETED
+        elif not _is_grid(config) and not math.isfinite(value):
+            job_return.return_value = ValueError(f"optimized_metric: {config.optimized_metric} is {value}")
+            job_return.status = JobStatus.FAILED
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Compare at the end of the program if the end of the sweep is never reached."""
+        self._start = time.time()
+        atexit.register(self._compare, config)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Compare."""
-        folder = Path(config.hydra.sweep.dir)
-        records = read_records(folder)
-        if not records:
-            return
-        rows = comparison(records)
-        write_csv(folder / "comparison.csv", rows)
-        cells = for_people(rows, optimized_metric=config.optimized_metric)
-        write_markdown(folder / "comparison.md", cells)
-        print_comparison(cells, folder)
+        atexit.unregister(self._compare)
+        records = self._compare(config)
         failed = sum(record["status"] != "completed" for record in records)
         if failed and _is_grid(config):
             raise SystemExit(f"{failed} of {len(records)} jobs failed; see above, or error in comparison.csv")
+
+    def _compare(self, config: DictConfig) -> list[dict[str, Any]]:
+        folder = Path(config.hydra.sweep.dir)
+        records = read_records(folder, since=self._start)
+        if records:
+            rows = comparison(records)
+            write_csv(folder / "comparison.csv", rows)
+            cells = for_people(rows, optimized_metric=config.optimized_metric)
+            write_markdown(folder / "comparison.md", cells)
+            print_comparison(cells, folder)
+        return records
 
 
 def _is_grid(config: DictConfig) -> bool:
@@ -56,9 +78,13 @@ def _is_grid(config: DictConfig) -> bool:
     return str(config.hydra.sweeper._target_).endswith("BasicSweeper")
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The records of all jobs below ``folder``, in the order of the jobs."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"*/{FILE_NAME}")]
+def read_records(folder: Path, *, since: float) -> list[dict[str, Any]]:
+    """The records of all jobs below ``folder`` that ran after ``since`` (Unix time), in the order of the jobs.
+
+    The folder of an earlier sweep may be used again, and hold jobs that this one does not have.
+    """
+    paths = [path for path in folder.glob(f"*/{FILE_NAME}") if path.stat().st_mtime >= since]
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return sorted(records, key=lambda record: record["job"])
 
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +27,7 @@ from recipe_tools.quiet import be_quiet  # noqa: E402
 from recipe_tools.record import RunRecord, isolated_job  # noqa: E402
 from train import train  # noqa: E402
 
+MARK = "LIGHTNING_RECSYS_TEST_RUN"
 TINY_DATA = ("data.train_rows=1000", "data.val_rows=400", "data.test_rows=400", "data.batch_size=100")
 TINY = (*TINY_DATA, "model.embedding_dim=4", "model.bottom_hidden=[8]", "model.top_hidden=[8]")
 
@@ -33,6 +42,89 @@ def run_recipe(recipe: str, *arguments: str, folder: Path, **environment: str) -
         text=True,
         timeout=240,
     )
+
+
+@dataclass
+class Traces:
+    """What a command line made besides its output.
+
+    Args:
+        folder: Where it ran; ``out`` is its output folder.
+        processes: Its processes that still run.
+        shared_memory: Entries of ``/dev/shm`` that were not there before.
+        temporary: Files in its folder for temporary files.
+        ports_meanwhile: Ports that its processes listened on while it ran.
+        ports: Those of them that a process still listens on.
+    """
+
+    folder: Path
+    processes: list[str]
+    shared_memory: set[str]
+    temporary: list[str]
+    ports_meanwhile: set[int]
+    ports: set[int]
+
+    def left_behind(self) -> dict[str, Any]:
+        """Kind -> what is left of it; empty if the machine is as it was."""
+        files = sorted(path.name for path in self.folder.iterdir() if path.name != "out")
+        found = {name: getattr(self, name) for name in ("processes", "shared_memory", "temporary", "ports")}
+        return {name: left for name, left in {**found, "files": files}.items() if left}
+
+
+def run_watched(*arguments: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], Traces]:
+    """Run ``train.py`` in ``folder``, with a place of its own for temporary files; look at what is left of it."""
+    mark = uuid.uuid4().hex
+    shared_memory = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as temporary, _watching_ports(mark) as ports:
+        done = run_recipe("train.py", *arguments, folder=folder, **{MARK: mark, "TMPDIR": temporary})
+        deadline = time.monotonic() + 10  # the fork server ends when it notices that its main process has
+        while _marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return done, Traces(
+            folder,
+            processes=[" ".join(process.cmdline())[:100] for process in _marked(mark)],
+            shared_memory=set(os.listdir("/dev/shm")) - shared_memory,
+            temporary=os.listdir(temporary),
+            ports_meanwhile=ports,
+            ports=ports & _listening(psutil.process_iter()),
+        )
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Processes of a command: they inherit its environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _listening(processes: Iterable[psutil.Process]) -> set[int]:
+    ports = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            connections = process.net_connections("inet")
+            ports |= {x.laddr.port for x in connections if x.status == psutil.CONN_LISTEN}
+    return ports
+
+
+@contextmanager
+def _watching_ports(mark: str) -> Iterator[set[int]]:
+    ports: set[int] = set()
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.1):
+            ports.update(_listening(_marked(mark)))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield ports
+    finally:
+        stop.set()
+        thread.join()
 
 
 def train_here(config: DictConfig, folder: Path) -> RunRecord:

@@ -3,65 +3,41 @@ from __future__ import annotations
 import csv
 import json
 import os
-import time
-import uuid
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import pytorch_lightning as pl
 import torch
-from recipe_helpers import TINY, run_recipe, train_here
+from recipe_helpers import TINY, run_watched, train_here
 from recipe_tools.record import isolated_job
 from recipe_tools.sweep import comparison, for_people, write_csv, write_markdown
-
-MARK = "LIGHTNING_RECSYS_SWEEP_TEST"
-
-
-def processes_marked(value):
-    """Processes of the sweep: they inherit its environment."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(MARK) == value and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:100])
-    return found
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
     """Four jobs in one command: workers and no workers, right and wrong."""
     folder = tmp_path_factory.mktemp("sweep")
-    mark = uuid.uuid4().hex
-    shared_memory = set(os.listdir("/dev/shm"))
-    done = run_recipe(
-        "train.py",
+    done, traces = run_watched(
         "-m",
         *TINY,
         "hydra.sweep.dir=out",
         "strategy=ddp,single",
         "optim.rows.learning_rate=0.02,-1",
         folder=folder,
-        **{MARK: mark},
     )
-    deadline = time.monotonic() + 10  # the fork server ends when it notices that its main process has
-    while processes_marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return folder / "out", done, processes_marked(mark), set(os.listdir("/dev/shm")) - shared_memory
+    return folder / "out", done, traces
 
 
 @pytest.mark.distributed
 def test_sweep_leaves_nothing_behind(sweep):
-    folder, _, processes, shared_memory = sweep
-    assert processes == []
-    assert shared_memory == set()
-    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+    _, _, traces = sweep
+    assert traces.ports_meanwhile  # so the watching works
+    assert traces.left_behind() == {}
 
 
 @pytest.mark.distributed
 def test_sweep_ends_in_one_table_of_all_jobs(sweep):
-    folder, done, _, _ = sweep
+    folder, done, _ = sweep
     with (folder / "comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["strategy"], row["optim.rows.learning_rate"]) for row in rows] == [
@@ -79,14 +55,14 @@ def test_sweep_ends_in_one_table_of_all_jobs(sweep):
 
 @pytest.mark.distributed
 def test_sweep_with_failed_jobs_fails_after_the_others(sweep):
-    _, done, _, _ = sweep
+    _, done, _ = sweep
     assert done.returncode == 1
     assert done.stderr == "2 of 4 jobs failed; see above, or error in comparison.csv\n"
 
 
 @pytest.mark.distributed
 def test_sweep_folders_name_their_jobs(sweep):
-    folder, _, _, _ = sweep
+    folder, _, _ = sweep
     assert [path.name for path in sorted(folder.iterdir()) if path.is_dir()] == [
         "0_dlrm-synthetic-ddp_seed-0",
         "1_dlrm-synthetic-ddp_seed-0",
@@ -97,7 +73,7 @@ def test_sweep_folders_name_their_jobs(sweep):
 
 @pytest.mark.distributed
 def test_job_of_a_sweep_equals_the_same_run_alone(sweep, tmp_path, composed):
-    folder, _, _, _ = sweep
+    folder, _, _ = sweep
     record = train_here(composed("train", *TINY, "logger=none", "callbacks/progress_bar=none"), tmp_path)
     job = json.loads((folder / "2_dlrm-synthetic-single_seed-0/metrics.json").read_text())["metrics"]
     assert {name: value for name, value in job.items() if name != "eps"} == {
@@ -107,7 +83,7 @@ def test_job_of_a_sweep_equals_the_same_run_alone(sweep, tmp_path, composed):
 
 @pytest.mark.distributed
 def test_ddp_job_trains_on_two_workers(sweep):
-    folder, _, _, _ = sweep
+    folder, _, _ = sweep
     ddp, single = (
         torch.load(folder / f"{job}_seed-0/checkpoints/last.ckpt", weights_only=True)["global_step"]
         for job in ("0_dlrm-synthetic-ddp", "2_dlrm-synthetic-single")
