@@ -1,0 +1,18 @@
+"""Rules that keep the replicas of a dense model together: decisions only, no I/O, no thread, no clock."""
+
+from lightning_recsys.sync.algorithm import Exchange, SyncAlgorithm
+from lightning_recsys.sync.bmuf import BMUF
+from lightning_recsys.sync.easgd import EASGD
+from lightning_recsys.sync.model_averaging import ModelAveraging
+from lightning_recsys.sync.registry import algorithm_names, make_algorithm, register_algorithm
+
+__all__ = [
+    "BMUF",
+    "EASGD",
+    "Exchange",
+    "ModelAveraging",
+    "SyncAlgorithm",
+    "algorithm_names",
+    "make_algorithm",
+    "register_algorithm",
+]

@@ -1,0 +1,83 @@
+"""The interface between a synchronisation rule and whoever moves the bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import ClassVar
+
+from torch import Tensor
+
+
+class Exchange(Enum):
+    """What an algorithm needs to be told before it can fold something into a replica."""
+
+    CENTER = "center"
+    """The sync servers' vector, once it has moved towards this replica by ``alpha``; no other trainer takes part."""
+
+    MEAN = "mean"
+    """The mean over the replicas of all trainers; all of them take part in each round."""
+
+
+class SyncAlgorithm(ABC):
+    """One trainer's side of a synchronisation rule over flat float32 vectors.
+
+    A round has two halves. The driver (a background thread, a hook in the training loop, a test) fetches what
+    :attr:`exchange` names; then :meth:`fold` moves the replica, in place, for workers may be training on it.
+
+    Args:
+        alpha: Elastic parameter, unitless, in ``(0, 1]``: how far one round moves the replica.
+
+    Attributes:
+        exchange: What a round fetches.
+
+    Raises:
+        ValueError: ``alpha`` is outside ``(0, 1]``.
+    """
+
+    exchange: ClassVar[Exchange]
+
+    def __init__(self, *, alpha: float = 0.5) -> None:
+        if not 0 < alpha <= 1:
+            raise ValueError(f"strategy.alpha must be in (0, 1], got {alpha}. 0.5 is the usual choice.")
+        self.alpha = alpha
+
+    def start(self, initial: Tensor) -> None:  # noqa: B027 - most rules need no start
+        """Begin at the parameters that all replicas share; called once, before the first round.
+
+        Args:
+            initial: float32 ``[size]``; a rule that keeps it copies it.
+        """
+
+    @abstractmethod
+    def fold(self, replica: Tensor, answer: Tensor) -> None:
+        """Finish a round.
+
+        Args:
+            replica: float32 ``[size]``, changed in place. Workers write to it meanwhile, so it may differ from what was
+                sent; add to it rather than overwrite it.
+            answer: What :attr:`exchange` asked for, float32 ``[size]``; the rule may overwrite it.
+        """
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint must keep; empty for a rule without memory. Equal on all trainers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from a :meth:`state_dict`, after :meth:`start`.
+
+        Raises:
+            ValueError: the state is another rule's, or that of another model.
+        """
+        own = self.state_dict()
+        if {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
+            raise ValueError(
+                f"{type(self).__name__} keeps {_shapes(own)}, but the checkpoint holds {_shapes(state)}: it was saved"
+                " with another strategy.algorithm or another model."
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def _shapes(state: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in state.items()) or "nothing"

@@ -1,0 +1,200 @@
+"""Synchronisation rules against numbers computed by hand, and against each other."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from lightning_recsys.sync import (
+    BMUF,
+    EASGD,
+    Exchange,
+    ModelAveraging,
+    SyncAlgorithm,
+    algorithm_names,
+    make_algorithm,
+    register_algorithm,
+)
+from lightning_recsys.sync import registry as registry_module
+
+
+def vector(*values: float) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def exchange_with_center(algorithm: SyncAlgorithm, replica: torch.Tensor, center: torch.Tensor) -> None:
+    """A round of a centralised rule; the first line is the sync server's."""
+    center.lerp_(replica, algorithm.alpha)
+    algorithm.fold(replica, center.clone())
+
+
+def average(algorithms: list[SyncAlgorithm], replicas: list[torch.Tensor]) -> None:
+    """A round of a decentralised rule."""
+    mean = torch.stack(replicas).mean(0)
+    for algorithm, replica in zip(algorithms, replicas, strict=True):
+        algorithm.fold(replica, mean.clone())
+
+
+def test_easgd_when_two_trainers_take_turns_then_equals_the_numbers_by_hand():
+    algorithm, center = EASGD(alpha=0.25), vector(0.0, 8.0)
+    first, second = vector(4.0, 0.0), vector(-4.0, 8.0)
+    exchange_with_center(algorithm, first, center)
+    # centre 3/4 * (0, 8) + 1/4 * (4, 0) = (1, 6); replica 3/4 * (4, 0) + 1/4 * (1, 6) = (3.25, 1.5)
+    assert center.tolist() == [1.0, 6.0]
+    assert first.tolist() == [3.25, 1.5]
+    exchange_with_center(algorithm, second, center)
+    # centre 3/4 * (1, 6) + 1/4 * (-4, 8) = (-0.25, 6.5); replica 3/4 * (-4, 8) + 1/4 * centre = (-3.0625, 7.625)
+    assert center.tolist() == [-0.25, 6.5]
+    assert second.tolist() == [-3.0625, 7.625]
+
+
+def test_easgd_when_compared_with_the_textbook_then_is_not_symmetric():
+    center, replica, alpha = vector(0.0), vector(4.0), 0.25
+    symmetric = (center + alpha * (replica - center), replica - alpha * (replica - center))
+    exchange_with_center(EASGD(alpha=alpha), replica, center)
+    assert center == symmetric[0]
+    assert (replica.item(), symmetric[1].item()) == (3.25, 3.0)  # the new centre pulls less than the old one
+
+
+def test_easgd_when_alpha_is_one_then_center_and_replica_are_what_was_sent():
+    center, replica = vector(1.0), vector(5.0)
+    exchange_with_center(EASGD(alpha=1.0), replica, center)
+    assert (center.item(), replica.item()) == (5.0, 5.0)
+
+
+def test_replica_when_it_moved_while_the_answer_was_on_its_way_then_keeps_its_share():
+    replica = vector(4.0)
+    answer = vector(2.0)  # of the exchange that saw 4
+    replica += 6.0  # a worker's update meanwhile
+    EASGD(alpha=0.5).fold(replica, answer)
+    assert replica.item() == 6.0  # half of 10, half of 2: the update is not lost
+
+
+def test_averaging_when_two_rounds_are_done_then_equals_the_numbers_by_hand():
+    algorithms, replicas = [ModelAveraging(alpha=0.5) for _ in range(3)], [vector(0.0), vector(3.0), vector(9.0)]
+    average(algorithms, replicas)  # the mean is 4
+    assert torch.cat(replicas).tolist() == [2.0, 3.5, 6.5]
+    average(algorithms, replicas)  # 4 again
+    assert torch.cat(replicas).tolist() == [3.0, 3.75, 5.25]
+
+
+def bmuf_rounds(means: list[float], **options) -> tuple[list[float], BMUF]:
+    """Where a replica that follows entirely (alpha=1) stands after each round, from a start at 0."""
+    algorithm, replica, seen = BMUF(alpha=1.0, **options), vector(7.0), []
+    algorithm.start(vector(0.0))
+    for mean in means:
+        algorithm.fold(replica, vector(mean))
+        seen.append(replica.item())
+    return seen, algorithm
+
+
+def test_bmuf_when_it_has_momentum_then_equals_the_numbers_by_hand():
+    # eta 1/2, m 1/2. d = 8 - 0, D = 4, w = 4; d = 8 - 4, D = 2 + 2 = 4, w = 8; d = 0 - 8, D = 2 - 4 = -2, w = 6
+    seen, algorithm = bmuf_rounds([8.0, 8.0, 0.0], eta=0.5, block_momentum=0.5)
+    assert seen == [4.0, 8.0, 6.0]
+    assert {name: x.item() for name, x in algorithm.state_dict().items()} == {"global": 6.0, "momentum": -2.0}
+
+
+def test_bmuf_when_it_looks_ahead_then_equals_the_numbers_by_hand():
+    # The same global models; the replica goes to w + m D = 4 + 2, 8 + 2, 6 - 1.
+    seen, _ = bmuf_rounds([8.0, 8.0, 0.0], eta=0.5, block_momentum=0.5, nesterov=True)
+    assert seen == [6.0, 10.0, 5.0]
+
+
+def test_bmuf_when_alpha_is_below_one_then_the_replica_keeps_a_part():
+    algorithm, replica = BMUF(alpha=0.25, eta=0.5), vector(4.0)
+    algorithm.start(vector(0.0))
+    algorithm.fold(replica, vector(8.0))  # global model 0 + 1/2 * 8 = 4, where the replica is
+    assert replica.item() == 4.0
+    algorithm.fold(replica, vector(12.0))  # global model 4 + 1/2 * 8 = 8; replica 3/4 * 4 + 1/4 * 8
+    assert replica.item() == 5.0
+
+
+def test_bmuf_when_it_steps_all_the_way_without_momentum_then_equals_averaging():
+    start = torch.randn(1000)
+    replicas = [start + torch.randn(1000) for _ in range(4)]
+    others = [replica.clone() for replica in replicas]
+    bmuf = [BMUF(alpha=0.3, eta=1.0, block_momentum=0.0) for _ in replicas]
+    for algorithm in bmuf:
+        algorithm.start(start)
+    for _ in range(5):
+        average(bmuf, replicas)
+        average([ModelAveraging(alpha=0.3) for _ in others], others)
+        for replica, other in zip(replicas, others, strict=True):
+            noise = torch.randn(1000)  # training goes on between rounds
+            replica += noise
+            other += noise
+    # w_g + (w_c - w_g) is not w_c to the last bit
+    torch.testing.assert_close(torch.stack(replicas), torch.stack(others), rtol=1e-5, atol=1e-6)
+
+
+def test_bmuf_when_restored_then_goes_on_as_if_uninterrupted():
+    _, algorithm = bmuf_rounds([8.0, 8.0], eta=0.5, block_momentum=0.5)
+    resumed, replica = BMUF(alpha=1.0, eta=0.5, block_momentum=0.5), vector(8.0)
+    resumed.start(replica)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(algorithm.state_dict())))
+    resumed.fold(replica, vector(0.0))
+    assert replica.item() == 6.0
+
+
+def test_state_when_another_algorithm_saved_it_then_refused():
+    with pytest.raises(ValueError, match=r"EASGD keeps nothing, but the checkpoint holds global \[1\], momentum \[1\]"):
+        EASGD().load_state_dict({"global": vector(0.0), "momentum": vector(0.0)})
+
+
+def test_state_when_the_model_is_another_then_refused():
+    algorithm = BMUF()
+    algorithm.start(vector(0.0, 0.0))
+    with pytest.raises(ValueError, match=r"keeps global \[2\].* the checkpoint holds global \[1\]"):
+        algorithm.load_state_dict({"global": vector(0.0), "momentum": vector(0.0)})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("easgd", {"alpha": 0.0}, r"strategy.alpha must be in \(0, 1\], got 0.0"),
+        ("ma", {"alpha": 1.5}, r"strategy.alpha must be in \(0, 1\], got 1.5"),
+        ("bmuf", {"eta": 0.0}, "strategy.eta must be a finite number above 0, got 0.0"),
+        ("bmuf", {"eta": float("nan")}, "strategy.eta must be a finite number above 0, got nan"),
+        ("bmuf", {"block_momentum": 1.0}, r"strategy.block_momentum must be in \[0, 1\), got 1.0"),
+        ("bmuf", {"nesterov": True}, "strategy.nesterov=true looks ahead along strategy.block_momentum, which is 0"),
+        ("easgd", {"alpha": 0.5, "eta": 0.5}, "strategy.eta means nothing to strategy.algorithm=easgd, which takes"),
+        ("sgd", {}, "strategy.algorithm must be one of bmuf, easgd, ma.*, got 'sgd'"),
+    ],
+)
+def test_option_when_wrong_then_refused_by_its_place_in_the_config(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_algorithm(name, options)
+
+
+def test_options_when_left_out_then_are_the_algorithms_own():
+    algorithm = make_algorithm("bmuf", {"alpha": 0.25, "eta": None, "block_momentum": None, "nesterov": None})
+    assert isinstance(algorithm, BMUF)
+    assert (algorithm.alpha, algorithm.eta, algorithm.block_momentum, algorithm.nesterov) == (0.25, 1.0, 0.0, False)
+
+
+def test_algorithm_when_registered_then_is_made_by_its_name(monkeypatch):
+    class Median(SyncAlgorithm):
+        exchange = Exchange.MEAN
+
+        def __init__(self, *, alpha: float = 0.5, trim: int = 1) -> None:
+            super().__init__(alpha=alpha)
+            self.trim = trim
+
+        def fold(self, replica: torch.Tensor, answer: torch.Tensor) -> None:
+            replica.copy_(answer)
+
+    monkeypatch.setattr(registry_module, "_ALGORITHMS", dict(registry_module._ALGORITHMS))
+    register_algorithm("median", Median)
+    assert "median" in algorithm_names()
+    assert make_algorithm("median", {"alpha": 0.25, "eta": None}).trim == 1
+    with pytest.raises(ValueError, match=r"strategy\.eta means nothing to strategy\.algorithm=median"):
+        make_algorithm("median", {"eta": 1.0})
+
+
+@pytest.mark.parametrize("wrong", [int, EASGD()])
+def test_registration_when_it_is_no_algorithm_then_refused(wrong):
+    with pytest.raises(TypeError, match="'mine': a synchronisation algorithm is a subclass of SyncAlgorithm"):
+        register_algorithm("mine", wrong)
