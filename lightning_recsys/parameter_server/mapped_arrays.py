@@ -1,0 +1,153 @@
+"""A folder of arrays that every process of the machine maps: raw files, and a JSON file that says what they are."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+META = "meta.json"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+_DTYPES = {"float32": torch.float32, "int64": torch.int64}
+_ITEM_BYTES = {"float32": 4, "int64": 8}
+
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Array name -> its dtype's name and its shape."""
+
+
+class MappedArrays:
+    """Arrays in the files of one folder, mapped ``MAP_SHARED``: a write is there for every process at once.
+
+    What was written outlives the process that wrote it, ``kill -9`` included. Files start as zeros that take no room
+    until they are written to.
+
+    Args:
+        folder: Where the files are, as :meth:`create` left them.
+
+    Raises:
+        FileNotFoundError: the folder or one of its files is not there.
+        RuntimeError: a file is not as long as the folder's ``meta.json`` says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        stored = json.loads((folder / META).read_text())
+        self.meta: dict[str, Any] = stored["meta"]
+        self._tensors: dict[str, Tensor] | None = {
+            name: _map_file(folder / name, dtype, tuple(shape)) for name, (dtype, shape) in stored["arrays"].items()
+        }
+
+    @classmethod
+    def create(cls, folder: Path, meta: dict[str, Any], shapes: Shapes, fill: Callable[[Self], None]) -> Self:
+        """Make a folder of arrays; the others see it once it is filled, or never.
+
+        Args:
+            folder: What to create; its parent is there.
+            meta: Plain data to keep beside the arrays.
+            shapes: The arrays.
+            fill: Writes the first values.
+
+        Raises:
+            FileExistsError: the folder is there, perhaps made by another process meanwhile.
+            OSError: there is no room for the arrays.
+        """
+        check_free_space(folder.parent, total_bytes(shapes), what=folder.name)
+        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            for name, (dtype, shape) in shapes.items():
+                with (building / name).open("wb") as file:
+                    file.truncate(math.prod(shape) * _ITEM_BYTES[dtype])
+            (building / META).write_text(json.dumps({"meta": meta, "arrays": dict(shapes)}, indent=1))
+            arrays = cls(building)
+            fill(arrays)
+            try:
+                building.rename(folder)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise FileExistsError(f"{folder} is there already.") from error
+                raise
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+        arrays.folder = folder
+        return arrays
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._tensors is None:
+            raise RuntimeError(f"{self.folder} was closed by this process; open the store again.")
+        return self._tensors[name]
+
+    def close(self) -> None:
+        """Let go of the mapping, once nobody holds a tensor of it; the files stay."""
+        self._tensors = None
+
+
+def remove_arrays(folder: Path) -> None:
+    """Delete a folder of arrays; who has it open keeps what is mapped until it closes it."""
+    doomed = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    folder.rename(doomed)  # at once: nobody opens half of it
+    shutil.rmtree(doomed)
+
+
+def check_name(name: str) -> str:
+    """The name, where it can be a folder's.
+
+    Raises:
+        ValueError: it is empty, too long, starts with a dot or holds other characters than letters, digits, ``_-.``.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"a store's name must be 1 to 128 letters, digits, '_', '-' or '.', and not start with '.' or '-', "
+            f"got {name!r}."
+        )
+    return name
+
+
+def total_bytes(shapes: Shapes) -> int:
+    """What the arrays need in all."""
+    return sum(math.prod(shape) * _ITEM_BYTES[dtype] for dtype, shape in shapes.values())
+
+
+def check_free_space(folder: Path, needed: int, *, what: str) -> None:
+    """Refuse now what would end in a bus error when the pages are first written.
+
+    Room that stores of the folder were promised and have not written to yet counts as taken.
+
+    Raises:
+        OSError: fewer than ``needed`` bytes are there.
+    """
+    stats = os.statvfs(folder)
+    promised = 0
+    for path in folder.glob("*/*"):
+        with suppress(FileNotFoundError):  # a store that is being removed
+            file = path.stat()
+            promised += max(file.st_size - file.st_blocks * 512, 0)
+    there = max(stats.f_bavail * stats.f_frsize - promised, 0)
+    if needed > there:
+        raise OSError(
+            errno.ENOSPC,
+            f"{what} needs {needed:,} bytes in {folder}, and {there:,} are there. Name a folder with room, on disk if "
+            f"need be: store_folder=/path (or a smaller num_embeddings, or more servers on other machines)",
+        )
+
+
+def _map_file(path: Path, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    # Looked at first: torch would make a missing file, lengthen a short one, and hide the damage.
+    size, expected = path.stat().st_size, math.prod(shape) * _ITEM_BYTES[dtype]
+    if size != expected:
+        raise RuntimeError(
+            f"{path} has {size:,} bytes and should have {expected:,} ({dtype} {list(shape)}): the file was damaged. "
+            f"Remove {path.parent} and start from a checkpoint."
+        )
+    return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=_DTYPES[dtype]).view(shape)
