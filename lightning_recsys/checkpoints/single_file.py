@@ -1,0 +1,36 @@
+"""From a folder checkpoint to the single file of ``Trainer(strategy="auto")``, and back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from lightning_recsys.checkpoints.folder import read_checkpoint, save_folder
+
+
+def to_file(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, weights_only: bool = True) -> None:
+    """Write a folder checkpoint as one file, which Lightning loads with any strategy and torch without Lightning.
+
+    What single ranks added (replicas of other trainers) is left out. Needs memory for the whole model once.
+
+    Args:
+        folder: The folder checkpoint.
+        file: The file; replaced as a whole if it exists.
+        weights_only: As for :func:`torch.load`.
+    """
+    draft = Path(f"{os.fspath(file)}.partial")
+    torch.save(read_checkpoint(folder, weights_only=weights_only), draft)
+    draft.replace(file)
+
+
+def to_folder(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, weights_only: bool = True) -> None:
+    """Write a single-file checkpoint as a folder.
+
+    Args:
+        file: What ``Trainer.save_checkpoint`` wrote under any strategy.
+        folder: The folder; a checkpoint that is there is replaced.
+        weights_only: As for :func:`torch.load`.
+    """
+    save_folder(folder, torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only))

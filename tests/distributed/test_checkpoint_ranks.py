@@ -1,0 +1,88 @@
+"""Folder checkpoints written by several processes, and by one that is killed while it writes."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from lightning_recsys.checkpoints import StoredTensor, folder, read_checkpoint, read_extras, read_stored, save_folder
+
+WORLD = 3
+ROWS = torch.arange(40.0).view(20, 2)
+
+
+def share(rows, *, rank=0, world_size=1):
+    return StoredTensor(
+        shape=rows.shape,
+        dtype=rows.dtype,
+        read=lambda first, count: rows[first : first + count],
+        write=lambda first, values: rows[first : first + len(values)].copy_(values),
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def checkpoint(step, **position):
+    return {
+        "state_dict": {"dense": torch.full((3,), step), "table": share(ROWS + step, **position)},
+        "global_step": step,
+    }
+
+
+def save_as_rank(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}.store", WORLD), rank=rank, world_size=WORLD)
+    assert dist.get_world_size() == WORLD
+    save_folder(path, checkpoint(1, rank=rank, world_size=WORLD), extras={"replica": torch.full((2,), rank)})
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_checkpoint_when_three_ranks_save_then_two_and_one_can_read(tmp_path):
+    path = tmp_path / "x.ckpt"
+    mp.spawn(save_as_rank, args=(str(path),), nprocs=WORLD)
+    version = path / (path / "current").read_text()
+    assert len(list(version.glob("*.distcp"))) == WORLD, "every rank wrote its share"
+    rows = torch.zeros_like(ROWS)
+    for rank in range(2):
+        read_stored(path, {"table": share(rows, rank=rank, world_size=2)})
+    assert torch.equal(rows, ROWS + 1)
+    assert read_checkpoint(path)["state_dict"]["dense"].tolist() == [1, 1, 1]
+    assert {rank: int(extras["replica"][0]) for rank, extras in read_extras(path).items()} == {0: 0, 1: 1, 2: 2}
+
+
+def refused_as_rank(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}.store", 2), rank=rank, world_size=2)
+    with pytest.raises(ValueError, match="is a folder, but no checkpoint"):
+        save_folder(path, checkpoint(1, rank=rank, world_size=2))
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_checkpoint_when_rank_0_refuses_then_every_rank_says_so(tmp_path):
+    path = tmp_path / "thesis"
+    path.mkdir()
+    (path / "thesis.tex").touch()
+    mp.spawn(refused_as_rank, args=(str(path),), nprocs=2)
+
+
+def save_and_die(_: int, path: str) -> None:
+    """SIGKILL when everything is written and nothing yet counts."""
+    folder._commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save_folder(path, checkpoint(2))
+
+
+@pytest.mark.distributed
+def test_checkpoint_when_the_process_is_killed_while_saving_then_the_previous_one_counts(tmp_path):
+    path = tmp_path / "x.ckpt"
+    save_folder(path, checkpoint(1))
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        mp.spawn(save_and_die, args=(str(path),), nprocs=1)
+    rows = torch.zeros_like(ROWS)
+    read_stored(path, {"table": share(rows)})
+    assert torch.equal(rows, ROWS + 1)
+    assert read_checkpoint(path)["global_step"] == 1
