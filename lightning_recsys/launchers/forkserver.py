@@ -7,14 +7,13 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -29,12 +28,13 @@ from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_recsys.launchers.processes import end_processes, start_process
 from lightning_recsys.launchers.results import load_results, results_path
+from lightning_recsys.launchers.sidecars import Sidecars, no_servers
 from lightning_recsys.launchers.worker import Failure, Job, job_path, run_worker
 from lightning_recsys.runtime import ProcessState
 
 SETTLE_SECONDS = 2.0  # for the other workers to notice a failure by themselves
-GRACE_SECONDS = 5.0  # for a worker to end after SIGINT, before SIGKILL
 
 
 class ForkserverLauncher(_MultiProcessingLauncher):
@@ -58,6 +58,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
     Args:
         strategy: The strategy that launches.
         num_threads: Threads per worker, as in :func:`lightning_recsys.runtime.configure_worker`.
+        serving: Makes the context in which the workers run: servers beside them, or none.
 
     Raises:
         ValueError: this platform has no fork server (Windows).
@@ -65,9 +66,16 @@ class ForkserverLauncher(_MultiProcessingLauncher):
 
     _strategy: DDPStrategy
 
-    def __init__(self, strategy: DDPStrategy, *, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        *,
+        num_threads: int = 1,
+        serving: Callable[[], AbstractContextManager[Sidecars]] = no_servers,
+    ) -> None:
         super().__init__(strategy, start_method="forkserver")
         self.num_threads = num_threads
+        self._serving = serving
         self.failed = False  # the last launch did: what the main process holds is from before it
 
     @property
@@ -101,12 +109,16 @@ class ForkserverLauncher(_MultiProcessingLauncher):
             getattr(logger, "log_dir", None)  # a version number is chosen here, so that all processes know it
         self.failed = True
         job = Job(self._strategy, trainer, function, args, kwargs)
-        with tempfile.TemporaryDirectory(prefix="lightning_recsys-") as name, _sigterm_raises():
+        with (
+            _sigterm_raises(),
+            tempfile.TemporaryDirectory(prefix="lightning_recsys-") as name,
+            self._serving() as sidecars,
+        ):
             folder = Path(name)
             self._save_job(job, folder)
             try:
-                workers = self._start(folder)
-                _join(workers)
+                workers = self._start(folder, sidecars)
+                _join(workers, sidecars)
             finally:
                 self._end()
             value = load_results(trainer, folder, num_workers=len(workers))
@@ -134,39 +146,26 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         for rank in range(1, self._strategy.num_processes):
             os.link(job_path(folder, 0), job_path(folder, rank))
 
-    def _start(self, folder: Path) -> list[_Worker]:
-        context = multiprocessing.get_context("forkserver")
-        # What this process has imported of ours the workers need as well. (Before the server's first start only.)
-        ours = sorted(name for name in sys.modules if name.partition(".")[0] == "lightning_recsys")
-        context.set_forkserver_preload(["pytorch_lightning", *ours])
+    def _start(self, folder: Path, sidecars: Sidecars) -> list[_Worker]:
+        folders = (folder,) if sidecars.folder is None else (folder, sidecars.folder)
         state = pickle.dumps(ProcessState.capture())
         workers = []
-        self.procs = []
-        with _portable_start_method():
-            forkserver.ensure_running()  # before signals are held back, which it would inherit
-            for rank in range(self._strategy.num_processes):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=run_worker, args=(rank, folder, state, sender, self.num_threads), name=f"rank {rank}"
-                )
-                with _signals_held_back():
-                    process.start()
-                    self.procs.append(process)  # type: ignore[arg-type]  # declared for the other start methods
-                sender.close()
-                workers.append(_Worker(rank, process, receiver, results_path(folder, rank)))
+        started: list[ForkServerProcess] = []
+        self.procs = started  # type: ignore[assignment]  # declared for the other start methods
+        for rank in range(self._strategy.num_processes):
+            receiver, sender = Pipe(duplex=False)
+            process = start_process(
+                run_worker, (rank, folders, state, sender, self.num_threads), name=f"rank {rank}", started=started
+            )
+            sender.close()
+            workers.append(_Worker(rank, process, receiver, results_path(folder, rank)))
         return workers
 
     def _end(self) -> None:
         """Whatever happened: no worker is left."""
         try:
-            self.kill(signal.SIGINT)
-            deadline = time.monotonic() + GRACE_SECONDS
-            for process in self.procs:
-                process.join(max(0.0, deadline - time.monotonic()))
+            end_processes(self.procs, signal.SIGINT)
         finally:
-            self.kill(signal.SIGKILL)
-            for process in self.procs:
-                process.join()
             self.procs = []
 
 
@@ -215,12 +214,13 @@ class _Worker:
         )
 
 
-def _join(workers: list[_Worker]) -> None:
+def _join(workers: list[_Worker], sidecars: Sidecars) -> None:
     """Wait until every worker has succeeded; raise the first error, once the others had time to tell theirs."""
     deadline = math.inf
     while (busy := [x for x in workers if not x.succeeded and x.failure is None]) and time.monotonic() < deadline:
         timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        wait([*(x.process.sentinel for x in busy), *(x.receiver for x in busy)], timeout)
+        wait([*(x.process.sentinel for x in busy), *(x.receiver for x in busy), *sidecars.sentinels], timeout)
+        sidecars.look()
         for worker in busy:
             worker.look()
         if deadline == math.inf and any(x.failure for x in workers):
@@ -230,16 +230,6 @@ def _join(workers: list[_Worker]) -> None:
         for other in others:
             first.add_note(f"After that, another worker failed: {type(other).__name__}: {other}")
         raise first
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Ctrl-C and SIGTERM arrive afterwards: between a worker's birth and its entry in our list they would lose it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -258,17 +248,3 @@ def _sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def _portable_start_method() -> Iterator[None]:
-    """A start method that workers know: they are told ours, and joblib's ``loky`` exists in its own processes only."""
-    own = multiprocessing.get_start_method(allow_none=True)
-    if own is None or own in ("fork", "forkserver", "spawn"):
-        yield
-        return
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method(own, force=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +18,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.trainer.states import TrainerStatus
 
+from lightning_recsys.launchers.processes import end_with_parent
 from lightning_recsys.launchers.results import save_results
 from lightning_recsys.runtime import ProcessState, configure_worker
 
@@ -58,17 +57,18 @@ def job_path(folder: Path, rank: int) -> Path:
     return folder / f"job-{rank}.pt"
 
 
-def run_worker(rank: int, folder: Path, state: bytes, failures: Connection, num_threads: int) -> None:
-    """Become the worker of a local rank, run the job, leave the results in ``folder``.
+def run_worker(rank: int, folders: tuple[Path, ...], state: bytes, failures: Connection, num_threads: int) -> None:
+    """Become the worker of a local rank, run the job, leave its results.
 
     Args:
         rank: Local rank.
-        folder: Where the job lies and the results go.
+        folders: Where the job lies and the results go; then what else is to go with the main process.
         state: The pickled :class:`ProcessState` of the main process.
         failures: Where the pickled :class:`Failure` goes, if there is one.
         num_threads: As in :func:`configure_worker`.
     """
-    _end_with_the_main_process(folder)
+    end_with_parent(*folders)
+    folder = folders[0]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a main process in the background ignores it
     trainer = None
     try:
@@ -91,6 +91,10 @@ def run_worker(rank: int, folder: Path, state: bytes, failures: Connection, num_
         for logger in trainer.loggers if trainer else ():
             with suppress(Exception):
                 logger.finalize("failed")  # writes the metrics of the last steps
+        if trainer is not None:
+            trainer.state.status = TrainerStatus.INTERRUPTED
+            with suppress(Exception):
+                trainer.strategy.teardown()  # ends threads and closes connections
         sys.exit(1)
 
 
@@ -99,7 +103,7 @@ def _load_job(path: Path) -> Job:
     try:
         job: Job = torch.load(path, weights_only=False)
     except AttributeError as error:
-        if "__main__" in str(error):
+        if "_main__" in str(error):  # or __mp_main__, where the main script was imported
             error.add_note(
                 "A worker process imports what it is sent. It cannot import classes and functions that were defined in"
                 " a notebook cell, at the prompt or under `if __name__ == '__main__':`; move them to a module."
@@ -120,16 +124,3 @@ def _for_the_main_process(error: BaseException, rank: int) -> BaseException:
     portable = portable or RuntimeError(f"{type(error).__name__}: {error}")
     portable.add_note(note)
     return portable
-
-
-def _end_with_the_main_process(folder: Path) -> None:
-    """Do not outlive the main process, however it dies: our parent is the fork server, so nobody else tells us."""
-    main_process = multiprocessing.parent_process()
-    assert main_process is not None
-
-    def watch() -> None:
-        main_process.join()
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end-with-the-main-process", daemon=True).start()

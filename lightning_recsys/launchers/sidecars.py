@@ -1,0 +1,281 @@
+"""Server processes beside the workers: started before them, watched, started again, and gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_recsys.launchers.processes import end_processes, end_with_parent, start_process
+from lightning_recsys.runtime import ProcessState, configure_worker
+
+if TYPE_CHECKING:
+    from lightning_recsys.parameter_server.keys import ServerKeys
+
+START_SECONDS = 120.0  # for a server to be ready; a fork server that has imported everything takes a third of one
+SERVER = "lightning_recsys.parameter_server.server"  # imported when there is one to run: it takes a while
+LOOPBACK = "127.0.0.1"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, named by our process id
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """A server that a strategy wants beside its workers.
+
+    Args:
+        kind: What for; the strategy's word.
+        index: Which of its kind, from 0.
+    """
+
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.index}"
+
+
+class Sidecars:
+    """The servers of a run on this machine. A context manager: they run inside, and nothing of them is left after it.
+
+    Each server is a process that keeps its stores in files below one folder. One that dies is started again with the
+    same files at the same port. If this process dies, however it does, the servers end and the folder goes.
+
+    Args:
+        specs: The servers; with none, nothing happens.
+        address: Where they listen. Other than loopback needs ``keys``.
+        keys: The servers' half of the job's keys.
+        store_folder: Where the folder is made; default: shared memory.
+        max_restarts: How often each server is started again.
+
+    Attributes:
+        folder: The folder of all their files.
+
+    Raises:
+        RuntimeError: a server did not start (on entering).
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ServerSpec],
+        *,
+        address: str = LOOPBACK,
+        keys: ServerKeys | None = None,
+        store_folder: str | Path | None = None,
+        max_restarts: int = 3,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.address = address
+        self.keys = keys
+        self.store_folder = store_folder
+        self.max_restarts = max_restarts
+        self.folder: Path | None = None
+        self._servers: list[_Server] = []
+        self._processes: list[ForkServerProcess] = []  # all that were ever started
+
+    def __enter__(self) -> Sidecars:
+        if self.specs:
+            self.folder = Path(tempfile.mkdtemp(prefix=f"lightning_recsys-{os.getpid()}-", dir=self._parent_folder()))
+            try:
+                self._start()
+            except BaseException:
+                self.stop()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def endpoints(self) -> dict[str, list[str]]:
+        """``tcp://host:port`` of the servers by kind, in the order of the specs."""
+        found: dict[str, list[str]] = {}
+        for server in self._servers:
+            found.setdefault(server.spec.kind, []).append(server.endpoint)
+        return found
+
+    @property
+    def by_name(self) -> dict[str, str]:
+        """The endpoints by the names of the specs."""
+        return {str(server.spec): server.endpoint for server in self._servers}
+
+    @property
+    def sentinels(self) -> list[int]:
+        """What becomes ready when a server dies: for :func:`multiprocessing.connection.wait`."""
+        return [server.process.sentinel for server in self._servers]
+
+    def look(self) -> None:
+        """Start the dead again.
+
+        Raises:
+            RuntimeError: a server has died once too often.
+        """
+        for server in self._servers:
+            while (code := server.process.exitcode) is not None:
+                self._restart(server, code)
+
+    def stop(self) -> None:
+        """End the servers and remove their files; nothing happens a second time."""
+        try:
+            end_processes(self._processes, signal.SIGTERM)
+        finally:
+            self._servers, self._processes = [], []
+            if self.folder is not None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder = None
+
+    def _parent_folder(self) -> Path | None:
+        if self.store_folder is not None:
+            folder = Path(self.store_folder).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+
+    def _start(self) -> None:
+        """All at once: each takes a while before it is ready."""
+        import_module(SERVER)  # for the fork server to have it, too
+        starting = [(spec, *self._fork(spec, port=0)) for spec in self.specs]
+        for spec, process, receiver in starting:
+            endpoint = _await_ready(spec, process, receiver)
+            self._servers.append(_Server(spec, process, endpoint))
+
+    def _fork(self, spec: ServerSpec, *, port: int) -> tuple[ForkServerProcess, Connection]:
+        assert self.folder is not None
+        own = self.folder / str(spec)
+        own.mkdir(exist_ok=True)
+        receiver, sender = Pipe(duplex=False)
+        state = pickle.dumps(ProcessState.capture())
+        bind = f"tcp://{_bracketed(self.address)}:{port or '*'}"
+        process = start_process(
+            run_server, (own, self.folder, bind, self.keys, state, sender), name=str(spec), started=self._processes
+        )
+        sender.close()
+        return process, receiver
+
+    def _restart(self, server: _Server, code: int) -> None:
+        if server.restarts == self.max_restarts:
+            raise RuntimeError(
+                f"Server {server.spec} at {server.endpoint} {_ending(code)}, and max_restarts={self.max_restarts} of"
+                " the strategy are used up; see what it printed above."
+            )
+        server.restarts += 1
+        port = int(server.endpoint.rpartition(":")[2])
+        server.process, receiver = self._fork(server.spec, port=port)
+        with suppress(_NotReadyError):  # the next look sees that it is dead
+            _await_ready(server.spec, server.process, receiver)
+
+
+def no_servers() -> Sidecars:
+    """A context in which none run."""
+    return Sidecars(())
+
+
+@dataclass
+class _Server:
+    spec: ServerSpec
+    process: ForkServerProcess
+    endpoint: str
+    restarts: int = 0
+
+
+class _NotReadyError(RuntimeError):
+    """A server did not start."""
+
+
+def _await_ready(spec: ServerSpec, process: ForkServerProcess, receiver: Connection) -> str:
+    """The endpoint of a server that is ready."""
+    with receiver:
+        ready = wait([receiver, process.sentinel], START_SECONDS)
+        try:
+            told = receiver.recv_bytes().decode() if receiver in ready else ""
+        except EOFError:
+            told = ""
+    kind, _, text = told.partition(" ")
+    if kind == "ready":
+        return text
+    if not ready:
+        end_processes([process], signal.SIGTERM)
+        raise _NotReadyError(f"Server {spec} was not ready within {START_SECONDS:.0f} s.")
+    process.join()
+    why = f":\n{text}" if text else f": it {_ending(process.exitcode or 0)} before it could tell why."
+    raise _NotReadyError(f"Server {spec} did not start{why}")
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def run_server(
+    folder: Path, all_folders: Path, bind: str, keys: ServerKeys | None, state: bytes, sender: Connection
+) -> None:
+    """Become a server, tell where it listens or why it does not, serve until SIGTERM.
+
+    Args:
+        folder: Its stores.
+        all_folders: What to remove if the process that started us dies.
+        bind: ``tcp://host:port``.
+        keys: Whom to let in.
+        state: The pickled :class:`ProcessState` of the process that started us.
+        sender: Gets ``ready <endpoint>`` or ``failed <traceback>``.
+    """
+    end_with_parent(all_folders)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; who started us decides when we end
+    try:
+        process_state: ProcessState = pickle.loads(state)  # noqa: S301 - written by who started us
+        process_state.restore()
+        configure_worker()
+        import_module(SERVER).serve(
+            folder, bind=bind, keys=keys, ready=lambda endpoint: sender.send_bytes(f"ready {endpoint}".encode())
+        )
+    except BaseException:
+        with suppress(OSError):  # nobody listens once it was ready
+            sender.send_bytes(f"failed {traceback.format_exc().rstrip()}".encode())
+        traceback.print_exc()
+        sys.exit(1)
+
+
+class Watch:
+    """Looks after servers in a thread, for a process that has other things to do."""
+
+    def __init__(self, sidecars: Sidecars) -> None:
+        self._sidecars = sidecars
+        self._wake, self._waker = Pipe(duplex=False)
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._run, name="watch-servers", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what went wrong, if something did."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Look no longer."""
+        self._waker.close()
+        self._thread.join()
+        self._wake.close()
+
+    def _run(self) -> None:
+        while self._wake not in wait([self._wake, *self._sidecars.sentinels]):
+            try:
+                self._sidecars.look()
+            except RuntimeError as error:
+                self._error = error
+                return

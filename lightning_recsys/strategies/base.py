@@ -1,0 +1,336 @@
+"""What the strategies of this package share: how their workers start, find their servers and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.strategies.registry import _StrategyRegistry
+from lightning_fabric.utilities.types import _PATH
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning.overrides.distributed import _sync_module_states
+from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
+
+if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
+    from lightning_recsys.parameter_server.interfaces import Stores
+
+Transport = Literal["auto", "tcp"]
+
+
+class RecsysStrategy(DDPStrategy):
+    """The plumbing of a strategy: a subclass says what it does, this class how it lives beside Lightning.
+
+    It is a ``DDPStrategy`` because Lightning knows those: samplers, logging, ``torch.compile`` and barriers work.
+    Processes come from a fork server, or from ``torchrun`` or SLURM where these start them. Construction has no side
+    effect, the object can be pickled, and :meth:`teardown` may be called without :meth:`setup`, and repeatedly.
+
+    Servers, if :meth:`server_specs` asks for any, run beside the workers from before they start until after they end.
+    The ranks are workers only.
+
+    Args:
+        num_threads: Threads per worker, as in :func:`lightning_recsys.runtime.configure_worker`.
+        servers: Endpoints of servers that run already (``tcp://host:port``); nothing is started then, and each of them
+            serves every kind.
+        key_file: Keys to ``servers`` that other machines can reach, as ``lightning-recsys-server --make-keys`` writes
+            them. Servers that are started here get keys of their own.
+        transport: ``auto`` reads and writes through shared memory where a server runs on the same machine; ``tcp``
+            never does.
+        store_folder: Where the servers started here keep their files, in a folder of their own: a disk if tables are
+            larger than memory. Default: shared memory.
+        max_restarts: How often each server that dies is started again before the run fails.
+        **kwargs: As for ``DDPStrategy``, except a start method.
+
+    Attributes:
+        asynchronous: Workers may be at different steps: nothing waits for all of them between two batches.
+        wraps_model: Gradients are averaged by ``DistributedDataParallel``. Otherwise parameters and buffers are
+            broadcast from rank 0 at the start, and gradients stay where they are.
+        endpoints: Servers by kind, in index order; in workers, from :meth:`setup_environment` on.
+
+    Raises:
+        ValueError: ``max_restarts`` is negative, ``transport`` is unknown.
+        TypeError: an argument that only ``DistributedDataParallel`` could use, or an object from ``lightning.pytorch``.
+    """
+
+    strategy_name: ClassVar[str]
+    asynchronous: ClassVar[bool] = False
+    wraps_model: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        num_threads: int = 1,
+        servers: Sequence[str] | None = None,
+        transport: Transport = "auto",
+        key_file: str | Path | None = None,
+        store_folder: str | Path | None = None,
+        max_restarts: int = 3,
+        **kwargs: Any,
+    ) -> None:
+        if max_restarts < 0:
+            raise ValueError(f"max_restarts must be at least 0, got {max_restarts}. 0 ends the run with the server.")
+        if transport not in ("auto", "tcp"):
+            raise ValueError(f"transport must be 'auto' or 'tcp', got {transport!r}.")
+        _refuse_other_namespace(*kwargs.values())
+        super().__init__(start_method="forkserver", **kwargs)
+        if not self.wraps_model and (useless := self._useless_arguments()):
+            raise TypeError(
+                f"{type(self).__name__} does not use DistributedDataParallel, so it has no use for {useless}."
+            )
+        self.num_threads = num_threads
+        self.servers = None if servers is None else tuple(servers)
+        self.transport: Transport = transport
+        self.key_file = key_file
+        self.store_folder = store_folder
+        self.max_restarts = max_restarts
+        self.endpoints: dict[str, list[str]] = {}
+        self._node_servers: NodeServers | None = None
+        self._stores: dict[str, list[Stores]] = {}
+        self._run_free: _RunFree | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make the strategy known to ``Trainer(strategy=<strategy_name>)``."""
+        description = (cls.__doc__ or "").partition("\n")[0]
+        strategy_registry.register(cls.strategy_name, cls, description=description, override=True)
+
+    # --- For subclasses ----------------------------------------------------------------------------------------------
+
+    def server_specs(self) -> list[ServerSpec]:
+        """The servers that this strategy wants; server ``index`` runs on node ``index % num_nodes``."""
+        return []
+
+    def bind_backends(self) -> None:
+        """Let the model's tables look rows up in :meth:`stores`; before devices, wrappers and optimizers."""
+
+    def unbind_backends(self) -> None:
+        """Undo :meth:`bind_backends` and leave trained rows in the model where they fit.
+
+        What the main process gets is read afterwards. Also called without :meth:`bind_backends`, and repeatedly.
+        """
+
+    def telemetry(self) -> Mapping[str, Any]:
+        """What ``StalenessMonitor`` logs: numbers or tensors of many observations, by name. Must not communicate."""
+        return {}
+
+    def stores(self, kind: str) -> list[Stores]:
+        """The servers of a kind, in index order, connected on first use and until :meth:`teardown`.
+
+        Raises:
+            KeyError: the strategy has no servers of this kind.
+        """
+        if kind not in self.endpoints:
+            raise KeyError(f"{type(self).__name__} has no servers of kind {kind!r}; it has {sorted(self.endpoints)}.")
+        if kind not in self._stores:
+            raise NotImplementedError  # the client arrives with the servers
+        return self._stores[kind]
+
+    # --- Life --------------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = ForkserverLauncher(self, num_threads=self.num_threads, serving=self.serving)
+
+    @contextmanager
+    def serving(self) -> Iterator[Sidecars]:
+        """Servers for the workers that the main process of a single machine launches."""
+        specs = self.server_specs() if self.servers is None and self.num_nodes == 1 else ()
+        with Sidecars(specs, store_folder=self.store_folder, max_restarts=self.max_restarts) as sidecars:
+            self.endpoints = sidecars.endpoints
+            try:
+                yield sidecars
+            finally:
+                self.endpoints = {}
+
+    def setup_environment(self) -> None:
+        """Join the process group and find the servers; start them if no launcher of ours has."""
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        if self.lightning_module is not None:
+            _refuse_other_namespace_in(self.lightning_module.trainer)
+        specs = self.server_specs()
+        if self.servers is not None:
+            if not specs:
+                raise ValueError(f"{type(self).__name__} uses no servers; got servers={list(self.servers)}.")
+            self.endpoints = {spec.kind: list(self.servers) for spec in specs}
+        elif specs and not self.endpoints:
+            self._node_servers = NodeServers(
+                specs,
+                node=self.node_rank,
+                num_nodes=self.num_nodes,
+                rank=self.global_rank,
+                is_starter=self.local_rank == 0,
+                main_address=self.cluster_environment.main_address,
+                store_folder=self.store_folder,
+                max_restarts=self.max_restarts,
+            )
+            self.endpoints = self._node_servers.start()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Bind backends, then all that Lightning does.
+
+        Raises:
+            ValueError: a setting of the trainer makes workers wait for each other that are not to.
+        """
+        if self.asynchronous and trainer.state.fn == TrainerFn.FITTING:
+            if self._layer_sync is not None:
+                raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
+            self._run_free = _RunFree(trainer)
+        self.bind_backends()
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, or start all workers from rank 0's."""
+        if self.wraps_model:
+            super().configure_ddp()
+        else:
+            assert self.model is not None
+            _sync_module_states(self.model)
+
+    def on_train_start(self) -> None:
+        """Refuse data that would leave the ranks waiting for each other.
+
+        Raises:
+            ValueError: the ranks have unequal numbers of training batches.
+        """
+        if self.asynchronous:
+            return
+        assert self.lightning_module is not None
+        per_rank: list[int | float] = [0] * self.world_size
+        # inf where a loader has no length
+        torch.distributed.all_gather_object(per_rank, self.lightning_module.trainer.num_training_batches)
+        if len(set(per_rank)) > 1:
+            raise ValueError(
+                "every rank needs the same number of training batches, or the first to finish leaves the others waiting"
+                f" for ever; got {per_rank} on ranks 0 to {self.world_size - 1}. Drop or repeat batches in the loader,"
+                f" or set trainer.limit_train_batches={min(per_rank)}."
+            )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Stop where a server that this process started is gone for good."""
+        if self._node_servers is not None:
+            self._node_servers.check()
+
+    def teardown(self) -> None:
+        """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
+        self.unbind_backends()
+        for stores in self._stores.values():
+            for opened in stores:
+                opened.close()
+        self._stores = {}
+        if self._run_free is not None:
+            self._run_free.end()
+            self._run_free = None
+        if self._node_servers is not None:
+            if self._succeeded():
+                self.barrier("servers are needed by nobody")
+            self._node_servers.stop()
+            self._node_servers, self.endpoints = None, {}
+        super().teardown()
+
+    def _succeeded(self) -> bool:
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_stores": {}, "_node_servers": None, "_run_free": None}
+
+    # --- Metrics and checkpoints -------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
+        """Reduce over the ranks; a mean of integers is not rounded.
+
+        Lightning floors it (its issue 21838), which inflates ``self.log(..., sync_dist=True)`` where ranks logged
+        different numbers of examples.
+        """
+        is_mean = reduce_op in ("mean", "avg", ReduceOp.AVG)
+        if is_mean:
+            reduce_op = "mean"  # ReduceOp.AVG is not for gloo
+        if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+        return super().reduce(tensor, group, reduce_op)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Save, but not what the main process of a failed run holds: the weights from before that run.
+
+        Lightning runs ``on_exception`` of the callbacks there, and some of them save checkpoints.
+        """
+        if isinstance(self.launcher, ForkserverLauncher) and self.launcher.failed:
+            rank_zero_warn(
+                f"{filepath} was not written: the run failed in its workers, and the main process has the weights from"
+                " before it only. `ModelCheckpoint(every_n_train_steps=...)` saves while the workers run."
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _useless_arguments(self) -> list[str]:
+        named = {
+            "ddp_comm_state": self._ddp_comm_state,
+            "ddp_comm_hook": self._ddp_comm_hook,
+            "ddp_comm_wrapper": self._ddp_comm_wrapper,
+            "model_averaging_period": self._model_averaging_period,
+        }
+        return [*self._ddp_kwargs, *(name for name, value in named.items() if value is not None)]
+
+
+class _RunFree:
+    """Lightning 2.6 broadcasts at every training batch whether rank 0 got a SIGTERM: no worker could run ahead.
+
+    Until :meth:`end`, a worker stops for its own SIGTERM only, after the batch that it is at. Whoever starts the
+    workers sends the signal to all of them.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        connector = trainer._signal_connector
+
+        def remember(*_: Any) -> None:
+            connector.received_sigterm = True
+
+        self._replaced: list[tuple[object, str]] = []
+        self._replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
+        self._replace(connector, "_sigterm_notifier_fn", remember)
+
+    def _replace(self, owner: object, name: str, function: Callable[..., None]) -> None:
+        if not callable(getattr(type(owner), name, None)):
+            raise RuntimeError(
+                f"pytorch_lightning {version('pytorch_lightning')} has no {type(owner).__name__}.{name}: whether its"
+                " workers wait for each other at every batch is unknown. Use the version that this package asks for."
+            )
+        setattr(owner, name, function)
+        self._replaced.append((owner, name))
+
+    def end(self) -> None:
+        """Lightning's own functions again."""
+        for owner, name in self._replaced:
+            delattr(owner, name)
+        self._replaced = []
+
+
+def _nothing() -> None:
+    pass
+
+
+def _refuse_other_namespace(*objects: object) -> None:
+    """Classes of ``lightning.pytorch`` are not those of ``pytorch_lightning``, and half of what they do gets lost."""
+    for thing in objects:
+        if any(base.__module__.partition(".")[0] == "lightning" for base in type(thing).__mro__):
+            raise TypeError(
+                f"{type(thing).__name__} is built on lightning.pytorch, this package and your trainer on"
+                " pytorch_lightning; they do not mix. Import it from pytorch_lightning instead."
+            )
+
+
+def _refuse_other_namespace_in(trainer: pl.Trainer) -> None:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # all set by connectors
+    data, profiler = trainer.datamodule, trainer.profiler  # type: ignore[attr-defined]
+    _refuse_other_namespace(*callbacks, *trainer.loggers, data, profiler)
