@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -75,15 +76,16 @@ def run_watched(*arguments: str, folder: Path) -> tuple[subprocess.CompletedProc
     """Run ``train.py`` in ``folder``, with a place of its own for temporary files; look at what is left of it."""
     mark = uuid.uuid4().hex
     shared_memory = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory() as temporary, _watching_ports(mark) as ports:
+    with tempfile.TemporaryDirectory() as temporary, _watching(mark) as (ports, others):
         done = run_recipe("train.py", *arguments, folder=folder, **{MARK: mark, "TMPDIR": temporary})
         deadline = time.monotonic() + 10  # the fork server ends when it notices that its main process has
-        while _marked(mark) and time.monotonic() < deadline:
+        while (left := _marked(mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
+        new = set(os.listdir("/dev/shm")) - shared_memory
         return done, Traces(
             folder,
-            processes=[" ".join(process.cmdline())[:100] for process in _marked(mark)],
-            shared_memory=set(os.listdir("/dev/shm")) - shared_memory,
+            processes=[" ".join(process.cmdline())[:100] for process in left],
+            shared_memory={name for name in new if not others & {int(x) for x in re.findall(r"\d+", name)}},
             temporary=os.listdir(temporary),
             ports_meanwhile=ports,
             ports=ports & _listening(psutil.process_iter()),
@@ -110,18 +112,25 @@ def _listening(processes: Iterable[psutil.Process]) -> set[int]:
 
 
 @contextmanager
-def _watching_ports(mark: str) -> Iterator[set[int]]:
+def _watching(mark: str) -> Iterator[tuple[set[int], set[int]]]:
+    """Ports that the marked processes listen on, and ids of other processes: some put theirs into names."""
     ports: set[int] = set()
+    own: set[int] = set()
+    others: set[int] = set()
     stop = threading.Event()
 
     def watch() -> None:
         while not stop.wait(0.1):
-            ports.update(_listening(_marked(mark)))
+            marked = _marked(mark)
+            ports.update(_listening(marked))
+            own.update(process.pid for process in marked)
+            others.update(psutil.pids())
+            others.difference_update(own)
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield ports
+        yield ports, others
     finally:
         stop.set()
         thread.join()
