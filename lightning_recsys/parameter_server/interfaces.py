@@ -112,6 +112,14 @@ class DenseStore(ABC):
         The caller then moves the replica towards the returned vector. Reference: ShadowSync, Algorithm 2.
         """
 
+    def begin_elastic_average(self, local: Tensor, *, alpha: float) -> Callable[[], Tensor]:
+        """Ask for :meth:`elastic_average` and return what waits for the answer, so that several servers work at once.
+
+        ``local`` must stay where it is until then.
+        """
+        center = self.elastic_average(local, alpha=alpha)
+        return lambda: center
+
     @abstractmethod
     def push_gradient(self, gradient: Tensor, *, learning_rate: float) -> int:
         """One update by the store's own rule; returns the version after it."""

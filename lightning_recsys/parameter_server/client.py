@@ -1,0 +1,371 @@
+"""A connection to a server: many requests in flight, pushes in order and once, patience while a server restarts."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
+
+from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
+from lightning_recsys.parameter_server.keys import ClientKeys
+from lightning_recsys.parameter_server.wire import (
+    CLIENT_ID_BYTES,
+    Limits,
+    Reply,
+    Request,
+    Status,
+    decode_reply,
+    encode_request,
+)
+
+FIRST_BACK_OFF_SECONDS = 0.05
+LONGEST_BACK_OFF_SECONDS = 2.0
+_LOST = {
+    int(zmq.EVENT_DISCONNECTED): "the connection was lost",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "the server does not accept these keys",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the server speaks another protocol, or has other keys",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake was cut short",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request in flight.
+
+    Args:
+        request: What was sent; sent again where the answer does not come.
+        num_bytes: Size of its arrays.
+        reply: The answer, once it is there.
+    """
+
+    request: Request
+    num_bytes: int
+    reply: Reply | None = None
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went over a connection; sizes of arrays, without headers.
+
+    Args:
+        requests: Requests sent, those sent again included.
+        sent_bytes: Bytes sent.
+        received_bytes: Bytes received.
+        reconnects: New connections after the first.
+    """
+
+    requests: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    reconnects: int = 0
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """How the wait for one answer goes.
+
+    Args:
+        started: When it began.
+        deadline: When this attempt ends.
+        count: Attempts so far, this one included.
+    """
+
+    started: float
+    deadline: float
+    count: int = 1
+
+
+@dataclass(slots=True)
+class _Window:
+    """Pushes that the server has not acknowledged, and refusals that nobody was told of, by request id."""
+
+    pushes: int = 0
+    num_bytes: int = 0
+    refusals: dict[int, RequestRefusedError] = field(default_factory=dict)
+
+
+class Connection:
+    """One client of one server.
+
+    Reads are sent at once and waited for when their result is wanted. Pushes carry a sequence number and are not waited
+    for, as long as few are on their way; the server applies each once and in order, however often it must be sent. A
+    push that was refused raises at the next call.
+
+    Two threads may use one connection, and wait for each other; give each its own where that matters. It does not
+    survive a fork.
+
+    Args:
+        endpoint: ``tcp://host:port``.
+        keys: For a server that asks for them.
+        timeout: Seconds without any answer after which an attempt has failed.
+        retries: Attempts after the first, with growing pauses between them, before it gives up.
+        window: Pushes on their way, at most; the next one waits.
+        window_bytes: Their size, at most.
+        limits: What one reply may take.
+
+    Attributes:
+        traffic: What went over it so far.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        keys: ClientKeys | None = None,
+        timeout: float = 10.0,
+        retries: int = 5,
+        window: int = 32,
+        window_bytes: int = 256 << 20,
+        limits: Limits | None = None,
+    ) -> None:
+        if not timeout > 0 or retries < 0 or window < 1 or window_bytes < 1:
+            raise ValueError(
+                "timeout, window and window_bytes must be above 0 and retries at least 0, got "
+                f"timeout={timeout}, window={window}, window_bytes={window_bytes}, retries={retries}."
+            )
+        self.endpoint = endpoint
+        self.traffic = Traffic()
+        self._keys, self._timeout, self._retries = keys, timeout, retries
+        self._max_pushes, self._max_bytes = window, window_bytes
+        self.limits = limits or Limits()
+        self._id = os.urandom(CLIENT_ID_BYTES)
+        self._next_id, self._next_sequence = 1, 1
+        self._pending: OrderedDict[int, Pending] = OrderedDict()
+        self._window = _Window()
+        self._detail = ""
+        self._lost = self._gave_up = self._closed = False
+        self._mutex = threading.RLock()
+        self._random = random.Random(self._id)  # noqa: S311 - spreads retries, guards nothing
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._open()
+
+    # --- Asking ------------------------------------------------------------------------------------------------------
+
+    def request(
+        self, operation: str, *, store: str = "", arguments: dict[str, Any] | None = None, arrays: Sequence[Tensor] = ()
+    ) -> Reply:
+        """Ask what changes nothing, and wait for the answer."""
+        return self.wait(self.begin(operation, store=store, arguments=arguments, arrays=arrays))
+
+    def begin(
+        self, operation: str, *, store: str = "", arguments: dict[str, Any] | None = None, arrays: Sequence[Tensor] = ()
+    ) -> Pending:
+        """Ask what changes nothing; :meth:`wait` has the answer. ``arrays`` must stay as they are until then."""
+        with self._mutex:
+            self._check_usable()
+            return self._send_new(Request(operation, 0, self._id, 0, store, arguments or {}, list(arrays)))
+
+    def push(
+        self, operation: str, *, store: str = "", arguments: dict[str, Any] | None = None, arrays: Sequence[Tensor] = ()
+    ) -> Pending:
+        """Send a change; returns when it is on its way. ``arrays`` belong to the connection from now on.
+
+        Raises:
+            RequestRefusedError: an earlier push was refused.
+            ServerUnreachableError: too many pushes are on their way, and the server does not answer.
+        """
+        size = sum(array.nbytes for array in arrays)
+        with self._mutex:
+            self._check_usable()
+            while self._window.pushes and (
+                self._window.pushes >= self._max_pushes or self._window.num_bytes + size > self._max_bytes
+            ):
+                oldest = next(pending for pending in self._pending.values() if pending.request.sequence)
+                self._await(oldest)
+            while self._receive(0.0):
+                pass
+            self._raise_refusal()
+            request = Request(operation, 0, self._id, self._next_sequence, store, arguments or {}, list(arrays))
+            self._next_sequence += 1
+            return self._send_new(request)
+
+    def wait(self, pending: Pending) -> Reply:
+        """The answer to a request.
+
+        Raises:
+            KeyError: the store is not there.
+            RequestRefusedError: the server refused it, or could not do it.
+            ServerUnreachableError: no answer in all attempts.
+        """
+        with self._mutex:
+            try:
+                reply = self._await(pending)
+            finally:
+                if not pending.request.sequence:
+                    self._pending.pop(pending.request.id, None)
+            self._window.refusals.pop(pending.request.id, None)  # it is raised here
+            self._raise_if_refused(pending.request.operation, reply)
+            return reply
+
+    def flush(self) -> None:
+        """Wait until the server has applied every push.
+
+        Raises:
+            RequestRefusedError: one of them was refused.
+            ServerUnreachableError: no answer in all attempts; the pushes are kept, and a later call tries again.
+        """
+        with self._mutex:
+            while self._window.pushes:
+                oldest = next(pending for pending in self._pending.values() if pending.request.sequence)
+                self._await(oldest)
+            self._raise_refusal()
+
+    def close(self) -> None:
+        """Flush, say goodbye, and let go of the socket, whatever happens."""
+        with self._mutex:
+            if self._closed:
+                return
+            try:
+                if not self._gave_up:
+                    self.flush()
+            finally:
+                self._closed = True
+                with suppress(zmq.ZMQError):
+                    goodbye = Request("goodbye", self._next_id, self._id)
+                    self._socket.send_multipart(encode_request(goodbye), zmq.NOBLOCK)
+                self._close_socket(linger_ms=0 if self._gave_up else 200)
+                self._context.term()
+
+    # --- Sending and receiving ---------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the connection to {self.endpoint} is closed.")
+
+    def _send_new(self, request: Request) -> Pending:
+        request.id = self._next_id
+        self._next_id += 1
+        pending = Pending(request, sum(array.nbytes for array in request.arrays))
+        self._pending[request.id] = pending
+        if request.sequence:
+            self._window.pushes += 1
+            self._window.num_bytes += pending.num_bytes
+        self._send(pending)
+        return pending
+
+    def _send(self, pending: Pending) -> None:
+        self._socket.send_multipart(encode_request(pending.request), copy=False)
+        self.traffic.requests += 1
+        self.traffic.sent_bytes += pending.num_bytes
+
+    def _await(self, pending: Pending) -> Reply:
+        now = time.monotonic()
+        attempts = _Attempts(now, now + self._timeout)
+        while pending.reply is None:
+            if not self._lost and self._receive(max(0.0, attempts.deadline - time.monotonic())):
+                # The server is there and works; what it has answered is not asked again.
+                attempts = _Attempts(attempts.started, time.monotonic() + self._timeout)
+            else:
+                self._try_again(pending.request.operation, attempts)
+        return pending.reply
+
+    def _receive(self, seconds: float) -> bool:
+        """Take one reply; ``False`` where none came in time, or the connection was lost meanwhile."""
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            if seconds <= 0:
+                return False
+            ready = dict(self._poller.poll(int(seconds * 1000) + 1))
+            if self._socket not in ready:
+                self._note_loss(ready)
+                return False
+            frames = self._socket.recv_multipart(copy=False)
+        return self._take(decode_reply(frames, self.limits))
+
+    def _note_loss(self, ready: dict[Any, int]) -> None:
+        if self._monitor in ready:
+            self._detail = _LOST.get(int(recv_monitor_message(self._monitor)["event"]), "")
+        else:
+            self._detail = "no answer in time"
+
+    def _take(self, reply: Reply) -> bool:
+        pending = self._pending.get(reply.id)
+        if pending is None:
+            return True  # answered before, or given up
+        if reply.status == Status.GAP:
+            self._detail = f"pushes after {reply.value} have not arrived"
+            self._lost = True
+            return False
+        self._gave_up = False
+        pending.reply = reply
+        self.traffic.received_bytes += sum(array.nbytes for array in reply.arrays)
+        if pending.request.sequence:
+            del self._pending[reply.id]
+            self._window.pushes -= 1
+            self._window.num_bytes -= pending.num_bytes
+            if reply.status != Status.OK:
+                refusal = RequestRefusedError(self.endpoint, pending.request.operation, str(reply.value))
+                self._window.refusals[reply.id] = refusal
+        return True
+
+    def _raise_refusal(self) -> None:
+        if self._window.refusals:
+            first = next(iter(self._window.refusals.values()))
+            self._window.refusals.clear()
+            raise first
+
+    def _raise_if_refused(self, operation: str, reply: Reply) -> None:
+        if reply.status == Status.MISSING:
+            raise KeyError(f"{self.endpoint}: {reply.value}")
+        if reply.status != Status.OK:
+            raise RequestRefusedError(self.endpoint, operation, str(reply.value))
+
+    # --- Connecting --------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # the window bounds both
+        self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1000
+        self._socket.ipv6 = "[" in self.endpoint
+        if self._keys is not None:
+            self._socket.curve_serverkey = self._keys.server
+            self._socket.curve_publickey = self._keys.public
+            self._socket.curve_secretkey = self._keys.secret
+        self._monitor = self._socket.get_monitor_socket(sum(_LOST))
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        try:
+            self._socket.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            self._close_socket(linger_ms=0)
+            raise ValueError(f"{self.endpoint!r} is no endpoint, such as tcp://host:port: {error.strerror}.") from None
+
+    def _close_socket(self, *, linger_ms: int) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger_ms)
+
+    def _try_again(self, operation: str, attempts: _Attempts) -> None:
+        """After a pause, send everything that has no answer over a new connection, in its order."""
+        self._close_socket(linger_ms=0)
+        if attempts.count > self._retries:
+            self._gave_up = True
+            self._reopen()
+            seconds = time.monotonic() - attempts.started
+            raise ServerUnreachableError(self.endpoint, operation, attempts.count, seconds, self._detail)
+        pause = min(FIRST_BACK_OFF_SECONDS * 2 ** (attempts.count - 1), LONGEST_BACK_OFF_SECONDS)
+        time.sleep(pause * self._random.uniform(0.5, 1.5))
+        self._reopen()
+        attempts.count += 1
+        attempts.deadline = time.monotonic() + self._timeout
+
+    def _reopen(self) -> None:
+        self._open()
+        self._lost = False
+        self.traffic.reconnects += 1
+        for pending in self._pending.values():
+            if pending.reply is None:
+                self._send(pending)

@@ -1,0 +1,74 @@
+"""From an endpoint to its stores."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal, get_args
+
+from lightning_recsys.parameter_server.client import Connection
+from lightning_recsys.parameter_server.interfaces import Stores
+from lightning_recsys.parameter_server.journal import read_nonce
+from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys
+from lightning_recsys.parameter_server.mapped import MappedStores
+from lightning_recsys.parameter_server.remote import RemoteStores
+
+SharedMemory = Literal["auto", "never"]
+
+
+def connect(
+    endpoint: str,
+    *,
+    keys: ClientKeys | JobKeys | Path | str | None = None,
+    timeout: float = 10.0,
+    retries: int = 5,
+    window: int = 32,
+    shared_memory: SharedMemory = "auto",
+) -> Stores:
+    """The stores behind an endpoint.
+
+    * ``shm:///folder``: the folder's files are mapped into this process; no server is asked, none need run.
+    * ``tcp://host:port``: a server is asked. Where its folder is on this machine, its files are mapped all the same.
+
+    Args:
+        endpoint: One of the two.
+        keys: For a server that asks for them: the clients' half, all keys of the job, or the path of a key file.
+        timeout: Seconds without any answer after which an attempt has failed.
+        retries: Attempts after the first, with growing pauses between them.
+        window: Pushes that may be on their way before the next one waits.
+        shared_memory: ``never`` goes through the server even on its own machine.
+
+    Raises:
+        ValueError: the endpoint or an option is none.
+        FileNotFoundError: there is no such folder.
+        ServerUnreachableError: there is no such server, or it has other keys.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     stores = connect(f"shm://{folder}")
+    ...     stores.create_dense_store("center", torch.ones(3)).pull()
+    tensor([1., 1., 1.])
+    """
+    if shared_memory not in get_args(SharedMemory):
+        raise ValueError(f"shared_memory must be one of {list(get_args(SharedMemory))}, got {shared_memory!r}.")
+    if endpoint.startswith("shm:///"):
+        return MappedStores(endpoint.removeprefix("shm://"))
+    if re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*", endpoint) is None:
+        raise ValueError(f"an endpoint is shm:///folder or tcp://host:port, got {endpoint!r}.")
+    connection = Connection(endpoint, keys=_client_keys(keys), timeout=timeout, retries=retries, window=window)
+    try:
+        hello = connection.request("hello").value
+    except BaseException:
+        connection.close()
+        raise
+    folder = Path(hello["folder"])
+    if shared_memory == "auto" and read_nonce(folder) == hello["nonce"]:
+        connection.close()
+        return MappedStores(folder)
+    return RemoteStores(connection)
+
+
+def _client_keys(keys: ClientKeys | JobKeys | Path | str | None) -> ClientKeys | None:
+    if isinstance(keys, str | Path):
+        keys = JobKeys.load(Path(keys))
+    return keys.client if isinstance(keys, JobKeys) else keys

@@ -1,0 +1,299 @@
+"""What makes a push count once: which pushes of each client are applied, and how to undo one that was cut short.
+
+All of it is in files that outlive the process. A push goes through four steps, each a write to mapped memory:
+
+1. the rows that it will touch are copied to the undo record;
+2. the header says that the push ``(slot, sequence)`` is in progress;
+3. the push is applied, in place;
+4. the client's slot gets its sequence number: one store of 8 bytes, the moment from which the push counts.
+
+A server killed before step 2 has changed nothing; killed before step 4 its successor puts the copied rows back; killed
+after it the push is in. Whichever it was, the slot tells a client that asks again. A machine that loses power loses
+what the kernel had not written to disk: this is about processes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
+
+JOURNAL = "journal"
+UNDO = "undo"
+CLOSED_SECONDS = 600.0  # a client that said goodbye keeps its slot this long: no request of it travels longer
+EXPIRY_SECONDS = 86_400.0  # one that was cut off keeps it this long
+
+_MAGIC = 0x4C52_5331_4A4F_5552
+_WORDS = 8  # 64 bytes for the header and for each slot
+_HEADER_MAGIC, _HEADER_SLOT, _HEADER_SEQUENCE = 0, 3, 4
+_HEADER_NONCE = slice(1, 3)
+_ID = slice(0, 2)
+_APPLIED, _REFUSED, _SEEN_SECONDS, _CLOSED = 2, 3, 4, 5
+_ALIGNMENT = 64
+_INT64 = np.dtype("<i8")
+
+
+@dataclass(frozen=True)
+class Undo:
+    """What a push will touch.
+
+    Args:
+        store: The store's name.
+        arrays: The store's arrays.
+        names: Those that the push writes to; the counters are kept in any case.
+        rows: The rows that it touches, int64 ``[U]``, the same in all arrays; ``None`` for all of them.
+    """
+
+    store: str
+    arrays: MappedArrays
+    names: Sequence[str]
+    rows: Tensor | None
+
+
+class Journal:
+    """The clients of one folder and how far each has come.
+
+    Args:
+        folder: The folder of stores; the journal is two files in it.
+        max_clients: Slots. A folder whose journal has more keeps them.
+
+    Attributes:
+        nonce: Drawn when the journal was made: who can read it from the folder is on the same machine as the folder.
+
+    Raises:
+        RuntimeError: the folder's journal is damaged.
+    """
+
+    def __init__(self, folder: Path, *, max_clients: int = 1024) -> None:
+        self.folder = folder
+        self._words = _open_words(folder / JOURNAL, max_clients)
+        self._header, self._slots = self._words[0], self._words[1:]
+        self._undo = torch.empty(0, dtype=torch.uint8)
+        self._index = {slot[_ID].tobytes(): number for number, slot in enumerate(self._slots) if slot[_ID].any()}
+        self.nonce = self._header[_HEADER_NONCE].tobytes()
+
+    def recover(self) -> bool:
+        """Put back what a killed server left half done; says whether there was something to put back."""
+        slot, sequence = int(self._header[_HEADER_SLOT]) - 1, int(self._header[_HEADER_SEQUENCE])
+        if slot < 0:
+            return False
+        unfinished = self._slots[slot, _APPLIED] < sequence
+        if unfinished:
+            self._map_undo((self.folder / UNDO).stat().st_size)
+            self._restore()
+        self._header[_HEADER_SLOT] = 0
+        return bool(unfinished)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        empty = np.empty((1, _WORDS), dtype=_INT64)
+        self._words, self._header, self._slots = empty, empty[0], empty[1:]
+        self._undo = torch.empty(0, dtype=torch.uint8)
+
+    # --- Clients -----------------------------------------------------------------------------------------------------
+
+    def register(self, client: bytes) -> int:
+        """The client's slot, a free one if it is new.
+
+        Raises:
+            RuntimeError: no slot is free, or the client has said goodbye before.
+        """
+        slot = self._index.get(client)
+        if slot is None:
+            slot = self._free_slot()
+            self._index.pop(self._slots[slot, _ID].tobytes(), None)
+            self._slots[slot, _ID] = 0  # nobody's while it changes hands
+            self._slots[slot, _ID.stop :] = 0
+            self._slots[slot, _SEEN_SECONDS] = int(time.time())
+            self._slots[slot, _ID] = np.frombuffer(client, dtype=_INT64)
+            self._index[client] = slot
+        elif self._slots[slot, _CLOSED]:
+            raise RuntimeError("this client has said goodbye; connect again")
+        self.touch(slot)
+        return slot
+
+    def _free_slot(self) -> int:
+        used = self._slots[:, _ID].any(axis=1)
+        if not used.all():
+            return int(used.argmin())
+        age = time.time() - self._slots[:, _SEEN_SECONDS]
+        free = age > np.where(self._slots[:, _CLOSED] != 0, CLOSED_SECONDS, EXPIRY_SECONDS)
+        if not free.any():
+            raise RuntimeError(
+                f"all {len(self._slots)} places for clients are taken (one is free again {CLOSED_SECONDS:.0f} s after "
+                f"a goodbye, {EXPIRY_SECONDS:.0f} s after a client was last heard of). Start the server with a larger "
+                "max_clients (--max-clients)."
+            )
+        return int(np.where(free, age, -1).argmax())
+
+    def slot(self, client: bytes) -> int | None:
+        """Where a client is, if it has registered and not said goodbye."""
+        slot = self._index.get(client)
+        return None if slot is None or self._slots[slot, _CLOSED] else slot
+
+    def touch(self, slot: int) -> None:
+        """The client was heard of now."""
+        self._slots[slot, _SEEN_SECONDS] = int(time.time())
+
+    def say_goodbye(self, slot: int) -> None:
+        """The client will push no more; its slot is freed when late copies of its pushes can no longer arrive."""
+        self.touch(slot)
+        self._slots[slot, _CLOSED] = 1
+
+    def num_clients(self) -> int:
+        """Clients that have registered and not said goodbye, those cut off and not yet expired among them."""
+        age = time.time() - self._slots[:, _SEEN_SECONDS]
+        here = self._slots[:, _ID].any(axis=1) & (self._slots[:, _CLOSED] == 0) & (age < EXPIRY_SECONDS)
+        return int(here.sum())
+
+    # --- Pushes ------------------------------------------------------------------------------------------------------
+
+    def applied(self, slot: int) -> int:
+        """Sequence number of the client's last push that counts."""
+        return int(self._slots[slot, _APPLIED])
+
+    def was_refused(self, slot: int, sequence: int) -> bool:
+        """Whether this push, the last one that was, was refused."""
+        return int(self._slots[slot, _REFUSED]) == sequence
+
+    def refuse(self, slot: int, sequence: int) -> None:
+        """Count a push as done without doing it, so that the next one may follow."""
+        self._slots[slot, _REFUSED] = sequence
+        self._mark(slot, sequence)
+
+    @contextmanager
+    def push(self, slot: int, sequence: int, undo: Undo | None) -> Iterator[None]:
+        """Around the application of a push, which then counts once; undone if it raises.
+
+        Args:
+            slot: The client's.
+            sequence: The push's.
+            undo: What it touches; ``None`` where doing it twice is doing it once.
+        """
+        if undo is not None:
+            self._record(undo)
+            self._header[_HEADER_SEQUENCE] = sequence
+            self._header[_HEADER_SLOT] = slot + 1
+        try:
+            yield
+        except BaseException:
+            if undo is not None:
+                self._restore(undo.arrays)
+                self._header[_HEADER_SLOT] = 0
+            raise
+        self._mark(slot, sequence)
+        self._header[_HEADER_SLOT] = 0
+
+    def _mark(self, slot: int, sequence: int) -> None:
+        self._slots[slot, _APPLIED] = sequence
+
+    # --- The undo record: length of a msgpack header, the header, the arrays it describes --------------------
+
+    def _record(self, undo: Undo) -> None:
+        rows = undo.rows
+        saved: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        for name in undo.names:
+            array = undo.arrays[name]
+            saved.append((name, array.dtype, tuple(array.shape if rows is None else (rows.numel(), *array.shape[1:]))))
+        saved.append(("counters", torch.int64, tuple(undo.arrays["counters"].shape)))
+        if rows is not None:
+            saved.append(("", torch.int64, tuple(rows.shape)))
+        header = msgpack.packb(
+            {
+                "store": undo.store,
+                "by_rows": rows is not None,
+                "arrays": [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in saved],
+            }
+        )
+        self._reserve(8 + len(header) + sum(math.prod(x[2]) * x[1].itemsize + _ALIGNMENT for x in saved) + _ALIGNMENT)
+        memory = self._undo.numpy()
+        memory[:8].view(_INT64)[0] = len(header)
+        memory[8 : 8 + len(header)] = np.frombuffer(header, dtype=np.uint8)
+        for (name, _, _), place in zip(saved, self._places(8 + len(header), saved), strict=True):
+            if name == "":
+                place.copy_(rows)  # type: ignore[arg-type]  # there is such an entry where rows are
+            elif rows is None or name == "counters":
+                place.copy_(undo.arrays[name])
+            else:
+                torch.index_select(undo.arrays[name], 0, rows, out=place)
+
+    def _places(self, end: int, saved: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Iterator[Tensor]:
+        """Views of the undo record, one array behind the other."""
+        for _, dtype, shape in saved:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + math.prod(shape) * dtype.itemsize
+            yield self._undo[start:end].view(dtype).view(tuple(shape))
+
+    def _restore(self, arrays: MappedArrays | None = None) -> None:
+        memory = self._undo.numpy()
+        length = int(memory[:8].view(_INT64)[0])
+        header: dict[str, Any] = msgpack.unpackb(memory[8 : 8 + length].tobytes())
+        if arrays is None:
+            try:
+                arrays = MappedArrays(self.folder / header["store"])
+            except FileNotFoundError:  # removed since: nothing to put back
+                return
+        saved = [(name, getattr(torch, dtype), shape) for name, dtype, shape in header["arrays"]]
+        places = dict(zip([name for name, _, _ in saved], self._places(8 + length, saved), strict=True))
+        rows = places.pop("", None)
+        for name, values in places.items():
+            if rows is None or name == "counters":
+                arrays[name].copy_(values)
+            else:
+                arrays[name].index_copy_(0, rows, values)  # a row that is named twice was saved twice, and equal
+
+    def _reserve(self, size: int) -> None:
+        if size <= self._undo.numel():
+            return
+        size = max(1 << 20, 1 << (size - 1).bit_length())
+        with open(self.folder / UNDO, "a+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # an error now instead of a bus error later
+        self._map_undo(size)
+
+    def _map_undo(self, size: int) -> None:
+        self._undo = torch.from_file(str(self.folder / UNDO), shared=True, size=size, dtype=torch.uint8)
+
+
+def read_nonce(folder: Path) -> bytes | None:
+    """The nonce of the journal in a folder of this machine; ``None`` where there is none to read and write."""
+    path = folder / JOURNAL
+    try:
+        with path.open("r+b") as file:
+            words = np.frombuffer(file.read(8 * _WORDS), dtype=_INT64)
+    except OSError:
+        return None
+    return words[_HEADER_NONCE].tobytes() if len(words) == _WORDS and words[_HEADER_MAGIC] == _MAGIC else None
+
+
+def _open_words(path: Path, max_clients: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Map the journal, made or lengthened where needed."""
+    wanted = (1 + max_clients) * _WORDS * 8
+    if not path.exists():
+        header = np.zeros(_WORDS, dtype=_INT64)
+        header[_HEADER_MAGIC] = _MAGIC
+        header[_HEADER_NONCE] = np.frombuffer(os.urandom(16), dtype=_INT64)
+        temporary = path.with_name(f".{JOURNAL}-{os.getpid()}")
+        temporary.write_bytes(header.tobytes())
+        temporary.rename(path)  # whole or not at all
+    with path.open("r+b") as file:
+        magic = np.frombuffer(file.read(8), dtype=_INT64)
+        size = path.stat().st_size
+        if not len(magic) or magic[0] != _MAGIC or size % (8 * _WORDS):
+            raise RuntimeError(f"{path} is not a journal of this version, or damaged: remove its folder to start anew.")
+        if size < wanted:
+            os.posix_fallocate(file.fileno(), 0, wanted)
+    size = max(size, wanted)
+    words = torch.from_file(str(path), shared=True, size=size // 8, dtype=torch.int64).numpy()
+    return words.reshape(-1, _WORDS)

@@ -1,0 +1,229 @@
+"""The stores of a server on another machine, behind the same interface as mapped ones."""
+
+# Shape suffixes: B batch, F features, D embedding dim, U distinct rows of a request.
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.parameter_server.client import Connection, Pending
+from lightning_recsys.parameter_server.interfaces import DenseStore, EmbeddingStore, Stores
+from lightning_recsys.parameter_server.plain import (
+    layout_from_plain,
+    layout_to_plain,
+    optimizer_from_plain,
+    optimizer_to_plain,
+)
+
+CHUNK_BYTES = 8 << 20  # of a long read or write, so that other requests get their turn
+_CHUNKS_IN_FLIGHT = 4
+
+
+class RemoteEmbeddingStore(EmbeddingStore):
+    """Rows on a server.
+
+    A read sees every push that was made before it on the same connection.
+
+    Args:
+        connection: To the server.
+        name: The store's name there.
+        description: What the server said of it.
+    """
+
+    def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
+        self.layout = layout_from_plain(description["tables"])
+        self.optimizer = optimizer_from_plain(description["optimizer"])
+        self.name = name
+        self._connection = connection
+
+    def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
+        return self._connection.request("lookup", store=self.name, arrays=[_ready(rows_U)]).arrays[0]
+
+    def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        return self.begin_pooled_lookup(sparse)()
+
+    def begin_pooled_lookup(self, sparse: SparseFeatures) -> Callable[[], Tensor]:  # noqa: D102 - inherited
+        connection, (arguments, arrays) = self._connection, _sparse(sparse)
+        pending = connection.begin("pooled_lookup", store=self.name, arguments=arguments, arrays=arrays)
+        return lambda: connection.wait(pending).arrays[0]
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        arguments, arrays = _sparse(sparse)
+        arguments["learning_rate"] = float(learning_rate)
+        arrays = [*map(_own, arrays), _own(grad_BFD)]
+        self._connection.push("apply_gradients", store=self.name, arguments=arguments, arrays=arrays)
+
+    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        arguments, arrays = {"learning_rate": float(learning_rate)}, [_own(rows_U), _own(grads_UD)]
+        self._connection.push("apply_row_gradients", store=self.name, arguments=arguments, arrays=arrays)
+
+    def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
+        connection, step = self._connection, self._chunk_rows()
+        starts = range(first_row, first_row + num_rows, step) if num_rows > 0 else [first_row]
+        pending: deque[Pending] = deque()
+        chunks = []
+        for start in starts:
+            rows = min(step, first_row + num_rows - start)
+            arguments = {"array": name, "first_row": start, "num_rows": rows}
+            pending.append(connection.begin("read", store=self.name, arguments=arguments))
+            if len(pending) == _CHUNKS_IN_FLIGHT:
+                chunks.append(connection.wait(pending.popleft()).arrays[0])
+        chunks += [connection.wait(x).arrays[0] for x in pending]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
+        step = self._chunk_rows()
+        for position in range(0, max(values.shape[0], 1), step):
+            arguments = {"array": name, "first_row": first_row + position}
+            chunk = _own(values[position : position + step])
+            self._connection.push("write", store=self.name, arguments=arguments, arrays=[chunk])
+        self._connection.flush()
+
+    def _chunk_rows(self) -> int:
+        return max(1, CHUNK_BYTES // (4 * self.layout.embedding_dim))
+
+    @property
+    def step(self) -> int:  # noqa: D102 - inherited
+        return int(self._connection.request("counter", store=self.name).value)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._connection.wait(self._connection.push("set_step", store=self.name, arguments={"step": int(value)}))
+
+    def flush(self) -> None:  # noqa: D102 - inherited
+        self._connection.flush()
+
+    def close(self) -> None:
+        """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""
+
+
+class RemoteDenseStore(DenseStore):
+    """A vector on a server.
+
+    Args:
+        connection: To the server.
+        name: The vector's name there.
+        description: What the server said of it.
+    """
+
+    def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
+        self.size = int(description["size"])
+        self.name = name
+        self._connection = connection
+
+    def pull(self) -> Tensor:  # noqa: D102 - inherited
+        return self._connection.request("pull", store=self.name).arrays[0]
+
+    def assign(self, values: Tensor) -> None:  # noqa: D102 - inherited
+        self._connection.wait(self._connection.push("assign", store=self.name, arrays=[_ready(values)]))
+
+    def elastic_average(self, local: Tensor, *, alpha: float) -> Tensor:  # noqa: D102 - inherited
+        return self.begin_elastic_average(local, alpha=alpha)()
+
+    def begin_elastic_average(self, local: Tensor, *, alpha: float) -> Callable[[], Tensor]:  # noqa: D102 - inherited
+        connection, arguments = self._connection, {"alpha": float(alpha)}
+        pending = connection.push("elastic_average", store=self.name, arguments=arguments, arrays=[_ready(local)])
+        return lambda: connection.wait(pending).arrays[0]
+
+    def push_gradient(self, gradient: Tensor, *, learning_rate: float) -> int:  # noqa: D102 - inherited
+        arguments = {"learning_rate": float(learning_rate)}
+        pending = self._connection.push(
+            "push_gradient", store=self.name, arguments=arguments, arrays=[_ready(gradient)]
+        )
+        return int(self._connection.wait(pending).value)
+
+    @property
+    def version(self) -> int:  # noqa: D102 - inherited
+        return int(self._connection.request("counter", store=self.name).value)
+
+    def close(self) -> None:
+        """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""
+
+
+class RemoteStores(Stores):
+    """The stores of a server.
+
+    Args:
+        connection: To the server; closed with this object.
+
+    Attributes:
+        connection: The same; its ``traffic`` counts bytes and requests.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.endpoint = connection.endpoint
+
+    def create_embedding_store(  # noqa: D102 - inherited
+        self, name: str, layout: TableLayout, optimizer: RowOptimizer, *, seed: int
+    ) -> RemoteEmbeddingStore:
+        arguments = {
+            "tables": layout_to_plain(layout),
+            "optimizer": optimizer_to_plain(optimizer),
+            "seed": int(seed),
+        }
+        return RemoteEmbeddingStore(self.connection, name, self._create("embedding", name, arguments))
+
+    def create_dense_store(  # noqa: D102 - inherited
+        self, name: str, initial: Tensor, *, optimizer: RowOptimizer | None = None
+    ) -> RemoteDenseStore:
+        arguments = {"optimizer": optimizer and optimizer_to_plain(optimizer)}
+        return RemoteDenseStore(self.connection, name, self._create("dense", name, arguments, _ready(initial)))
+
+    def _create(self, kind: str, name: str, arguments: dict[str, Any], *arrays: Tensor) -> dict[str, Any]:
+        push = self.connection.push(f"create_{kind}_store", store=name, arguments=arguments, arrays=arrays)
+        self.connection.wait(push)
+        return self._describe(kind, name)
+
+    def embedding_store(self, name: str) -> RemoteEmbeddingStore:  # noqa: D102 - inherited
+        return RemoteEmbeddingStore(self.connection, name, self._describe("embedding", name))
+
+    def dense_store(self, name: str) -> RemoteDenseStore:  # noqa: D102 - inherited
+        return RemoteDenseStore(self.connection, name, self._describe("dense", name))
+
+    def _describe(self, kind: str, name: str) -> dict[str, Any]:
+        description: dict[str, Any] = self.connection.request("describe", store=name).value
+        if description["kind"] != kind:
+            raise KeyError(f"{self.endpoint}: {name!r} is a store of the kind {description['kind']}, not {kind}.")
+        return description
+
+    def remove(self, name: str) -> None:  # noqa: D102 - inherited
+        self.connection.wait(self.connection.push("remove", store=name))
+
+    def status(self) -> dict[str, Any]:  # noqa: D102 - inherited
+        status: dict[str, Any] = self.connection.request("status").value
+        return status
+
+    def close(self) -> None:
+        """Wait for the last pushes, then let go of the connection."""
+        self.connection.close()
+
+
+def _sparse(sparse: SparseFeatures) -> tuple[dict[str, Any], list[Tensor]]:
+    """Arguments and arrays that describe resolved features; their keys are the store's own."""
+    arrays = [sparse.values]
+    if not sparse.is_single_hot:
+        arrays.append(sparse.bag_offsets())
+    if sparse.weights is not None:
+        arrays.append(sparse.weights)
+    arguments = {"bags": not sparse.is_single_hot, "weighted": sparse.weights is not None}
+    return arguments, [_ready(array) for array in arrays]
+
+
+def _ready(tensor: Tensor) -> Tensor:
+    """As it goes over the wire, without a copy where it is so already."""
+    return tensor.detach().cpu().contiguous()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy that nobody else writes to, for what is sent while its owner goes on, and perhaps sent again."""
+    ready = _ready(tensor)
+    return ready.clone() if ready.data_ptr() == tensor.data_ptr() else ready

@@ -1,0 +1,256 @@
+"""The process that offers a folder of stores to other machines: one socket, one thread, many requests in flight."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import logging
+import multiprocessing
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+
+from lightning_recsys.parameter_server.handler import RequestHandler
+from lightning_recsys.parameter_server.keys import ServerKeys
+from lightning_recsys.parameter_server.wire import Limits
+from lightning_recsys.runtime import configure_worker
+
+LOCK = "server.lock"
+BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
+DRAIN_SECONDS = 5.0  # for requests that had arrived when the server was told to stop
+_LINGER_MS = 2000
+_TURN = 64  # requests served before the other sockets are looked at
+
+log = logging.getLogger(__name__)
+
+
+def serve(
+    folder: Path,
+    *,
+    bind: str = "tcp://127.0.0.1:0",
+    keys: ServerKeys | None = None,
+    ready: Callable[[str], None] = lambda endpoint: None,
+    num_threads: int = 1,
+    limits: Limits | None = None,
+    max_clients: int = 1024,
+) -> None:
+    """Run a server in this process until it is told to stop; requests that have arrived by then are answered.
+
+    It stops on SIGTERM and on SIGINT (where it runs in the main thread). In a process that :mod:`multiprocessing`
+    started it leaves SIGINT to the process that started it, and stops when that one ends, however it ends.
+
+    A server that starts again on the same folder and port goes on where the last one was, ``kill -9`` included: clients
+    notice nothing but the time.
+
+    Args:
+        folder: The stores; made if it is not there. One server per folder.
+        bind: Where to listen, ``tcp://host:port``; port 0 takes a free one.
+        keys: Who may talk to it; needed for every address but the machine's own.
+        ready: Called with the endpoint as soon as it listens.
+        num_threads: Threads for the arithmetic, as in :func:`lightning_recsys.runtime.configure_worker`.
+        limits: What one request, and its reply, may take.
+        max_clients: Clients that the journal has room for.
+
+    Raises:
+        ValueError: the address is not of this machine and there are no keys, or it is no address.
+        RuntimeError: another server serves the folder.
+        OSError: the port is taken.
+    """
+    configure_worker(num_threads)
+    folder.mkdir(parents=True, exist_ok=True)
+    with Server(folder, bind=bind, keys=keys, limits=limits, max_clients=max_clients) as server:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            server.stop_when_readable(parent.sentinel)
+        with _stopping_on_signals(server):
+            ready(server.endpoint)
+            server.run()
+
+
+class Server:
+    """A server as an object: :func:`serve` runs one in a process of its own, tests in a thread.
+
+    Args:
+        folder: An existing folder of stores.
+        bind: Where to listen.
+        keys: Who may talk to it.
+        limits: What one request, and its reply, may take.
+        max_clients: Clients that the journal has room for.
+
+    Attributes:
+        endpoint: Where it listens, with the port that it got.
+        handler: What does the work.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        keys: ServerKeys | None = None,
+        limits: Limits | None = None,
+        max_clients: int = 1024,
+    ) -> None:
+        limits = limits or Limits()
+        check_bind(bind, keys)
+        self._lock = _lock(folder)
+        self.handler = RequestHandler(folder, limits=limits, max_clients=max_clients)
+        if self.handler.recovered:
+            log.warning("The server of %s was killed while it applied a push; what it touched is as before.", folder)
+        self._keys = keys
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._stopping = [self._wake.fileno()]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._door = self._context.socket(zmq.REP)
+        self._door.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key may come in
+        self._router = self._context.socket(zmq.ROUTER)
+        # Beyond this a connection is cut without a word; a request over the limits, but below this, gets an answer.
+        self._router.maxmsgsize = 2 * limits.message_bytes
+        self._router.linger = _LINGER_MS
+        if keys is not None:
+            self._router.curve_server = True
+            self._router.curve_secretkey = keys.secret
+            self._router.zap_domain = b"lightning_recsys"
+        try:
+            _bind(self._router, bind)
+        except BaseException:
+            self.close()
+            raise
+        self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def stop(self) -> None:
+        """Make :meth:`run` return; from any thread, and from a signal handler."""
+        with suppress(OSError):  # full, or closed: then it stops anyway
+            self._waker.send(b"\0")
+
+    def stop_when_readable(self, descriptor: int) -> None:
+        """Stop as well when this file descriptor becomes readable or is closed at its other end."""
+        self._stopping.append(descriptor)
+
+    def run(self) -> None:
+        """Serve until told to stop, then answer what has arrived."""
+        poller = zmq.Poller()
+        for source in (self._router, self._door, *self._stopping):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._door in ready:
+                self._open_door()
+            if any(descriptor in ready for descriptor in self._stopping):
+                break
+            for _ in range(_TURN):
+                if not self._serve_one():
+                    break
+        self._router.unbind(self.endpoint)
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._serve_one() and time.monotonic() < deadline:
+            pass
+
+    def _serve_one(self) -> bool:
+        router = self._router
+        try:
+            sender, *frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        reply = self.handler.handle(frames)
+        del frames  # the memory of a large request goes before the next one comes
+        router.send_multipart([sender, *reply], copy=False)
+        return True
+
+    def _open_door(self) -> None:
+        """Answer ZeroMQ's question about a key (RFC 27): yes to a client's of this job, no to any other."""
+        version, request_id, _domain, _address, _identity, mechanism, *credentials = self._door.recv_multipart()
+        known = () if self._keys is None else self._keys.clients
+        welcome = mechanism == b"CURVE" and len(credentials) == 1 and zmq.utils.z85.encode(credentials[0]) in known
+        answer = (b"200", b"OK") if welcome else (b"400", b"unknown key")
+        self._door.send_multipart([version, request_id, *answer, b"", b""])
+
+    def close(self) -> None:
+        """Close sockets and stores; replies that wait to be sent get a moment."""
+        self._router.close()
+        self._door.close(0)
+        self._context.term()
+        self._wake.close()
+        self._waker.close()
+        self.handler.close()
+        self._lock.close()
+
+
+def check_bind(bind: str, keys: ServerKeys | None) -> None:
+    """Refuse an address that other machines reach where there are no keys.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]]+):([0-9]{1,5})", bind)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError(f"bind must be tcp://host:port, such as tcp://127.0.0.1:0 (0: a free port), got {bind!r}.")
+    if keys is None and not _is_loopback(match[1].strip("[]")):
+        raise ValueError(
+            f"bind={bind!r} can be reached from other machines, so it needs keys: make some with "
+            "`lightning-recsys-server --make-keys FILE`, give FILE to the server and to its clients (--keys FILE, "
+            "connect(..., keys=FILE)), or bind tcp://127.0.0.1:0."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bind(router: zmq.Socket[bytes], bind: str) -> None:
+    router.ipv6 = "[" in bind
+    deadline = time.monotonic() + BIND_SECONDS
+    while True:
+        try:
+            router.bind(bind)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                raise OSError(error.errno, f"cannot listen on {bind}: {error.strerror}") from None
+        time.sleep(0.05)
+
+
+def _lock(folder: Path) -> Any:
+    """Hold the folder; the system lets go of it when the process ends, however it ends."""
+    file = (folder / LOCK).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise RuntimeError(f"another server serves {folder}; two would count the same pushes.") from None
+    return file
+
+
+@contextmanager
+def _stopping_on_signals(server: Server) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers: list[Any] = [lambda *_: server.stop()] * 2
+    if multiprocessing.parent_process() is not None:
+        handlers[1] = signal.SIG_IGN  # Ctrl-C reaches every process of a terminal; who started this one decides
+    before = [signal.signal(number, handler) for number, handler in zip(numbers, handlers, strict=True)]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
