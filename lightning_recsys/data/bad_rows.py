@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,20 @@ from lightning_recsys.data.reading import MisshapenRow, RawTable
 OnBadRow = Literal["error", "skip"]
 
 log = logging.getLogger(__name__)
+
+
+class RowJudge(Protocol):
+    """Is told which rows make no sense; ``good`` says which do, shape ``[rows]``."""
+
+    good: NDArray[np.bool_]
+
+    def flag(self, bad: NDArray[np.bool_], *, column: str, problem: str, values: pa.ChunkedArray) -> None:
+        """See :meth:`BadRows.flag`."""
+        ...
+
+    def report(self) -> None:
+        """All columns were looked at."""
+        ...
 
 
 class BadRows:

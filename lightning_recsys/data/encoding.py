@@ -46,7 +46,7 @@ class Encoder:
             if not feature.hash_buckets
         }
         statistics = {
-            name: _statistics(_transform(examples.numbers(name), feature)) for name, feature in schema.dense.items()
+            name: _statistics(transform(examples.numbers(name), feature)) for name, feature in schema.dense.items()
         }
         return cls(schema, vocabularies=vocabularies, statistics=statistics)
 
@@ -117,13 +117,8 @@ class Encoder:
         return np.append(mapping.ids(column.values), mapping.missing_id)[column.codes]
 
     def _standardize(self, name: str, numbers: Numbers) -> Numbers:
-        feature = self._schema.dense[name]
         mean, std = self._statistics[name]
-        if feature.fill != "mean":
-            numbers = np.where(np.isnan(numbers), feature.fill, numbers)
-        numbers = _transform(numbers, feature)
-        numbers = np.where(np.isnan(numbers), mean, numbers)
-        return (numbers - mean) / std if feature.standardize else numbers
+        return standardize(numbers, self._schema.dense[name], mean=mean, std=std)
 
 
 def feature_name(column: str) -> str:
@@ -139,11 +134,28 @@ def _strings(schema: Schema, examples: Examples, name: str) -> Categories:
     return examples.categories(name) if name in schema.categorical else examples.bags(name).items
 
 
-def _transform(numbers: Numbers, feature: Dense) -> Numbers:
+def transform(numbers: Numbers, feature: Dense) -> Numbers:
+    """The numbers of a dense feature after its transform."""
     if feature.transform == "log":
         logarithms: Numbers = np.sign(numbers) * np.log1p(np.abs(numbers))
         return logarithms
     return numbers
+
+
+def standardize(numbers: Numbers, feature: Dense, *, mean: float, std: float) -> Numbers:
+    """A dense feature as models get it.
+
+    Args:
+        numbers: Its numbers, NaN where one is missing.
+        feature: Its options.
+        mean: Of the transformed numbers of the training rows.
+        std: Their standard deviation.
+    """
+    if feature.fill != "mean":
+        numbers = np.where(np.isnan(numbers), feature.fill, numbers)
+    numbers = transform(numbers, feature)
+    numbers = np.where(np.isnan(numbers), mean, numbers)
+    return (numbers - mean) / std if feature.standardize else numbers
 
 
 def _statistics(numbers: Numbers) -> tuple[float, float]:

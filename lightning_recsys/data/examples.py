@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from lightning_recsys.data.bad_rows import BadRows
+from lightning_recsys.data.bad_rows import RowJudge
 from lightning_recsys.data.columns import Bags, Categories, parse_numbers, parse_times
 from lightning_recsys.data.label import LabelRule
 from lightning_recsys.data.reading import RawTable
@@ -61,7 +61,7 @@ class Examples:
 
 
 def clean(
-    raw: RawTable, schema: Schema, table: TableFormat, bad_rows: BadRows, *, keys: Sequence[str] = ()
+    raw: RawTable, schema: Schema, table: TableFormat, bad_rows: RowJudge, *, keys: Sequence[str] = ()
 ) -> Examples:
     """Parse the columns of one file, and drop (or raise at) the rows that make no sense.
 
@@ -98,7 +98,7 @@ class _Parser:
 
     raw: RawTable
     table: TableFormat
-    bad_rows: BadRows
+    bad_rows: RowJudge
     name: str
     values: pa.ChunkedArray
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_recsys.data.schema_parts import TableFormat
 
-_BLOCK_BYTES = 1 << 24  # also the longest row that can be read
+BLOCK_BYTES = 1 << 24  # also the longest row that can be read
 _UNIT_SEPARATOR = b"\x1f"  # stands in for separators of several characters, which Arrow does not know
 _QUOTED_CHARACTERS = 80
 
@@ -122,22 +122,56 @@ def separator_of(path: Path, table: TableFormat) -> str:
 def _read_text(
     path: Path, table: TableFormat, *, columns: Sequence[str], plain: Sequence[str]
 ) -> tuple[RawTable, list[MisshapenRow]]:
-    names = column_names(path, table)
-    num_comments, _ = _header(path, table)
-    first_line = num_comments + (0 if table.column_names else 1) + 1
-    separator = separator_of(path, table)
-    quote: str | bool = table.quote or False
+    skip = lines_to_skip(path, table)
     source: object = path
-    if len(separator) > 1:
-        source, separator, quote = pa.BufferReader(_with_short_separator(path, table, separator)), "\x1f", False
+    if len(separator_of(path, table)) > 1:
+        with pa.input_stream(str(path), compression="detect") as stream:
+            source = pa.BufferReader(_with_short_separator(stream.read(), path, table, encoding=table.encoding))
+    data, bad = _parse(source, path, table, columns=columns, plain=plain, skip=skip, encoding=table.encoding)
+    numbers = np.setdiff1d(np.arange(1, len(data) + len(bad) + 1), [row.row for row in bad], assume_unique=True)
+    return RawTable(path, dict(zip(data.column_names, data.columns, strict=True)), numbers, skip + 1), bad
+
+
+def parse_block(
+    block: bytes, path: Path, table: TableFormat, *, columns: Sequence[str], plain: Sequence[str]
+) -> tuple[Mapping[str, pa.ChunkedArray], list[MisshapenRow]]:
+    """Read some columns of some whole rows of a file: in UTF-8, without its first lines. See :func:`read_table`."""
+    source: object = pa.py_buffer(block)
+    if len(separator_of(path, table)) > 1:
+        source = pa.BufferReader(_with_short_separator(block, path, table, encoding="utf-8"))
+    data, bad = _parse(source, path, table, columns=columns, plain=plain, skip=0, encoding="utf-8")
+    return dict(zip(data.column_names, data.columns, strict=True)), bad
+
+
+def lines_to_skip(path: Path, table: TableFormat) -> int:
+    """Lines at the top of a text file that are no rows: comments, empty ones, the header.
+
+    Raises:
+        ValueError: the file is empty.
+    """
+    return _header(path, table)[0] + (0 if table.column_names else 1)
+
+
+def _parse(
+    source: object,
+    path: Path,
+    table: TableFormat,
+    *,
+    columns: Sequence[str],
+    plain: Sequence[str],
+    skip: int,
+    encoding: str,
+) -> tuple[pa.Table, list[MisshapenRow]]:
+    separator = separator_of(path, table)
+    quote: str | bool = (table.quote or False) if len(separator) == 1 else False
     text, coded = pa.string(), pa.dictionary(pa.int32(), pa.string())
     bad: list[MisshapenRow] = []
 
     def note(row: arrow_csv.InvalidRow) -> str:
         shown = row.text if len(row.text) <= _QUOTED_CHARACTERS else row.text[:_QUOTED_CHARACTERS] + "..."
-        shown = shown.replace("\x1f", separator_of(path, table))
+        shown = shown.replace("\x1f", separator)
         problem = f"{row.expected_columns} columns expected, got {row.actual_columns}: {shown!r}"
-        bad.append(MisshapenRow(row.number - first_line + 1, problem))
+        bad.append(MisshapenRow(row.number - skip, problem))
         return "skip"
 
     try:
@@ -146,13 +180,13 @@ def _read_text(
             # One thread, because only then Arrow knows the number of an invalid row.
             read_options=arrow_csv.ReadOptions(
                 use_threads=False,
-                block_size=_BLOCK_BYTES,
-                column_names=names,
-                skip_rows=first_line - 1,
-                encoding=table.encoding,
+                block_size=BLOCK_BYTES,
+                column_names=column_names(path, table),
+                skip_rows=skip,
+                encoding=encoding,
             ),
             parse_options=arrow_csv.ParseOptions(
-                delimiter=separator,
+                delimiter=separator if len(separator) == 1 else "\x1f",
                 quote_char=quote,
                 newlines_in_values=bool(quote),
                 invalid_row_handler=note,
@@ -164,12 +198,12 @@ def _read_text(
             ),
         )
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-        raise ValueError(_explain(error, path, table)) from error
-    numbers = np.setdiff1d(np.arange(1, len(data) + len(bad) + 1), [row.row for row in bad], assume_unique=True)
-    return RawTable(path, dict(zip(data.column_names, data.columns, strict=True)), numbers, first_line), bad
+        raise ValueError(explain(error, path, table)) from error
+    return data, bad
 
 
-def _explain(error: Exception, path: Path, table: TableFormat) -> str:
+def explain(error: Exception, path: Path, table: TableFormat) -> str:
+    """Why a file cannot be read, in words that say what to do."""
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
         return f"{path} is not written in {table.encoding}. Name its encoding in the schema, such as encoding: latin-1."
     if "Could not skip" in str(error):
@@ -188,7 +222,7 @@ def _line_of(path: Path, row: int, first_line: int) -> int:
 def _header(path: Path, table: TableFormat) -> tuple[int, str]:
     """How many comments and empty lines the file starts with, and the line after them."""
     with pa.input_stream(str(path), compression="detect") as stream:
-        start = stream.read(_BLOCK_BYTES)
+        start = stream.read(BLOCK_BYTES)
     encoding = "utf-8-sig" if table.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else table.encoding
     lines = start.decode(encoding, errors="replace").splitlines()
     comment = table.comment
@@ -208,11 +242,9 @@ def _split_line(line: str, path: Path, table: TableFormat) -> list[str]:
     return [name.strip() for name in names] if table.strip else names
 
 
-def _with_short_separator(path: Path, table: TableFormat, separator: str) -> bytes:
-    with pa.input_stream(str(path), compression="detect") as stream:
-        content: bytes = stream.read()
+def _with_short_separator(content: bytes, path: Path, table: TableFormat, *, encoding: str) -> bytes:
     if _UNIT_SEPARATOR in content:
         raise ValueError(
             f"{path} holds the control character 0x1f, so separators of several characters cannot be read."
         )
-    return content.replace(separator.encode(table.encoding), _UNIT_SEPARATOR)
+    return content.replace(separator_of(path, table).encode(encoding), _UNIT_SEPARATOR)

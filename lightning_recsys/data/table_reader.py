@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,37 +44,87 @@ class TableReader:
             FileNotFoundError: a file is not there.
             ValueError: a file, column or row is not as the schema says.
         """
+        return Examples.concatenate([self._read_file(path) for path in self.paths(split)])
+
+    def paths(self, split: Literal["train", "validation", "test"]) -> list[Path]:
+        """The files of a split.
+
+        Raises:
+            FileNotFoundError: a file is not there.
+            ValueError: the schema names none.
+        """
         patterns = self.schema.files.get(split)
         if not patterns:
             raise ValueError(f"schema.files has no {split}, so there are no rows for it. Name their file there.")
-        paths = [path for pattern in patterns for path in self._paths(pattern, f"schema.files.{split}")]
-        return Examples.concatenate([self._read_file(path) for path in paths])
+        return [path for pattern in patterns for path in self._paths(pattern, f"schema.files.{split}")]
 
-    def _read_file(self, path: Path) -> Examples:
+    @property
+    def side_paths(self) -> list[Path]:
+        """The files of the side tables."""
+        return [side.path for side in self._side_tables]
+
+    def own_columns(self, path: Path) -> list[str]:
+        """The columns to read from a file of rows; the others stand in side tables.
+
+        Raises:
+            ValueError: a column of the schema is in none of them.
+        """
         names = column_names(path, self.schema.table)
-        keys = [join.column for join in self.schema.joins]
         used = [column for column, use in self.schema.uses() if use != "ignore"]
-        for column in keys:
+        for column in self.keys:
             if column not in names:
                 raise ValueError(self._unknown_column("joins", column, [path], names))
         sides = self._side_tables
         for column, use in self.schema.uses():
             if use != "ignore" and not any(column in known for known in (names, *(side.columns for side in sides))):
                 raise ValueError(self._unknown_column(use, column, [path, *(side.path for side in sides)], names))
-        own = [name for name in dict.fromkeys([*used, *keys]) if name in names]
-        examples = self._clean(path, self.schema.table, own, keys)
+        return [name for name in dict.fromkeys([*used, *self.keys]) if name in names]
+
+    @property
+    def keys(self) -> list[str]:
+        """Columns that refer to side tables."""
+        return [join.column for join in self.schema.joins]
+
+    def plain_columns(self, columns: Sequence[str]) -> list[str]:
+        """Those columns that hold numbers, mostly distinct."""
+        return [name for name in columns if name in self.schema.dense or name == self.schema.time]
+
+    def join(self, examples: Examples) -> tuple[Examples, list[bool]]:
+        """The rows of a file with the columns of the side tables.
+
+        Args:
+            examples: The columns of the file, with ``key:<name>`` for each of :attr:`keys`.
+
+        Returns:
+            The rows, and for each side table whether any row refers to a row of it.
+        """
         columns = {name: column for name, column in examples.columns.items() if not name.startswith("key:")}
+        own, matched = set(columns), []
         for side in self._side_tables:
-            joined = side.look_up(examples.categories(f"key:{side.join.column}"), path)
-            columns |= {name: joined.columns[name] for name in side.columns if name not in names}
-        return Examples(columns, examples.num_rows)
+            joined, matches = side.look_up(examples.categories(f"key:{side.join.column}"))
+            columns |= {name: joined.columns[name] for name in side.columns if name not in own}
+            matched.append(matches)
+        return Examples(columns, examples.num_rows), matched
+
+    def check_joins(self, matched: Sequence[bool], path: Path) -> None:
+        """Raise ``ValueError`` if no row of a file refers to a row of some side table."""
+        for side, matches in zip(self._side_tables, matched, strict=True):
+            if not matches:
+                raise ValueError(
+                    f"no value of column {side.join.column!r} of {path} is in column {side.join.key!r} of {side.path}, "
+                    f"which has {', '.join(map(repr, side.key.values[:3].to_pylist()))} and so on. Check schema.joins."
+                )
+
+    def _read_file(self, path: Path) -> Examples:
+        examples = self._clean(path, self.schema.table, self.own_columns(path), self.keys)
+        examples, matched = self.join(examples)
+        self.check_joins(matched, path)
+        return examples
 
     def _clean(self, path: Path, table: TableFormat, columns: list[str], keys: list[str]) -> Examples:
-        schema = self.schema
-        plain = [name for name in columns if name in schema.dense or name == schema.time]
-        raw, misshapen = read_table(path, table, columns=columns, plain=plain)
+        raw, misshapen = read_table(path, table, columns=columns, plain=self.plain_columns(columns))
         bad_rows = BadRows(raw, misshapen, on_bad_row=self.on_bad_row)
-        examples = clean(raw, schema, table, bad_rows, keys=keys)
+        examples = clean(raw, self.schema, table, bad_rows, keys=keys)
         if bad_rows.num_bad:
             self.skipped[str(path)] = bad_rows.num_bad
         return examples
@@ -132,16 +183,19 @@ class _SideTable:
     columns: list[str]
     examples: Examples
 
-    def look_up(self, column: Categories, path: Path) -> Examples:
-        """This table's row for each row that refers to it; one where everything is missing if there is none."""
-        key = self.examples.categories(f"key:{self.join.key}")
+    @property
+    def key(self) -> Categories:
+        """The column that rows refer to."""
+        return self.examples.categories(f"key:{self.join.key}")
+
+    def look_up(self, column: Categories) -> tuple[Examples, bool]:
+        """This table's row for each row that refers to it, one where everything is missing if there is none.
+
+        Also whether there is any.
+        """
+        key = self.key
         row_of_key = np.full(len(key.values), MISSING)
         row_of_key[key.codes] = np.arange(len(key.codes))
         place = pc.fill_null(pc.index_in(column.values, value_set=key.values), MISSING).to_numpy()
         row_of_value = np.where(place >= 0, row_of_key[place], MISSING)
-        if not (row_of_value >= 0).any():
-            raise ValueError(
-                f"no value of column {self.join.column!r} of {path} is in column {self.join.key!r} of {self.path}: "
-                f"{column.values[:3].to_pylist()} against {key.values[:3].to_pylist()}."
-            )
-        return self.examples.take(np.append(row_of_value, MISSING)[column.codes])
+        return self.examples.take(np.append(row_of_value, MISSING)[column.codes]), bool((row_of_value >= 0).any())

@@ -50,7 +50,7 @@ class Vocabulary:
     """
 
     missing_id = 1
-    _FIRST_ID = 2
+    first_id = 2
 
     def __init__(self, strings: pa.StringArray) -> None:
         self.strings = strings
@@ -58,12 +58,12 @@ class Vocabulary:
     @property
     def num_embeddings(self) -> int:
         """Number of ids."""
-        return len(self.strings) + self._FIRST_ID
+        return len(self.strings) + self.first_id
 
     def ids(self, values: pa.StringArray) -> Ids:
         """Ids of the given strings."""
-        places = pc.fill_null(pc.index_in(values, value_set=self.strings), -self._FIRST_ID)
-        ids: Ids = places.to_numpy().astype(np.int64) + self._FIRST_ID
+        places = pc.fill_null(pc.index_in(values, value_set=self.strings), -self.first_id)
+        ids: Ids = places.to_numpy().astype(np.int64) + self.first_id
         return ids
 
     @classmethod
@@ -105,7 +105,10 @@ class HashBuckets:
 
     def ids(self, values: pa.StringArray) -> Ids:
         """Ids of the given strings."""
-        hashes = hash_strings(*_utf8(values))
+        return self.ids_of_hashes(hash_strings(*_utf8(values)))
+
+    def ids_of_hashes(self, hashes: NDArray[np.uint64]) -> Ids:
+        """Ids of the strings with these hashes; see :func:`~lightning_recsys.data.hashing.hash_strings`."""
         return (hashes % np.uint64(self.num_embeddings - 1)).astype(np.int64) + 1
 
 

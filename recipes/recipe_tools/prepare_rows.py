@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from recipe_tools.build import Config, build
+from recipe_tools.overrides import CONFIG_DIR
 from recipe_tools.report import console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from lightning_recsys.data.preparation import Preparation, split_rule
+from lightning_recsys.data import guess_schema
+from lightning_recsys.data.preparation import Preparation, split_by_schema, split_rule
 from lightning_recsys.data.preparation import Progress as Report
 from lightning_recsys.data.prepared import Manifest
 from lightning_recsys.data.raw import find_files
+from lightning_recsys.data.typed_yaml import load_yaml
 
-PHASES = {"learn": "Reading the training rows", "write": "Writing shards"}
+PHASES = {"survey": "Counting rows", "learn": "Reading the training rows", "write": "Writing shards"}
+GUESS = "guess"
 
 
 def prepare_rows(config: Config) -> Manifest:
     """Do what the config says, show how far it is, print what came of it."""
+    out = Path(config["out"])
+    raw_format = build(with_schema(config, out=out))
+    files = raw_format.files("train") if config["raw"] is None else find_files(config["raw"])
     with _progress_bar() as on_progress:
         preparation = Preparation(
-            Path(config["out"]),
-            raw_format=build(config["data"]),
-            files=find_files(config["raw"]),
-            split=split_rule(**config["split"]),
+            out,
+            raw_format=raw_format,
+            files=files,
+            split=split_by_schema(raw_format) if config["split"]["by"] == "schema" else split_rule(**config["split"]),
             preprocessing=build(config["preprocessing"]),
             on_bad_row=config["on_bad_row"],
             shard_bytes=config["shard_bytes"],
@@ -36,8 +44,33 @@ def prepare_rows(config: Config) -> Manifest:
             on_progress=on_progress,
         )
         manifest = preparation.run()
-    print_manifest(manifest, Path(config["out"]))
+    print_manifest(manifest, out)
     return manifest
+
+
+def with_schema(config: Config, *, out: Path) -> Config:
+    """The config of the raw format; ``data.schema`` may also name a data set of train.py, or be guessed."""
+    data: Config = config["data"]
+    schema = data.get("schema")
+    if schema == GUESS:
+        if config["raw"] is None:
+            raise ValueError("data.schema=guess needs raw=...: the files to look at.")
+        path = out / "schema.yaml"
+        if not path.is_file():  # as it was, when a preparation goes on
+            out.mkdir(parents=True, exist_ok=True)
+            path.write_text(guess_schema(find_files(config["raw"])[0]).to_yaml(), encoding="utf-8")
+        console().print(f"The schema is a guess; look it over: {path}", markup=False, soft_wrap=True)
+        return {**data, "schema": str(path)}
+    if isinstance(schema, str) and not Path(schema).is_file() and (known := ready_schemas()).get(schema):
+        root = data["root"] or os.environ.get("LIGHTNING_RECSYS_DATA", "data")
+        return {**data, "schema": known[schema], "root": root}
+    return data
+
+
+def ready_schemas() -> dict[str, Config]:
+    """The schemas of train.py's data sets, by the name of the set."""
+    files = {path.stem: load_yaml(path) for path in (CONFIG_DIR / "data").glob("*.yaml")}
+    return {name: config["schema"] for name, config in files.items() if isinstance(config.get("schema"), dict)}
 
 
 def print_manifest(manifest: Manifest, root: Path) -> None:
@@ -54,10 +87,10 @@ def print_manifest(manifest: Manifest, root: Path) -> None:
         output.print(f"{statistics['skipped_rows']:,} bad rows were skipped, such as:", highlight=False)
         for message in statistics["skipped_examples"]:
             output.print(f"  {message}", markup=False, highlight=False, soft_wrap=True)
-    asked, used = manifest.details["options"]["preprocessing"]["min_count"], manifest.details["learned"]["min_count"]
-    if used > asked:
+    learned = manifest.details["learned"]
+    if learned.get("raised"):
         output.print(
-            f"Vocabularies hold values of at least {used} training rows instead of {asked}: max_vocabulary was reached."
+            f"Vocabularies hold values of at least {learned['min_count']} rows only: max_vocabulary was reached."
         )
     output.print(f"Train: python recipes/train.py data=prepared data.root={root}", markup=False, soft_wrap=True)
 

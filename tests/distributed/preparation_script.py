@@ -1,7 +1,8 @@
-"""Prepares Criteo rows in processes of their own, one for each line on standard input.
+"""Prepares rows in processes of their own, one for each line on standard input.
 
-A line is JSON: ``[OUT, RAW, PREPROCESSING, SHARD_BYTES, WHERE, AT]``. ``WHERE, AT`` is where the process kills itself,
-as ``kill -9`` would: ``write, N`` at a block past so many rows written, ``learn, N`` the same while learning,
+A line is JSON: ``[OUT, RAW, PREPROCESSING, SHARD_BYTES, WHERE, AT]``. ``PREPROCESSING`` is
+``dlrm`` or ``bars`` for Criteo rows, ``schema`` for a table whose columns are Criteo's. ``WHERE, AT`` is where the
+process kills itself, as ``kill -9`` would: ``write, N`` at a block past so many rows written, ``learn, N`` the same while learning,
 ``rename, N`` just before the N-th file gets its name, ``renamed, N`` just after; ``never, 0`` lets it end. The answer
 is JSON: the process's status, how many files it named, and its peak memory in KiB after a third of the blocks and at
 the end.
@@ -15,13 +16,25 @@ import sys
 import traceback
 from pathlib import Path
 
-from lightning_recsys.data.preparation import ByShare, Preparation, Preprocessing, Progress
-from lightning_recsys.data.raw import CriteoFormat
+from lightning_recsys.data.preparation import BySchema, ByShare, Preparation, Preprocessing, Progress, SchemaRules
+from lightning_recsys.data.raw import CriteoFormat, TabularFormat
 
 PREPROCESSING = {
     "dlrm": Preprocessing(num_ids=1000),
     "bars": Preprocessing("bucket", "vocabulary", min_count=2),
+    "schema": SchemaRules(),
 }
+CRITEO = CriteoFormat()
+TABLE = TabularFormat(
+    schema={
+        "files": "unused",
+        "separator": "\t",
+        "column_names": ["click", *CRITEO.dense, *CRITEO.categories],
+        "label": "click",
+        "dense": CRITEO.dense,
+        "categorical": {name: {"min_count": 2} for name in CRITEO.categories},
+    }
+)
 replace = Path.replace
 
 
@@ -48,9 +61,9 @@ def prepare(out: str, raw: str, preprocessing: str, shard_bytes: int, where: str
     Path.replace = killing_replace
     Preparation(
         Path(out),
-        raw_format=CriteoFormat(),
+        raw_format=TABLE if preprocessing == "schema" else CRITEO,
         files=[Path(raw)],
-        split=ByShare(0.1, 0.1),
+        split=BySchema(TABLE) if preprocessing == "schema" else ByShare(0.1, 0.1),
         preprocessing=PREPROCESSING[preprocessing],
         shard_bytes=shard_bytes,
         on_progress=on_progress,

@@ -58,18 +58,20 @@ def finished_shards(out: Path) -> dict[Path, tuple[int, int]]:
     }
 
 
-@pytest.mark.parametrize("preprocessing", ["dlrm", "bars"])
+@pytest.mark.parametrize("preprocessing", ["dlrm", "bars", "schema"])
 def test_preparation_when_killed_anywhere_then_goes_on_and_ends_as_if_nothing_had_happened(
     preprocessing, raw, run, tmp_path
 ):
     whole = run(tmp_path / "whole", raw, preprocessing, END)
     assert whole["status"] == 0
     expected = Manifest.load(tmp_path / "whole")
-    vocabularies = 39 if preprocessing == "bars" else 0
+    vocabularies = {"dlrm": 0, "bars": 39, "schema": 26}[preprocessing]
     assert whole["renames"] > 30 + vocabularies
     kills = [("write", 0), ("rename", 1), ("renamed", 1), ("write", 500), ("rename", 4), ("renamed", 3), ("rename", 9)]
     if vocabularies:  # the first is the plan's; then vocabularies, in one piece with what was learned; then shards
-        kills = [("rename", 1), ("renamed", 1), ("learn", 1000), ("rename", 20), ("renamed", 40), *kills]
+        kills = [("rename", 1), ("renamed", 1), ("learn", 1000), ("rename", 20), ("renamed", vocabularies + 1), *kills]
+    if preprocessing == "schema":  # all rows are looked at before
+        kills = [("survey", 1000), ("rename", 2), ("renamed", 2), *kills]
     out = tmp_path / "out"
     progress = []
     for kill in kills:
@@ -112,14 +114,15 @@ def check_ended(out: Path, expected: Manifest) -> None:
     assert sum(len(batch) for batch in data.train_dataloader()) == sum(x.rows for x in expected.splits["train"])
 
 
-def test_preparation_when_the_input_is_large_then_memory_does_not_grow_with_it(run, tmp_path):
+@pytest.mark.parametrize("preprocessing", ["dlrm", "schema"])
+def test_preparation_when_the_input_is_large_then_memory_does_not_grow_with_it(preprocessing, run, tmp_path):
     rng = random.Random(0)
     block = "".join(f"{line(rng)}\n" for _ in range(4000)).encode()
     path = tmp_path / "train.txt"
     with path.open("wb") as file:
         for _ in range(-(-(300 << 20) // len(block))):
             file.write(block)
-    done = run(tmp_path / "out", path, "dlrm", END, 64 << 20)
+    done = run(tmp_path / "out", path, preprocessing, END, 64 << 20)
     assert done["status"] == 0
     assert done["last_peak"] - done["early_peak"] < 80 << 10  # KiB; 200 MiB of text and 110 MiB of features later
     assert done["last_peak"] < 1 << 20

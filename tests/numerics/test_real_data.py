@@ -16,6 +16,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from lightning_recsys.data import Batch, TabularDataModule
+from lightning_recsys.data.preparation import BySchema, Preparation, SchemaRules
+from lightning_recsys.data.prepared import PreparedDataModule
+from lightning_recsys.data.raw import TabularFormat
 from lightning_recsys.data.splitting import split_by_share
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
@@ -32,7 +35,7 @@ def load(name: str, root: Path) -> TabularDataModule:
     return data
 
 
-def all_rows(data: TabularDataModule, split: str) -> Batch:
+def all_rows(data: TabularDataModule | PreparedDataModule, split: str) -> Batch:
     rows = data.rows(split)
     return rows.take(torch.arange(len(rows)))
 
@@ -126,6 +129,29 @@ def test_adult_when_loaded_then_has_its_rows_labels_and_missing_values(data_root
     train = all_rows(data, "train").dense.double()
     torch.testing.assert_close(train.mean(0), torch.zeros(2).double(), atol=1e-6, rtol=0)
     torch.testing.assert_close(train.std(0, unbiased=False), torch.ones(2).double(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["adult", "movielens", "movielens_official"])
+def test_data_set_when_prepared_then_every_row_is_that_of_the_in_memory_module(data_root, tmp_path, name):
+    memory = load(name, data_root)
+    raw_format = TabularFormat(schema=memory.schema, root=data_root)
+    Preparation(
+        tmp_path,
+        raw_format=raw_format,
+        files=raw_format.files("train"),
+        split=BySchema(raw_format),
+        preprocessing=SchemaRules(),
+        shard_bytes=1 << 20,
+    ).run()
+    prepared = PreparedDataModule(root=tmp_path)
+    prepared.setup()
+    assert prepared.fields == memory.fields
+    for split in ("train", "validation", "test"):
+        ours, theirs = all_rows(prepared, split), all_rows(memory, split)
+        assert torch.equal(ours.labels, theirs.labels)
+        assert torch.equal(ours.sparse.values, theirs.sparse.values)
+        assert torch.equal(ours.sparse.bag_lengths(), theirs.sparse.bag_lengths())
+        torch.testing.assert_close(ours.dense, theirs.dense, rtol=2e-7, atol=2e-7)  # float32's rounding
 
 
 def one_hot(data: TabularDataModule, split: str) -> tuple[sparse.csr_matrix, np.ndarray]:

@@ -377,7 +377,7 @@ def test_counts_when_they_do_not_fit_in_memory_then_are_exact_all_the_same(tmp_p
         for name, values in columns.items():
             expected[name].update(values)
     assert (tmp_path / "spill").exists() == (max_entries < 10**6)
-    sizes, min_count = counter.write(tmp_path / "vocabulary", min_count=4, max_vocabulary=10**6)
+    sizes, min_count = counter.write(tmp_path / "vocabulary", min_count={"a": 4, "b/c": 4}, max_vocabulary=10**6)
     assert min_count == 4
     assert not (tmp_path / "spill").exists()
     for name, counts in expected.items():
@@ -394,5 +394,5 @@ def test_vocabulary_when_it_would_be_too_large_then_the_rarest_values_go(tmp_pat
     counter = ValueCounter(["a", "b"], folder=tmp_path / "spill")
     column = pa.array([str(n).encode() for n in range(1, 21) for _ in range(n)])  # value n occurs n times
     counter.add({"a": count_values(column), "b": count_values(column)})
-    sizes, min_count = counter.write(tmp_path / "vocabulary", min_count=2, max_vocabulary=11)
+    sizes, min_count = counter.write(tmp_path / "vocabulary", min_count={"a": 2, "b": 2}, max_vocabulary=11)
     assert (sizes, min_count) == ({"a": 5, "b": 5}, 16)

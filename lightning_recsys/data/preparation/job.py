@@ -17,25 +17,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from lightning_recsys.__about__ import __version__
 from lightning_recsys.data.module import Split
-from lightning_recsys.data.preparation.learning import Learned, learn, learning_files
+from lightning_recsys.data.preparation.learning import Learned, learn
 from lightning_recsys.data.preparation.parallel import ordered_map
-from lightning_recsys.data.preparation.preprocessing import IdRule, Preprocessing
+from lightning_recsys.data.preparation.preprocessing import ColumnRules, Summary
+from lightning_recsys.data.preparation.schema_split import BySchema, survey_rows
 from lightning_recsys.data.preparation.segments import Records, Segment
-from lightning_recsys.data.preparation.shards import GROUP_ROWS, IdBags, Rows, shard_schema
+from lightning_recsys.data.preparation.shards import GROUP_ROWS, IdBags, Ids, Rows, shard_schema
 from lightning_recsys.data.preparation.source import ParsedBlock, RawSource
-from lightning_recsys.data.preparation.splits import SPLITS, SplitRule
+from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Survey
 from lightning_recsys.data.preparation.vocabulary import load_table, vocabulary_file
 from lightning_recsys.data.prepared.manifest import MANIFEST, Feature, Manifest, write_atomically
-from lightning_recsys.data.raw import RawColumns, RawFormat, TextBlock
+from lightning_recsys.data.raw import Block, InputFile, Position, RawColumns, RawFormat
+from lightning_recsys.data.raw.kernels import KeyTable
 
 BLOCK_BYTES = 4 << 20
 WORK = ".work"  # what a restart needs; removed at the end
 VOCABULARY = "vocabulary"
+Phase = Literal["survey", "learn", "write"]
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,14 @@ class Progress:
     """How far the work is.
 
     Args:
-        phase: ``learn`` while the training rows are read for statistics and vocabularies, then ``write``.
+        phase: ``survey`` while all rows are read to know how they are split, where that is needed; ``learn`` while the
+            training rows are read for statistics and vocabularies; then ``write``.
         rows: Rows that this process has read in this phase.
         bytes: Bytes of raw files that are done in this phase, by earlier runs too.
         total_bytes: Bytes of raw files that this phase reads.
     """
 
-    phase: Literal["learn", "write"]
+    phase: Phase
     rows: int
     bytes: int
     total_bytes: int
@@ -87,7 +91,7 @@ class Preparation:
         raw_format: RawFormat,
         files: Sequence[Path],
         split: SplitRule,
-        preprocessing: Preprocessing,
+        preprocessing: ColumnRules,
         on_bad_row: Literal["error", "skip"] = "error",
         shard_bytes: int = 256 << 20,
         compression: Literal["none", "zstd"] = "none",
@@ -100,7 +104,8 @@ class Preparation:
         _check("num_threads", num_threads, "at least 1", ok=num_threads >= 1)
         self._out = out
         self._work = out / WORK
-        self._preprocessing = preprocessing
+        preprocessing.check(raw_format)
+        self._rules = preprocessing
         block_bytes = min(BLOCK_BYTES, shard_bytes)
         self._blocks_per_segment = max(1, shard_bytes // block_bytes)
         self._compression = compression
@@ -112,12 +117,12 @@ class Preparation:
             "options": {
                 "data": raw_format.options(),
                 "split": split.options(),
-                "preprocessing": asdict(preprocessing),
+                "preprocessing": preprocessing.options(),
                 "on_bad_row": on_bad_row,
                 "shard_bytes": shard_bytes,
                 "compression": compression,
             },
-            "inputs": [asdict(file) for file in self._source.files],
+            "inputs": [asdict(file) for file in (*self._source.files, *map(InputFile.of, raw_format.side_files()))],
         }
 
     def run(self) -> Manifest:
@@ -135,7 +140,8 @@ class Preparation:
         self._work.mkdir(parents=True, exist_ok=True)
         with self._lock(), ThreadPoolExecutor(self._num_threads) as pool:
             self._begin()
-            learned = self._learn(pool) if self._preprocessing.learns else Learned()
+            self._survey(pool)
+            learned = self._learn(pool) if self._rules.learns(self._format) else Learned()
             records = Records(self._work)
             features = self._features(learned)
             self._write(pool, learned, records, features)
@@ -179,22 +185,42 @@ class Preparation:
                     "with what it was begun with, choose another out, or remove the folder."
                 )
 
-    # --- the two passes ----------------------------------------------------------------------------------------------
+    # --- the passes --------------------------------------------------------------------------------------------------
+
+    def _survey(self, pool: ThreadPoolExecutor) -> None:
+        """Look at all rows, if the split needs that."""
+        rule, path = self._source.split, self._work / "survey.json"
+        if not isinstance(rule, BySchema) or not rule.surveys:
+            return
+        if path.is_file():
+            survey = Survey.from_json(path.read_text(encoding="utf-8"))
+        else:
+            survey = survey_rows(
+                self._source,
+                rule,
+                spill=self._work / "times",
+                pool=pool,
+                ahead=self._num_threads + 1,
+                report=self._reporter("survey", self._bytes(lambda split: split is None)),
+            )
+            self._format.check_read()
+            write_atomically(path, survey.to_json())
+        self._source.survey, rule.bounds = survey, survey.bounds
 
     def _learn(self, pool: ThreadPoolExecutor) -> Learned:
         path = self._work / "learned.json"
         if path.is_file():
             return Learned.load(path)
-        files = learning_files(self._source)
         learned = learn(
             self._source,
-            self._preprocessing,
+            self._rules,
             folder=self._out / VOCABULARY,
             spill=self._work / "counts",
             pool=pool,
             ahead=self._num_threads + 1,
-            report=self._reporter("learn", sum(self._source.files[i].bytes for i in files)),
+            report=self._reporter("learn", self._bytes(lambda split: split in (None, "train"))),
         )
+        self._format.check_read()
         learned.save(path)
         return learned
 
@@ -204,17 +230,15 @@ class Preparation:
         """Write the segments that have no record yet."""
         folder = self._out / VOCABULARY
         tables = {name: load_table(folder / vocabulary_file(name)) for name in learned.vocabulary_sizes}
-        rule = IdRule(self._preprocessing, tables=tables, number_base=self._format.number_base)
-        schema = shard_schema(self._preprocessing.dense_names(self._format), features)
-        minimum = np.array(learned.minimum)
-        file, start, first_line = records.position
-        total = sum(x.bytes for x in self._source.files)
-        report = self._reporter("write", total)
+        schema = shard_schema(self._rules.dense_names(self._format), features)
+        summary_IK = learned.summary_IK
+        file, position = records.position
+        report = self._reporter("write", sum(x.bytes for x in self._source.files))
         report(0, sum(x.bytes for x in self._source.files[:file]))
         while file < len(self._source.files):
             consumed = 0
-            blocks = self._source.read(file, start=start, first_line=first_line)
-            work = partial(self._transform, file, rule, minimum)
+            blocks = self._source.read(file, position)
+            work = partial(self._transform, file, tables, summary_IK)
             for first in blocks:
                 segment = islice(chain([first], blocks), self._blocks_per_segment)
                 with Segment(self._out, len(records), schema=schema, compression=self._compression) as shards:
@@ -223,41 +247,41 @@ class Preparation:
                         block = parsed.block
                         report(len(parsed.rows), block.consumed - consumed)
                         consumed = block.consumed
-                    records.append({"position": (file, block.end, block.next_line), **shards.finish()})
-            file, start, first_line = file + 1, 0, 1
+                    records.append({"position": (file, *block.next_position), **shards.finish()})
+            file, position = file + 1, Position()
 
     def _transform(
-        self, file: int, rule: IdRule, minimum_I: NDArray[np.float64], block: TextBlock
+        self, file: int, tables: Mapping[str, KeyTable], summary_IK: Summary, block: Block
     ) -> tuple[ParsedBlock, dict[Split, Rows], dict[str, int]]:
         """Parse a block; its rows by split as they are stored, and how many values each column lacks."""
         parsed = self._source.parse(file, block)
         rows = parsed.rows
         missing = dict(zip(self._format.dense, np.isnan(rows.dense_IN).sum(axis=1).tolist(), strict=True))
-        missing |= {
-            name: pc.sum(pc.equal(pc.binary_length(values), 0)).as_py() or 0 for name, values in rows.categories.items()
-        }
+        missing |= {name: _num_missing(values) for name, values in rows.categories.items()}
         parts: dict[Split, Rows] = {}
         for position, split in enumerate(SPLITS):
             mask = parsed.split_N == position
             if mask.any():
-                parts[split] = self._stored(rows if mask.all() else rows.keep(mask), rule, minimum_I)
+                parts[split] = self._stored(rows if mask.all() else rows.keep(mask), tables, summary_IK)
         return parsed, parts, missing
 
-    def _stored(self, rows: RawColumns, rule: IdRule, minimum_I: NDArray[np.float64]) -> Rows:
+    def _stored(self, rows: RawColumns, tables: Mapping[str, KeyTable], summary_IK: Summary) -> Rows:
+        def ids(name: str, values: pa.Array) -> Ids:
+            return self._rules.look_up(name, values, tables.get(name), self._format)
+
         return Rows(
             rows.labels_N,
-            self._preprocessing.dense_features(rows, minimum_I),
-            {
-                name: rule.ids(name, values)
-                for name, values in self._preprocessing.categories(rows, self._format).items()
-            },
-            {
-                name: IdBags(rule.ids(name, bags.values), bags.lengths_N, bags.weights)
-                for name, bags in rows.bags.items()
-            },
+            self._rules.dense_features(rows, summary_IK, self._format),
+            {name: ids(name, values) for name, values in self._rules.categories(rows, self._format).items()},
+            {name: IdBags(ids(name, bags.values), bags.lengths_N, bags.weights) for name, bags in rows.bags.items()},
         )
 
-    def _reporter(self, phase: Literal["learn", "write"], total: int) -> Callable[[int, int], None]:
+    def _bytes(self, wanted: Callable[[Split | None], bool]) -> int:
+        """Size of the raw files whose rows are of a split, or are split."""
+        files, splits = self._source.files, self._source.splits
+        return sum(file.bytes for file, split in zip(files, splits, strict=True) if wanted(split))
+
+    def _reporter(self, phase: Phase, total: int) -> Callable[[int, int], None]:
         rows = done = 0
 
         def report(more_rows: int, more_bytes: int) -> None:
@@ -272,11 +296,11 @@ class Preparation:
 
     def _features(self, learned: Learned) -> dict[str, Feature]:
         features = {}
-        bags = self._format.bags
-        for name in (*self._preprocessing.category_names(self._format), *bags):
+        bags, hashed = self._format.bags, self._rules.num_hashed(self._format)
+        for name in (*self._rules.category_names(self._format), *bags):
             size = learned.vocabulary_sizes.get(name)
             features[name] = Feature(
-                self._preprocessing.num_ids if size is None else size + 1,
+                hashed[name] if size is None else size + self._rules.first_id,
                 bag=name in bags,
                 weighted=bags.get(name, False),
                 vocabulary=None if size is None else f"{VOCABULARY}/{vocabulary_file(name)}",
@@ -285,13 +309,17 @@ class Preparation:
 
     def _manifest(self, learned: Learned, records: Records, features: Mapping[str, Feature]) -> Manifest:
         return Manifest(
-            dense=self._preprocessing.dense_names(self._format),
+            dense=self._rules.dense_names(self._format),
             features=features,
             splits={split: records.shards(split) for split in SPLITS},
             group_rows=GROUP_ROWS,
             details={
                 **self._plan,
-                "learned": {"minimum": list(learned.minimum), "min_count": learned.min_count},
+                "learned": {
+                    **(self._rules.describe(learned.summary_IK, self._format) if learned.dense else {}),
+                    "min_count": learned.min_count,
+                    "raised": learned.raised,
+                },
                 "statistics": records.statistics(),
                 "versions": {
                     "lightning_recsys": __version__,
@@ -305,6 +333,12 @@ class Preparation:
 def _check(name: str, value: object, allowed: str, *, ok: bool) -> None:
     if not ok:
         raise ValueError(f"{name} must be {allowed}, got {value!r}.")
+
+
+def _num_missing(values: pa.Array) -> int:
+    if pa.types.is_dictionary(values.type):
+        return int(values.null_count)
+    return pc.sum(pc.equal(pc.binary_length(values), 0)).as_py() or 0
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

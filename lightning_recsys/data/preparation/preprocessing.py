@@ -1,25 +1,100 @@
 """Named ways to turn raw columns into features."""
 
-# Shape suffixes: N rows, I dense features.
+# Shape suffixes: N rows, I dense features, K numbers of a summary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lightning_recsys.data.raw import RawColumns, RawFormat
+from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values, parse_keys
+
+Ids = NDArray[np.int32] | NDArray[np.int64]
+Summary = NDArray[np.float64]
 
 _NO_BUCKET = np.iinfo(np.int64).min
 
 
+class ColumnRules(ABC):
+    """What happens to the columns of a raw format.
+
+    Attributes:
+        first_id: Id of the first value of a vocabulary.
+        max_vocabulary: Values that all vocabularies together hold at most.
+    """
+
+    first_id: int
+    max_vocabulary: int
+
+    @abstractmethod
+    def check(self, raw_format: RawFormat) -> None:
+        """Raise ``ValueError`` if rows of this format are not for these rules."""
+
+    @abstractmethod
+    def options(self) -> dict[str, object]:
+        """What the rules were told, for the manifest."""
+
+    @abstractmethod
+    def learns(self, raw_format: RawFormat) -> bool:
+        """Whether the training rows have to be read once before any row can be written."""
+
+    @abstractmethod
+    def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
+        """Names of the dense features that come out."""
+
+    @abstractmethod
+    def category_names(self, raw_format: RawFormat) -> tuple[str, ...]:
+        """Names of the single-valued categorical features that come out."""
+
+    @abstractmethod
+    def num_hashed(self, raw_format: RawFormat) -> dict[str, int]:
+        """Number of ids of each categorical feature, bags included, whose ids are hashed."""
+
+    @abstractmethod
+    def vocabularies(self, raw_format: RawFormat) -> dict[str, int]:
+        """Which categorical features have vocabularies, and how often a value must occur to be in it."""
+
+    @abstractmethod
+    def categories(self, rows: RawColumns, raw_format: RawFormat) -> dict[str, pa.Array]:
+        """Values of the single-valued categorical features."""
+
+    @abstractmethod
+    def summary(self, rows: RawColumns, raw_format: RawFormat) -> Summary:
+        """What is to be known of the dense features of some training rows, shape ``[I, K]``."""
+
+    @abstractmethod
+    def merged(self, summaries: Sequence[Summary]) -> Summary:
+        """The summary of all rows from those of some; of none, too."""
+
+    @abstractmethod
+    def describe(self, summary_IK: Summary, raw_format: RawFormat) -> dict[str, object]:
+        """A summary in words, for the manifest."""
+
+    @abstractmethod
+    def dense_features(self, rows: RawColumns, summary_IK: Summary, raw_format: RawFormat) -> NDArray[np.float32]:
+        """The dense features, shape ``[I, N]``; the summary is that of the training rows."""
+
+    @abstractmethod
+    def look_up(self, name: str, values: pa.Array, table: KeyTable | None, raw_format: RawFormat) -> Ids:
+        """Ids of a feature's values.
+
+        Args:
+            name: The feature.
+            values: Its values.
+            table: Its vocabulary; ``None`` where ids are hashed.
+            raw_format: Where the values come from.
+        """
+
+
 @dataclass(frozen=True)
-class Preprocessing:
+class Preprocessing(ColumnRules):
     r"""What happens to the columns.
 
     Args:
@@ -56,41 +131,82 @@ class Preprocessing:
             if getattr(self, name) < 1:
                 raise ValueError(f"preprocessing.{name} must be at least 1, got {getattr(self, name)}.")
 
-    @property
-    def learns(self) -> bool:
-        """Whether the training rows have to be read once before any row can be written."""
+    first_id: ClassVar[int] = 1  # type: ignore[misc]
+
+    def check(self, raw_format: RawFormat) -> None:
+        """See the base class."""
+        if isinstance(raw_format, TabularFormat):
+            raise ValueError(
+                "data=tabular needs preprocessing=schema: its schema says what happens to the columns, one by one."
+            )
+
+    def options(self) -> dict[str, object]:
+        """See the base class."""
+        return asdict(self)
+
+    def learns(self, raw_format: RawFormat) -> bool:
+        """See the base class."""
         return self.ids == "vocabulary" or self.dense == "log_shift"
 
     def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
-        """Names of the dense features that come out."""
+        """See the base class."""
         return () if self.dense == "bucket" else raw_format.dense
 
     def category_names(self, raw_format: RawFormat) -> tuple[str, ...]:
-        """Names of the single-valued categorical features that come out."""
+        """See the base class."""
         return (*(raw_format.dense if self.dense == "bucket" else ()), *raw_format.categories)
 
+    def num_hashed(self, raw_format: RawFormat) -> dict[str, int]:
+        """See the base class."""
+        return {} if self.ids == "vocabulary" else dict.fromkeys(self._features(raw_format), self.num_ids)
+
+    def vocabularies(self, raw_format: RawFormat) -> dict[str, int]:
+        """See the base class."""
+        return dict.fromkeys(self._features(raw_format), self.min_count) if self.ids == "vocabulary" else {}
+
     def categories(self, rows: RawColumns, raw_format: RawFormat) -> dict[str, pa.Array]:
-        """The single-valued categorical features as text."""
+        """See the base class."""
         buckets = {}
         if self.dense == "bucket":
             buckets = {name: bucket_text(x_N) for name, x_N in zip(raw_format.dense, rows.dense_IN, strict=True)}
         return {**buckets, **rows.categories}
 
-    def dense_features(self, rows: RawColumns, minimum_I: NDArray[np.float64]) -> NDArray[np.float32]:
-        """The dense features, shape ``[I, N]``.
+    def summary(self, rows: RawColumns, raw_format: RawFormat) -> Summary:
+        """The smallest values, shape ``[I, 1]``."""
+        smallest: Summary = np.nan_to_num(rows.dense_IN).min(axis=1, initial=np.inf, keepdims=True)
+        return smallest
 
-        Args:
-            rows: The rows.
-            minimum_I: Smallest value of each in the training rows; used by ``log_shift``.
-        """
+    def merged(self, summaries: Sequence[Summary]) -> Summary:
+        """See the base class."""
+        smallest: Summary = np.minimum.reduce(summaries) if summaries else np.empty((0, 1))
+        return np.where(np.isfinite(smallest), smallest, 0)
+
+    def describe(self, summary_IK: Summary, raw_format: RawFormat) -> dict[str, object]:
+        """See the base class."""
+        return {"minimum": summary_IK.ravel().tolist()}
+
+    def dense_features(self, rows: RawColumns, summary_IK: Summary, raw_format: RawFormat) -> NDArray[np.float32]:
+        """See the base class."""
         if self.dense == "bucket":
             return np.empty((0, len(rows)), dtype=np.float32)
         x_IN = np.nan_to_num(rows.dense_IN, nan=0.0)
         if self.dense == "log":
             features: NDArray[np.float64] = np.log1p(np.maximum(x_IN, 0))
         else:
-            features = np.log(np.maximum(x_IN - minimum_I[:, None], 0) + 2)
+            features = np.log(np.maximum(x_IN - summary_IK, 0) + 2)
         return features.astype(np.float32)
+
+    def look_up(self, name: str, values: pa.Array, table: KeyTable | None, raw_format: RawFormat) -> Ids:
+        """See the base class."""
+        if table is not None:
+            return table.ids(hash_values(values))
+        base = raw_format.number_base.get(name)
+        keys = hash_values(values) if base is None else parse_keys(values, base=base)[0]
+        ids = keys % np.uint64(self.num_ids)
+        return ids.astype(np.int32) if self.num_ids <= 1 << 31 else ids.astype(np.int64)
+
+    def _features(self, raw_format: RawFormat) -> tuple[str, ...]:
+        return (*self.category_names(raw_format), *raw_format.bags)
 
 
 def buckets(x_N: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -117,29 +233,3 @@ def bucket_text(x_N: NDArray[np.float64]) -> pa.Array:
         [b"" if bucket == _NO_BUCKET else str(bucket).encode() for bucket in distinct.tolist()], pa.binary()
     )
     return texts.take(pa.array(codes))
-
-
-class IdRule:
-    """Turns values into ids.
-
-    Args:
-        preprocessing: How.
-        tables: The learned vocabularies by feature; empty where ids are hashed.
-        number_base: As in :class:`RawFormat`.
-    """
-
-    def __init__(
-        self, preprocessing: Preprocessing, *, tables: Mapping[str, KeyTable], number_base: Mapping[str, int]
-    ) -> None:
-        self._num_ids = preprocessing.num_ids
-        self._tables = tables
-        self._number_base = number_base if preprocessing.ids == "hash" else {}
-
-    def ids(self, name: str, values: pa.Array) -> NDArray[np.int32] | NDArray[np.int64]:
-        """Ids of a feature's values."""
-        if name in self._tables:
-            return self._tables[name].ids(hash_values(values))
-        base = self._number_base.get(name)
-        keys = hash_values(values) if base is None else parse_keys(values, base=base)[0]
-        ids = keys % np.uint64(self._num_ids)
-        return ids.astype(np.int32) if self._num_ids <= 1 << 31 else ids.astype(np.int64)

@@ -17,6 +17,7 @@ from lightning_recsys.data.preparation.shards import Rows, ShardWriter
 from lightning_recsys.data.preparation.source import ParsedBlock
 from lightning_recsys.data.preparation.splits import SPLITS
 from lightning_recsys.data.prepared.manifest import Shard, write_atomically
+from lightning_recsys.data.raw import Position
 
 _EXAMPLES = 5  # messages about bad lines that are kept
 
@@ -98,11 +99,12 @@ class Records:
         return iter(self._records)
 
     @property
-    def position(self) -> tuple[int, int, int]:
-        """Where the raw text goes on: number of the file, offset in it, number of the line."""
+    def position(self) -> tuple[int, Position]:
+        """Where the raw files go on: number of the file, and position in it."""
         if not self._records:
-            return 0, 0, 1
-        return tuple(self._records[-1]["position"])
+            return 0, Position()
+        file, *position = self._records[-1]["position"]
+        return file, Position(*position)
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a record; once this returns, the segment counts as finished."""

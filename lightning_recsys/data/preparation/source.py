@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.data.module import Split
-from lightning_recsys.data.preparation.splits import SPLITS, SplitRule
-from lightning_recsys.data.raw import InputFile, RawColumns, RawFormat, TextBlock, text_blocks
+from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Survey
+from lightning_recsys.data.raw import Block, InputFile, Position, RawColumns, RawFormat
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ParsedBlock:
         wrong: A message for each line that was skipped.
     """
 
-    block: TextBlock
+    block: Block
     rows: RawColumns
     split_N: NDArray[np.int8]
     wrong: Sequence[str]
@@ -41,6 +41,8 @@ class RawSource:
         split: The rule; may bring files of its own.
         on_bad_row: ``error`` or ``skip``.
         block_bytes: Text that is read at a time.
+
+    Where the rule has to know all rows first, :attr:`survey` is what it goes by.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class RawSource:
     ) -> None:
         split.check(raw_format)
         self.format = raw_format
-        self._split = split
+        self.split = split
+        self.survey: Survey | None = None
         self._on_bad_row = on_bad_row
         self._block_bytes = block_bytes
         own_files = split.files()
@@ -65,35 +68,33 @@ class RawSource:
             if not file.bytes:
                 raise ValueError(f"{file.path} is empty.")
 
-    def read(self, file: int, *, start: int = 0, first_line: int = 1) -> Iterator[TextBlock]:
-        """The blocks of a file, by its number, from an offset on."""
-        return text_blocks(self._paths[file], block_bytes=self._block_bytes, start=start, first_line=first_line)
+    def read(self, file: int, position: Position = Position()) -> Iterator[Block]:  # noqa: B008 - immutable
+        """The blocks of a file, by its number, from a position on."""
+        return self.format.blocks(self._paths[file], block_bytes=self._block_bytes, position=position)
 
-    def parse(self, file: int, block: TextBlock) -> ParsedBlock:
-        """The rows of a block of a file.
+    def rows(self, file: int, block: Block) -> tuple[RawColumns, list[str]]:
+        """The rows of a block of a file, and a message for each line that was skipped.
 
         Raises:
             ValueError: a line holds no row, unless such lines are skipped; or the header is wrong.
         """
-        path, data, first_line = self._paths[file], block.data, block.first_line
-        if self.format.header and block.start == 0:
-            header, _, data = data.partition(b"\n")
-            try:
-                self.format.check_header(header.rstrip(b"\r"))
-            except ValueError as error:
-                raise ValueError(f"{path}, line 1: {error}") from None
-            first_line += 1
-        rows = self.format.parse(data)
+        path = self._paths[file]
+        rows = self.format.parse_block(path, block)
         wrong = []
         for line in rows.bad:
             column = "" if line.column is None else f", column {line.column!r}"
-            number = first_line + line.line
-            wrong.append(f"{path}, row {number - self.format.header} (line {number}){column}: {line.message}.")
+            wrong.append(f"{path}, {line.place}{column}: {line.message}.")
             if self._on_bad_row == "error":
                 raise ValueError(f"{wrong[0]} (on_bad_row=skip leaves out such rows and counts them.)")
+        return rows, wrong
+
+    def parse(self, file: int, block: Block) -> ParsedBlock:
+        """The rows of a block of a file, each with its split. See :meth:`rows`."""
+        rows, wrong = self.rows(file, block)
         name = self.splits[file]
         if name is None:
-            split = self._split.assign(file=file, line_N=rows.lines_N + first_line, time_N=rows.time_N)
+            first = None if self.survey is None else self.survey.rows_before(file, block.position)
+            split = self.split.assign(file=file, line_N=rows.lines_N, time_N=rows.time_N, first_row=first)
         else:
             split = np.full(len(rows), SPLITS.index(name), dtype=np.int8)
         return ParsedBlock(block, rows, split, wrong)

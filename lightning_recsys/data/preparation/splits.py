@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,15 +14,51 @@ from numpy.typing import NDArray
 
 from lightning_recsys.data.hashing import key64, mix64, uniform
 from lightning_recsys.data.module import Split
-from lightning_recsys.data.raw import RawFormat, find_files
+from lightning_recsys.data.raw import Position, RawFormat, find_files
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+Times = NDArray[np.int64] | NDArray[np.float64]
+
+
+class Survey:
+    """What one look at all rows told: how many there are, where each block's begin, where the splits begin.
+
+    Args:
+        counts: For each file whose rows are split, by its number: offset of each block, and good rows before it.
+        num_rows: Good rows in all.
+        bounds: What the rule made of them.
+    """
+
+    def __init__(
+        self, counts: Mapping[int, Sequence[tuple[int, int]]], *, num_rows: int, bounds: Sequence[int | None]
+    ) -> None:
+        self.num_rows = num_rows
+        self.bounds = tuple(bounds)
+        self._counts = {file: dict(blocks) for file, blocks in counts.items()}
+
+    def rows_before(self, file: int, position: Position) -> int:
+        """Good rows before a block, in files before its own too."""
+        return self._counts[file][position.offset]
+
+    def to_json(self) -> str:
+        """As text."""
+        counts = {file: list(blocks.items()) for file, blocks in self._counts.items()}
+        return json.dumps({"counts": counts, "num_rows": self.num_rows, "bounds": self.bounds})
+
+    @classmethod
+    def from_json(cls, text: str) -> Survey:
+        """What :meth:`to_json` wrote."""
+        content = json.loads(text)
+        counts = {int(file): blocks for file, blocks in content["counts"].items()}
+        return cls(counts, num_rows=content["num_rows"], bounds=content["bounds"])
 
 
 class SplitRule(ABC):
     """Parts rows into :data:`SPLITS`."""
 
     by: ClassVar[str]
+    surveys: bool = False
+    """Whether all rows have to be looked at before one can be assigned."""
 
     def files(self) -> list[tuple[Path, Split]]:
         """Files beside the raw ones, and the split that all their rows belong to."""
@@ -34,13 +72,16 @@ class SplitRule(ABC):
         """Raise ``ValueError`` if rows of this format cannot be split so."""
 
     @abstractmethod
-    def assign(self, *, file: int, line_N: NDArray[np.int64], time_N: NDArray[np.int64] | None) -> NDArray[np.int8]:
+    def assign(
+        self, *, file: int, line_N: NDArray[np.int64], time_N: Times | None, first_row: int | None = None
+    ) -> NDArray[np.int8]:
         """Positions in :data:`SPLITS` for rows of the raw files.
 
         Args:
             file: Number of the file that they come from.
             line_N: Number of their line in the file.
             time_N: When they happened, if the format knows it.
+            first_row: Good rows before these in all raw files, where the rule surveys.
         """
 
 
@@ -68,7 +109,9 @@ class ByShare(SplitRule):
                 f"split.validation + split.test must leave rows for training, got {self.validation} + {self.test}."
             )
 
-    def assign(self, *, file: int, line_N: NDArray[np.int64], time_N: NDArray[np.int64] | None) -> NDArray[np.int8]:
+    def assign(
+        self, *, file: int, line_N: NDArray[np.int64], time_N: Times | None, first_row: int | None = None
+    ) -> NDArray[np.int8]:
         """See the base class."""
         draws = uniform(mix64(mix64(line_N.astype(np.uint64)) ^ key64("split", self.seed, file)))
         return np.digitize(draws, [1 - self.validation - self.test, 1 - self.test]).astype(np.int8)
@@ -103,7 +146,9 @@ class ByTime(SplitRule):
                 "say) or split.by=share."
             )
 
-    def assign(self, *, file: int, line_N: NDArray[np.int64], time_N: NDArray[np.int64] | None) -> NDArray[np.int8]:
+    def assign(
+        self, *, file: int, line_N: NDArray[np.int64], time_N: Times | None, first_row: int | None = None
+    ) -> NDArray[np.int8]:
         """See the base class."""
         assert time_N is not None
         split = np.zeros(len(line_N), dtype=np.int8)
@@ -134,7 +179,9 @@ class ByFile(SplitRule):
                 found += [(path, split) for path in find_files(patterns, name=f"split.{split}")]  # type: ignore[misc]
         return found
 
-    def assign(self, *, file: int, line_N: NDArray[np.int64], time_N: NDArray[np.int64] | None) -> NDArray[np.int8]:
+    def assign(
+        self, *, file: int, line_N: NDArray[np.int64], time_N: Times | None, first_row: int | None = None
+    ) -> NDArray[np.int8]:
         """See the base class."""
         return np.zeros(len(line_N), dtype=np.int8)
 

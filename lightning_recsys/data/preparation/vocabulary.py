@@ -53,31 +53,35 @@ class ValueCounter:
             if self._entries > self._max_entries // 2:
                 self._spill()
 
-    def write(self, folder: Path, *, min_count: int, max_vocabulary: int) -> tuple[dict[str, int], int]:
+    def write(self, folder: Path, *, min_count: Mapping[str, int], max_vocabulary: int) -> tuple[dict[str, int], int]:
         """Write the vocabularies: a Parquet file per feature with its values and counts, the most frequent first.
 
         Args:
             folder: Where the files go; see :func:`vocabulary_file`.
-            min_count: Rarer values are left out.
-            max_vocabulary: How many values to keep at most; ``min_count`` is raised until they fit.
+            min_count: Rarer values of each feature are left out.
+            max_vocabulary: How many values to keep at most; the smallest of ``min_count`` is raised until they fit.
 
         Returns:
-            Number of values by feature, and the smallest count that was kept.
+            Number of values by feature, and the smallest ``min_count``.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self._spills:
             self._spill()
-        histogram = np.zeros(_TOP_COUNT + 1, dtype=np.int64)
+        at_least = np.zeros(_TOP_COUNT + 1, dtype=np.int64)  # how many values remain if all must occur that often
         for name in self._pending:
+            histogram = np.zeros(_TOP_COUNT + 1, dtype=np.int64)
             for table in self._parts(name):
                 counts = np.minimum(table["count"].to_numpy(), _TOP_COUNT)
                 histogram += np.bincount(counts, minlength=_TOP_COUNT + 1)
-        at_least = np.cumsum(histogram[::-1])[::-1]  # how many values occur that often or more
-        while min_count < _TOP_COUNT and at_least[min(min_count, _TOP_COUNT)] > max_vocabulary:
-            min_count += 1
+            remaining = np.cumsum(histogram[::-1])[::-1]
+            at_least += np.minimum(remaining, remaining[min(min_count[name], _TOP_COUNT)])
+        least = min(min_count.values())
+        while least < _TOP_COUNT and at_least[least] > max_vocabulary:
+            least += 1
         sizes = {}
         for name in self._pending:
-            frequent = [table.filter(pc.greater_equal(table["count"], min_count)) for table in self._parts(name)]
+            needed = max(min_count[name], least)
+            frequent = [table.filter(pc.greater_equal(table["count"], needed)) for table in self._parts(name)]
             table = pa.concat_tables([_SCHEMA.empty_table(), *frequent])
             del frequent
             table = table.sort_by([("count", "descending"), ("value", "ascending")])
@@ -87,7 +91,7 @@ class ValueCounter:
             publish(temporary, path)
             sizes[name] = len(table)
         shutil.rmtree(self._folder, ignore_errors=True)
-        return sizes, min_count
+        return sizes, least
 
     def _spill(self) -> None:
         """Move all counts to files: one for each feature, with a record batch for each part."""
@@ -122,12 +126,18 @@ class ValueCounter:
 
 
 def count_values(values: pa.Array) -> pa.Table:
-    """Distinct values and how often each occurs.
+    """Distinct values and how often each occurs; those that are null do not count.
 
-    >>> count_values(pa.array([b"a", b"b", b"a"])).to_pydict()
+    >>> count_values(pa.array([b"a", b"b", b"a", None])).to_pydict()
+    {'value': [b'a', b'b'], 'count': [2, 1]}
+    >>> count_values(pa.array([b"a", b"b", b"a", None]).dictionary_encode()).to_pydict()
     {'value': [b'a', b'b'], 'count': [2, 1]}
     """
-    counts = values.value_counts()
+    if pa.types.is_dictionary(values.type):
+        counted = np.bincount(values.indices.drop_null().to_numpy(), minlength=len(values.dictionary))
+        table = pa.Table.from_arrays([values.dictionary, pa.array(counted)], schema=_SCHEMA)
+        return table.filter(pc.greater(table["count"], 0))
+    counts = values.drop_null().value_counts()
     return pa.Table.from_arrays([counts.field("values"), counts.field("counts")], schema=_SCHEMA)
 
 

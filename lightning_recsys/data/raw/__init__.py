@@ -4,17 +4,21 @@ from lightning_recsys.data.raw.avazu import AvazuFormat
 from lightning_recsys.data.raw.columns import BadLine, Bags, RawColumns, RawFormat
 from lightning_recsys.data.raw.criteo import CriteoFormat
 from lightning_recsys.data.raw.libfm import LibfmFormat
-from lightning_recsys.data.raw.text import InputFile, TextBlock, find_files, text_blocks
+from lightning_recsys.data.raw.tabular import TabularFormat
+from lightning_recsys.data.raw.text import Block, InputFile, Position, TextBlock, find_files, text_blocks
 
 __all__ = [
     "AvazuFormat",
     "BadLine",
     "Bags",
+    "Block",
     "CriteoFormat",
     "InputFile",
     "LibfmFormat",
+    "Position",
     "RawColumns",
     "RawFormat",
+    "TabularFormat",
     "TextBlock",
     "find_files",
     "text_blocks",

@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+from lightning_recsys.data.raw.text import Block, Position, TextBlock, text_blocks
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,13 @@ class BadLine:
         line: Its number in the block, from 0.
         column: The column that is wrong; ``None`` where the whole line is.
         message: What is wrong.
+        place: How to call it, such as ``row 2 (line 3)``; empty where that follows from its number.
     """
 
     line: int
     column: str | None
     message: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,11 @@ class RawColumns:
         lines_N: Number of each row's line in the block, from 0, int64.
         labels_N: 0 or 1, float32.
         dense_IN: Numbers, float64, NaN where missing.
-        categories: Values of each single-valued categorical feature, arrow binary, empty where missing.
+        categories: Values of each single-valued categorical feature, arrow binary, empty where missing; or, as the
+            format documents, dictionary-encoded and null where missing.
         bags: Values of each multi-valued feature.
-        time_N: When the row happened, in the unit that the format documents, int64; ``None`` where it says nothing.
+        time_N: When the row happened, in the unit that the format documents, int64 or float64; ``None`` where it says
+            nothing.
         bad: Lines that hold no row. No row stands for them.
     """
 
@@ -68,7 +75,7 @@ class RawColumns:
     dense_IN: NDArray[np.float64]
     categories: Mapping[str, pa.Array]
     bags: Mapping[str, Bags] = field(default_factory=dict)
-    time_N: NDArray[np.int64] | None = None
+    time_N: NDArray[np.int64] | NDArray[np.float64] | None = None
     bad: Sequence[BadLine] = ()
 
     def __len__(self) -> int:
@@ -117,6 +124,46 @@ class RawFormat(ABC):
     @abstractmethod
     def parse(self, block: bytes) -> RawColumns:
         """The rows of a block of whole lines."""
+
+    def blocks(self, path: Path, *, block_bytes: int, position: Position) -> Iterator[Block]:
+        """A file in blocks: the same ones from the position of any of them on.
+
+        Args:
+            path: The file.
+            block_bytes: How much to read at a time, about.
+            position: Of the first block.
+        """
+        return text_blocks(path, block_bytes=block_bytes, start=position.offset, first_line=position.line)
+
+    def parse_block(self, path: Path, block: Block) -> RawColumns:
+        """The rows of a block, with the numbers that their lines have in the file.
+
+        Raises:
+            ValueError: the header is wrong.
+        """
+        assert isinstance(block, TextBlock)
+        data, first_line = block.data, block.first_line
+        if self.header and block.start == 0:
+            header, _, data = data.partition(b"\n")
+            try:
+                self.check_header(header.rstrip(b"\r"))
+            except ValueError as error:
+                raise ValueError(f"{path}, line 1: {error}") from None
+            first_line += 1
+        rows = self.parse(data)
+        bad = [
+            replace(line, place=f"row {number - self.header} (line {number})")
+            for line in rows.bad
+            for number in [first_line + line.line]
+        ]
+        return replace(rows, lines_N=rows.lines_N + first_line, bad=bad)
+
+    def check_read(self) -> None:  # noqa: B027 - most formats have nothing to say
+        """Raise ``ValueError`` if what was read, once all training files were, cannot be what was meant."""
+
+    def side_files(self) -> Sequence[Path]:
+        """Files that are read beside the raw ones."""
+        return ()
 
     def options(self) -> dict[str, object]:
         """What the format was told, for the manifest."""

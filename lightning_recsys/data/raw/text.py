@@ -10,9 +10,42 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple, Protocol
 
 _FINGERPRINT_BYTES = 1 << 20
+
+
+class Position(NamedTuple):
+    """Where in a file reading goes on.
+
+    Args:
+        offset: What is before it, in a unit of the format's own: bytes of uncompressed text, say.
+        line: Number of the line that starts there, from 1.
+        row: Number of the row that starts there, from 1, in formats where not every line is a row.
+    """
+
+    offset: int = 0
+    line: int = 1
+    row: int = 1
+
+
+class Block(Protocol):
+    """Some rows of a file, not parsed yet."""
+
+    @property
+    def position(self) -> Position:
+        """Where they start."""
+        ...
+
+    @property
+    def next_position(self) -> Position:
+        """Where the next block starts."""
+        ...
+
+    @property
+    def consumed(self) -> int:
+        """How much of the file, as it lies on the disk, was read for this block and those before it, in bytes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,14 +65,14 @@ class TextBlock:
     consumed: int
 
     @property
-    def end(self) -> int:
-        """Offset of what follows."""
-        return self.start + len(self.data)
+    def position(self) -> Position:
+        """Where it starts."""
+        return Position(self.start, self.first_line)
 
     @property
-    def next_line(self) -> int:
-        """Number of the line that follows."""
-        return self.first_line + self.data.count(b"\n")
+    def next_position(self) -> Position:
+        """Where the next one starts."""
+        return Position(self.start + len(self.data), self.first_line + self.data.count(b"\n"))
 
 
 @dataclass(frozen=True)
@@ -130,7 +163,7 @@ def text_blocks(path: Path, *, block_bytes: int, start: int = 0, first_line: int
             rest = chunk[end:]
             if data:
                 block = TextBlock(data, start, first_line, raw.tell())
-                start, first_line = block.end, block.next_line
+                start, first_line, _ = block.next_position
                 yield block
             if not chunk:
                 return

@@ -1,0 +1,155 @@
+"""What a schema says about columns, for rows that stream by: the same ids and numbers as in memory."""
+
+# Shape suffixes: N rows, I dense features, K numbers of a summary.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from lightning_recsys.data.encoding import feature_name, standardize, transform
+from lightning_recsys.data.preparation.preprocessing import ColumnRules, Ids, Summary
+from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
+from lightning_recsys.data.raw.kernels import KeyTable, hash_values
+from lightning_recsys.data.schema import Schema
+from lightning_recsys.data.schema_parts import Categorical
+from lightning_recsys.data.vocabulary import HashBuckets, Vocabulary
+
+_COUNT, _MEAN, _SQUARES = range(3)
+
+
+@dataclass(frozen=True)
+class SchemaRules(ColumnRules):
+    """Follows the schema of a :class:`~lightning_recsys.data.raw.TabularFormat`.
+
+    Ids are those of the in-memory encoder; means and deviations are too, but for rounding, since they are put together
+    from those of blocks.
+
+    Args:
+        max_vocabulary: Values that all vocabularies together hold at most; beyond it the smallest ``min_count`` of the
+            schema is raised until they fit, and the manifest says so.
+
+    Raises:
+        ValueError: ``max_vocabulary`` is not positive.
+    """
+
+    max_vocabulary: int = 6_000_000
+    first_id: ClassVar[int] = Vocabulary.first_id  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        if self.max_vocabulary < 1:
+            raise ValueError(f"preprocessing.max_vocabulary must be at least 1, got {self.max_vocabulary}.")
+
+    def check(self, raw_format: RawFormat) -> None:
+        """See the base class."""
+        if not isinstance(raw_format, TabularFormat):
+            raise ValueError(
+                f"preprocessing=schema is for data=tabular; data={raw_format.name} has no schema. Use dlrm, torchrec, "
+                "or bars."
+            )
+
+    def options(self) -> dict[str, object]:
+        """See the base class."""
+        return {"by": "schema", **asdict(self)}
+
+    def learns(self, raw_format: RawFormat) -> bool:
+        """See the base class."""
+        return bool(raw_format.dense or self.vocabularies(raw_format))
+
+    def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
+        """See the base class."""
+        return raw_format.dense
+
+    def category_names(self, raw_format: RawFormat) -> tuple[str, ...]:
+        """See the base class."""
+        return raw_format.categories
+
+    def num_hashed(self, raw_format: RawFormat) -> dict[str, int]:
+        """See the base class."""
+        buckets = {name: feature.hash_buckets for name, feature in _features(raw_format).items()}
+        return {name: HashBuckets(count).num_embeddings for name, count in buckets.items() if count}
+
+    def vocabularies(self, raw_format: RawFormat) -> dict[str, int]:
+        """See the base class."""
+        features = _features(raw_format).items()
+        return {name: feature.min_count for name, feature in features if not feature.hash_buckets}
+
+    def categories(self, rows: RawColumns, raw_format: RawFormat) -> dict[str, pa.Array]:
+        """See the base class."""
+        return dict(rows.categories)
+
+    def summary(self, rows: RawColumns, raw_format: RawFormat) -> Summary:
+        """Count, mean and sum of squared differences from the mean of the transformed values that are there."""
+        summary = np.zeros((len(raw_format.dense), 3))
+        for i, (x_N, feature) in enumerate(zip(rows.dense_IN, _schema(raw_format).dense.values(), strict=True)):
+            known = transform(x_N[~np.isnan(x_N)], feature)
+            if len(known):
+                summary[i] = len(known), known.mean(), known.var() * len(known)
+        return summary
+
+    def merged(self, summaries: Sequence[Summary]) -> Summary:
+        """See the base class."""
+        return reduce(_merge, summaries) if summaries else np.empty((0, 3))
+
+    def describe(self, summary_IK: Summary, raw_format: RawFormat) -> dict[str, object]:
+        """See the base class."""
+        mean_I, std_I = _moments(summary_IK)
+        names = raw_format.dense
+        return {
+            "mean": dict(zip(names, mean_I.tolist(), strict=True)),
+            "deviation": dict(zip(names, std_I.tolist(), strict=True)),
+        }
+
+    def dense_features(self, rows: RawColumns, summary_IK: Summary, raw_format: RawFormat) -> NDArray[np.float32]:
+        """See the base class."""
+        features = np.empty(rows.dense_IN.shape, dtype=np.float32)
+        options = _schema(raw_format).dense.values()
+        for i, (x_N, feature, mean, std) in enumerate(zip(rows.dense_IN, options, *_moments(summary_IK), strict=True)):
+            features[i] = standardize(x_N, feature, mean=mean, std=std)
+        return features
+
+    def look_up(self, name: str, values: pa.DictionaryArray, table: KeyTable | None, raw_format: RawFormat) -> Ids:
+        """See the base class."""
+        hashes = hash_values(values.dictionary)
+        if table is None:
+            mapping = HashBuckets(self.num_hashed(raw_format)[name] - 1)
+            ids, missing = mapping.ids_of_hashes(hashes), mapping.missing_id
+        else:
+            places = table.ids(hashes).astype(np.int64)  # from 1 on, 0 where unknown
+            ids, missing = np.where(places, places - 1 + self.first_id, 0), Vocabulary.missing_id
+        codes = values.indices.fill_null(len(ids)).to_numpy()
+        found: Ids = np.append(ids, missing)[codes]
+        return found
+
+
+def _schema(raw_format: RawFormat) -> Schema:
+    assert isinstance(raw_format, TabularFormat)
+    return raw_format.schema
+
+
+def _features(raw_format: RawFormat) -> dict[str, Categorical]:
+    schema = _schema(raw_format)
+    return {feature_name(name): x for name, x in {**schema.categorical, **schema.multi_valued}.items()}
+
+
+def _merge(a_IK: Summary, b_IK: Summary) -> Summary:
+    """Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances"."""
+    (n_a, mean_a, squares_a), (n_b, mean_b, squares_b) = a_IK.T, b_IK.T
+    n = n_a + n_b
+    share_b = n_b / np.maximum(n, 1)
+    difference = mean_b - mean_a
+    mean = mean_a + difference * share_b
+    return np.stack([n, mean, squares_a + squares_b + difference**2 * n_a * share_b], axis=1)
+
+
+def _moments(summary_IK: Summary) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Means and deviations; such that a constant column becomes 0."""
+    n, mean, squares = summary_IK.reshape(-1, 3).T  # where there are no dense features, too
+    std = np.sqrt(squares / np.maximum(n, 1))
+    return mean, np.where(std > 0, std, 1)
