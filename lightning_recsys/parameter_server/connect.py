@@ -55,7 +55,7 @@ def connect(
         return MappedStores(endpoint.removeprefix("shm://"))
     if re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*", endpoint) is None:
         raise ValueError(f"an endpoint is shm:///folder or tcp://host:port, got {endpoint!r}.")
-    connection = Connection(endpoint, keys=_client_keys(keys), timeout=timeout, retries=retries, window=window)
+    connection = Connection(endpoint, keys=client_keys(keys), timeout=timeout, retries=retries, window=window)
     try:
         hello = connection.request("hello").value
     except BaseException:
@@ -68,7 +68,8 @@ def connect(
     return RemoteStores(connection)
 
 
-def _client_keys(keys: ClientKeys | JobKeys | Path | str | None) -> ClientKeys | None:
+def client_keys(keys: ClientKeys | JobKeys | Path | str | None) -> ClientKeys | None:
+    """The clients' half of what may be all keys, or a key file."""
     if isinstance(keys, str | Path):
         keys = JobKeys.load(Path(keys))
     return keys.client if isinstance(keys, JobKeys) else keys

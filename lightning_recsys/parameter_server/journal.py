@@ -50,13 +50,11 @@ class Undo:
     """What a push will touch.
 
     Args:
-        store: The store's name.
-        arrays: The store's arrays.
+        arrays: The arrays of a store, which has the name of its folder.
         names: Those that the push writes to; the counters are kept in any case.
         rows: The rows that it touches, int64 ``[U]``, the same in all arrays; ``None`` for all of them.
     """
 
-    store: str
     arrays: MappedArrays
     names: Sequence[str]
     rows: Tensor | None
@@ -212,7 +210,7 @@ class Journal:
             saved.append(("", torch.int64, tuple(rows.shape)))
         header = msgpack.packb(
             {
-                "store": undo.store,
+                "store": undo.arrays.folder.name,
                 "by_rows": rows is not None,
                 "arrays": [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in saved],
             }

@@ -1,0 +1,93 @@
+"""Checks of what a request brought: exactly the arguments and arrays that were asked for, within their ranges."""
+
+# Shape suffixes: F features, N ids of the batch.
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recsys.parameter_server.wire import Request
+
+
+def take_arguments(request: Request, **types: type | tuple[type, ...]) -> tuple[Any, ...]:
+    """The arguments in the order asked for; exactly those, of exactly these types.
+
+    Raises:
+        ValueError: one is missing, of another type, or not asked for.
+    """
+    given = request.arguments
+    if given.keys() != types.keys():
+        raise ValueError(f"{request.operation} takes the arguments {sorted(types)}, got {sorted(given)!s:.200}")
+    for name, kind in types.items():
+        allowed = kind if isinstance(kind, tuple) else (kind,)
+        if type(given[name]) not in allowed:
+            raise ValueError(f"{name} must be {' or '.join(x.__name__ for x in allowed)}, got {given[name]!r:.100}")
+    return tuple(given[name] for name in types)
+
+
+def take_arrays(request: Request, *expected: tuple[str, torch.dtype, int]) -> list[Tensor]:
+    """The arrays; exactly as many, each with its dtype and number of dimensions.
+
+    Raises:
+        ValueError: one is missing, another, or one too many.
+    """
+    arrays = list(request.arrays)
+    found = [take_array(arrays, *one) for one in expected]
+    if arrays:
+        raise ValueError(f"{request.operation} takes {len(expected)} arrays, got {len(request.arrays)}")
+    return found
+
+
+def take_array(arrays: list[Tensor], name: str, dtype: torch.dtype, dims: int) -> Tensor:
+    """The first array of the list, taken out of it."""
+    if not arrays:
+        raise ValueError(f"an array is missing: {name}")
+    array = arrays.pop(0)
+    if array.dtype != dtype or array.dim() != dims:
+        got = f"{array.dtype} of shape {list(array.shape)}"
+        raise ValueError(f"{name} must be {dtype} with {dims} dimensions, got {got}")
+    return array
+
+
+def take_nothing(request: Request) -> None:
+    """Neither arguments nor arrays."""
+    take_arguments(request)
+    take_arrays(request)
+
+
+def check_rate(learning_rate: float) -> None:
+    """A learning rate is a finite number, at least 0."""
+    if not math.isfinite(learning_rate) or learning_rate < 0:
+        raise ValueError(f"a learning rate must be a finite number of at least 0, got {learning_rate}")
+
+
+def check_rows(rows: Tensor, num_rows: int) -> None:
+    """Rows are those of the store."""
+    if rows.numel():
+        low, high = (int(x) for x in rows.aminmax())
+        if low < 0 or high >= num_rows:
+            raise IndexError(f"rows must be in [0, {num_rows}), got {low} to {high}")
+
+
+def check_single(ids_N: Tensor, sizes_F: Tensor) -> None:
+    """One id per bag: each is in its feature's table."""
+    if ids_N.numel():
+        low, high_F = ids_N.min(), ids_N.view(sizes_F.numel(), -1).amax(1)
+        if bool(low < 0) or bool((high_F >= sizes_F).any()):
+            raise IndexError(f"ids must be in [0, {sizes_F.tolist()}) by feature, got {int(low)} to {high_F.tolist()}")
+
+
+def check_bags(ids_N: Tensor, offsets: Tensor, sizes_F: Tensor) -> None:
+    """Offsets rise from 0 to the number of ids, and each id is in its feature's table."""
+    low, high = (int(x) for x in offsets.aminmax())
+    lengths = offsets.diff()  # which cannot overflow where all offsets are in range
+    if low or high > ids_N.numel() or offsets[0] or offsets[-1] != ids_N.numel() or bool((lengths < 0).any()):
+        raise ValueError(f"offsets must rise from 0 to the number of ids, {ids_N.numel()}")
+    if ids_N.numel():
+        sizes_N = sizes_F.repeat_interleave(lengths.view(sizes_F.numel(), -1).sum(1))
+        if bool((ids_N < 0).any()) or bool((ids_N >= sizes_N).any()):
+            raise IndexError(f"ids must be in [0, {sizes_F.tolist()}) by feature")

@@ -1,0 +1,133 @@
+"""The console script ``lightning-recsys-server``: a server in a shell of its own, its keys, its status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_recsys.parameter_server.client import Connection
+from lightning_recsys.parameter_server.connect import client_keys
+from lightning_recsys.parameter_server.keys import JobKeys
+from lightning_recsys.parameter_server.server import serve
+
+DESCRIPTION = """\
+Serve a folder of embedding tables and dense vectors to the workers of a training run.
+
+The folder's files are the stores: a server that ends, or is killed, loses nothing that it has acknowledged, and goes
+on where it was when it is started again on the same folder and port. Workers on the server's own machine map the files
+instead of asking it. When it listens it prints one line,
+
+    lightning-recsys-server ready: tcp://HOST:PORT
+
+and it ends on SIGTERM or Ctrl-C, with status 0, once the requests that have arrived are answered.
+"""
+EPILOG = """\
+examples:
+  on one machine, tables in shared memory, a free port:
+    lightning-recsys-server --folder /dev/shm/tables
+
+  for other machines, tables on disk; make the keys once and copy the file to every machine (mode 600):
+    lightning-recsys-server --make-keys job.keys
+    lightning-recsys-server --folder /data/tables --bind tcp://0.0.0.0:5790 --keys job.keys
+
+  how it is doing:
+    lightning-recsys-server --status tcp://10.0.0.7:5790 --keys job.keys
+
+In Python: lightning_recsys.parameter_server.connect("tcp://10.0.0.7:5790", keys="job.keys").
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the console script.
+
+    Args:
+        arguments: Of the command line; ``sys.argv`` if absent.
+
+    Returns:
+        The process's exit status: 0, or 1 with a sentence on stderr.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        if options.make_keys:
+            JobKeys.generate().save(options.make_keys)
+            sys.stdout.write(f"{options.make_keys}: keys of one job. Whoever can read this file is let in.\n")
+        elif options.status:
+            _show_status(options.status, keys=options.keys, timeout=options.timeout, as_json=options.json)
+        elif options.folder:
+            logging.basicConfig(format="%(levelname)s: %(message)s")
+            serve(
+                options.folder,
+                bind=options.bind,
+                keys=JobKeys.load(options.keys).server if options.keys else None,
+                ready=_say_ready,
+                num_threads=options.threads,
+                max_clients=options.max_clients,
+            )
+        else:
+            parser.error("one of --folder, --status and --make-keys is needed; --help explains them")
+    except (OSError, ValueError, RuntimeError) as error:
+        sys.stderr.write(f"lightning-recsys-server: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lightning-recsys-server",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--folder", type=Path, help="serve the stores of this folder, which is made if it is not there")
+    task.add_argument("--status", metavar="ENDPOINT", help="ask the server at tcp://HOST:PORT how it is doing")
+    task.add_argument("--make-keys", metavar="FILE", type=Path, help="write new keys to a new file and end")
+    parser.add_argument(
+        "--bind",
+        default="tcp://127.0.0.1:0",
+        metavar="tcp://HOST:PORT",
+        help="where to listen; port 0 takes a free one. Other hosts than this machine's loopback need --keys "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--keys", metavar="FILE", type=Path, help="key file of the job, to serve and to ask for status")
+    parser.add_argument("--threads", type=int, default=1, help="threads for arithmetic (default: %(default)s)")
+    parser.add_argument(
+        "--max-clients",
+        type=int,
+        default=1024,
+        help="worker processes, counting those cut off within the last day (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the status as JSON")
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, help="seconds to wait for the status (default: %(default)s)"
+    )
+    return parser
+
+
+def _say_ready(endpoint: str) -> None:
+    sys.stdout.write(f"lightning-recsys-server ready: {endpoint}\n")
+    sys.stdout.flush()
+
+
+def _show_status(endpoint: str, *, keys: Path | None, timeout: float, as_json: bool) -> None:
+    connection = Connection(endpoint, keys=client_keys(keys), timeout=timeout, retries=0)
+    try:
+        status = connection.request("status").value
+    finally:
+        connection.close()
+    if as_json:
+        sys.stdout.write(json.dumps(status) + "\n")
+        return
+    table = Table("", endpoint, show_header=True)
+    for name, value in status.items():
+        shown = f"{value:,.0f} s" if name == "uptime" else f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(name, shown)
+    Console().print(table)

@@ -1,0 +1,117 @@
+"""Open stores as a server needs them: what requests are checked against, and what a push will touch."""
+
+# Shape suffixes: B batch, F features, N ids of the batch.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.parameter_server import embedding_store
+from lightning_recsys.parameter_server.checks import check_bags, check_single, take_array
+from lightning_recsys.parameter_server.dense_store import MappedDenseStore
+from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
+from lightning_recsys.parameter_server.journal import Undo
+from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
+from lightning_recsys.parameter_server.plain import layout_to_plain, optimizer_to_plain
+from lightning_recsys.parameter_server.wire import Limits, Request
+
+
+class ServedEmbedding:
+    """An open embedding store.
+
+    Args:
+        arrays: Its files.
+    """
+
+    def __init__(self, arrays: MappedArrays) -> None:
+        self.store = MappedEmbeddingStore(arrays.folder)
+        self._arrays = arrays
+        layout = self.store.layout
+        self.keys = tuple(feature for table in layout.tables for feature in table.feature_names)
+        self.num_rows, self.dim = layout.num_rows, layout.embedding_dim
+        self._starts_F = torch.tensor(layout.feature_starts)
+        self._sizes_F = torch.tensor([table.num_embeddings for table in layout.feature_tables])
+        self._trained = ("weight", *self.store.row_state)
+
+    def describe(self) -> dict[str, Any]:
+        """What a client must know, in plain values."""
+        rule = optimizer_to_plain(self.store.optimizer)
+        return {"kind": "embedding", "tables": layout_to_plain(self.store.layout), "optimizer": rule}
+
+    def sparse(self, request: Request, limits: Limits) -> tuple[SparseFeatures, list[Tensor]]:
+        """The features of a request, checked, and the arrays behind them.
+
+        Raises:
+            ValueError: they are not features of this store.
+            IndexError: an id is not in its table.
+        """
+        arrays = list(request.arrays)
+        ids_N = take_array(arrays, "ids", torch.int64, 1)
+        offsets = take_array(arrays, "offsets", torch.int64, 1) if request.arguments["bags"] else None
+        weights_N = take_array(arrays, "weights", torch.float32, 1) if request.arguments["weighted"] else None
+        if max(ids_N.numel(), 0 if offsets is None else offsets.numel() - 1) > limits.rows:
+            raise ValueError(f"a request has at most {limits.rows} ids or bags")
+        sparse = SparseFeatures(self.keys, ids_N, offsets=offsets, weights=weights_N)
+        if offsets is None:
+            check_single(ids_N, self._sizes_F)
+        else:
+            check_bags(ids_N, offsets, self._sizes_F)
+        return sparse, arrays
+
+    def touched_rows(self, sparse: SparseFeatures) -> Tensor:
+        """Places in the store of the rows that an update will touch; one that occurs twice is named twice."""
+        if sparse.is_single_hot:
+            return (sparse.values.view(len(self.keys), -1) + self._starts_F.unsqueeze(1)).view(-1)
+        per_feature = sparse.bag_lengths().view(len(self.keys), -1).sum(1)
+        return sparse.values + self._starts_F.repeat_interleave(per_feature)
+
+    def undo(self, rows: Tensor) -> Undo:
+        """How to take back an update of these rows."""
+        return Undo(self._arrays, self._trained, rows)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self.store.close()
+        self._arrays.close()
+
+
+class ServedDense:
+    """An open vector.
+
+    Args:
+        arrays: Its files.
+    """
+
+    def __init__(self, arrays: MappedArrays) -> None:
+        self.store = MappedDenseStore(arrays.folder)
+        self._arrays = arrays
+
+    def describe(self) -> dict[str, Any]:
+        """What a client must know, in plain values."""
+        rule = self.store.optimizer
+        return {"kind": "dense", "size": self.store.size, "optimizer": rule and optimizer_to_plain(rule)}
+
+    def undo(self, names: Sequence[str]) -> Undo:
+        """How to take back an update of these arrays."""
+        return Undo(self._arrays, names, None)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self.store.close()
+        self._arrays.close()
+
+
+def open_served(folder: Path) -> ServedEmbedding | ServedDense:
+    """Open the store in a folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    arrays = MappedArrays(folder)
+    return ServedEmbedding(arrays) if arrays.meta["kind"] == embedding_store.KIND else ServedDense(arrays)
