@@ -111,12 +111,17 @@ def test_training_with_each_kernel_then_equals_autograd(optimizer, kernel, dim, 
             torch.testing.assert_close(saved[f"embedding_bags.{name}.{key}"], value, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("optimizer", "dim", "reason"), [(Adam(), 16, "no fused Adam"), (SGD(), 10, "multiple of 4")])
+@pytest.mark.parametrize(("optimizer", "dim", "reason"), [(Adam(), 64, "no fused Adam"), (SGD(), 70, "multiple of 4")])
 def test_fbgemm_when_it_cannot_serve_then_says_why_and_auto_finds_another(optimizer, dim, reason):
     with pytest.raises(ValueError, match=f"kernel='fbgemm' cannot serve these tables: it .*{reason}"):
         make(optimizer, dim, "fbgemm")
     assert make(optimizer, dim, "auto").embedding_bags.kernel.name == "numba"
-    assert make(SGD(), 16, "auto").embedding_bags.kernel.name == "fbgemm"
+    assert make(SGD(), 64, "auto").embedding_bags.kernel.name == "fbgemm"
+
+
+def test_auto_when_rows_are_narrow_then_takes_the_compiled_loops_and_fbgemm_where_they_are_wide():
+    chosen = {dim: make(RowwiseAdagrad(), dim, "auto").embedding_bags.kernel.name for dim in (1, 16, 32, 64)}
+    assert chosen == {1: "numba", 16: "numba", 32: "numba", 64: "fbgemm"}
 
 
 @pytest.mark.parametrize("optimizer", [Adagrad(), RowwiseAdagrad()], ids=["adagrad", "rowwise"])

@@ -12,15 +12,17 @@ from lightning_recsys.embeddings.kernels.numba_kernel import NumbaKernel
 from lightning_recsys.embeddings.kernels.torch_kernel import TorchKernel
 from lightning_recsys.optim import RowOptimizer
 
+_NARROW = 32
+"""Up to this width the compiled loops beat FBGEMM's CPU kernels; from 64 on, and in large batches, FBGEMM does."""
+
 KernelName = Literal["auto", "fbgemm", "numba", "torch"]
 
 
 def choose_kernel(name: KernelName, layout: TableLayout, optimizer: RowOptimizer, device: torch.device) -> Kernel:
     """The kernel for these tables.
 
-    ``auto`` takes the first that can serve them: FBGEMM, then our compiled loops on the CPU, then torch. FBGEMM pads
-    nothing here: on widths that it refuses (first-order weights of width 1 among them) the compiled loops are as fast
-    as FBGEMM on the padded width, without its extra memory.
+    ``auto`` takes the first that can serve them: on the CPU our compiled loops up to a width of 32, where they are the
+    fastest, then FBGEMM, then our loops for the rules and widths that it lacks; on a GPU FBGEMM; torch anywhere.
 
     Raises:
         ValueError: the name is unknown, or the kernel named cannot serve these tables; says why.
@@ -28,8 +30,11 @@ def choose_kernel(name: KernelName, layout: TableLayout, optimizer: RowOptimizer
     if name not in get_args(KernelName):
         raise ValueError(f"kernel must be one of {list(get_args(KernelName))}, got {name!r}.")
     fbgemm: type[Kernel] = FbgemmCpuKernel if device.type == "cpu" else FbgemmModuleKernel
+    candidates: list[type[Kernel]] = [fbgemm, NumbaKernel, TorchKernel]
+    if layout.embedding_dim <= _NARROW:
+        candidates[:2] = NumbaKernel, fbgemm
     refusals = {}
-    for candidate in (fbgemm, NumbaKernel, TorchKernel):
+    for candidate in candidates:
         if name in ("auto", candidate.name):
             refusals[candidate.name] = candidate.refusal(layout, optimizer, device)
             if refusals[candidate.name] is None:
