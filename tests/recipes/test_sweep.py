@@ -3,14 +3,18 @@ from __future__ import annotations
 import csv
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 from recipe_helpers import TINY, run_watched, train_here
 from recipe_tools.record import isolated_job
-from recipe_tools.sweep import comparison, for_people, write_csv, write_markdown
+from recipe_tools.sweep import SweepComparison, comparison, for_people, read_records, write_csv, write_markdown
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +106,36 @@ def test_isolated_job_undoes_what_a_job_changes(monkeypatch):
     assert dict(os.environ) == before
     assert torch.equal(torch.get_rng_state(), random_state)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "status", "value", "expected"),
+    [
+        ("BasicSweeper", JobStatus.FAILED, ValueError("wrong"), JobStatus.COMPLETED),  # so that the others go on
+        ("BasicSweeper", JobStatus.COMPLETED, float("nan"), JobStatus.COMPLETED),
+        ("OptunaSweeper", JobStatus.FAILED, ValueError("wrong"), JobStatus.FAILED),
+        ("OptunaSweeper", JobStatus.COMPLETED, float("nan"), JobStatus.FAILED),  # Optuna would end the search over it
+        ("OptunaSweeper", JobStatus.COMPLETED, 0.8, JobStatus.COMPLETED),
+    ],
+)
+def test_sweepers_get_what_they_can_go_on_with(sweeper, status, value, expected):
+    hydra = {"mode": RunMode.MULTIRUN, "sweeper": {"_target_": f"some.{sweeper}"}, "job": {"num": 3}}
+    config = OmegaConf.create({"hydra": hydra, "optimized_metric": "val/ne"})
+    job_return = JobReturn(status=status, _return_value=value)
+    SweepComparison().on_job_end(config, job_return)
+    assert job_return.status == expected
+    if expected == JobStatus.FAILED and status == JobStatus.COMPLETED:
+        with pytest.raises(ValueError, match="optimized_metric: val/ne is nan"):
+            _ = job_return.return_value
+
+
+def test_interrupted_sweep_is_compared_without_the_jobs_of_an_earlier_one(tmp_path):
+    for job, age in enumerate((3600, 0, 0)):
+        path = tmp_path / str(job) / "metrics.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(record(job, ["seed=1"], {"val/ne": 0.5})))
+        os.utime(path, (time.time() - age,) * 2)
+    assert [found["job"] for found in read_records(tmp_path, since=time.time() - 60)] == [1, 2]
 
 
 def record(job, overrides, metrics, *, error=None):

@@ -1,0 +1,69 @@
+"""Hydra's plugins for searches and parallel jobs, where ``lightning-recsys[sweeps]`` is installed."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+
+import pytest
+import yaml
+from recipe_helpers import TINY, TINY_DATA, run_recipe, run_watched
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
+QUIET = ("logger=none", "callbacks/progress_bar=none")
+
+
+def needs(plugin: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(plugin) is None
+    return pytest.mark.skipif(missing, reason=f"{plugin} is not installed: pip install lightning-recsys[sweeps]")
+
+
+def metrics_below(folder):
+    """Job -> metrics, without what depends on the clock."""
+    records = [json.loads(path.read_text()) for path in folder.glob("*/metrics.json")]
+    assert {record["status"] for record in records} == {"completed"}
+    return {
+        record["job"]: {name: value for name, value in record["metrics"].items() if not name.startswith("eps")}
+        for record in records
+    }
+
+
+@needs("hydra_plugins.hydra_joblib_launcher")
+def test_parallel_jobs_equal_consecutive_ones_and_leave_nothing(tmp_path):
+    jobs = ("-m", *TINY_DATA, *QUIET, "model=lr", "strategy=single,ddp", "seed=0,1", "hydra.sweep.dir=out")
+    for name, launcher in (("joblib", ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")), ("basic", ())):
+        (tmp_path / name).mkdir()
+        done, traces = run_watched(*jobs, *launcher, folder=tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        assert "4 jobs" in done.stdout
+        assert traces.left_behind() == {}
+    parallel, consecutive = (metrics_below(tmp_path / name / "out") for name in ("joblib", "basic"))
+    assert parallel.keys() == {0, 1, 2, 3}
+    assert parallel == consecutive
+
+
+@needs("hydra_plugins.hydra_joblib_launcher")
+def test_parallel_jobs_refuse_a_strategy_that_runs_the_command_line_again(tmp_path):
+    overrides = ("trainer=cpu", "trainer.strategy=ddp", "trainer.devices=2", "hydra.sweep.dir=out")
+    done = run_recipe("train.py", "-m", *TINY, *QUIET, *overrides, "hydra/launcher=joblib", folder=tmp_path)
+    assert done.returncode == 1
+    with (tmp_path / "out/comparison.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["error"].startswith("ValueError: trainer.strategy: DDPStrategy starts its workers by running")
+
+
+@needs("hydra_plugins.hydra_optuna_sweeper")
+def test_search_goes_on_after_a_trial_that_diverged(tmp_path):
+    search = ("hparams_search=optuna", "hydra.sweeper.n_trials=3", "hydra.sweep.dir=out")
+    space = "hydra.sweeper.params={optim.dense.lr: 'choice(1e38,0.001)'}"
+    done = run_recipe("train.py", *search, space, *TINY, *QUIET, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "out/comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    values = {row["optim.dense.lr"]: row["val/ne"] for row in rows}
+    assert len(rows) == 3
+    assert values.keys() == {"1e+38", "0.001"}  # as the sampler's seed has it
+    assert values["1e+38"] == ""
+    best = yaml.safe_load((tmp_path / "out/optimization_results.yaml").read_text())
+    assert best["best_value"] == min(float(row["val/ne"]) for row in rows if row["val/ne"])
