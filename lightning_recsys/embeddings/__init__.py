@@ -1,6 +1,6 @@
 """Embedding tables: what models call, the backend that holds the rows, and the kernels that serve it."""
 
-from lightning_recsys.embeddings.backend import Backend, LocalBackend
+from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBackend
 from lightning_recsys.embeddings.collection import EmbeddingBagCollection, EmbeddingOptions
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
 from lightning_recsys.embeddings.kernels import KernelName
@@ -15,4 +15,5 @@ __all__ = [
     "LocalBackend",
     "PoolingType",
     "SparseFeatures",
+    "TableBackend",
 ]

@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import Kernel, KernelName, TableLayout, choose_kernel
 from lightning_recsys.embeddings.replication import gather_over_ranks, num_replicas
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
@@ -33,92 +32,58 @@ class Backend(nn.Module, ABC):
     def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
         """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`lookup` returned for it."""
 
+    def flush(self) -> None:
+        """Return when the rows have every update; at once, unless updates travel."""
+        return
 
-class LocalBackend(Backend):
-    """All rows in this process, tables of one width behind each other in one tensor, so that one call serves them all.
 
-    The rows and their optimizer state are parameters that need no gradient: they move with the module and
-    ``DistributedDataParallel`` copies them from rank 0 at the start, but neither it nor a dense optimizer trains them.
-    Where a process group of several ranks exists, every rank holds a replica of all rows: an update gathers the
-    sparse gradients of all ranks and applies their mean everywhere, so the replicas stay equal bit for bit.
+def row_shapes(layout: TableLayout, optimizer: RowOptimizer) -> dict[str, tuple[int, ...]]:
+    """Shape of what one row has of ``weight`` and of each state: ``(D,)``, or ``()`` for one number."""
+    row = torch.zeros(1, layout.embedding_dim, device="cpu")
+    return {name: tuple(x.shape[1:]) for name, x in {"weight": row, **optimizer.initial_state(row)}.items()}
+
+
+class TableBackend(Backend):
+    """A backend whose rows can be read and written, table by table; its state dict follows from that.
 
     Args:
         layout: The tables.
         optimizer: The update rule.
-        kernel: A kernel's name, or ``auto``.
 
-    Communication: per update and rank, one all-gather of the ids (8 bytes each) and one of the gradients
-    ``[B, F, D]`` (4 bytes each).
+    Attributes:
+        step: Updates that the tables have seen.
     """
 
-    rows: nn.Parameter
+    step: int
 
-    def __init__(self, layout: TableLayout, optimizer: RowOptimizer, *, kernel: KernelName) -> None:
+    def __init__(self, layout: TableLayout, optimizer: RowOptimizer) -> None:
         super().__init__()
         self.layout = layout
         self.optimizer = optimizer
-        self.kernel_name: KernelName = kernel
-        self.step = 0
-        self.rows = nn.Parameter(torch.empty(layout.num_rows, layout.embedding_dim), requires_grad=False)
-        # Chosen at once, so that a name that cannot serve these tables fails here and not in the first batch.
-        self.kernel: Kernel = choose_kernel(kernel, layout, optimizer, self.rows.device)
-        self._draw_rows()
-        state = optimizer.initial_state(self.rows.data)
-        self._state_names = tuple(state)
-        for name, tensor in state.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.row_shapes = row_shapes(layout, optimizer)
 
-    @property
-    def row_state(self) -> dict[str, Tensor]:
-        """Optimizer state of all rows, by name."""
-        return {name: self.get_parameter(name).data for name in self._state_names}
+    @abstractmethod
+    def read(self, table: str, name: str) -> Tensor:
+        """A table's ``weight``, or a state by its name; perhaps a view of it: ``[N, ...]``."""
 
-    def _draw_rows(self) -> None:
-        for table, rows in self._per_table(self.rows.data):
-            if table.init_std:
-                rows.normal_(0.0, table.init_std)
-            else:
-                rows.zero_()
+    @abstractmethod
+    def write(self, table: str, name: str, values: Tensor) -> None:
+        """The reverse of :meth:`read`."""
 
-    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
-        return self.kernel.lookup(self.rows.data, sparse)
-
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
-        if num_replicas() > 1:
-            sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD)
-        self.step += 1
-        self.kernel.apply_gradients(
-            self.rows.data, self.row_state, sparse, grad_BFD, learning_rate=learning_rate, step=self.step
-        )
-
-    def _per_table(self, tensor: Tensor) -> Iterator[tuple[EmbeddingBagConfig, Tensor]]:
-        starts = self.layout.table_starts
-        for table in self.layout.tables:
-            yield table, tensor[starts[table.name] : starts[table.name] + table.num_embeddings]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LocalBackend:
-        if fn(torch.empty(0)).dtype != torch.float32:
-            raise TypeError(
-                "embedding rows are trained in float32 and cannot be cast. For mixed precision use "
-                "Trainer(precision='bf16-mixed'), which leaves parameters alone."
-            )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.kernel = choose_kernel(self.kernel_name, self.layout, self.optimizer, self.rows.device)
-        return self
-
-    def _table_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of every table's rows and state, under their state-dict names."""
-        for table, rows in self._per_table(self.rows.data):
-            yield f"{table.name}.weight", rows
-        for name, tensor in self.row_state.items():
-            for table, state in self._per_table(tensor):
-                yield f"{table.name}.{name}", state
+    def copy_from(self, other: TableBackend) -> None:
+        """Take rows, optimizer state and step of another backend of the same tables and rule."""
+        for name in self.row_shapes:
+            for table in self.layout.tables:
+                self.write(table.name, name, other.read(table.name, name))
+        self.step = other.step
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name, tensor in self._table_tensors():
-            destination[prefix + name] = tensor
+        for name in self.row_shapes:
+            for table in self.layout.tables:
+                destination[f"{prefix}{table.name}.{name}"] = self.read(table.name, name)
+        step = self.step
         for table in self.layout.tables:
-            destination[f"{prefix}{table.name}.step"] = torch.tensor(self.step)
+            destination[f"{prefix}{table.name}.step"] = torch.tensor(step, device="cpu")
 
     def _load_from_state_dict(
         self,
@@ -130,22 +95,132 @@ class LocalBackend(Backend):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        expected = dict(self._table_tensors())
-        for name, tensor in expected.items():
-            saved = state_dict.get(prefix + name)
-            if saved is None:
-                missing_keys.append(prefix + name)
-            elif saved.shape != tensor.shape:
-                error_msgs.append(
-                    f"size mismatch for {prefix}{name}: the checkpoint has {list(saved.shape)}, the table has "
-                    f"{list(tensor.shape)}."
-                )
-            else:
-                tensor.copy_(saved)
+        known = {f"{prefix}{table.name}.step" for table in self.layout.tables}
+        for name, row_shape in self.row_shapes.items():
+            for table in self.layout.tables:
+                key, expected = f"{prefix}{table.name}.{name}", [table.num_embeddings, *row_shape]
+                known.add(key)
+                saved = state_dict.get(key)
+                if saved is None:
+                    missing_keys.append(key)
+                elif list(saved.shape) != expected:
+                    error_msgs.append(
+                        f"size mismatch for {key}: the checkpoint has {list(saved.shape)}, the table has {expected}."
+                    )
+                else:
+                    self.write(table.name, name, saved)
         steps = [state_dict.get(f"{prefix}{table.name}.step") for table in self.layout.tables]
         self.step = max((int(step) for step in steps if step is not None), default=0)
-        known = {prefix + name for name in expected} | {f"{prefix}{table.name}.step" for table in self.layout.tables}
         unexpected_keys.extend(key for key in state_dict if strict and key.startswith(prefix) and key not in known)
+
+
+class LocalBackend(TableBackend):
+    """All rows in this process, tables of one width behind each other in one tensor, so that one call serves them all.
+
+    The rows and their optimizer state are parameters that need no gradient: they move with the module and
+    ``DistributedDataParallel`` copies them from rank 0 at the start, but neither it nor a dense optimizer trains them.
+    Where a process group of several ranks exists, every rank holds a replica of all rows: an update gathers the
+    sparse gradients of all ranks and applies their mean everywhere, so the replicas stay equal bit for bit.
+
+    Args:
+        layout: The tables.
+        optimizer: The update rule.
+        kernel: A kernel's name, or ``auto``.
+        device: Where the rows are made; on ``meta`` there are none, and only another backend can serve the tables.
+
+    Communication: per update and rank, one all-gather of the ids (8 bytes each) and one of the gradients
+    ``[B, F, D]`` (4 bytes each).
+    """
+
+    rows: nn.Parameter
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        kernel: KernelName,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(layout, optimizer)
+        self.kernel_name: KernelName = kernel
+        self.step = 0
+        rows = torch.empty(layout.num_rows, layout.embedding_dim, device=device)
+        self.rows = nn.Parameter(rows, requires_grad=False)
+        # Chosen at once, so that a name that cannot serve these tables fails here and not in the first batch.
+        self.kernel: Kernel = self._choose_kernel()
+        self._draw_rows()
+        state = optimizer.initial_state(self.rows.data)
+        self._state_names = tuple(state)
+        for name, tensor in state.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def _choose_kernel(self) -> Kernel:
+        device = torch.device("cpu") if self.is_meta else self.rows.device
+        return choose_kernel(self.kernel_name, self.layout, self.optimizer, device)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether there are no rows here."""
+        return self.rows.is_meta
+
+    @property
+    def row_state(self) -> dict[str, Tensor]:
+        """Optimizer state of all rows, by name."""
+        return {name: self.get_parameter(name).data for name in self._state_names}
+
+    def _draw_rows(self) -> None:
+        for table in self.layout.tables:
+            rows = self.read(table.name, "weight")
+            if table.init_std:
+                rows.normal_(0.0, table.init_std)
+            else:
+                rows.zero_()
+
+    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        if self.is_meta:
+            raise RuntimeError(
+                f"the tables {[table.name for table in self.layout.tables]} have no rows here (device='meta'): train "
+                "with a strategy that keeps rows in stores, such as shadowsync, or leave device out."
+            )
+        return self.kernel.lookup(self.rows.data, sparse)
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        if num_replicas() > 1:
+            sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD)
+        self.step += 1
+        self.kernel.apply_gradients(
+            self.rows.data, self.row_state, sparse, grad_BFD, learning_rate=learning_rate, step=self.step
+        )
+
+    def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited
+        first, stop = self.layout.row_range(table)
+        return (self.rows if name == "weight" else self.get_parameter(name)).data[first:stop]
+
+    def write(self, table: str, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
+        self.read(table, name).copy_(values)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if self.is_meta:  # a copy into nothing would succeed
+            error_msgs: list[str] = args[-1]
+            error_msgs.append("the tables have no rows here (device='meta'): bind a store before the rows are loaded.")
+            return
+        super()._load_from_state_dict(*args)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LocalBackend:
+        if fn(torch.empty(0)).dtype != torch.float32:
+            raise TypeError(
+                "embedding rows are trained in float32 and cannot be cast. For mixed precision use "
+                "Trainer(precision='bf16-mixed'), which leaves parameters alone."
+            )
+        if self.is_meta:
+            try:
+                fn(self.rows)
+            except NotImplementedError:  # a move: nothing there that could
+                return self
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.kernel = self._choose_kernel()
+        return self
 
     def extra_repr(self) -> str:
         """Names the tables, the rule and the kernel."""

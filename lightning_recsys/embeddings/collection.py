@@ -8,12 +8,12 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from lightning_recsys.embeddings.backend import Backend, LocalBackend
+from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBackend
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
 from lightning_recsys.embeddings.kernels import KernelName, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
@@ -24,7 +24,7 @@ class EmbeddingOptions(TypedDict, total=False):
     """What a model passes on to its collections.
 
     ``row_optimizer`` trains the rows, ``first_order_optimizer`` those of width-1 tables (default: the same);
-    ``kernel`` and ``check_ids`` as in :class:`EmbeddingBagCollection`; ``pooling`` of multi-hot fields.
+    ``kernel``, ``check_ids`` and ``device`` as in :class:`EmbeddingBagCollection`; ``pooling`` of multi-hot fields.
     """
 
     row_optimizer: RowOptimizer
@@ -32,6 +32,7 @@ class EmbeddingOptions(TypedDict, total=False):
     kernel: KernelName
     check_ids: bool
     pooling: PoolingType
+    device: str | None
 
 
 class EmbeddingBagCollection(nn.Module):
@@ -48,6 +49,8 @@ class EmbeddingBagCollection(nn.Module):
         kernel: ``fbgemm``, ``numba``, ``torch``, or ``auto`` for the fastest that can serve these tables.
         check_ids: Check every id and every bag before any memory is touched. Without it a wrong one reads and writes
             memory that is not its own.
+        device: Where the rows are made. ``meta`` makes none: for tables larger than the machine, which a strategy
+            keeps in stores (:meth:`bind`).
 
     Shape:
         - input: :class:`SparseFeatures` of ``B`` examples that has at least the collection's features.
@@ -75,22 +78,24 @@ class EmbeddingBagCollection(nn.Module):
         optimizer: RowOptimizer | None = None,
         kernel: KernelName = "auto",
         check_ids: bool = True,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         _check_tables(tables)
         self.tables = tuple(tables)
         self.optimizer = optimizer or RowwiseAdagrad()
         self.check_ids = check_ids
-        layout = TableLayout(self.tables)
+        self.layout = layout = TableLayout(self.tables)
         self.feature_names = tuple(feature for table in self.tables for feature in table.feature_names)
         self.embedding_dim = layout.embedding_dim
-        self._limits = torch.tensor([table.num_embeddings for table in layout.feature_tables])
+        self._limits = torch.tensor([table.num_embeddings for table in layout.feature_tables], device="cpu")
         self._means = [table.pooling is PoolingType.MEAN for table in layout.feature_tables]
         self.trainable = True
         self._attached: weakref.ref[torch.optim.Optimizer] | None = None
         self._group_index = -1
         self._pending: list[tuple[SparseFeatures, Tensor]] = []
-        self.embedding_bags: Backend = LocalBackend(layout, self.optimizer, kernel=kernel)
+        self._own: tuple[Backend, ...] = ()  # the rows from before bind(); in a tuple they are no submodule
+        self.embedding_bags: Backend = LocalBackend(layout, self.optimizer, kernel=kernel, device=device)
 
     def forward(self, sparse: SparseFeatures) -> Tensor:
         """Look up and pool; see the class for shapes.
@@ -127,6 +132,52 @@ class EmbeddingBagCollection(nn.Module):
             shares = torch.where(is_mean, lengths, 1).float().reciprocal().repeat_interleave(lengths)
             weights = shares if weights is None else weights * shares
         return SparseFeatures(sparse.keys, sparse.values, lengths=lengths, offsets=offsets, weights=weights)
+
+    def bind(self, backend: TableBackend, *, copy_rows: bool = True) -> None:
+        """Serve the tables from another backend, such as one over stores, until :meth:`unbind`.
+
+        Args:
+            backend: Of the same tables and update rule.
+            copy_rows: Write this collection's rows and their optimizer state to it. Where several processes bind to
+                the same stores, one of them copies and the others wait for it. Rows on ``meta`` are never copied.
+
+        Raises:
+            ValueError: the backend has other tables or another rule.
+            RuntimeError: another backend is bound already.
+        """
+        if self._own:
+            raise RuntimeError("a backend is bound to this collection already: unbind() it first.")
+        if (backend.layout, backend.optimizer) != (self.layout, self.optimizer):
+            raise ValueError(
+                f"the backend serves {backend.layout.tables} with {backend.optimizer}, the collection has "
+                f"{self.tables} with {self.optimizer}."
+            )
+        self.apply_pending()
+        own = self.embedding_bags
+        if copy_rows and _has_rows(own):
+            backend.copy_from(own)
+            backend.flush()
+        self._own, self.embedding_bags = (own,), backend
+
+    def unbind(self, *, copy_rows: bool = True) -> None:
+        """Go back to the collection's own rows; nothing happens where no backend is bound.
+
+        Args:
+            copy_rows: Take the trained rows and their state along, where the collection had rows of its own.
+        """
+        if not self._own:
+            return
+        self.apply_pending()
+        bound, (own,) = self.embedding_bags, self._own
+        if copy_rows and _has_rows(own):
+            assert isinstance(bound, TableBackend)
+            bound.flush()
+            own.copy_from(bound)
+        self.embedding_bags, self._own = own, ()
+
+    def flush(self) -> None:
+        """Return when the rows have every update that was handed on; a remote store applies them meanwhile."""
+        self.embedding_bags.flush()
 
     def requires_grad_(self, requires_grad: bool = True) -> EmbeddingBagCollection:
         """Freeze the rows, or let them train again: sets ``trainable``.
@@ -208,6 +259,10 @@ class EmbeddingBagCollection(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process or a deep copy follows no optimizer; gradients in flight stay where they are.
         return self.__dict__ | {"_attached": None, "_group_index": -1, "_pending": []}
+
+
+def _has_rows(backend: Backend) -> TypeGuard[LocalBackend]:
+    return isinstance(backend, LocalBackend) and not backend.is_meta
 
 
 def _check_offsets(sparse: SparseFeatures) -> None:

@@ -1,7 +1,22 @@
 """Stores of embedding rows and dense vectors, and the servers that offer them to other machines."""
 
 from lightning_recsys.parameter_server.backend import StoreBackend, table_costs
+from lightning_recsys.parameter_server.connect import connect
 from lightning_recsys.parameter_server.interfaces import DenseStore, EmbeddingStore, Stores
+from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, ServerKeys
 from lightning_recsys.parameter_server.mapped import MappedStores
+from lightning_recsys.parameter_server.server import serve
 
-__all__ = ["DenseStore", "EmbeddingStore", "MappedStores", "StoreBackend", "Stores", "table_costs"]
+__all__ = [
+    "ClientKeys",
+    "DenseStore",
+    "EmbeddingStore",
+    "JobKeys",
+    "MappedStores",
+    "ServerKeys",
+    "StoreBackend",
+    "Stores",
+    "connect",
+    "serve",
+    "table_costs",
+]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
@@ -54,7 +55,7 @@ class MappedEmbeddingStore(EmbeddingStore):
         self._arrays = arrays
         self.layout = layout_from_plain(arrays.meta["tables"])
         self.optimizer = optimizer_from_plain(arrays.meta["optimizer"])
-        self._state_names = tuple(_state_shapes(self.layout, self.optimizer))
+        self._state_names = tuple(name for name in row_shapes(self.layout, self.optimizer) if name != "weight")
         self._kernel = choose_kernel("auto", self.layout, self.optimizer, torch.device("cpu"))
 
     @classmethod
@@ -68,8 +69,7 @@ class MappedEmbeddingStore(EmbeddingStore):
         """
         meta = {"kind": KIND, "tables": layout_to_plain(layout), "optimizer": optimizer_to_plain(optimizer)}
         shapes: Shapes = {
-            "weight": ("float32", (layout.num_rows, layout.embedding_dim)),
-            **{name: ("float32", shape) for name, shape in _state_shapes(layout, optimizer).items()},
+            **{name: ("float32", (layout.num_rows, *shape)) for name, shape in row_shapes(layout, optimizer).items()},
             "counters": ("int64", (1,)),
         }
         store = cls.__new__(cls)
@@ -146,11 +146,6 @@ class MappedEmbeddingStore(EmbeddingStore):
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, here or in another process, is the same store.
         return type(self), (self._arrays.folder,)
-
-
-def _state_shapes(layout: TableLayout, optimizer: RowOptimizer) -> dict[str, tuple[int, ...]]:
-    state = optimizer.initial_state(torch.zeros(1, layout.embedding_dim))
-    return {name: (layout.num_rows, *tensor.shape[1:]) for name, tensor in state.items()}
 
 
 def _draw_rows(arrays: MappedArrays, layout: TableLayout, optimizer: RowOptimizer, seed: int) -> None:

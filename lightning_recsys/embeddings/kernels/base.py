@@ -43,6 +43,11 @@ class TableLayout:
         starts = accumulate((table.num_embeddings for table in self.tables), initial=0)
         return {table.name: start for table, start in zip(self.tables, starts, strict=False)}
 
+    def row_range(self, table: str) -> tuple[int, int]:
+        """First row of a table, and the one after its last."""
+        first = self.table_starts[table]
+        return first, first + next(x.num_embeddings for x in self.tables if x.name == table)
+
     @property
     def feature_tables(self) -> list[EmbeddingBagConfig]:
         """The table of each feature, in feature order."""

@@ -73,4 +73,5 @@ def _collection(
         optimizer=optimizer,
         kernel=kernel,
         check_ids=options.get("check_ids", True),
+        device=options.get("device"),
     )

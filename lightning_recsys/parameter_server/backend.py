@@ -1,0 +1,278 @@
+"""A collection's rows in stores, on one server or cut over several by tables and by rows."""
+
+# Shape suffixes: B batch, F features of the collection, S features of one server, D embedding dim.
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, TableBackend
+from lightning_recsys.embeddings.backend import row_shapes
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.parameter_server.interfaces import EmbeddingStore, Stores
+from lightning_recsys.placement import PlacementPlan, TableCost, TablePart
+
+_BLOCK_BYTES = 1 << 24  # rows are read and written this many bytes at a time
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a table, and the place of each of its features in the collection."""
+
+    part: TablePart
+    is_whole: bool
+    features: tuple[int, ...]
+
+
+class _Share:
+    """What one server has of a collection: from the collection's features to the server's, and back."""
+
+    def __init__(self, store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
+        self.store = store
+        self.pieces = pieces
+        self.is_cut = not all(piece.is_whole for piece in pieces)
+        self.feature_names = tuple(name for table in store.layout.tables for name in table.feature_names)
+        self.features = torch.tensor([feature for piece in pieces for feature in piece.features], device="cpu")
+
+    def select(self, sparse: SparseFeatures) -> SparseFeatures:
+        """The ids whose rows are here, counted from each part's first row."""
+        return self._select_rows(sparse) if self.is_cut else sparse.select(self.feature_names)
+
+    def _select_rows(self, sparse: SparseFeatures) -> SparseFeatures:
+        bounds, offsets, size = sparse.feature_bounds(), sparse.bag_offsets(), sparse.batch_size
+        values, lengths, weights = [], [], []
+        for piece in self.pieces:
+            for feature in piece.features:
+                start, stop = bounds[feature], bounds[feature + 1]
+                ids = sparse.values[start:stop] - piece.part.first_row
+                here = (ids >= 0) & (ids < piece.part.num_rows)
+                values.append(ids[here])
+                counts = torch.zeros(stop - start + 1, dtype=torch.int64)
+                torch.cumsum(here, 0, out=counts[1:])
+                lengths.append(counts[offsets[feature * size : (feature + 1) * size + 1] - start].diff())
+                if sparse.weights is not None:
+                    weights.append(sparse.weights[start:stop][here])
+        return SparseFeatures(
+            self.feature_names,
+            torch.cat(values),
+            lengths=torch.cat(lengths),
+            weights=torch.cat(weights) if weights else None,
+        )
+
+
+class StoreBackend(TableBackend):
+    """Rows in stores: every process that is bound to the same stores trains the same rows, without a lock.
+
+    Bags are pooled where the rows live. A table that is cut by rows is pooled in parts, and the partial sums are added
+    here. Requests to several stores travel at once. Gradients are applied as they come, each worker's with the full
+    learning rate; nothing is gathered over ranks. ``step`` counts the updates of all workers.
+
+    Args:
+        layout: The collection's tables.
+        optimizer: The update rule.
+        stores: Where the rows are: for each store the parts that it holds, in the order of its tables.
+
+    Raises:
+        ValueError: the parts do not hold every row exactly once.
+
+    Communication: per lookup and server, its ids (8 bytes each, lengths and weights where there are any) out and
+    ``[B, S, D]`` floats back; the same again, all outwards, per update.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        stores: Sequence[tuple[EmbeddingStore, Sequence[TablePart]]],
+    ) -> None:
+        super().__init__(layout, optimizer)
+        _check_cover(layout, [part for _, parts in stores for part in parts])
+        self._shares = [_Share(store, _pieces(layout, parts)) for store, parts in stores]
+        whole = len(stores) == 1 and stores[0][0].layout == layout
+        self._only = stores[0][0] if whole else None
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        servers: Sequence[Stores],
+        plan: PlacementPlan | None = None,
+        seed: int = 0,
+    ) -> StoreBackend:
+        """Make, or open, a collection's stores where a plan puts them.
+
+        Args:
+            name: The collection's name in the plan, and the stores' name on every server.
+            layout: The collection's tables.
+            optimizer: The update rule.
+            servers: In the order of the plan's server indices.
+            plan: Where the rows go; by default all to the first server.
+            seed: Of the rows that the servers draw.
+
+        Raises:
+            ValueError: the plan is for another number of servers, or has other tables.
+        """
+        if plan is None:
+            parts = [(table.name, 0, table.num_embeddings) for table in layout.tables]
+            own = tuple(TablePart(name, *part, server=0, num_bytes=0, cost=0.0) for part in parts)
+        elif plan.num_servers != len(servers):
+            raise ValueError(f"the plan places tables on {plan.num_servers} servers, got {len(servers)}.")
+        else:
+            own = plan.parts_of(name)
+        _check_cover(layout, own)
+        stores = []
+        for index, server in enumerate(servers):
+            here = _in_order(layout, [part for part in own if part.server == index])
+            if here:
+                store_layout = part_layout(layout, here)
+                # Parts of one table on two servers must not start with the same rows.
+                store = server.create_embedding_store(name, store_layout, optimizer, seed=seed + index)
+                stores.append((store, here))
+        return cls(layout, optimizer, stores=stores)
+
+    @property
+    def stores(self) -> list[EmbeddingStore]:
+        """The stores that hold the rows."""
+        return [share.store for share in self._shares]
+
+    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        device, sparse = sparse.device, sparse.to("cpu")
+        if self._only is not None:
+            return self._only.pooled_lookup(sparse).to(device)
+        answers = [share.store.begin_pooled_lookup(share.select(sparse)) for share in self._shares]
+        pooled_BFD = torch.zeros(sparse.batch_size, len(sparse.keys), self.layout.embedding_dim)
+        for share, answer in zip(self._shares, answers, strict=True):
+            pooled_BFD.index_add_(1, share.features, answer())
+        return pooled_BFD.to(device)
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        sparse, grad_BFD = sparse.to("cpu"), grad_BFD.to("cpu")
+        if self._only is not None:
+            self._only.apply_gradients(sparse, grad_BFD, learning_rate=learning_rate)
+            return
+        for share in self._shares:
+            grad_BSD = grad_BFD.index_select(1, share.features)
+            share.store.apply_gradients(share.select(sparse), grad_BSD, learning_rate=learning_rate)
+
+    def flush(self) -> None:  # noqa: D102 - inherited
+        for store in self.stores:
+            store.flush()
+
+    @property
+    def step(self) -> int:
+        """Updates that the tables have seen, from all workers."""
+        return max(store.step for store in self.stores)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        for store in self.stores:
+            store.step = value
+
+    def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited
+        rows = next(x.num_embeddings for x in self.layout.tables if x.name == table)
+        values = torch.empty(rows, *self.row_shapes[name])
+        for store, there, here in self._blocks(table, name):
+            values[here] = store.read(name, there, here.stop - here.start)
+        return values
+
+    def write(self, table: str, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
+        for store, there, here in self._blocks(table, name):
+            store.write(name, there, values[here].to("cpu", torch.float32))
+
+    def _blocks(self, table: str, name: str) -> Iterator[tuple[EmbeddingStore, int, slice]]:
+        """A table in blocks: the store, the block's first row there, and the block's rows in the table."""
+        block_rows = max(_BLOCK_BYTES // (4 * max(sum(self.row_shapes[name]), 1)), 1)
+        for share in self._shares:
+            starts = list(share.store.layout.table_starts.values())
+            for piece, start in zip(share.pieces, starts, strict=True):
+                part = piece.part
+                if part.table == table:
+                    for row in range(0, part.num_rows, block_rows):
+                        stop = min(row + block_rows, part.num_rows)
+                        yield share.store, start + row, slice(part.first_row + row, part.first_row + stop)
+
+    def extra_repr(self) -> str:
+        """Names the tables, the rule and how many stores there are."""
+        tables = ", ".join(f"{x.name}: {x.num_embeddings} x {x.embedding_dim}" for x in self.layout.tables)
+        return f"{tables}; {self.optimizer}; stores={len(self._shares)}"
+
+
+def table_costs(
+    name: str, layout: TableLayout, optimizer: RowOptimizer, costs: dict[str, float] | None = None
+) -> list[TableCost]:
+    """A collection's tables as :func:`~lightning_recsys.placement.place_tables` takes them.
+
+    Args:
+        name: The collection's name.
+        layout: Its tables.
+        optimizer: The update rule, whose state takes room beside the rows.
+        costs: Measured cost by table name.
+    """
+    row_bytes = sum(4 * (shape[0] if shape else 1) for shape in row_shapes(layout, optimizer).values())
+    return [
+        TableCost(name, table.name, table.num_embeddings, row_bytes, None if costs is None else costs[table.name])
+        for table in layout.tables
+    ]
+
+
+def part_layout(layout: TableLayout, parts: Sequence[TablePart]) -> TableLayout:
+    """The tables of a server that holds these parts of a collection, in their order.
+
+    A part that is not a whole table is named after its rows, and so are its features: ``movies[100:200]``.
+    """
+    tables = {table.name: table for table in layout.tables}
+    return TableLayout(tuple(_part_table(tables[part.table], part) for part in parts))
+
+
+def _part_table(table: EmbeddingBagConfig, part: TablePart) -> EmbeddingBagConfig:
+    if part.num_rows == table.num_embeddings:
+        return table
+    rows = f"[{part.first_row}:{part.first_row + part.num_rows}]"
+    return dataclasses.replace(
+        table,
+        name=table.name + rows,
+        num_embeddings=part.num_rows,
+        feature_names=tuple(feature + rows for feature in table.feature_names),
+    )
+
+
+def _in_order(layout: TableLayout, parts: Sequence[TablePart]) -> list[TablePart]:
+    order = [table.name for table in layout.tables]
+    return sorted(parts, key=lambda part: (order.index(part.table), part.first_row))
+
+
+def _pieces(layout: TableLayout, parts: Sequence[TablePart]) -> list[_Piece]:
+    owners = [table.name for table in layout.feature_tables]
+    sizes = {table.name: table.num_embeddings for table in layout.tables}
+    return [
+        _Piece(part, part.num_rows == sizes[part.table], tuple(f for f, x in enumerate(owners) if x == part.table))
+        for part in parts
+    ]
+
+
+def _check_cover(layout: TableLayout, parts: Sequence[TablePart]) -> None:
+    """Every row of every table has exactly one place."""
+    unknown = {part.table for part in parts} - {table.name for table in layout.tables}
+    for table in layout.tables:
+        row = 0
+        for part in sorted((x for x in parts if x.table == table.name), key=lambda part: part.first_row):
+            if part.first_row != row or part.num_rows < 1:
+                break
+            row += part.num_rows
+        else:
+            if row == table.num_embeddings and not unknown:
+                continue
+        raise ValueError(
+            f"a plan must place each row of table {table.name!r} (of {table.num_embeddings}) on exactly one server, and"
+            f" no table that the collection lacks; got {[dataclasses.astuple(part) for part in parts]}."
+        )
