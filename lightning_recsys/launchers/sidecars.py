@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_recsys.launchers.processes import end_processes, end_with_parent, start_process
-from lightning_recsys.runtime import ProcessState, configure_worker
+from lightning_recsys.runtime import ProcessState
 
 if TYPE_CHECKING:
     from lightning_recsys.parameter_server.keys import ServerKeys
@@ -158,7 +158,7 @@ class Sidecars:
         own.mkdir(exist_ok=True)
         receiver, sender = Pipe(duplex=False)
         state = pickle.dumps(ProcessState.capture())
-        bind = f"tcp://{_bracketed(self.address)}:{port or '*'}"
+        bind = f"tcp://{_bracketed(self.address)}:{port}"  # 0: a free one
         process = start_process(
             run_server, (own, self.folder, bind, self.keys, state, sender), name=str(spec), started=self._processes
         )
@@ -240,7 +240,6 @@ def run_server(
     try:
         process_state: ProcessState = pickle.loads(state)  # noqa: S301 - written by who started us
         process_state.restore()
-        configure_worker()
         import_module(SERVER).serve(
             folder, bind=bind, keys=keys, ready=lambda endpoint: sender.send_bytes(f"ready {endpoint}".encode())
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -25,6 +26,8 @@ if TYPE_CHECKING:  # importing this package is quick; stores and their kernels c
     from lightning_recsys.parameter_server.interfaces import Stores
 
 Transport = Literal["auto", "tcp"]
+
+PATIENCE = timedelta(days=7)  # of a worker that has finished early; those that die are noticed at once
 
 
 class RecsysStrategy(DDPStrategy):
@@ -48,7 +51,8 @@ class RecsysStrategy(DDPStrategy):
         store_folder: Where the servers started here keep their files, in a folder of their own: a disk if tables are
             larger than memory. Default: shared memory.
         max_restarts: How often each server that dies is started again before the run fails.
-        **kwargs: As for ``DDPStrategy``, except a start method.
+        **kwargs: As for ``DDPStrategy``, except a start method. ``timeout`` is how long a worker waits for others, by
+            default 30 minutes, and a week where workers are free to fall behind.
 
     Attributes:
         asynchronous: Workers may be at different steps: nothing waits for all of them between two batches.
@@ -81,6 +85,8 @@ class RecsysStrategy(DDPStrategy):
         if transport not in ("auto", "tcp"):
             raise ValueError(f"transport must be 'auto' or 'tcp', got {transport!r}.")
         _refuse_other_namespace(*kwargs.values())
+        if self.asynchronous:
+            kwargs.setdefault("timeout", PATIENCE)
         super().__init__(start_method="forkserver", **kwargs)
         if not self.wraps_model and (useless := self._useless_arguments()):
             raise TypeError(
@@ -131,7 +137,13 @@ class RecsysStrategy(DDPStrategy):
         if kind not in self.endpoints:
             raise KeyError(f"{type(self).__name__} has no servers of kind {kind!r}; it has {sorted(self.endpoints)}.")
         if kind not in self._stores:
-            raise NotImplementedError  # the client arrives with the servers
+            from lightning_recsys.parameter_server.connect import connect
+
+            keys = self._node_servers.keys if self._node_servers is not None else self.key_file
+            shared_memory: Literal["auto", "never"] = "auto" if self.transport == "auto" else "never"
+            self._stores[kind] = [
+                connect(endpoint, keys=keys, shared_memory=shared_memory) for endpoint in self.endpoints[kind]
+            ]
         return self._stores[kind]
 
     # --- Life --------------------------------------------------------------------------------------------------------
@@ -220,6 +232,11 @@ class RecsysStrategy(DDPStrategy):
         """Stop where a server that this process started is gone for good."""
         if self._node_servers is not None:
             self._node_servers.check()
+
+    def on_train_end(self) -> None:
+        """Wait for workers that are behind: the first one's process holds what lets them find each other."""
+        if self.asynchronous:
+            self.barrier("all workers have finished")
 
     def teardown(self) -> None:
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""

@@ -1,0 +1,79 @@
+"""A strategy with servers and nothing else, its workers running free; for tests of what all strategies share."""
+
+import os
+import signal
+import sys
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_recsys.launchers import ServerSpec
+from lightning_recsys.strategies import RecsysStrategy
+
+
+class ServedStrategy(RecsysStrategy):
+    """Two servers of one kind, one of another."""
+
+    asynchronous = True
+    wraps_model = False
+
+    def server_specs(self):
+        return [ServerSpec("embedding", 0), ServerSpec("embedding", 1), ServerSpec("sync", 0)]
+
+
+class Batches:
+    """Four of one example."""
+
+    def __iter__(self):
+        return iter([torch.ones(1, 2)] * 4)
+
+    def __len__(self):
+        return 4
+
+
+class Model(pl.LightningModule):
+    """Does something in its third step, on rank 1."""
+
+    def __init__(self, third_step=None, *args):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.third_step, self.args = third_step, args
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.trainer.global_rank == 1 and self.third_step is not None:
+            self.third_step(self, *self.args)
+        self.log("world_size", torch.distributed.get_world_size())
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return Batches()
+
+
+def say(*words):
+    """A line in one piece: several processes talk."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def make_trainer(**arguments):
+    arguments = {"devices": 2, "strategy": ServedStrategy(), "max_epochs": 1, **arguments}
+    return pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+
+
+def fail(model):
+    raise ZeroDivisionError("in step 3")
+
+
+def die(model):
+    os.kill(os.getpid(), signal.SIGKILL)

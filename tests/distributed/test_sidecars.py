@@ -1,0 +1,209 @@
+"""Servers beside the workers of one machine: there while they run, back when they die, gone with all they made."""
+
+import os
+import re
+import signal
+import socket
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import psutil
+import pytest
+from served_strategy import Model, ServedStrategy, die, fail, make_trainer
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from lightning_recsys.launchers import ServerSpec, Sidecars
+from lightning_recsys.launchers.sidecars import SHARED_MEMORY, Watch
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(120),
+    # Lightning 2.6 on torch 2.13
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+SPECS = [ServerSpec("embedding", 0), ServerSpec("embedding", 1), ServerSpec("sync", 0)]
+
+
+def listens(endpoint):
+    host, port = re.fullmatch(r"tcp://(.+):(\d+)", endpoint).groups()
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def pid_at(endpoint):
+    """The process that listens there."""
+    port = int(endpoint.rpartition(":")[2])
+    for process in psutil.Process().children(recursive=True):
+        if any(x.laddr.port == port and x.status == psutil.CONN_LISTEN for x in process.net_connections("tcp")):
+            return process.pid
+    raise AssertionError(f"nobody listens at {endpoint}")
+
+
+def kill(sidecars, endpoint):
+    """Kill a server, and wait until that has come round."""
+    os.kill(pid_at(endpoint), signal.SIGKILL)
+    wait(sidecars.sentinels)
+
+
+def test_servers_when_entered_then_listen_on_loopback_in_folders_that_carry_our_pid():
+    with Sidecars(SPECS) as sidecars:
+        endpoints = sidecars.endpoints
+        assert [len(endpoints[kind]) for kind in ("embedding", "sync")] == [2, 1]
+        flat = [*endpoints["embedding"], *endpoints["sync"]]
+        assert len(set(flat)) == 3
+        assert all(x.startswith("tcp://127.0.0.1:") and listens(x) for x in flat)
+        assert sidecars.folder.parent == SHARED_MEMORY
+        assert sidecars.folder.name.startswith(f"lightning_recsys-{os.getpid()}-")
+        assert sorted(x.name for x in sidecars.folder.iterdir()) == ["embedding-0", "embedding-1", "sync-0"]
+        folder = sidecars.folder
+    assert not folder.exists()
+    assert not any(listens(x) for x in flat)
+
+
+def test_servers_when_none_are_wanted_then_nothing_is_made():
+    with Sidecars(()) as sidecars:
+        assert sidecars.folder is None
+        assert sidecars.endpoints == {}
+        assert sidecars.sentinels == []
+
+
+def test_folder_when_named_then_files_lie_there_and_only_they_go(tmp_path):
+    own = tmp_path / "disk"
+    with Sidecars(SPECS[:1], store_folder=own) as sidecars:
+        assert sidecars.folder.parent == own
+    assert list(own.iterdir()) == []
+
+
+def test_server_when_killed_then_comes_back_at_the_same_port_with_the_same_files():
+    with Sidecars(SPECS[:2]) as sidecars:
+        first, second = sidecars.endpoints["embedding"]
+        kept = sidecars.folder / "embedding-0" / "kept"
+        kept.touch()
+        before = pid_at(first), pid_at(second)
+        kill(sidecars, first)
+        sidecars.look()
+        assert sidecars.endpoints == {"embedding": [first, second]}
+        assert listens(first)
+        assert pid_at(first) != before[0]
+        assert pid_at(second) == before[1]
+        assert kept.exists()
+
+
+def test_server_when_it_dies_once_too_often_then_the_error_names_it_and_how_it_ended():
+    with Sidecars(SPECS, max_restarts=1) as sidecars:
+        (endpoint,) = sidecars.endpoints["sync"]
+        kill(sidecars, endpoint)
+        sidecars.look()
+        kill(sidecars, endpoint)
+        with pytest.raises(
+            RuntimeError, match=rf"Server sync-0 at {endpoint} was ended by SIGKILL, and max_restarts=1"
+        ):
+            sidecars.look()
+
+
+def test_server_when_its_thread_watches_then_comes_back_until_restarts_are_used_up():
+    with Sidecars(SPECS[:1], max_restarts=1) as sidecars:
+        watch = Watch(sidecars)
+        try:
+            (endpoint,) = sidecars.endpoints["embedding"]
+            first = pid_at(endpoint)
+            os.kill(first, signal.SIGKILL)
+            second = first
+            while second == first:
+                time.sleep(0.02)
+                try:
+                    second = pid_at(endpoint)
+                except (AssertionError, psutil.NoSuchProcess):
+                    second = first
+            watch.check()
+            os.kill(second, signal.SIGKILL)
+            watch._thread.join()
+            with pytest.raises(RuntimeError, match=r"embedding-0 .* was ended by SIGKILL, and max_restarts=1"):
+                watch.check()
+        finally:
+            watch.stop()
+
+
+def test_server_when_it_cannot_start_then_its_error_arrives_and_nothing_is_left():
+    before = set(SHARED_MEMORY.iterdir())
+    with (
+        pytest.raises(RuntimeError, match=r"(?s)Server embedding-0 did not start:.*other machines"),
+        Sidecars(SPECS[:1], address="0.0.0.0"),
+    ):
+        pass
+    assert set(SHARED_MEMORY.iterdir()) == before
+
+
+def test_server_when_it_is_too_slow_then_the_error_says_so(monkeypatch):
+    monkeypatch.setattr("lightning_recsys.launchers.sidecars.START_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match="Server embedding-0 was not ready within 0 s"), Sidecars(SPECS[:1]):
+        pass
+
+
+# --- Around the workers ----------------------------------------------------------------------------------------------
+
+
+class Noting(Model):
+    """Writes down what a worker sees of the servers."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def on_train_start(self):
+        endpoints = self.trainer.strategy.endpoints
+        assert all(listens(x) for found in endpoints.values() for x in found)
+        Path(self.folder, f"rank-{self.trainer.global_rank}").write_text(repr(endpoints))
+
+
+def test_workers_when_fitted_then_know_the_servers_and_these_are_gone_afterwards(tmp_path):
+    trainer = make_trainer()
+    trainer.fit(Noting(tmp_path))
+    assert trainer.callback_metrics["world_size"] == 2
+    seen = [eval((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+    assert seen[0] == seen[1]
+    assert {kind: len(found) for kind, found in seen[0].items()} == {"embedding": 2, "sync": 1}
+    assert trainer.strategy.endpoints == {}
+    assert not any(listens(x) for found in seen[0].values() for x in found)
+
+
+@pytest.mark.parametrize(
+    ("third_step", "error", "message"),
+    [(fail, ZeroDivisionError, "in step 3"), (die, ProcessExitedException, "Worker 1 was ended by SIGKILL")],
+)
+def test_servers_when_a_worker_fails_then_are_gone_and_the_trainer_can_be_used_again(third_step, error, message):
+    trainer = make_trainer()
+    with pytest.raises(error, match=message):
+        trainer.fit(Model(third_step))
+    trainer.fit(Model())
+    assert trainer.state.finished
+
+
+def kill_sync_server(model, folder):
+    """In worker 1; returns when it is back."""
+    (endpoint,) = model.trainer.strategy.endpoints["sync"]
+    port = int(endpoint.rpartition(":")[2])
+    launched = psutil.Process(os.getppid()).children()  # of the fork server, as we are
+    (server,) = (x for x in launched if any(y.laddr.port == port for y in x.net_connections("tcp")))
+    server.kill()
+    server.wait()
+    while not listens(endpoint):
+        time.sleep(0.02)
+    Path(folder, "back").touch()
+
+
+def test_server_when_killed_in_a_run_then_is_back_and_the_run_goes_on(tmp_path):
+    trainer = make_trainer()
+    trainer.fit(Model(kill_sync_server, tmp_path))
+    assert (tmp_path / "back").exists()
+    assert trainer.state.finished
+
+
+def test_run_when_a_server_is_gone_for_good_then_fails_and_says_which(tmp_path):
+    trainer = make_trainer(strategy=ServedStrategy(max_restarts=0))
+    with pytest.raises(RuntimeError, match=r"Server sync-0 at tcp://\S+ was ended by SIGKILL, and max_restarts=0"):
+        trainer.fit(Model(kill_sync_server, tmp_path))
+    assert not (tmp_path / "back").exists()
