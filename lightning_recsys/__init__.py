@@ -6,8 +6,9 @@ Importing this package registers its strategies with Lightning, and does nothing
 from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_recsys.__about__ import __version__
-from lightning_recsys.strategies import ForkserverDDPStrategy
+from lightning_recsys.strategies import ForkserverDDPStrategy, ShadowSyncStrategy
 
-ForkserverDDPStrategy.register_strategies(StrategyRegistry)
+for _strategy in (ForkserverDDPStrategy, ShadowSyncStrategy):
+    _strategy.register_strategies(StrategyRegistry)
 
 __all__ = ["__version__"]

@@ -2,5 +2,6 @@
 
 from lightning_recsys.strategies.base import RecsysStrategy
 from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
+from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
 
-__all__ = ["ForkserverDDPStrategy", "RecsysStrategy"]
+__all__ = ["ForkserverDDPStrategy", "RecsysStrategy", "ShadowSyncStrategy"]

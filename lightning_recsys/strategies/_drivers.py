@@ -1,0 +1,149 @@
+"""When the rounds of an algorithm run: in a thread beside training, or between two of its steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+
+from lightning_recsys.runtime import configure_worker
+from lightning_recsys.strategies._rounds import Rounds
+
+SHADOW_SHARE = 0.01  # of a core, that a shadow thread without an interval takes at most
+
+
+class Driver(ABC):
+    """Runs rounds while training goes on.
+
+    Attributes:
+        rounds: What it runs.
+        active_seconds: Time between :meth:`start` and :meth:`stop`, all of it so far.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self._seconds = 0.0
+        self._started: float | None = None
+
+    @property
+    def active_seconds(self) -> float:
+        return self._seconds + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    def start(self) -> None:
+        """Training begins, or goes on after a pause."""
+        self._started = time.monotonic()
+
+    def check(self) -> None:
+        """Raise what happened beside training since the last call, if anything did."""
+        return
+
+    def after_step(self) -> None:
+        """This worker has made an update."""
+        return
+
+    def stop(self) -> None:
+        """Return when no round is under way and the other trainers are ready to do without this one.
+
+        All trainers call this. Nothing happens where it is stopped already.
+        """
+        if self._started is not None:
+            self._leave()
+            self._seconds, self._started = self.active_seconds, None
+
+    @abstractmethod
+    def _leave(self) -> None: ...
+
+    def abandon(self) -> None:
+        """Stop without the others: the run has failed."""
+        self._started = None
+
+
+class ShadowThread(Driver):
+    """Loops over rounds in a thread of its own that knows nothing of training.
+
+    Args:
+        rounds: What to run. Nothing else may touch the exchange behind it while the thread runs.
+        interval: Seconds between two rounds. By default as long as keeps the thread's computing under 1 % of a core:
+            a small model is synchronised more often than a large one, and waiting for the network costs nothing.
+    """
+
+    def __init__(self, rounds: Rounds, *, interval: float | None = None) -> None:
+        super().__init__(rounds)
+        self._interval = interval
+        self._leaving = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        super().start()
+        self._leaving.clear()
+        self._thread = threading.Thread(target=self._loop, name="shadow", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        try:
+            configure_worker()  # thread count and denormals are settings of each thread
+            while True:
+                began = time.thread_time()
+                if self.rounds.run(leaving=self._leaving.is_set()):
+                    return
+                self._leaving.wait(self._pause(time.thread_time() - began))
+        except BaseException as error:
+            self._error = error
+
+    def _pause(self, computed: float) -> float:
+        if self._leaving.is_set():
+            return 0.0
+        return computed * (1 / SHADOW_SHARE - 1) if self._interval is None else self._interval
+
+    def check(self) -> None:
+        """Raise what the thread died of, if it has."""
+        if self._error is not None:
+            error, self._error, self._started = self._error, None, None
+            error.add_note("Raised in the shadow thread, which synchronises this trainer in the background.")
+            raise error
+
+    def _leave(self) -> None:
+        assert self._thread is not None
+        self._leaving.set()
+        self._thread.join()
+        self.check()
+
+    def abandon(self) -> None:
+        """Ask the thread to stop; it may be waiting for a trainer that no longer answers."""
+        super().abandon()
+        self._leaving.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+
+class ForegroundHook(Driver):
+    """Runs a round between two steps, while the worker waits.
+
+    Args:
+        rounds: What to run.
+        gap: Steps of this worker from one round to the next.
+        interval: Seconds from one round to the next, instead of steps.
+    """
+
+    def __init__(self, rounds: Rounds, *, gap: int, interval: float | None = None) -> None:
+        super().__init__(rounds)
+        self._gap = gap
+        self._interval = interval
+        self._steps = 0
+        self._last = time.monotonic()
+
+    def start(self) -> None:
+        super().start()
+        self._last = time.monotonic()
+
+    def after_step(self) -> None:
+        self._steps += 1
+        due = self._steps >= self._gap if self._interval is None else time.monotonic() - self._last >= self._interval
+        if due:
+            self.rounds.run(leaving=False)
+            self._steps, self._last = 0, time.monotonic()
+
+    def _leave(self) -> None:
+        while not self.rounds.run(leaving=True):
+            pass

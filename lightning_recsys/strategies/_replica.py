@@ -1,0 +1,170 @@
+"""One trainer's copy of the dense part, in memory that all its workers train in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+LINE_BYTES = 64  # tensors start at cache lines, as torch's own do: some kernels round otherwise where they do not
+
+
+class Replica:
+    """The trained parameters of a model, as views of one flat float32 vector.
+
+    A parameter keeps its identity, its gradient and its hooks; only ``parameter.data`` moves. What lies between two
+    parameters (they start at cache lines) is zero, and averaging leaves it so.
+
+    Args:
+        named_parameters: Those that a trainer trains, in the same order on every worker.
+
+    Attributes:
+        size: Elements of the vector, gaps included.
+        flat: The vector, once :meth:`attach` was called.
+
+    Raises:
+        TypeError: a parameter is not float32.
+    """
+
+    flat: Tensor
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._parameters: list[tuple[nn.Parameter, int]] = []
+        self.size = 0
+        for name, parameter in named_parameters:
+            if parameter.dtype != torch.float32:
+                raise TypeError(
+                    f"replicas are kept and averaged in float32, but {name} is {parameter.dtype}. Use"
+                    " trainer.precision=32-true, or bf16-mixed, which computes in bfloat16 and leaves parameters alone."
+                )
+            self._parameters.append((parameter, self.size))
+            self.size += _whole_lines(4 * parameter.numel()) // 4
+
+    def attach(self, flat: Tensor) -> None:
+        """Move the parameters into ``flat``, float32 ``[size]``, with their values."""
+        for parameter, start in self._parameters:
+            view = flat[start : start + parameter.numel()].view(parameter.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+        self.flat = flat
+
+    def detach(self) -> None:
+        """Give every parameter memory of its own again."""
+        for parameter, _ in self._parameters:
+            parameter.data = parameter.data.clone()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the vector."""
+        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+
+
+def share(tensors: Mapping[str, Tensor], *, team_size: int) -> dict[str, Tensor]:
+    """Tensors in memory that each team of consecutive ranks shares; all ranks of the default group call this together.
+
+    The memory has no name in the file system, so it goes with the last process that maps it, however that ends.
+
+    Args:
+        tensors: By name, alike on all ranks in shape and dtype; the values are those of each team's first rank.
+        team_size: Ranks per team; a team is on one machine. With 1 the tensors stay where they are.
+    """
+    if team_size == 1:
+        return dict(tensors)
+    starts, end = {}, 0
+    for name, tensor in tensors.items():
+        starts[name] = end
+        end += _whole_lines(tensor.nbytes)
+    rank = dist.get_rank()
+    leads = rank % team_size == 0
+    paths = [""] * dist.get_world_size()  # of the first ranks' files, as other processes find them
+    file = os.memfd_create("lightning_recsys") if leads else None
+    try:
+        if file is not None:
+            os.ftruncate(file, max(end, LINE_BYTES))
+        dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{file}")
+        memory = torch.from_file(paths[rank - rank % team_size], shared=True, size=end, dtype=torch.uint8)
+        shared = {
+            name: memory[start : start + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
+            for name, start in starts.items()
+        }
+        if leads:
+            for name, tensor in tensors.items():
+                shared[name].copy_(tensor)
+        dist.barrier()
+    finally:
+        if file is not None:
+            os.close(file)
+    return shared
+
+
+def share_optimizer_state(optimizers: Sequence[Optimizer], *, team_size: int) -> None:
+    """Let all workers of a trainer read and write the first one's optimizer state; all ranks call this together.
+
+    torch's optimizers make their state at their first step. Here it is made before, by a step that changes nothing, so
+    that there is something to share. From then on ``step`` counts the updates of all workers. State that is no tensor
+    stays each worker's own.
+    """
+    for optimizer in optimizers:
+        _make_state(optimizer)
+    owners = {f"{i}.{j}.{name}": (state, name) for i, j, name, state in _tensor_states(optimizers)}
+    if owners and team_size > 1:
+        shared = share({key: state[name] for key, (state, name) in owners.items()}, team_size=team_size)
+        for key, (state, name) in owners.items():
+            state[name] = shared[key]
+
+
+def _tensor_states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
+    for i, optimizer in enumerate(optimizers):
+        for j, parameter in enumerate(_parameters(optimizer)):
+            state = optimizer.state.get(parameter, {})
+            for name in sorted(state):
+                if isinstance(state[name], Tensor):
+                    yield i, j, name, state
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Step with zero gradients and no decay, on copies of the parameters; then wind the step counts back."""
+    parameters = _parameters(optimizer)
+    fresh = [x for x in parameters if x.requires_grad and not optimizer.state.get(x)]
+    if not fresh:
+        return
+    kept = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None  # no part of the step
+    for parameter in fresh:
+        parameter.data, parameter.grad = parameter.data.clone(), torch.zeros_like(parameter)
+    with _without_decay(optimizer):
+        optimizer.step()
+    for parameter, data, grad in kept:
+        parameter.data, parameter.grad = data, grad
+    for parameter in fresh:
+        state = optimizer.state[parameter]
+        if isinstance(step := state.get("step"), Tensor):
+            step.zero_()
+        elif step is not None:
+            state["step"] = 0
+
+
+@contextmanager
+def _without_decay(optimizer: Optimizer) -> Iterator[None]:
+    """Decay would count as a gradient, and be in the momentum from then on."""
+    groups = [group for group in optimizer.param_groups if "weight_decay" in group]
+    decays = [group["weight_decay"] for group in groups]
+    for group in groups:
+        group["weight_decay"] = 0.0
+    yield
+    for group, decay in zip(groups, decays, strict=True):
+        group["weight_decay"] = decay
+
+
+def _whole_lines(num_bytes: int) -> int:
+    return -(-num_bytes // LINE_BYTES) * LINE_BYTES

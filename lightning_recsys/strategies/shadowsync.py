@@ -1,0 +1,559 @@
+"""ShadowSync: replicas that train on their own and are kept together in the background."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, Literal, get_args
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning_fabric.strategies.registry import _StrategyRegistry
+from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_recsys.launchers import ServerSpec
+from lightning_recsys.parameter_server.backend import StoreBackend
+from lightning_recsys.parameter_server.interfaces import DenseStore
+from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.placement import ClusterLayout, PlacementMethod, PlacementPlan, chunk_evenly
+from lightning_recsys.strategies._drivers import Driver, ForegroundHook, ShadowThread
+from lightning_recsys.strategies._embedding_servers import collections_of, plan_placement
+from lightning_recsys.strategies._replica import Replica, share, share_optimizer_state
+from lightning_recsys.strategies._rounds import CenterRounds, MeanRounds, Rounds
+from lightning_recsys.strategies.base import RecsysStrategy
+from lightning_recsys.sync import Exchange, SyncAlgorithm, make_algorithm
+
+Mode = Literal["background", "foreground"]
+Final = Literal["trainer0", "average"]
+
+CHECKPOINT_KEY = "shadowsync"
+CENTER = "center"  # name of the sync servers' stores
+STALENESS_WINDOW = 1000  # updates whose staleness is kept
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+class ShadowSyncStrategy(RecsysStrategy):
+    r"""Trainers with a dense replica each, kept together beside training; embedding rows in stores, once for all.
+
+    A *trainer* has ``workers_per_trainer`` processes, Lightning's ranks, which train one replica of the dense part and
+    one optimizer state in shared memory, without a lock (Hogwild). Rows lie in stores on the embedding servers, where
+    all workers read and write them without a lock. A shadow thread in each trainer's first worker runs round after
+    round of a :class:`~lightning_recsys.sync.SyncAlgorithm` and knows nothing of training.
+
+    Args:
+        num_trainers: Replicas, over all nodes. Default: as many as ``Trainer(devices=..., num_nodes=...)`` gives.
+        workers_per_trainer: Processes that share a replica; all on one node.
+        algorithm: ``easgd``, ``ma``, ``bmuf``, a name registered with
+            :func:`~lightning_recsys.sync.register_algorithm`, or an algorithm.
+        mode: ``background`` runs rounds in the shadow thread, ``foreground`` between two steps, while the worker waits.
+        alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica. Not with an algorithm object.
+        gap: Foreground: steps of a worker from one round to the next.
+        interval: Seconds from one round to the next: in the background instead of as often as 1 % of a core allows, in
+            the foreground instead of ``gap``.
+        eta: BMUF's step size; ``None`` is its default, 1.
+        block_momentum: BMUF's momentum; ``None`` is its default, 0.
+        nesterov: BMUF's look-ahead; ``None`` is its default, off.
+        num_embedding_servers: Servers for rows.
+        num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it.
+        placement: How tables are spread over the embedding servers: ``round_robin``, by ``size``, or ``profiled``, by
+            the time that lookups and updates take.
+        final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
+        **kwargs: As for :class:`~lightning_recsys.strategies.base.RecsysStrategy`.
+
+    Raises:
+        ValueError: an argument is out of range, or does not go with another.
+
+    Communication: in the background, per round and trainer, the replica to the sync servers and the centre back, or one
+    all-reduce among the trainers. Training itself communicates with the embedding servers only.
+    Reference: Zheng et al. 2020, "ShadowSync: performing synchronization in the background for highly scalable
+    distributed training".
+    Differs from the paper: workers are processes, not threads; a trainer that finishes early goes on with its rounds
+    until all have finished; a single trainer does not synchronise.
+
+    >>> from pytorch_lightning import Trainer
+    >>> strategy = ShadowSyncStrategy(num_trainers=2, workers_per_trainer=2)
+    >>> Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_checkpointing=False).world_size
+    4
+    """
+
+    strategy_name = "shadowsync"
+    asynchronous: ClassVar[bool] = True
+    wraps_model: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        num_trainers: int | None = None,
+        workers_per_trainer: int = 1,
+        algorithm: str | SyncAlgorithm = "easgd",
+        mode: Mode = "background",
+        alpha: float = 0.5,
+        gap: int = 5,
+        interval: float | None = None,
+        eta: float | None = None,
+        block_momentum: float | None = None,
+        nesterov: bool | None = None,
+        num_embedding_servers: int = 1,
+        num_sync_servers: int = 1,
+        placement: PlacementMethod = "profiled",
+        final: Final = "trainer0",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        for name, value, allowed in (
+            ("mode", mode, get_args(Mode)),
+            ("placement", placement, get_args(PlacementMethod)),
+            ("final", final, get_args(Final)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"strategy.{name} must be one of {', '.join(allowed)}, got {value!r}.")
+        for name, number in (
+            ("num_trainers", num_trainers),
+            ("workers_per_trainer", workers_per_trainer),
+            ("gap", gap),
+            ("num_embedding_servers", num_embedding_servers),
+            ("num_sync_servers", num_sync_servers),
+        ):
+            if number is not None and number < 1:
+                raise ValueError(f"strategy.{name} must be at least 1, got {number}.")
+        if interval is not None and not 0 <= interval < float("inf"):
+            raise ValueError(f"strategy.interval must be a finite number of seconds, at least 0, got {interval}.")
+        options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
+        self.algorithm = make_algorithm(algorithm, options) if isinstance(algorithm, str) else algorithm
+        self.num_trainers = num_trainers
+        self.workers_per_trainer = workers_per_trainer
+        self.mode: Mode = mode
+        self.gap = gap
+        self.interval = interval
+        self.num_embedding_servers = num_embedding_servers
+        self.num_sync_servers = num_sync_servers
+        self.placement: PlacementMethod = placement
+        self.final: Final = final
+        self.plan: PlacementPlan | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._replica: Replica | None = None
+        self._leaders: Any = None  # process group of the trainers' first workers
+        self._driver: Driver | None = None
+        self._training = False
+        self._averaged = False  # the average of the replicas stands in their place,
+        self._own_weights: Tensor | None = None  # and a leader keeps its replica here
+        self._restored: dict[str, Any] | None = None
+        self._saved: dict[str, Any] = {}
+        self._iterations: Any = None  # of each worker of this trainer; a NumPy view of what they share
+        self._others_before: int | None = None
+        self._staleness: deque[int] = deque(maxlen=STALENESS_WINDOW)
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = type(self).__new__(type(self))
+        fresh._reset()
+        return super().__getstate__() | fresh.__dict__
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make ``shadowsync`` and one name for each algorithm known to ``Trainer(strategy=...)``."""
+        super().register_strategies(strategy_registry)
+        for algorithm in ("easgd", "ma", "bmuf"):
+            strategy_registry.register(
+                f"{cls.strategy_name}_{algorithm}",
+                cls,
+                description=f"ShadowSync with algorithm={algorithm}",
+                override=True,
+                algorithm=algorithm,
+            )
+
+    # --- Who is who --------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> ClusterLayout:
+        """Which rank works for which trainer; known once a ``Trainer`` has the strategy.
+
+        Raises:
+            ValueError: the ranks do not make up whole trainers.
+        """
+        num_trainers = self.num_trainers
+        if num_trainers is None:
+            ranks = self.num_nodes * self.num_processes
+            num_trainers, rest = divmod(ranks, self.workers_per_trainer)
+            if rest or not num_trainers:
+                raise ValueError(
+                    f"{ranks} ranks are no whole number of trainers with strategy.workers_per_trainer="
+                    f"{self.workers_per_trainer}. Set strategy.num_trainers, and leave trainer.devices out."
+                )
+        return ClusterLayout(num_trainers, self.workers_per_trainer, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Take as many processes as the trainers need.
+
+        Raises:
+            ValueError: ``trainer.devices`` or ``torchrun`` says otherwise, or the accelerator is no CPU.
+        """
+        devices = self.parallel_devices or []
+        if any(device.type != "cpu" for device in devices):
+            raise ValueError("ShadowSyncStrategy trains in shared memory, on CPUs: set trainer.accelerator=cpu.")
+        started = self._started_by_torchrun()
+        if len(devices) == 1:  # also what Lightning makes of devices="auto" on a CPU
+            wanted = self.workers_per_trainer if self.num_trainers is None else self.layout.ranks_per_node
+            self.parallel_devices = [torch.device("cpu")] * (started or wanted)
+        layout = self.layout
+        have = started or self.num_processes
+        if have != layout.ranks_per_node:
+            what = f"torchrun --nproc-per-node={have}" if started else f"trainer.devices={have}"
+            raise ValueError(
+                f"strategy.num_trainers={layout.num_trainers} with strategy.workers_per_trainer="
+                f"{self.workers_per_trainer} needs {layout.ranks_per_node} processes on each of {self.num_nodes} nodes,"
+                f" but there is {what}. Set it to {layout.ranks_per_node}, or change the number of trainers or of nodes"
+                " (trainer.num_nodes)."
+            )
+        super().set_world_ranks()
+
+    def _started_by_torchrun(self) -> int | None:
+        """Processes of this node, where ``torchrun`` has started them."""
+        environment = self.cluster_environment
+        return int(os.environ["LOCAL_WORLD_SIZE"]) if isinstance(environment, TorchElasticEnvironment) else None
+
+    @property
+    def trainer_index(self) -> int:
+        """The trainer that this process works for."""
+        return self.layout.trainer_of(self.global_rank)
+
+    @property
+    def _leads(self) -> bool:
+        return self.layout.worker_of(self.global_rank) == 0
+
+    @property
+    def _synchronises(self) -> bool:
+        """A single trainer has nobody to be synchronised with."""
+        return self.layout.num_trainers > 1 and self._replica is not None and self._replica.size > 0
+
+    def server_specs(self) -> list[ServerSpec]:
+        """Embedding servers, and sync servers where the algorithm has a centre."""
+        specs = [ServerSpec("embedding", index) for index in range(self.num_embedding_servers)]
+        if self.algorithm.exchange is Exchange.CENTER and self.layout.num_trainers > 1:
+            specs += [ServerSpec("sync", index) for index in range(self.num_sync_servers)]
+        return specs
+
+    # --- Embedding rows ----------------------------------------------------------------------------------------------
+
+    def bind_backends(self) -> None:
+        """Bring the rows to the embedding servers; the first rank does, the others find them there."""
+        assert self.lightning_module is not None
+        collections = collections_of(self.lightning_module)
+        if not collections or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return  # every rank has all rows, and nobody changes them
+        servers = self.stores("embedding")
+        if self.is_global_zero:
+            self.plan = plan_placement(collections, len(servers), method=self.placement)
+            log.info("Embedding tables on servers:\n%s", self.plan)
+            for name, collection in collections.items():
+                for server in servers:
+                    with suppress(KeyError):
+                        server.remove(name)  # left by a run before, where servers outlive runs
+                self._bind(name, collection, copy_rows=True)
+        self.plan = self.broadcast(self.plan)
+        if not self.is_global_zero:
+            for name, collection in collections.items():
+                self._bind(name, collection, copy_rows=False)
+        self.barrier("rows are where they belong")
+
+    def _bind(self, name: str, collection: Any, *, copy_rows: bool) -> None:
+        backend = StoreBackend.create(
+            name,
+            collection.layout,
+            collection.optimizer,
+            servers=self.stores("embedding"),
+            plan=self.plan,
+            seed=torch.initial_seed() % 2**31,
+        )
+        collection.bind(backend, copy_rows=copy_rows)
+
+    def unbind_backends(self) -> None:
+        """Give the model its own rows again, the trained ones if the run succeeded."""
+        if self.lightning_module is not None:
+            for collection in collections_of(self.lightning_module).values():
+                collection.unbind(copy_rows=self._succeeded())
+
+    # --- The replica -------------------------------------------------------------------------------------------------
+
+    def configure_ddp(self) -> None:
+        """Start all replicas alike, each in its trainer's memory."""
+        super().configure_ddp()
+        assert self.lightning_module is not None
+        named = self.lightning_module.named_parameters()
+        replica = Replica((name, parameter) for name, parameter in named if parameter.requires_grad)
+        initial = {
+            "replica": torch.zeros(replica.size),
+            "iterations": torch.zeros(self.workers_per_trainer, dtype=torch.int64),
+        }
+        shared = share(initial, team_size=self.workers_per_trainer)
+        replica.attach(shared["replica"])
+        self._replica, self._iterations = replica, shared["iterations"].numpy()
+        if self.layout.num_trainers > 1:
+            self._leaders = dist.new_group(list(self.layout.leaders), timeout=self._timeout, backend="gloo")
+
+    def on_train_start(self) -> None:
+        """Share the optimizer state and begin to synchronise."""
+        super().on_train_start()
+        self._refuse_different_schedules()
+        if self.workers_per_trainer > 1:
+            share_optimizer_state(self.optimizers, team_size=self.workers_per_trainer)
+        self._driver = self._make_driver() if self._synchronises else None
+        self._training = True
+        self.barrier("all replicas are there")
+        self._start_driver()
+
+    def _refuse_different_schedules(self) -> None:
+        """Ranks may have unequal numbers of batches, but not of occasions on which they wait for each other."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        periods = {"trainer.val_check_interval": trainer.val_check_batch if trainer.enable_validation else None}
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                periods["every_n_train_steps"] = callback._every_n_train_steps * trainer.accumulate_grad_batches
+        batches = trainer.num_training_batches
+        known = {name: int(period) for name, period in periods.items() if period and max(period, batches) < math.inf}
+        counts = {name: int(batches) // period for name, period in known.items()}
+        per_rank: list[dict[str, int]] = [{}] * self.world_size
+        dist.all_gather_object(per_rank, counts)
+        for name in counts:
+            if len({others.get(name) for others in per_rank}) > 1:
+                raise ValueError(
+                    f"with {name}={periods[name]} the ranks, whose numbers of training batches differ, would stop"
+                    f" {[others.get(name) for others in per_rank]} times in an epoch, each waiting for all others."
+                    " Stop at the end of epochs only (trainer.val_check_interval=1.0, no every_n_train_steps)."
+                )
+
+    def _make_driver(self) -> Driver | None:
+        assert self._replica is not None
+        self.algorithm.start(self._replica.flat)
+        restored = self._restored or {}
+        if restored.get("algorithm") == type(self.algorithm).__name__:
+            self.algorithm.load_state_dict(restored["state"])
+        rounds: Rounds
+        if self.algorithm.exchange is Exchange.CENTER:
+            pieces = self._open_center(restored.get(CENTER, self._replica.flat))
+            if not self._leads and self.mode == "background":
+                return None
+            rounds = CenterRounds(self.algorithm, self._replica.flat, pieces=pieces)
+        else:
+            if not self._leads:
+                return None
+            rounds = MeanRounds(self.algorithm, self._replica.flat, group=self._leaders)
+        if self.mode == "background":
+            return ShadowThread(rounds, interval=self.interval)
+        return ForegroundHook(rounds, gap=self.gap, interval=self.interval)
+
+    def _open_center(self, initial: Tensor) -> list[DenseStore]:
+        """The centre's pieces; the first rank makes them, the others find them."""
+        servers = self.stores("sync")
+        chunks = list(zip(servers, chunk_evenly(initial.numel(), len(servers)), strict=False))
+        if self.is_global_zero:
+            for server, (start, stop) in chunks:
+                with suppress(KeyError):
+                    server.remove(CENTER)  # left by a run before, where servers outlive runs
+                server.create_dense_store(CENTER, initial[start:stop].clone())
+        self.barrier("the centre is there")
+        return [server.dense_store(CENTER) for server, _ in chunks]
+
+    # --- Training ----------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Hear of errors beside training."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._driver is not None:
+            self._driver.check()
+        if self._others_before is None:
+            self._others_before = self._iterations_of_others()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, count, and run the foreground's round where one is due."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._training:
+            self._iterations[self.layout.worker_of(self.global_rank)] += 1
+            if self._others_before is not None:
+                self._staleness.append(self._iterations_of_others() - self._others_before)
+                self._others_before = None
+            if self._driver is not None:
+                self._driver.after_step()
+        return output
+
+    def _iterations_of_others(self) -> int:
+        own = self._iterations[self.layout.worker_of(self.global_rank)]
+        return int(self._iterations.sum() - own)
+
+    def _start_driver(self) -> None:
+        if self._driver is not None:
+            self._driver.start()
+
+    def _pause(self) -> None:
+        """Wait until every rank is here and no round is under way; all updates are where they belong then."""
+        assert self.lightning_module is not None
+        for collection in collections_of(self.lightning_module).values():
+            collection.flush()
+        self.barrier("everybody has stopped training")  # the shadow threads go on meanwhile
+        if self._driver is not None:
+            self._driver.stop()
+        self.barrier("no round is under way")
+
+    def _resume(self) -> None:
+        self.barrier("everybody goes on")
+        self._start_driver()
+
+    # --- One set of weights ------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Swap the average of the replicas in, and rank 0's buffers; nothing is synchronised meanwhile."""
+        if self._training:
+            self._pause()
+            self._swap_average_in()
+
+    def on_validation_end(self) -> None:
+        """Swap the replicas back in and go on."""
+        if self._averaged:
+            self.barrier("everybody has validated")
+            self._swap_average_out()
+            self._resume()
+
+    def on_train_end(self) -> None:
+        """Make all replicas the final model."""
+        if not self._training:
+            return
+        self._pause()
+        self._training = False
+        if self._synchronises and self._leads:
+            assert self._replica is not None
+            if self.final == "average":
+                self._replica.flat.copy_(self._average())
+            else:
+                dist.broadcast(self._replica.flat, src=0, group=self._leaders)
+        self._take_buffers()
+        self.barrier("all replicas are the final model")
+
+    def _average(self) -> Tensor:
+        """The mean of all replicas; all leaders call this together."""
+        assert self._replica is not None
+        mean = self._replica.flat.clone()
+        dist.all_reduce(mean, group=self._leaders)
+        return mean.div_(self.layout.num_trainers)
+
+    def _swap_average_in(self) -> None:
+        if self._synchronises and self._leads:
+            assert self._replica is not None
+            average = self._average()
+            self._own_weights = self._replica.flat.clone()
+            self._replica.flat.copy_(average)
+        self._take_buffers()
+        self._averaged = True
+        self.barrier("the average is in place")
+
+    def _swap_average_out(self) -> None:
+        if self._own_weights is not None:
+            assert self._replica is not None
+            self._replica.flat.copy_(self._own_weights)
+        self._averaged, self._own_weights = False, None
+
+    def _take_buffers(self) -> None:
+        """Buffers, such as the statistics of batch norms, are each worker's own until now: take rank 0's."""
+        assert self.lightning_module is not None
+        for buffer in self.lightning_module.buffers():
+            dist.broadcast(buffer, src=0)
+
+    @contextmanager
+    def _average_in_place(self) -> Iterator[None]:
+        """The average as the model's weights, whether it stands there already or training is interrupted for it."""
+        if not self._training or self._averaged:
+            yield
+            return
+        self._pause()
+        self._swap_average_in()
+        yield
+        self.barrier("everybody has seen the average")
+        self._swap_average_out()
+        self._resume()
+
+    # --- Checkpoints -------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """While training, the average of the replicas, which is what validation sees; all ranks call this."""
+        with self._average_in_place():
+            if self._training:
+                self._saved = self._sync_state()
+            state = super().lightning_module_state_dict()
+            if self._replica is None:
+                return state
+            return {
+                name: value.clone() if isinstance(value, Tensor) and self._replica.holds(value) else value
+                for name, value in state.items()
+            }
+
+    def _sync_state(self) -> dict[str, Any]:
+        if self._driver is None or not self.is_global_zero:
+            return {}
+        state = {name: tensor.clone() for name, tensor in self.algorithm.state_dict().items()}
+        saved: dict[str, Any] = {"algorithm": type(self.algorithm).__name__, "state": state}
+        if isinstance(self._driver.rounds, CenterRounds):
+            saved[CENTER] = self._driver.rounds.pull_center()
+        return saved
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Save, with the algorithm's memory beside the optimizers'."""
+        if self._saved and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = self._saved
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, and keep the algorithm's memory for the start of training."""
+        self._restored = checkpoint.get(CHECKPOINT_KEY)
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    # --- Telemetry and the end ---------------------------------------------------------------------------------------
+
+    def telemetry(self) -> dict[str, Any]:
+        """Synchronisation, staleness and traffic of this process so far; see ``docs/shadowsync.md`` for each name."""
+        values: dict[str, Any] = {}
+        driver = self._driver
+        exchanged = 0
+        if driver is not None and driver.rounds.count:
+            rounds = driver.rounds
+            per_worker = self.mode == "foreground" and self.algorithm.exchange is Exchange.CENTER
+            steps = self._iterations[self.layout.worker_of(self.global_rank)] if per_worker else self._iterations.sum()
+            values["sync/gap"] = float(steps / rounds.count)
+            values["sync/rounds"] = rounds.count / max(driver.active_seconds, 1e-9)
+            if rounds.divergence is not None:
+                values["sync/divergence"] = rounds.divergence
+            exchanged = rounds.exchanged_bytes
+        if self.workers_per_trainer > 1 and self._staleness:
+            values["staleness/hogwild"] = torch.tensor(self._staleness, dtype=torch.float32)
+        remote = [stores for kind in self._stores.values() for stores in kind if isinstance(stores, RemoteStores)]
+        values["comm/sent_bytes"] = float(exchanged + sum(x.connection.traffic.sent_bytes for x in remote))
+        values["comm/received_bytes"] = float(exchanged + sum(x.connection.traffic.received_bytes for x in remote))
+        return values
+
+    def teardown(self) -> None:
+        """Stop the shadow thread and leave the shared memory; then all that the base class does."""
+        if self._driver is not None:
+            self._driver.abandon()
+        if self._replica is not None:
+            self._replica.detach()
+        if self._leaders is not None and self._succeeded() and dist.is_initialized():
+            dist.destroy_process_group(self._leaders)
+        super().teardown()
+        self._reset()
