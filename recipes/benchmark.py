@@ -32,6 +32,8 @@ def main(cfg: DictConfig) -> None:
     folder = Path(config["paths"]["output_dir"])
     for path in report.write(rows, folder, suite=config["name"], settings=config["suite"]):
         log.info("wrote %s", path)
+    if page := config["page"]:
+        report.fill(Path(page), folder, suite=config["name"])
 
 
 if __name__ == "__main__":

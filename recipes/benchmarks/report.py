@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,13 +98,78 @@ def show(rows: Sequence[Result]) -> None:
         Console().print(row.table())
 
 
+def markdown(results: Sequence[Result]) -> str:
+    """All results as Markdown: rows of one base share a table of rates, each with its ratio to the base in brackets."""
+    about = machine()
+    parts = [
+        f"{date.today():%Y-%m-%d}, {about['processor']}, {about['cores']} cores, {about['threads']} thread, torch "
+        f"{about['torch']}, Lightning {about['pytorch-lightning']}. Examples per second, in brackets the ratio to the "
+        "first column."
+    ]
+    for base, rows in _by_base(results).items():
+        names = _variants(rows)
+        names.insert(0, names.pop(names.index(base)))
+        lines = [[row.workload, *(_cell(row, name) for name in names)] for row in rows]
+        parts.append(_markdown_table(["", *names], lines))
+    for result in results:
+        if not isinstance(result, Row):
+            table = result.table()
+            cells = zip(*(map(str, column.cells) for column in table.columns), strict=True)
+            parts.append(f"{str(table.title).capitalize()}:")
+            parts.append(
+                _markdown_table([str(column.header) for column in table.columns], [list(line) for line in cells])
+            )
+    return "\n\n".join(parts) + "\n"
+
+
+def fill(page: Path, folder: Path, *, suite: str) -> None:
+    """Put what :func:`write` left in ``folder`` into a Markdown page, and its picture into ``images`` beside that.
+
+    The tables go between the page's marks ``<!-- suite=... -->`` and ``<!-- end of suite=... -->``.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    start, end = f"<!-- suite={suite} -->", f"<!-- end of suite={suite} -->"
+    before, found, rest = page.read_text().partition(start)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        raise ValueError(f"page={page} has no place for the results: it needs the lines {start} and {end}.")
+    page.write_text(f"{before}{start}\n{(folder / f'{suite}.md').read_text()}{end}{after}")
+    if (picture := folder / f"{suite}.png").exists():
+        (page.parent / "images").mkdir(exist_ok=True)
+        shutil.copy(picture, page.parent / "images" / picture.name)
+
+
+def _by_base(results: Sequence[Result]) -> dict[str, list[Row]]:
+    rows: dict[str, list[Row]] = {}
+    for result in results:
+        if isinstance(result, Row):
+            rows.setdefault(result.base, []).append(result)
+    return rows
+
+
+def _cell(row: Row, name: str) -> str:
+    if name not in row.measured.rates:
+        return ""
+    rate = f"{row.measured.median(name):,.0f}"
+    return rate if name == row.base else f"{rate} ({row.measured.ratio(name, row.base):.2f})"
+
+
+def _markdown_table(header: list[str], lines: list[list[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def write(results: Sequence[Result], folder: Path, *, suite: str, settings: dict[str, Any]) -> list[Path]:
-    """Write ``<suite>.json`` and, where there are rates and matplotlib, ``<suite>.png``; returns what was written."""
+    """Write ``<suite>.json``, ``.md`` and, where there are rates and matplotlib, ``.png``; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for row in results if isinstance(row, Row)]
+    rows = next(iter(_by_base(results).values()), [])
     content = {"suite": suite, "machine": machine(), "settings": settings, "rows": [row.to_dict() for row in results]}
     written = [folder / f"{suite}.json"]
     written[0].write_text(json.dumps(content, indent=2) + "\n")
+    written.append(folder / f"{suite}.md")
+    written[1].write_text(markdown(results))
     if not rows:
         return written
     try:

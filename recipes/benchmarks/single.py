@@ -1,54 +1,47 @@
-"""Suite ``single``: one process, one thread, whole training steps."""
+"""Suite ``single``: one process, one thread, whole training steps, and the bars that they are held against."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from pathlib import Path
 
 import torch
-from benchmarks import dlrm_reference, floor, fuxictr_peer, plain_lightning, torchrec_peer
-from benchmarks.report import Row
-from benchmarks.trainer import quiet_trainer
-from benchmarks.turns import Turn, in_turns
+from benchmarks import dlrm_reference, floor, fuxictr_peer, kernels, memory, plain_lightning, steps, torchrec_peer
+from benchmarks.bars import Bar, Bars
+from benchmarks.data import write_rows
+from benchmarks.ours import Ours, reader_alone
+from benchmarks.report import Result, Row
+from benchmarks.turns import Measurement, Turn, in_turns
 from benchmarks.workload import Workload
-from pytorch_lightning.loggers import CSVLogger
-
-from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonitor
-from lightning_recsys.models import DCN, DLRM, DeepFM, WideDeep
-from lightning_recsys.optim import RowwiseAdagrad
-from lightning_recsys.tasks import CTRTask
 
 log = logging.getLogger(__name__)
 
-MODELS: dict[str, Callable[..., torch.nn.Module]] = {
-    "dlrm": partial(DLRM, bottom_hidden=(512, 256, 64), top_hidden=(512, 256)),
-    "deepfm": partial(DeepFM, hidden=(400, 400, 400)),
-    "wide_deep": partial(WideDeep, hidden=(400, 400)),
-    "dcn": partial(DCN, num_cross_layers=3, hidden=(400, 400)),
-}
+Rows = dict[tuple[str, int], Measurement]
 
 
-def ours(work: Workload, model: str, batch_size: int) -> Callable[[Turn], None]:
-    """This package as a user runs it: ``Trainer.fit`` with its reader, metrics, callbacks and a CSV logger."""
+def run(
+    *, models: list[str], batch_sizes: list[int], rows: int, rounds: int, seconds: float, profile: bool
+) -> list[Result]:
+    """Measure every model at every batch size, each pair in one interleaved measurement; then what else has a bar.
 
-    def run(turn: Turn) -> None:
-        network = MODELS[model](
-            work.num_dense, work.fields, embedding_dim=work.dim, row_optimizer=RowwiseAdagrad(learning_rate=0.01)
-        )
-        task = CTRTask(network, optimizer=partial(torch.optim.Adagrad, lr=0.01, fused=True))
-        with tempfile.TemporaryDirectory() as folder:
-            callbacks = [ExamplesPerSecond(), NormalizedEntropyMonitor()]
-            trainer = quiet_trainer(turn, batch_size, callbacks=callbacks, logger=CSVLogger(folder))
-            trainer.fit(task, work.loader(batch_size))
-
-    return run
+    With ``profile``, where the time of ours goes, and nothing else.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        root = write_rows(Workload(rows=rows), Path(folder), compression="none")
+        if profile:
+            pairs = [(model, batch_size) for model in models for batch_size in batch_sizes]
+            return [part for pair in pairs for part in steps.measure(root, *pair, rounds=rounds, seconds=seconds)]
+        return _measure(root, models, batch_sizes, rounds=rounds, seconds=seconds)
 
 
-def variants(work: Workload, model: str, batch_size: int) -> dict[str, Callable[[Turn], None]]:
+def variants(root: Path, work: Workload, model: str, batch_size: int) -> dict[str, Callable[[Turn], None]]:
     """What can be measured for this model here; TorchRec and FuxiCTR only where they are installed."""
-    makers = {"floor": floor.variant, "ours": ours, "lightning": plain_lightning.variant}
+    makers = {"floor": floor.variant, "ours": Ours(root), "lightning": plain_lightning.variant}
+    if torch.cpu._is_avx512_bf16_supported():
+        makers["ours, bf16"] = Ours(root, precision="bf16-mixed")
     if model == "dlrm":
         makers["dlrm reference"] = dlrm_reference.variant
         if torchrec_peer.is_available():
@@ -58,14 +51,72 @@ def variants(work: Workload, model: str, batch_size: int) -> dict[str, Callable[
     return {name: make(work, model, batch_size) for name, make in makers.items()}
 
 
-def run(*, models: list[str], batch_sizes: list[int], rounds: int, seconds: float) -> list[Row]:
-    """Measure every model at every batch size; each pair is one interleaved measurement."""
-    work, rows = Workload(), []
+def _measure(root: Path, models: list[str], batch_sizes: list[int], *, rounds: int, seconds: float) -> list[Result]:
     for name, peer in (("TorchRec", torchrec_peer), ("FuxiCTR", fuxictr_peer)):
         if not peer.is_available():
             log.info("%s is not installed, so it is left out; recipes/benchmarks says how to add it.", name)
+    work = Workload()
+    measured: Rows = {
+        (model, batch_size): in_turns(variants(root, work, model, batch_size), rounds=rounds, seconds=seconds)
+        for batch_size in batch_sizes
+        for model in models
+    }
+    results: list[Result] = [Row(f"{model}, B={b}", each, base="floor") for (model, b), each in measured.items()]
+    bars = [bar for (model, b), each in measured.items() for bar in _bars_of_steps(model, b, each)]
+
+    for batch_size in batch_sizes:
+        fastest = max(models, key=lambda model: measured[model, batch_size].median("ours"))
+        pair = {"ours": Ours(root)(work, fastest, batch_size), "reader": reader_alone(root, batch_size)}
+        row = Row(f"{fastest}, B={batch_size}", in_turns(pair, rounds=rounds, seconds=seconds), base="ours")
+        results.append(row)
+        bars.append(Bar(f"reader alone / {row.workload}", row.measured.ratio("reader", "ours"), "at least", 5, " x"))
     for model in models:
         for batch_size in batch_sizes:
-            measured = in_turns(variants(work, model, batch_size), rounds=rounds, seconds=seconds)
-            rows.append(Row(f"{model}, B={batch_size}", measured, base="floor"))
-    return rows
+            row = Row(
+                f"{model}, B={batch_size}",
+                _metrics(root, work, model, batch_size, rounds=rounds, seconds=seconds),
+                base="ours",
+            )
+            results.append(row)
+            cost = 1 - row.measured.ratio("ours", "no metrics")
+            bars.append(Bar(f"metrics and callbacks, {row.workload}", 100 * cost, "at most", 3, " %"))
+    results += (
+        kernel_rows := kernels.run(dims=[work.dim], batch_sizes=[2048], rounds=rounds, seconds=min(seconds, 0.3))
+    )
+    for rule in ("Adam", "FTRL"):
+        value = kernel_rows[0].measured.ratio(f"numba {rule}", "fbgemm module")
+        bars.append(Bar(f"numba {rule} / FBGEMM rowwise Adagrad, {kernel_rows[0].workload}", value, "at least", 0.5))
+    largest = max(batch_sizes)
+    for model in models:
+        value = memory.beyond_rows_mib(root, model, largest)
+        name = f"memory beyond rows and their state, {model}, B={largest}"
+        bars.append(Bar(name, value, "at most", 600, " MiB"))
+    return [*results, Bars(tuple(bars))]
+
+
+def _metrics(root: Path, work: Workload, model: str, batch_size: int, *, rounds: int, seconds: float) -> Measurement:
+    """With and without them, in short turns and many of them: a few percent are asked for."""
+    ours = Ours(root)
+    makers = {"ours": ours, "no metrics": replace(ours, metrics=False)}
+    pair = {name: make(work, model, batch_size) for name, make in makers.items()}
+    return in_turns(pair, rounds=6 * rounds, seconds=seconds / 6)
+
+
+def _bars_of_steps(model: str, batch_size: int, measured: Measurement) -> list[Bar]:
+    """The bars for one model at one batch size: the other side, and how many times its rate is asked for."""
+    asked: dict[str, float] = {}
+    if batch_size == 2048:
+        asked = {"floor": 0.9, "fuxictr": 3.5}
+        if model == "dlrm":
+            asked |= {"torchrec": 1.05, "dlrm reference": 1.3}
+    elif (model, batch_size) == ("deepfm", 128):
+        asked = {"floor": 0.7, "lightning": 20.0}
+    return [
+        Bar(
+            f"ours / {other}, {model}, B={batch_size}",
+            measured.ratio("ours", other) if other in measured.rates else None,
+            "at least",
+            limit,
+        )
+        for other, limit in asked.items()
+    ]

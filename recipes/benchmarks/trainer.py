@@ -23,7 +23,11 @@ def quiet_trainer(
     turn: Turn, batch_size: int, *, callbacks: list[pl.Callback] | None = None, **kwargs: Any
 ) -> pl.Trainer:
     """A CPU trainer that runs until the turn stops it."""
-    warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no `val_dataloader`")
+    for message in (
+        "You defined a `validation_step` but have no `val_dataloader`",
+        "Total length of `list` across ranks",
+    ):
+        warnings.filterwarnings("ignore", message=message)
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,

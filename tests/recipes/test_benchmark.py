@@ -5,6 +5,8 @@ import threading
 from itertools import count
 
 import pytest
+from benchmarks.bars import Bar
+from benchmarks.report import fill
 from benchmarks.turns import Measurement, Turn, in_turns
 from recipe_helpers import run_recipe
 
@@ -42,13 +44,53 @@ def test_measurement_then_ratios_are_taken_round_by_round():
     assert measured.spread("ours", "base") == (1.5, 2.5)
 
 
-def test_command_line_then_table_json_and_picture(tmp_path):
-    arguments = ["suite.models=[deepfm]", "suite.batch_sizes=[16]", "suite.rounds=1", "suite.seconds=0.01"]
-    done = run_recipe("benchmark.py", *arguments, f"hydra.run.dir={tmp_path}", folder=tmp_path)
+SMALL = ["suite.models=[deepfm]", "suite.batch_sizes=[16]", "suite.rounds=1", "suite.seconds=0.01", "suite.rows=4096"]
+
+
+def test_command_line_then_every_bar_stands_in_table_json_page_and_picture(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- suite=single -->\nold\n<!-- end of suite=single -->\nafter\n")
+    folder = f"hydra.run.dir={tmp_path / 'run'}"
+    done = run_recipe("benchmark.py", *SMALL, folder, f"page={page}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "deepfm, B=16" in done.stdout
-    results = json.loads((tmp_path / "single.json").read_text())
+    results = json.loads((tmp_path / "run" / "single.json").read_text())
     assert results["machine"]["threads"] == 1
-    assert set(results["rows"][0]["examples_per_second"]) == {"floor", "ours", "lightning"}
+    assert {"floor", "ours", "lightning"} <= set(results["rows"][0]["examples_per_second"])
     assert results["rows"][0]["ratio_to_base"]["floor"] == 1.0
-    assert (tmp_path / "single.png").stat().st_size > 1000
+    bars = results["rows"][-1]["bars"]
+    assert {bar["verdict"] for bar in bars} <= {"pass", "FAIL", "not measured"}
+    for part in ("reader alone", "metrics and callbacks", "numba Adam", "numba FTRL", "memory beyond rows"):
+        assert [bar["name"] for bar in bars if bar["name"].startswith(part)], part
+    memory = next(bar["value"] for bar in bars if bar["name"].startswith("memory"))
+    assert 200 < memory < 1500  # MiB: an interpreter with torch, and not the tables, whose size is known
+    before, *tables, after = page.read_text().splitlines()
+    assert (before, after) == ("before", "after")
+    assert "old" not in tables
+    assert any(line.startswith("| deepfm, B=16 |") for line in tables)
+    assert (tmp_path / "images" / "single.png").stat().st_size > 1000
+
+
+def test_command_line_when_asked_for_a_profile_then_parts_add_up_to_the_step(tmp_path):
+    run_dir = f"hydra.run.dir={tmp_path}"
+    done = run_recipe("benchmark.py", *SMALL, "suite.profile=true", run_dir, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    parts, operators = json.loads((tmp_path / "single.json").read_text())["rows"]
+    *milliseconds, whole = parts["milliseconds"].values()
+    assert len(milliseconds) == 6
+    assert sum(milliseconds) == pytest.approx(whole, abs=0.01)
+    assert all(operator["calls"] > 0 for operator in operators["per_step"].values())
+
+
+def test_bar_then_the_limit_itself_passes_and_what_is_not_measured_says_so():
+    assert [Bar("a", value, "at least", 0.9).verdict for value in (0.9, 0.89)] == ["pass", "FAIL"]
+    assert [Bar("a", value, "at most", 3.0).verdict for value in (3.0, 3.1)] == ["pass", "FAIL"]
+    assert Bar("a", None, "at most", 3.0).verdict == "not measured"
+
+
+def test_fill_when_the_page_has_no_place_then_names_the_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- suite=data -->\n")
+    (tmp_path / "data.md").write_text("| |\n")
+    with pytest.raises(ValueError, match="needs the lines <!-- suite=data --> and <!-- end of suite=data -->"):
+        fill(page, tmp_path, suite="data")

@@ -1,0 +1,64 @@
+"""Memory of a training beyond its rows, in a process of its own: ``python memory.py <prepared rows> <model> <batch>``.
+
+Counted is the peak of the process's resident set (``VmHWM``): the interpreter, torch, Lightning and this package with
+the pages of their libraries that were touched, the dense part and its optimizer, activations, the reader's window and
+its batches, metrics, the logger. Less the bytes of all embedding rows and of their optimizer state.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+STEPS = 100
+_STATUS = Path("/proc/self/status")
+
+
+def beyond_rows_mib(root: Path, model: str, batch_size: int) -> float | None:
+    """MiB that a training of :data:`STEPS` steps needs beyond its rows; ``None`` where the system does not tell."""
+    if not _STATUS.exists():
+        return None
+    command = [sys.executable, __file__, str(root), model, str(batch_size)]
+    search = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(  # noqa: S603 - this file, in this interpreter
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": search}
+    )
+    if done.returncode:
+        raise RuntimeError(f"the training of {model!r} whose memory was to be measured failed:\n{done.stderr}")
+    return float(done.stdout.split()[-1])
+
+
+def main(root: str, model: str, batch_size: str) -> None:
+    """Train and print the number."""
+    from benchmarks.ours import Ours, make_task
+    from benchmarks.turns import Stopped, Turn
+    from benchmarks.workload import Workload
+
+    from lightning_recsys.embeddings import LocalBackend
+    from lightning_recsys.runtime import configure_worker
+
+    class Steps(Turn):
+        """A turn that ends with a number of steps."""
+
+        left = STEPS
+
+        def step_done(self, num_examples: int) -> None:
+            self.left -= 1
+            if not self.left:
+                raise Stopped
+
+    configure_worker()
+    work = Workload()
+    try:
+        Ours(Path(root))(work, model, int(batch_size))(Steps(0))
+    except Stopped:
+        peak = next(int(line.split()[1]) * 1024 for line in _STATUS.read_text().splitlines() if "VmHWM" in line)
+    backends = [module for module in make_task(work, model).modules() if isinstance(module, LocalBackend)]
+    rows = sum(tensor.nbytes for backend in backends for tensor in (backend.rows, *backend.row_state.values()))
+    print((peak - rows) / 2**20)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
