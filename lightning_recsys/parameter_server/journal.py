@@ -30,8 +30,8 @@ from torch import Tensor
 
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
 
-JOURNAL = "journal"
-UNDO = "undo"
+JOURNAL = ".journal"  # a name that no store can have
+UNDO = ".undo"
 CLOSED_SECONDS = 600.0  # a client that said goodbye keeps its slot this long: no request of it travels longer
 EXPIRY_SECONDS = 86_400.0  # one that was cut off keeps it this long
 
@@ -282,7 +282,7 @@ def _open_words(path: Path, max_clients: int) -> np.ndarray[Any, np.dtype[np.int
         header = np.zeros(_WORDS, dtype=_INT64)
         header[_HEADER_MAGIC] = _MAGIC
         header[_HEADER_NONCE] = np.frombuffer(os.urandom(16), dtype=_INT64)
-        temporary = path.with_name(f".{JOURNAL}-{os.getpid()}")
+        temporary = path.with_name(f"{JOURNAL}-{os.getpid()}")
         temporary.write_bytes(header.tobytes())
         temporary.rename(path)  # whole or not at all
     with path.open("r+b") as file:

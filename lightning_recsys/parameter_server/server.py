@@ -23,7 +23,7 @@ from lightning_recsys.parameter_server.keys import ServerKeys
 from lightning_recsys.parameter_server.wire import Limits
 from lightning_recsys.runtime import configure_worker
 
-LOCK = "server.lock"
+LOCK = ".server.lock"
 BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
 DRAIN_SECONDS = 5.0  # for requests that had arrived when the server was told to stop
 _LINGER_MS = 2000

@@ -1,0 +1,69 @@
+"""Servers and clients for tests: in a thread, in a process that can be killed, and a handler without a socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import zmq
+from zmq.utils import garbage
+
+from lightning_recsys.embeddings import EmbeddingBagConfig
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.parameter_server.handler import RequestHandler
+from lightning_recsys.parameter_server.server import Server
+from lightning_recsys.parameter_server.wire import Limits, Request, decode_reply, encode_request
+
+CLIENT = bytes(range(1, 17))
+LAYOUT = TableLayout(
+    (EmbeddingBagConfig("a", 6, 4, ("x", "y"), init_std=0.5), EmbeddingBagConfig("b", 3, 4, ("z",), init_std=0.5))
+)
+
+
+@contextmanager
+def running(folder: Path, **options) -> Iterator[Server]:
+    """A server in a thread of this process."""
+    server = Server(folder, **options)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join()
+        server.close()
+
+
+def stop_collector() -> None:
+    """End the thread with which pyzmq frees what was sent without a copy; it starts again when it is needed."""
+    garbage.gc.stop()
+
+
+def request_frames(
+    operation: str, *arrays: torch.Tensor, sequence=0, store="", request_id=1, client=CLIENT, **arguments
+):
+    request = Request(operation, request_id, client, sequence, store, arguments, list(arrays))
+    return [bytearray(frame) for frame in encode_request(request)]
+
+
+def ask(handler: RequestHandler, operation: str, *arrays: torch.Tensor, **fields):
+    """The reply of a handler, past all sockets."""
+    return decode_reply(
+        [bytearray(frame) for frame in handler.handle(request_frames(operation, *arrays, **fields))], Limits()
+    )
+
+
+def digest(folder: Path) -> dict[str, bytes]:
+    """Every byte of every store."""
+    return {str(path): path.read_bytes() for path in sorted(folder.glob("*/*"))}
+
+
+def raw_dealer(context: zmq.Context, endpoint: str) -> zmq.Socket:
+    """A socket that sends what it likes."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(endpoint)
+    return socket

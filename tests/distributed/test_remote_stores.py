@@ -1,0 +1,389 @@
+"""Stores behind a server: the same answers as mapped ones, in order, over what goes wrong on the way."""
+
+import pickle
+import re
+import socket as plain_socket
+import threading
+
+import pytest
+import torch
+import zmq
+from server_helpers import LAYOUT, running, stop_collector
+
+from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
+from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.parameter_server import JobKeys, MappedStores, connect, serve
+from lightning_recsys.parameter_server import remote as remote_module
+from lightning_recsys.parameter_server.client import Connection
+from lightning_recsys.parameter_server.handler import RequestHandler
+from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.parameter_server.server import Server, check_bind
+from lightning_recsys.parameter_server.wire import Limits
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+
+KEYS = ("x", "y", "z")
+SINGLE = SparseFeatures(KEYS, torch.tensor([0, 5, 1, 4, 2, 0]))
+BAGS = SparseFeatures(KEYS, SINGLE.values, lengths=torch.tensor([2, 0, 1, 1, 0, 2]))
+WEIGHTED = SparseFeatures(KEYS, SINGLE.values, weights=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+
+
+@pytest.fixture(autouse=True)
+def _collector_stops():
+    yield
+    stop_collector()
+
+
+@pytest.fixture
+def server(tmp_path):
+    with running(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def stores(server):
+    stores = connect(server.endpoint, shared_memory="never", timeout=20)
+    assert isinstance(stores, RemoteStores)
+    yield stores
+    stores.close()
+
+
+def make_users(stores, optimizer=None):
+    return stores.create_embedding_store("users", LAYOUT, optimizer or SGD(learning_rate=0.5), seed=3)
+
+
+@pytest.mark.parametrize("sparse", [SINGLE, BAGS, WEIGHTED], ids=["single", "bags", "weighted"])
+def test_remote_store_when_trained_then_equals_a_mapped_one(stores, tmp_path, sparse):
+    (tmp_path / "own").mkdir()
+    mapped = make_users(MappedStores(tmp_path / "own"), Adagrad(learning_rate=0.5))
+    remote = make_users(stores, Adagrad(learning_rate=0.5))
+    for step in range(3):
+        assert torch.equal(remote.pooled_lookup(sparse), mapped.pooled_lookup(sparse))
+        gradient = torch.randn(2, 3, 4)
+        rows, row_gradients = torch.tensor([8, 0]), torch.randn(2, 4)
+        for store in (remote, mapped):
+            store.apply_gradients(sparse, gradient, learning_rate=0.1 * step)
+            store.apply_row_gradients(rows, row_gradients, learning_rate=0.1)
+        gradient.fill_(float("nan"))  # the caller's own again, flushed or not
+        row_gradients.fill_(float("nan"))
+    remote.flush()
+    for name in ("weight", "sum"):
+        assert torch.equal(remote.read(name, 0, 9), mapped.read(name, 0, 9))
+    assert torch.equal(remote.lookup(torch.tensor([3, 3, 8])), mapped.lookup(torch.tensor([3, 3, 8])))
+    assert remote.step == mapped.step == 6
+    assert (remote.layout, remote.optimizer) == (mapped.layout, mapped.optimizer)
+
+
+def test_rows_when_read_and_written_in_chunks_then_come_back(stores, monkeypatch):
+    monkeypatch.setattr(remote_module, "CHUNK_BYTES", 32)  # two rows
+    users, values = make_users(stores), torch.randn(7, 4)
+    before = users.read("weight", 0, 9)
+    users.write("weight", 1, values)
+    after = users.read("weight", 0, 9)
+    assert torch.equal(after[1:8], values)
+    assert torch.equal(after[[0, 8]], before[[0, 8]])
+    assert users.read("weight", 4, 0).shape == (0, 4)
+    users.step = 41
+    assert users.step == 41
+
+
+def test_lookups_when_begun_on_several_servers_then_are_answered_in_any_order(stores, tmp_path):
+    users = make_users(stores)
+    expected = users.pooled_lookup(SINGLE)
+    (tmp_path / "second").mkdir()
+    with running(tmp_path / "second") as other:
+        others = connect(other.endpoint, shared_memory="never")
+        more = make_users(others)
+        waiting = [store.begin_pooled_lookup(SINGLE) for store in (users, more, users, more)]
+        for wait in reversed(waiting):
+            assert torch.equal(wait(), expected)
+        others.close()
+
+
+def test_dense_store_when_averaged_then_follows_the_algorithm(stores):
+    center = stores.create_dense_store("center", torch.zeros(3), optimizer=SGD(learning_rate=1.0))
+    assert center.elastic_average(torch.ones(3), alpha=0.25).tolist() == [0.25] * 3
+    begun = center.begin_elastic_average(torch.ones(3), alpha=0.5)
+    assert begun().tolist() == [0.625] * 3
+    assert center.push_gradient(torch.ones(3), learning_rate=0.125) == 3
+    assert stores.dense_store("center").pull().tolist() == [0.5] * 3
+    center.assign(torch.arange(3.0))
+    assert (center.pull().tolist(), center.version, center.size) == ([0.0, 1.0, 2.0], 3, 3)
+
+
+def test_store_when_missing_or_other_then_says_what_is_there(stores):
+    make_users(stores)
+    with pytest.raises(KeyError, match=r"no store 'movies'; there are \['users'\]"):
+        stores.embedding_store("movies")
+    with pytest.raises(KeyError, match="'users' is a store of the kind embedding, not dense"):
+        stores.dense_store("users")
+    with pytest.raises(RequestRefusedError, match="refused 'create_embedding_store': a store 'users' is in"):
+        make_users(stores, Adagrad(learning_rate=0.5))
+    stores.remove("users")
+    with pytest.raises(KeyError, match=r"there are \[\]"):
+        stores.embedding_store("users")
+
+
+def test_push_when_refused_then_raises_at_the_next_call_and_later_ones_count(stores, server):
+    users = make_users(stores)
+    wrong, right = torch.tensor([9]), torch.tensor([1])
+    before = users.lookup(right)
+    users.apply_row_gradients(wrong, torch.ones(1, 4), learning_rate=1.0)
+    users.apply_row_gradients(right, torch.ones(1, 4), learning_rate=1.0)
+    with pytest.raises(RequestRefusedError, match=r"refused 'apply_row_gradients': rows must be in \[0, 9\), got 9"):
+        users.flush()
+    users.flush()
+    assert torch.equal(users.lookup(right), before - 1)
+    assert stores.status()["refused"] == 1
+
+
+def test_pushes_when_the_window_is_small_then_wait_and_all_arrive(server):
+    stores = connect(server.endpoint, shared_memory="never", window=2)
+    users = make_users(stores)
+    before = users.read("weight", 0, 9)
+    for _ in range(50):
+        users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), learning_rate=1.0)
+        assert stores.connection._window.pushes <= 2
+    users.flush()
+    assert torch.allclose(users.read("weight", 4, 1), before[4] + 50)
+    stores.close()
+
+
+def test_request_when_larger_than_the_server_allows_then_says_so(tmp_path):
+    with running(tmp_path, limits=Limits(message_bytes=4096)) as server:
+        stores = connect(server.endpoint, shared_memory="never")
+        with pytest.raises(RequestRefusedError, match="at most 4096 bytes, got 6000: cut it"):
+            stores.create_dense_store("center", torch.zeros(1500))
+        stores.close()
+
+
+def test_reply_when_lost_then_the_push_is_sent_again_and_applied_once(tmp_path, monkeypatch):
+    """A server that drops every third reply, and one request in five."""
+    handle, seen = RequestHandler.handle, {"requests": 0, "dropped": 0}
+
+    class Forgetful(Server):
+        def _serve_one(self):
+            try:
+                sender, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            seen["requests"] += 1
+            if seen["requests"] % 5 == 0:
+                seen["dropped"] += 1
+                return True
+            reply = handle(self.handler, frames)
+            if seen["requests"] % 3 == 0:
+                seen["dropped"] += 1
+                return True
+            self._router.send_multipart([sender, *reply])
+            return True
+
+    server = Forgetful(tmp_path)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        stores = connect(server.endpoint, shared_memory="never", timeout=0.15, retries=30)
+        users = make_users(stores)
+        row = torch.tensor([4])
+        before = users.lookup(row)
+        for _ in range(40):
+            users.apply_row_gradients(row, torch.full((1, 4), -1.0), learning_rate=1.0)
+        users.flush()
+        assert torch.allclose(users.lookup(row), before + 40)
+        assert users.step == 40
+        assert seen["dropped"] > 5
+        assert server.handler.duplicates > 0
+        stores.close()
+    finally:
+        server.stop()
+        thread.join()
+        server.close()
+
+
+def test_server_when_it_starts_again_then_its_clients_go_on(tmp_path):
+    with running(tmp_path) as first:
+        endpoint = first.endpoint
+        stores = connect(endpoint, shared_memory="never", timeout=20)
+        users = make_users(stores)
+        before = users.read("weight", 0, 9)
+        users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), learning_rate=1.0)
+        users.flush()
+    users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), learning_rate=1.0)  # while there is none
+    with running(tmp_path, bind=endpoint):
+        users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), learning_rate=1.0)
+        users.flush()
+        assert torch.allclose(users.read("weight", 4, 1), before[4] + 3)
+        assert users.step == 3
+        stores.close()
+
+
+def test_server_when_it_starts_again_without_its_folder_then_the_client_is_told(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    with running(tmp_path / "one") as first:
+        endpoint = first.endpoint
+        stores = connect(endpoint, shared_memory="never", timeout=20)
+        users = make_users(stores)
+    with running(tmp_path / "two", bind=endpoint):
+        users.apply_row_gradients(torch.tensor([4]), torch.ones(1, 4), learning_rate=1.0)
+        with pytest.raises(RequestRefusedError, match="has not said hello here"):
+            users.flush()
+        stores.close()
+
+
+def free_port():
+    with plain_socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_server_when_there_is_none_then_the_error_says_where_what_and_how_long():
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(
+        ServerUnreachableError, match=rf"{endpoint} did not answer 'hello' in 3 attempts over"
+    ) as caught:
+        connect(endpoint, timeout=0.1, retries=2)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (error.endpoint, error.operation, error.attempts) == (endpoint, "hello", 3)
+    assert error.seconds > 0.3
+    assert str(error) == str(caught.value)
+
+
+def test_server_when_it_goes_for_good_then_pushes_and_flushes_raise_and_close_returns(tmp_path):
+    with running(tmp_path) as server:
+        stores = connect(server.endpoint, shared_memory="never", timeout=0.1, retries=1, window=2)
+        users = make_users(stores)
+    rows, gradients = torch.tensor([4]), torch.ones(1, 4)
+    users.apply_row_gradients(rows, gradients, learning_rate=1.0)
+    users.apply_row_gradients(rows, gradients, learning_rate=1.0)
+    with pytest.raises(ServerUnreachableError, match="did not answer 'apply_row_gradients' in 2 attempts"):
+        users.apply_row_gradients(rows, gradients, learning_rate=1.0)
+    with pytest.raises(ServerUnreachableError, match="did not answer 'lookup'"):
+        users.lookup(rows)
+    stores.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        users.lookup(rows)
+
+
+def test_connection_when_two_threads_use_it_then_each_gets_its_own_answers(stores):
+    users, wrong = make_users(stores), []
+
+    def read(row):
+        expected = users.lookup(torch.tensor([row]))
+        wrong.extend(1 for _ in range(50) if not torch.equal(users.lookup(torch.tensor([row])), expected))
+
+    threads = [threading.Thread(target=read, args=(row,)) for row in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- Who is let in -------------------------------------------------------------------------------------------------
+
+
+def test_client_when_it_has_the_job_s_keys_then_is_served(tmp_path):
+    keys, path = JobKeys.generate(), tmp_path / "job.keys"
+    keys.save(path)
+    with running(tmp_path, keys=keys.server) as server:
+        for given in (keys, keys.client, path, str(path)):
+            stores = connect(server.endpoint, keys=given, shared_memory="never", timeout=20)
+            assert stores.status()["refused"] == 0
+            stores.close()
+
+
+@pytest.mark.parametrize("which", ["none", "other job", "other client", "other server"])
+def test_client_when_it_has_no_or_other_keys_then_gets_nothing(tmp_path, which):
+    keys, other = JobKeys.generate(), JobKeys.generate()
+    given = {
+        "none": None,
+        "other job": other.client,
+        "other client": type(keys.client)(keys.server.public, other.client.public, other.client.secret),
+        "other server": type(keys.client)(other.server.public, keys.client.public, keys.client.secret),
+    }[which]
+    with running(tmp_path, keys=keys.server) as server:
+        friend = connect(server.endpoint, keys=keys, shared_memory="never", timeout=20)
+        before = friend.status()
+        with pytest.raises(ServerUnreachableError, match="did not answer 'hello' in 2 attempts"):
+            connect(server.endpoint, keys=given, timeout=0.3, retries=1)
+        after = friend.status()
+        counted = ("requests", "refused", "pushes", "clients", "stores")
+        assert [after[name] - before[name] for name in counted] == [1, 0, 0, 0, 0]  # the friend's own question
+        friend.close()
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://10.0.0.1:5000", "tcp://[::]:0", "tcp://node-3:0"]
+)
+def test_bind_when_others_can_reach_it_then_needs_keys(tmp_path, bind):
+    with pytest.raises(ValueError, match=r"can be reached from other machines, so it needs keys: .*--make-keys FILE"):
+        serve(tmp_path, bind=bind)
+    check_bind(bind, JobKeys.generate().server)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "bind", ["127.0.0.1:0", "tcp://127.0.0.1", "ipc:///x", "tcp://127.0.0.1:66000", "tcp://:0", ""]
+)
+def test_bind_when_it_is_no_address_then_is_refused(bind):
+    with pytest.raises(ValueError, match=r"bind must be tcp://host:port"):
+        check_bind(bind, None)
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://127.0.5.1:9", "tcp://localhost:0", "tcp://[::1]:0"])
+def test_bind_when_of_this_machine_then_needs_no_keys(bind):
+    check_bind(bind, None)
+
+
+# --- Endpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_connect_when_the_server_s_folder_is_here_then_maps_it(server, tmp_path):
+    stores = connect(server.endpoint)
+    assert isinstance(stores, MappedStores)
+    assert stores.endpoint == f"shm://{tmp_path}"
+    users = make_users(stores)
+    remote = connect(server.endpoint, shared_memory="never")
+    before = users.lookup(torch.tensor([1]))
+    remote.embedding_store("users").write("weight", 1, torch.full((1, 4), 7.0))
+    assert not torch.equal(users.lookup(torch.tensor([1])), before)
+    remote.close()
+    assert server.handler.status()["clients"] == 0
+
+
+def test_connect_when_another_folder_has_that_name_then_asks_the_server(server, monkeypatch):
+    hello = server.handler._reads["hello"]
+    monkeypatch.setitem(server.handler._reads, "hello", lambda request: hello(request) | {"nonce": bytes(16)})
+    stores = connect(server.endpoint)
+    assert isinstance(stores, RemoteStores)
+    stores.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "users", "shm://relative", "tcp://host", "tcp://host:0", "http://host:1", "tcp://:1"]
+)
+def test_connect_when_given_no_endpoint_then_says_what_one_is(endpoint):
+    with pytest.raises(ValueError, match=re.escape("an endpoint is shm:///folder or tcp://host:port")):
+        connect(endpoint)
+
+
+def test_connect_when_an_option_is_wrong_then_says_which(server):
+    with pytest.raises(ValueError, match=r"shared_memory must be one of \['auto', 'never'\], got 'no'"):
+        connect(server.endpoint, shared_memory="no")
+    with pytest.raises(ValueError, match="timeout, window and window_bytes must be above 0"):
+        Connection(server.endpoint, timeout=0)
+
+
+def test_server_when_another_serves_the_folder_then_is_refused(server, tmp_path):
+    with pytest.raises(RuntimeError, match="another server serves"):
+        Server(tmp_path)
+
+
+def test_server_when_its_port_is_taken_then_says_so(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_recsys.parameter_server.server.BIND_SECONDS", 0.1)
+    (tmp_path / "second").mkdir()
+    with pytest.raises(OSError, match=f"cannot listen on {server.endpoint}: Address already in use"):
+        Server(tmp_path / "second", bind=server.endpoint)
+    Server(tmp_path / "second").close()  # nothing was kept

@@ -1,0 +1,190 @@
+"""The journal: who has a place, which pushes count, and how a push that was cut short is taken back."""
+
+import os
+
+import pytest
+import torch
+
+from lightning_recsys.parameter_server import journal as journal_module
+from lightning_recsys.parameter_server.journal import CLOSED_SECONDS, EXPIRY_SECONDS, Journal, Undo, read_nonce
+from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
+
+ALICE, BOB, CAROL = (bytes([letter]) * 16 for letter in b"abc")
+
+
+@pytest.fixture
+def arrays(tmp_path):
+    shapes = {"weight": ("float32", (6, 2)), "sum": ("float32", (6,)), "counters": ("int64", (1,))}
+
+    def fill(arrays):
+        arrays["weight"].copy_(torch.arange(12).view(6, 2))
+        arrays["sum"].copy_(torch.arange(6) * 100)
+        arrays["counters"].fill_(7)
+
+    return MappedArrays.create(tmp_path / "users", {"kind": "test"}, shapes, fill)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 1_000_000.0
+
+        def time(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(journal_module, "time", clock)
+    return clock
+
+
+def spoil(arrays):
+    for name in ("weight", "sum", "counters"):
+        arrays[name].add_(1)
+
+
+def values(arrays):
+    return {name: arrays[name].tolist() for name in ("weight", "sum", "counters")}
+
+
+def test_client_when_registered_then_its_place_and_count_outlive_the_process(tmp_path):
+    first = Journal(tmp_path, max_clients=4)
+    slots = [first.register(ALICE), first.register(BOB)]
+    with first.push(slots[1], 1, None):
+        pass
+    first.close()
+    second = Journal(tmp_path, max_clients=4)
+    assert [second.slot(ALICE), second.slot(BOB), second.slot(CAROL)] == [*slots, None]
+    assert [second.applied(slot) for slot in slots] == [0, 1]
+    assert second.nonce == first.nonce == read_nonce(tmp_path)
+    assert second.register(BOB) == slots[1]
+
+
+def test_journal_when_asked_for_more_places_then_keeps_those_taken(tmp_path):
+    small = Journal(tmp_path, max_clients=1)
+    with small.push(small.register(ALICE), 1, None):
+        pass
+    small.close()
+    large = Journal(tmp_path, max_clients=3)
+    assert large.applied(large.register(ALICE)) == 1
+    assert large.register(BOB) != large.register(CAROL)
+    large.close()
+    again = Journal(tmp_path, max_clients=1)
+    assert again.num_clients() == 3
+
+
+def test_client_when_no_place_is_free_then_is_refused_until_one_expires(tmp_path, clock):
+    journal = Journal(tmp_path, max_clients=2)
+    slot = journal.register(ALICE)
+    with journal.push(slot, 1, None):
+        pass
+    clock.now += 10
+    journal.register(BOB)
+    with pytest.raises(RuntimeError, match=r"all 2 places for clients are taken .*--max-clients"):
+        journal.register(CAROL)
+    clock.now += EXPIRY_SECONDS - 9  # Alice was last heard of a day ago, Bob was not
+    assert journal.register(CAROL) == slot
+    assert journal.applied(slot) == 0
+    assert journal.slot(ALICE) is None
+
+
+def test_client_when_it_said_goodbye_then_its_place_is_free_after_a_while(tmp_path, clock):
+    journal = Journal(tmp_path, max_clients=1)
+    slot = journal.register(ALICE)
+    journal.say_goodbye(slot)
+    assert journal.slot(ALICE) is None  # late copies of its pushes find nobody
+    assert journal.num_clients() == 0
+    with pytest.raises(RuntimeError, match="has said goodbye"):
+        journal.register(ALICE)
+    with pytest.raises(RuntimeError, match="all 1 places"):
+        journal.register(BOB)
+    clock.now += CLOSED_SECONDS + 1
+    assert journal.register(BOB) == slot
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([4, 1, 4])])
+def test_push_when_it_raises_then_is_taken_back_and_does_not_count(tmp_path, arrays, rows):
+    journal = Journal(tmp_path)
+    slot, before = journal.register(ALICE), values(arrays)
+
+    def apply():
+        if rows is None:
+            spoil(arrays)
+        else:
+            arrays["weight"][rows] = -1
+            arrays["sum"][rows] = -1
+            arrays["counters"].add_(1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), journal.push(slot, 1, Undo(arrays, ("weight", "sum"), rows)):
+        apply()
+    assert values(arrays) == before
+    assert journal.applied(slot) == 0
+
+
+def killed_inside(folder, arrays, rows, *, after_mark):
+    """A process that is killed while it applies push 1 of Alice, before or after the push counts."""
+    pid = os.fork()
+    if pid == 0:
+        journal = Journal(folder)
+        slot = journal.register(ALICE)
+        if after_mark:
+            mark = journal._mark
+
+            def mark_and_die(*args):
+                mark(*args)
+                os.kill(os.getpid(), 9)
+
+            journal._mark = mark_and_die
+        with journal.push(slot, 1, Undo(arrays, ("weight", "sum"), rows)):
+            spoil(arrays)
+            if not after_mark:
+                os.kill(os.getpid(), 9)
+    assert os.waitpid(pid, 0)[1] == 9
+
+
+def test_push_when_the_process_is_killed_inside_then_is_taken_back_by_the_next(tmp_path, arrays):
+    before = values(arrays)
+    killed_inside(tmp_path, arrays, None, after_mark=False)
+    assert values(arrays) != before
+    journal = Journal(tmp_path)
+    assert journal.recover()
+    assert values(arrays) == before
+    assert journal.applied(journal.register(ALICE)) == 0
+    assert not journal.recover()
+
+
+def test_push_when_the_process_is_killed_inside_then_only_its_rows_are_taken_back(tmp_path, arrays):
+    killed_inside(tmp_path, arrays, torch.tensor([5, 0]), after_mark=False)
+    assert Journal(tmp_path).recover()
+    # Other rows belong to others, who may have trained them meanwhile.
+    assert arrays["sum"].tolist() == [0, 101, 201, 301, 401, 500]
+    assert arrays["weight"][:, 0].tolist() == [0, 3, 5, 7, 9, 10]
+    assert arrays["counters"].tolist() == [7]
+
+
+def test_push_when_the_process_is_killed_after_the_mark_then_stays(tmp_path, arrays):
+    killed_inside(tmp_path, arrays, None, after_mark=True)
+    spoiled = values(arrays)
+    journal = Journal(tmp_path)
+    assert not journal.recover()
+    assert values(arrays) == spoiled
+    assert journal.applied(journal.register(ALICE)) == 1
+
+
+def test_push_when_its_store_was_removed_then_the_next_process_starts(tmp_path, arrays):
+    killed_inside(tmp_path, arrays, None, after_mark=False)
+    arrays.folder.rename(tmp_path / "elsewhere")
+    assert Journal(tmp_path).recover()
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 64, b"x" * 100])
+def test_journal_when_damaged_then_says_so(tmp_path, data):
+    (tmp_path / ".journal").write_bytes(data)
+    with pytest.raises(RuntimeError, match="is not a journal of this version, or damaged"):
+        Journal(tmp_path)
+    assert read_nonce(tmp_path) is None
+
+
+def test_nonce_when_there_is_no_journal_then_is_none(tmp_path):
+    assert read_nonce(tmp_path) is None
+    assert read_nonce(tmp_path / "nowhere") is None

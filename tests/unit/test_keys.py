@@ -1,0 +1,68 @@
+"""Keys of a job: as bytes, as a file that nobody else reads."""
+
+import json
+import stat
+
+import pytest
+import zmq
+
+from lightning_recsys.parameter_server import JobKeys
+
+
+def test_keys_when_generated_then_each_half_has_its_pair_and_knows_the_other():
+    keys = JobKeys.generate()
+    assert zmq.curve_public(keys.server.secret) == keys.server.public == keys.client.server
+    assert zmq.curve_public(keys.client.secret) == keys.client.public
+    assert keys.server.clients == (keys.client.public,)
+    assert JobKeys.generate() != keys
+
+
+def test_keys_when_shown_then_hide_their_secrets():
+    keys = JobKeys.generate()
+    shown = repr(keys)
+    assert keys.server.public.decode() in shown
+    assert keys.server.secret.decode() not in shown
+    assert keys.client.secret.decode() not in shown
+
+
+def test_keys_when_saved_then_only_their_owner_reads_them(tmp_path):
+    keys, path = JobKeys.generate(), tmp_path / "job.keys"
+    keys.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert JobKeys.load(path) == keys
+    with pytest.raises(FileExistsError):
+        JobKeys.generate().save(path)
+    assert JobKeys.load(path) == keys
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_key_file_when_others_reach_it_then_is_refused_with_what_to_do(tmp_path, mode):
+    path = tmp_path / "job.keys"
+    JobKeys.generate().save(path)
+    path.chmod(mode)
+    with pytest.raises(
+        ValueError, match=rf"can be read or written by others \(mode {mode:04o}\): chmod 600 .*job.keys"
+    ):
+        JobKeys.load(path)
+
+
+def changed(**parts):
+    return json.dumps(json.loads(JobKeys.generate().to_bytes()) | parts).encode()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"null",
+        b"\xff\xfe",
+        changed(server_public="short"),
+        changed(client_secret=None),
+        changed(server_public=JobKeys.generate().server.public.decode()),  # of another secret
+    ],
+)
+def test_keys_when_the_bytes_are_none_then_says_how_to_make_some(data):
+    with pytest.raises(ValueError, match="no keys of a job: `lightning-recsys-server --make-keys FILE` makes some"):
+        JobKeys.from_bytes(data)

@@ -1,0 +1,154 @@
+"""The wire: what is encoded comes back; what is not as it should be is refused with a reason, and without a copy."""
+
+import msgpack
+import pytest
+import torch
+
+from lightning_recsys.parameter_server.wire import (
+    VERSION,
+    Limits,
+    MessageError,
+    Reply,
+    Request,
+    Status,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+)
+
+CLIENT = bytes(range(1, 17))
+LIMITS = Limits(frames=3, header_bytes=4096, message_bytes=1 << 16, rows=100)
+
+
+def good(**changes):
+    fields = {
+        "version": VERSION,
+        "operation": "lookup",
+        "id": 1,
+        "client": CLIENT,
+        "sequence": 0,
+        "store": "users",
+        "arguments": {},
+        "arrays": [["i8", [3]]],
+    }
+    return list((fields | changes).values())
+
+
+def frames_of(header, *arrays):
+    return [msgpack.packb(header), *(bytearray(x.numpy().tobytes()) for x in arrays)]
+
+
+def test_request_when_sent_then_comes_back_with_its_arrays():
+    arrays = [torch.arange(6).view(2, 3), torch.rand(4), torch.empty(0, 5)]
+    request = Request("apply", 7, CLIENT, 3, "users", {"learning_rate": 0.5, "bags": True}, arrays)
+    received = decode_request([bytearray(frame) for frame in encode_request(request)], LIMITS)
+    assert (received.operation, received.id, received.client, received.sequence) == ("apply", 7, CLIENT, 3)
+    assert (received.store, received.arguments) == ("users", {"learning_rate": 0.5, "bags": True})
+    assert all(torch.equal(x, y) for x, y in zip(received.arrays, arrays, strict=True))
+
+
+def test_reply_when_sent_then_comes_back_with_its_arrays():
+    reply = Reply(9, Status.OK, {"rows": 3}, [torch.rand(3, 2)])
+    received = decode_reply([bytearray(frame) for frame in encode_reply(reply)], LIMITS)
+    assert (received.id, received.status, received.value) == (9, Status.OK, {"rows": 3})
+    assert torch.equal(received.arrays[0], reply.arrays[0])
+
+
+def test_array_when_encoded_and_decoded_then_shares_the_memory_of_its_frame():
+    rows = torch.arange(3)
+    encoded = encode_request(Request("lookup", 1, CLIENT, arrays=[rows]))
+    rows[0] = 41
+    frame = bytearray(encoded[1])
+    array = decode_request([encoded[0], frame], LIMITS).arrays[0]
+    frame[0] = 42
+    assert array.tolist() == [42, 1, 2]
+
+
+def test_array_when_its_frame_is_not_aligned_then_is_right_and_aligned():
+    memory = memoryview(bytearray(3 * 8 + 1))[1:]
+    memory[:] = torch.tensor([5, 6, 7]).numpy().tobytes()
+    array = decode_request([msgpack.packb(good()), memory], LIMITS).arrays[0]
+    assert array.tolist() == [5, 6, 7]
+    assert array.data_ptr() % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"version": 2}, "8 fields and starts with version 1"),
+        ({"version": True}, "8 fields and starts with version 1"),
+        ({"more": 1}, "8 fields"),
+        ({"operation": 5}, "operation must be a short string"),
+        ({"operation": "x" * 65}, "operation must be a short string"),
+        ({"id": 0}, "id must be a positive integer"),
+        ({"id": -1}, "id must be a positive integer"),
+        ({"id": True}, "id must be a positive integer"),
+        ({"id": 2**62 + 1}, "id must be a positive integer"),
+        ({"client": b"short"}, "client id must be 16 bytes"),
+        ({"client": bytes(16)}, "not all 0"),
+        ({"client": "x" * 16}, "client id must be 16 bytes"),
+        ({"sequence": -1}, "sequence number must be an integer"),
+        ({"sequence": 1.0}, "sequence number must be an integer"),
+        ({"store": 3}, "name must be a string"),
+        ({"store": "../etc"}, "name must be 1 to 128 letters"),
+        ({"store": ".hidden"}, "name must be 1 to 128 letters"),
+        ({"store": "x" * 129}, "name must be 1 to 128 letters"),
+        ({"arguments": []}, "arguments must be a map"),
+        ({"arguments": {b"x": 1}}, "arguments must be a map"),
+        ({"arrays": None}, "1 arrays follow the header"),
+        ({"arrays": []}, "1 arrays follow the header"),
+        ({"arrays": [["i8", [3]], ["i8", [3]]]}, "1 arrays follow the header"),
+        ({"arrays": [["i8", [4]]]}, "does not have 24 bytes"),
+        ({"arrays": [["i8", [2]]]}, "does not have 24 bytes"),
+        ({"arrays": [["i8", [-3]]]}, "list of 1 to 3 sizes"),
+        ({"arrays": [["i8", [2**61, 2**61, 2**61]]]}, "does not have 24 bytes"),
+        ({"arrays": [["i8", []]]}, "list of 1 to 3 sizes"),
+        ({"arrays": [["i8", [3, 1, 1, 1]]]}, "list of 1 to 3 sizes"),
+        ({"arrays": [["i8", [3.0]]]}, "list of 1 to 3 sizes"),
+        ({"arrays": [["O", [3]]]}, "dtype must be one of"),
+        ({"arrays": [[["i8"], [3]]]}, "dtype must be one of"),
+        ({"arrays": [["i8"]]}, r"described by \[dtype, shape\]"),
+    ],
+)
+def test_request_when_a_field_is_wrong_then_is_refused_with_the_reason(changes, reason):
+    with pytest.raises(MessageError, match=reason):
+        decode_request(frames_of(good(**changes), torch.arange(3)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([], "at least one frame"),
+        ([b""], "not msgpack"),
+        ([b"\xc1"], "not msgpack"),
+        ([b"\x91" * 2000], "not msgpack"),
+        ([msgpack.packb([1]) + b"x"], "not msgpack"),
+        ([b"\xdd\xff\xff\xff\xff"], "not msgpack"),
+        ([msgpack.packb({"a": 1})], "must be a list"),
+        ([msgpack.packb("x" * 5000)], "header has at most 4096 bytes"),
+    ],
+)
+def test_request_when_its_header_is_none_then_is_refused(frames, reason):
+    with pytest.raises(MessageError, match=reason) as caught:
+        decode_request(frames, LIMITS)
+    assert caught.value.request_id == 0
+
+
+def test_request_when_over_a_limit_then_is_refused_under_its_id():
+    one = torch.zeros(1, dtype=torch.int64)
+    many = frames_of(good(id=77, arrays=[["i8", [1]]] * 4), one, one, one, one)
+    with pytest.raises(MessageError, match="at most 3 arrays, got 4") as caught:
+        decode_request(many, LIMITS)
+    assert caught.value.request_id == 77
+    large = torch.zeros(1 << 14, dtype=torch.int64)
+    with pytest.raises(MessageError, match="at most 65536 bytes, got 131072"):
+        decode_request(frames_of(good(arrays=[["i8", [1 << 14]]]), large), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "header", [[1, 1, "ok", None], [2, 1, "ok", None, []], [1, -1, "ok", None, []], [1, 1, "yes", None, []]]
+)
+def test_reply_when_it_is_none_then_is_refused(header):
+    with pytest.raises(MessageError, match="no reply of a server of version 1"):
+        decode_reply([msgpack.packb(header)], LIMITS)
