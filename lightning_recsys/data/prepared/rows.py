@@ -186,6 +186,7 @@ class PreparedRows:
                 ids_FW[f, start:stop] = _numbers(table, name)
             for name, parts in lists.items():
                 parts += table[name].chunks
+        self._close()
         bags = {
             name: _bag(lists[name], lists.get(name + WEIGHTS_SUFFIX) if features[name].weighted else None)
             for name in bag_names
@@ -212,6 +213,12 @@ class PreparedRows:
                 f"where the manifest expects {self.group_rows[group]}. Prepare the rows again."
             )
         return table
+
+    def _close(self) -> None:
+        """Unmap the files: pages that were read would count as this process's memory for as long as they are mapped."""
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close(force=True)
 
     def _file(self, position: int) -> pq.ParquetFile:
         if position in self._open:
