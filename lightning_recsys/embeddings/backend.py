@@ -62,6 +62,11 @@ class TableBackend(Backend):
         self.optimizer = optimizer
         self.row_shapes = row_shapes(layout, optimizer)
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether there are no rows behind it, so that they can neither be read nor written."""
+        return False
+
     @abstractmethod
     def read(self, table: str, name: str) -> Tensor:
         """A table's ``weight``, or a state by its name; perhaps a view of it: ``[N, ...]``."""
@@ -160,8 +165,7 @@ class LocalBackend(TableBackend):
         return choose_kernel(self.kernel_name, self.layout, self.optimizer, device)
 
     @property
-    def is_meta(self) -> bool:
-        """Whether there are no rows here."""
+    def is_meta(self) -> bool:  # noqa: D102 - inherited
         return self.rows.is_meta
 
     @property

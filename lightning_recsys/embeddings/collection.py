@@ -92,7 +92,8 @@ class EmbeddingBagCollection(nn.Module):
         self._means = [table.pooling is PoolingType.MEAN for table in layout.feature_tables]
         self.trainable = True
         self._attached: weakref.ref[torch.optim.Optimizer] | None = None
-        self._group_index = -1
+        self._group_index: int | None = None
+        self._rate_when_attached = 0.0
         self._pending: list[tuple[SparseFeatures, Tensor]] = []
         self._own: tuple[Backend, ...] = ()  # the rows from before bind(); in a tuple they are no submodule
         self.embedding_bags: Backend = LocalBackend(layout, self.optimizer, kernel=kernel, device=device)
@@ -190,23 +191,34 @@ class EmbeddingBagCollection(nn.Module):
 
     @property
     def learning_rate(self) -> float:
-        """The step size of the next update: the attached optimizer's group decides, else the row optimizer."""
+        """The step size of the next update: the attached optimizer's groups decide, else the row optimizer."""
         attached = self._attached() if self._attached else None
-        return (
-            self.optimizer.learning_rate if attached is None else float(attached.param_groups[self._group_index]["lr"])
-        )
+        if attached is None:
+            return self.optimizer.learning_rate
+        if self._group_index is not None:
+            return float(attached.param_groups[self._group_index]["lr"])
+        group = attached.param_groups[0]
+        start = float(group.get("initial_lr", self._rate_when_attached))  # most schedulers note what they started from
+        return self.optimizer.learning_rate * (float(group["lr"]) / start if start else 1.0)
 
-    def attach_to(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach_to(self, optimizer: torch.optim.Optimizer, *, own_group: bool = True) -> None:
         """Follow a dense optimizer: its schedules drive the rows' learning rate, its step triggers their update.
 
         Adds an empty parameter group that carries the rows' learning rate, so that any scheduler on ``optimizer``
         scales it, learning-rate monitors show it and optimizer checkpoints hold it. From then on gradients wait for
         ``optimizer.step()``: with gradient accumulation all micro-batches make one update, as for dense parameters.
-
         A later call follows the new optimizer instead, as a second ``fit`` of the same module needs.
+
+        Args:
+            optimizer: Whom to follow.
+            own_group: ``False`` where schedulers are on ``optimizer`` already, which could not bear another group: the
+                rows' learning rate is then scaled as the first group's is.
         """
-        optimizer.add_param_group({"params": [], "lr": self.optimizer.learning_rate})
-        self._attached, self._group_index = weakref.ref(optimizer), len(optimizer.param_groups) - 1
+        self._group_index = None
+        if own_group:
+            optimizer.add_param_group({"params": [], "lr": self.optimizer.learning_rate})
+            self._group_index = len(optimizer.param_groups) - 1
+        self._attached, self._rate_when_attached = weakref.ref(optimizer), optimizer.param_groups[0]["lr"]
         optimizer.register_step_post_hook(self._on_step)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -258,11 +270,11 @@ class EmbeddingBagCollection(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process or a deep copy follows no optimizer; gradients in flight stay where they are.
-        return self.__dict__ | {"_attached": None, "_group_index": -1, "_pending": []}
+        return self.__dict__ | {"_attached": None, "_group_index": None, "_pending": []}
 
 
-def _has_rows(backend: Backend) -> TypeGuard[LocalBackend]:
-    return isinstance(backend, LocalBackend) and not backend.is_meta
+def _has_rows(backend: Backend) -> TypeGuard[TableBackend]:
+    return isinstance(backend, TableBackend) and not backend.is_meta
 
 
 def _check_offsets(sparse: SparseFeatures) -> None:

@@ -6,6 +6,7 @@ from lightning_recsys.parameter_server.interfaces import DenseStore, EmbeddingSt
 from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, ServerKeys
 from lightning_recsys.parameter_server.mapped import MappedStores
 from lightning_recsys.parameter_server.server import serve
+from lightning_recsys.parameter_server.substitution import Substitution, substitute_embeddings
 
 __all__ = [
     "ClientKeys",
@@ -16,7 +17,9 @@ __all__ = [
     "ServerKeys",
     "StoreBackend",
     "Stores",
+    "Substitution",
     "connect",
     "serve",
+    "substitute_embeddings",
     "table_costs",
 ]

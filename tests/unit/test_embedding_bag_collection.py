@@ -225,6 +225,29 @@ def test_attach_when_a_second_optimizer_comes_then_it_is_followed():
     assert not torch.equal(weights(module)["embedding_bags.users.weight"], before["embedding_bags.users.weight"])
 
 
+@pytest.mark.parametrize(
+    ("make", "rates"),
+    [
+        (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4), [0.5, 1, 1.5]),
+        (lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0), [2, 2, 1]),
+    ],
+)
+def test_rate_when_attached_without_a_group_then_it_is_scaled_as_the_first_groups(make, rates):
+    module, dense = collection(optimizer=SGD(2.0)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([dense], lr=0.1)
+    scheduler = make(optimizer)
+    module.attach_to(optimizer, own_group=False)
+    assert len(optimizer.param_groups) == 1
+    for rate in rates:
+        assert module.learning_rate == pytest.approx(rate)
+        before = weights(module)["embedding_bags.users.weight"]
+        module(ids([0], [1], [0])).sum().backward()
+        assert torch.equal(weights(module)["embedding_bags.users.weight"], before)
+        optimizer.step()
+        torch.testing.assert_close(weights(module)["embedding_bags.users.weight"][0], before[0] - rate)
+        scheduler.step(*([1.0] if rates[0] == 2 else []))
+
+
 def test_attach_when_the_optimizer_is_gone_then_updates_run_in_backward_again():
     module, optimizer = attached()
     del optimizer

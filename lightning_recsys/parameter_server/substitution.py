@@ -1,0 +1,355 @@
+"""Somebody's own ``nn.Embedding`` and ``nn.EmbeddingBag``, served from stores while a strategy trains the model."""
+
+# Shape suffixes: N ids of a call, B bags, D embedding dim.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_recsys.embeddings import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    PoolingType,
+    SparseFeatures,
+    TableBackend,
+)
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.optim import RowOptimizer
+
+_TABLE, _FEATURE = "rows", "ids"
+_Plain = nn.Embedding | nn.EmbeddingBag
+
+
+def substitute_embeddings(
+    module: nn.Module, *, optimizer: RowOptimizer, min_rows: int | None = None, names: Sequence[str] = ()
+) -> Substitution:
+    """Put modules that look rows up in stores in the place of plain ``nn.Embedding`` and ``nn.EmbeddingBag``.
+
+    Chosen are those with at least ``min_rows`` rows and those that are named; subclasses never, which may do other
+    things than torch's modules. Their weights leave ``parameters()``: the
+    rows are trained by ``optimizer``, with no part in the dense optimizer's weight decay or in gradient clipping. State
+    dicts keep their keys and shapes.
+
+    Args:
+        module: Whose submodules to look at.
+        optimizer: The update rule of the rows.
+        min_rows: Smallest table to take; by default none is taken for its size.
+        names: Paths of modules, as ``named_modules`` gives them.
+
+    Raises:
+        KeyError: a name is no plain embedding module of ``module``.
+        ValueError: a chosen module does what a store cannot; says the module's path and what it is.
+
+    >>> model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten(), nn.Linear(16, 1))
+    >>> from lightning_recsys.optim import SGD
+    >>> substitution = substitute_embeddings(model, optimizer=SGD(), min_rows=100)
+    >>> list(substitution.collections), list(model.state_dict())
+    (['0'], ['0.weight', '2.weight', '2.bias'])
+    >>> substitution.restore()
+    >>> model[0]
+    Embedding(1000, 8)
+    """
+    found = {path: x for path, x in module.named_modules(remove_duplicate=False) if path and type(x) in _KINDS}
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise KeyError(f"{unknown} are no nn.Embedding or nn.EmbeddingBag of the module, which has {list(found)}.")
+    chosen: dict[nn.Module, list[str]] = {}  # a module may stand in several places
+    named = [found[name] for name in names]
+    for path, plain in found.items():
+        if any(plain is x for x in named) or (min_rows is not None and plain.num_embeddings >= min_rows):
+            chosen.setdefault(plain, []).append(path)
+    for plain, paths in chosen.items():
+        if reason := _refusal(module, plain, paths):
+            raise ValueError(
+                f"{paths[0]} cannot be served from stores: {reason}. Change it, or leave it to the dense optimizer by "
+                "naming the modules to take (names=...) or by a higher min_rows."
+            )
+    substitutes = {}
+    for plain, paths in chosen.items():
+        substitutes[paths[0]] = _KINDS[type(plain)](paths[0], plain, optimizer)
+        for path in paths:
+            _put(module, path, substitutes[paths[0]])
+    return Substitution(module, list(chosen.values()), substitutes)
+
+
+class Substitution:
+    """Modules that were replaced, until :meth:`restore`.
+
+    Attributes:
+        collections: For each replaced module, by its path, the collection of one table that serves it. A strategy
+            binds a backend to each; what is unbound cannot be looked up.
+    """
+
+    def __init__(
+        self, module: nn.Module, paths: Sequence[Sequence[str]], substitutes: Mapping[str, SubstituteModule]
+    ) -> None:
+        self._module = module
+        self._paths = paths
+        self._substitutes = substitutes
+        self.collections = {path: substitute.collection for path, substitute in substitutes.items()}
+
+    def attach_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the rows at this optimizer's steps, at rates that its schedules scale.
+
+        Without it an update runs inside each backward pass, once for every time that a module was called.
+        """
+        for collection in self.collections.values():
+            collection.attach_to(optimizer, own_group=False)
+
+    def restore(self) -> None:
+        """Put the user's modules back; unbind the collections first, which copies the trained rows into them."""
+        for paths, substitute in zip(self._paths, self._substitutes.values(), strict=True):
+            substitute.release()
+            for path in paths:
+                _put(self._module, path, substitute.plain)
+        self._paths, self._substitutes = [], {}
+
+
+class SubstituteModule(nn.Module):
+    """What stands in the place of a plain embedding module, with its state-dict key ``weight``.
+
+    Args:
+        path: Of the module that is replaced.
+        plain: The module.
+        optimizer: The update rule of its rows.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+    def __init__(self, path: str, plain: Any, optimizer: RowOptimizer) -> None:
+        super().__init__()
+        self.path = path
+        self.num_embeddings, self.embedding_dim = plain.num_embeddings, plain.embedding_dim
+        self.padding_idx = plain.padding_idx
+        pooling = PoolingType(getattr(plain, "mode", "sum"))
+        table = EmbeddingBagConfig(_TABLE, self.num_embeddings, self.embedding_dim, (_FEATURE,), pooling, init_std=0.0)
+        collection = EmbeddingBagCollection([table], optimizer=optimizer, device="meta")
+        collection.embedding_bags = _PlainRows(path, plain, collection.layout, optimizer)
+        collection.trainable = plain.weight.requires_grad
+        # In a tuple they are no submodules, and the user's keys stay as they are.
+        self._hidden: tuple[nn.Module, EmbeddingBagCollection] = plain, collection
+        # Keeps an optimizer over parameters() working where there is no other parameter, and their number as it was.
+        self.placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+        self._keep_padding_row(plain.weight.detach())
+        self._guard = plain.register_forward_pre_hook(self._refuse_plain_call)
+
+    @property
+    def plain(self) -> nn.Module:
+        """The user's module."""
+        return self._hidden[0]
+
+    @property
+    def collection(self) -> EmbeddingBagCollection:
+        """Serves the rows."""
+        return self._hidden[1]
+
+    def release(self) -> None:
+        """Let the user's module be called again."""
+        self._guard.remove()
+        self.plain.train(self.training)
+
+    def requires_grad_(self, requires_grad: bool = True) -> SubstituteModule:
+        """Freeze the rows, or let them train again."""
+        self.collection.requires_grad_(requires_grad)
+        return self
+
+    def _refuse_plain_call(self, *_: Any) -> None:
+        raise RuntimeError(
+            f"{self.path} is served from stores during this run, and its module was called through a reference that "
+            "is no submodule (an attribute of a list, say): those rows would not train. Call it as a submodule."
+        )
+
+    def _keep_padding_row(self, weight: Tensor) -> None:
+        """The padding row is looked up and never trained: a copy will do."""
+        self._padding_row = None if self.padding_idx is None else weight[self.padding_idx].clone()
+
+    def _look_up(self, sparse: SparseFeatures) -> Tensor:
+        """One vector for each bag: ``[B, D]``."""
+        try:
+            pooled_B1D: Tensor = self.collection(sparse)
+        except (IndexError, ValueError) as error:
+            raise type(error)(f"{self.path}: {error}") from error
+        return pooled_B1D.squeeze(1)
+
+    def _is_padding(self, ids_N: Tensor) -> Tensor | None:
+        return None if self.padding_idx is None else ids_N == self.padding_idx
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self._rows.read(_TABLE, "weight")
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key, expected = f"{prefix}weight", [self.num_embeddings, self.embedding_dim]
+        saved = state_dict.get(key)
+        if saved is None:
+            missing_keys.append(key)
+        elif list(saved.shape) != expected:
+            error_msgs.append(f"size mismatch for {key}: the checkpoint has {list(saved.shape)}, the table {expected}.")
+        else:
+            # A plain state dict has no state of the rows' optimizer: it starts afresh, as that of new rows does.
+            for name, values in _with_fresh_state(saved, self.collection.optimizer):
+                self._rows.write(_TABLE, name, values)
+            self._rows.step = 0
+            self._keep_padding_row(saved)
+        unexpected_keys.extend(x for x in state_dict if strict and x.startswith(prefix) and x != key)
+
+    @property
+    def _rows(self) -> TableBackend:
+        backend = self.collection.embedding_bags
+        assert isinstance(backend, TableBackend)
+        return backend
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{self.path}.weight is in stores during this run, trained by the strategy's row optimizer and not by "
+                "yours: leave it out of configure_optimizers and of penalties, or take the module out of what the "
+                "strategy serves (names=... or a higher min_rows)."
+            )
+        return super().__getattr__(name)
+
+    def extra_repr(self) -> str:
+        """As the plain module says it."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, served from stores"
+
+
+class SubstituteEmbedding(SubstituteModule):
+    """In the place of an ``nn.Embedding``: ids of any shape ``[*]`` to vectors ``[*, D]``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up one row for each id."""
+        ids_N = input.reshape(-1).long()
+        padding = self._is_padding(ids_N)
+        if padding is None:
+            return self._look_up(SparseFeatures((_FEATURE,), ids_N)).view(*input.shape, self.embedding_dim)
+        assert self._padding_row is not None
+        looked_up = self._look_up(SparseFeatures((_FEATURE,), ids_N[~padding]))
+        row = self._padding_row.to(looked_up)
+        vectors_ND = row.expand(ids_N.numel(), -1).index_put((torch.nonzero(~padding).squeeze(1),), looked_up)
+        return vectors_ND.view(*input.shape, self.embedding_dim)
+
+
+class SubstituteEmbeddingBag(SubstituteModule):
+    """In the place of an ``nn.EmbeddingBag`` that sums or averages: bags to ``[B, D]``."""
+
+    def __init__(self, path: str, plain: Any, optimizer: RowOptimizer) -> None:
+        super().__init__(path, plain, optimizer)
+        self.mode: str = plain.mode
+        self.include_last_offset: bool = plain.include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Pool each bag, given as a row of ``input`` ``[B, L]`` or as ``input`` ``[N]`` with offsets.
+
+        Raises:
+            ValueError: ``input`` and ``offsets`` do not go together, or the weights do not go with them.
+        """
+        ids_N = input.reshape(-1).long()
+        offsets = self._bag_offsets(input, offsets)
+        weights_N = self._checked_weights(input, per_sample_weights)
+        padding = self._is_padding(ids_N)
+        if padding is not None:
+            kept = ~padding
+            offsets = torch.cat([offsets.new_zeros(1), kept.cumsum(0)])[offsets]
+            ids_N, weights_N = ids_N[kept], None if weights_N is None else weights_N[kept]
+        return self._look_up(SparseFeatures((_FEATURE,), ids_N, offsets=offsets, weights=weights_N))
+
+    def _bag_offsets(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        """Starts of the bags, and the end of the last: int64 ``[B + 1]``."""
+        if input.dim() == 2 and offsets is None:
+            return torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
+        if input.dim() != 1 or offsets is None or offsets.dim() != 1:
+            raise ValueError(
+                f"{self.path}: input must be [B, L] without offsets, or [N] with flat offsets; got "
+                f"{list(input.shape)} and {None if offsets is None else list(offsets.shape)}."
+            )
+        ends = offsets.new_full((0 if self.include_last_offset else 1,), input.numel())
+        return torch.cat([offsets, ends]).long()
+
+    def _checked_weights(self, input: Tensor, weights: Tensor | None) -> Tensor | None:
+        if weights is None:
+            return None
+        if self.mode != "sum":
+            raise ValueError(f"{self.path}: per_sample_weights need mode='sum', and it is {self.mode!r}.")
+        if weights.shape != input.shape or weights.requires_grad:
+            raise ValueError(
+                f"{self.path}: per_sample_weights must have the input's shape {list(input.shape)} and ask for no "
+                f"gradient (a store gives them none); got {list(weights.shape)}, requires_grad={weights.requires_grad}."
+            )
+        return weights.reshape(-1).float()
+
+
+_KINDS: dict[type[nn.Module], Callable[[str, Any, RowOptimizer], SubstituteModule]] = {
+    nn.Embedding: SubstituteEmbedding,
+    nn.EmbeddingBag: SubstituteEmbeddingBag,
+}
+
+
+class _PlainRows(TableBackend):
+    """The weight of the user's module: where a bound backend gets its first rows, and puts the trained ones."""
+
+    def __init__(self, path: str, plain: Any, layout: TableLayout, optimizer: RowOptimizer) -> None:
+        super().__init__(layout, optimizer)
+        self._path = path
+        self._hidden = (plain,)
+        self.step = 0
+
+    def lookup(self, sparse: SparseFeatures) -> Tensor:
+        raise RuntimeError(f"{self._path} was prepared for stores and none is bound to it: bind() its collection.")
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
+        self.lookup(sparse)
+
+    def read(self, table: str, name: str) -> Tensor:
+        return dict(_with_fresh_state(self._hidden[0].weight.data, self.optimizer))[name]
+
+    def write(self, table: str, name: str, values: Tensor) -> None:
+        if name == "weight":  # the user's module has no place for more
+            self._hidden[0].weight.data.copy_(values)
+
+    def copy_from(self, other: TableBackend) -> None:
+        self.write(_TABLE, "weight", other.read(_TABLE, "weight"))
+
+
+def _with_fresh_state(weight: Tensor, optimizer: RowOptimizer) -> Iterator[tuple[str, Tensor]]:
+    yield "weight", weight
+    yield from optimizer.initial_state(weight).items()
+
+
+def _refusal(module: nn.Module, plain: Any, paths: Sequence[str]) -> str | None:
+    """Why a store cannot serve this module, or ``None``."""
+    if getattr(plain, "mode", "sum") == "max":
+        return "mode='max' is not a sum of rows"
+    if plain.max_norm is not None:
+        return f"max_norm={plain.max_norm} changes rows when they are looked up"
+    if plain.scale_grad_by_freq:
+        return "scale_grad_by_freq=True scales gradients by counts of one worker's batch"
+    if plain.weight.dtype != torch.float32:
+        return f"its weight is {plain.weight.dtype}, and rows are float32"
+    if plain._forward_hooks or plain._forward_pre_hooks or plain._backward_hooks or plain._backward_pre_hooks:
+        return "it has hooks, which would not run"
+    others = [
+        f"{path}.{name}"
+        for path, other in module.named_modules()
+        for name, parameter in other.named_parameters(recurse=False)
+        if parameter is plain.weight and other is not plain
+    ]
+    return f"its weight is tied to {', '.join(others)}" if others else None
+
+
+def _put(module: nn.Module, path: str, new: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, new)
