@@ -10,10 +10,18 @@ import pytorch_lightning as pl
 from lightning_recsys.data.loader import BatchLoader, RowSource
 
 Split = Literal["train", "validation", "test"]
+_LIMITS: dict[str, Split] = {
+    "limit_val_batches": "validation",
+    "limit_test_batches": "test",
+    "limit_predict_batches": "test",
+}
 
 
 class CTRDataModule(pl.LightningDataModule, ABC):
     """Base of the data modules: everything but the rows.
+
+    Where there are no validation rows, or no test rows, a trainer skips them as if ``limit_val_batches=0`` (or
+    ``limit_test_batches``, ``limit_predict_batches``) had been asked for, from ``setup`` until ``teardown``.
 
     Args:
         batch_size: Rows per batch and rank.
@@ -29,6 +37,20 @@ class CTRDataModule(pl.LightningDataModule, ABC):
         self.batch_size = batch_size
         self.seed = seed or 0
         self.drop_last = drop_last
+        self._limits: dict[str, int | float] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Make the trainer skip the splits that are not there; a subclass that overrides this calls it."""
+        for limit, split in _LIMITS.items():
+            if self.trainer is not None and getattr(self.trainer, limit) and not self.has(split):
+                self._limits[limit] = getattr(self.trainer, limit)
+                setattr(self.trainer, limit, 0)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Undo what :meth:`setup` did to the trainer; a subclass that overrides this calls it."""
+        for limit, value in self._limits.items():
+            setattr(self.trainer, limit, value)
+        self._limits.clear()
 
     @property
     @abstractmethod
@@ -44,6 +66,10 @@ class CTRDataModule(pl.LightningDataModule, ABC):
     def best_normalized_entropy(self) -> float | None:
         """What no model can score below, where that is known."""
         return None
+
+    def has(self, split: Split) -> bool:
+        """Whether there is such a split: a subclass that has to read rows for :meth:`rows` says it without."""
+        return self.rows(split) is not None
 
     @abstractmethod
     def rows(self, split: Split) -> RowSource | None:

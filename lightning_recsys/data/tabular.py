@@ -73,6 +73,7 @@ class TabularDataModule(CTRDataModule):
             self.rows("validation")
         if stage is None:
             self.rows("test")
+        super().setup(stage)
 
     @property
     def num_dense(self) -> int:
@@ -83,6 +84,10 @@ class TabularDataModule(CTRDataModule):
     def fields(self) -> dict[str, int]:
         """Number of embeddings of each categorical feature, in the order of the batches."""
         return self._learned().fields
+
+    def has(self, split: Split) -> bool:
+        """Whether there is such a split."""
+        return split == "train" or split in self.schema.files or self.schema.share(split) > 0
 
     def rows(self, split: Split) -> InMemoryRows | None:
         """The rows of a split, read at first use; ``None`` where there is no such split."""
@@ -116,7 +121,7 @@ class TabularDataModule(CTRDataModule):
         if split in self.schema.files and split != "train":
             encoder = self._learned()
             self._rows[split] = encoder.encode(reader.read(split))
-        elif split != "train" and not self.schema.share(split):
+        elif not self.has(split):
             self._rows[split] = None
         else:
             self._load_training_files(reader)

@@ -2,7 +2,8 @@
 
 A line is JSON: ``[OUT, RAW, PREPROCESSING, SHARD_BYTES, WHERE, AT]``. ``PREPROCESSING`` is
 ``dlrm`` or ``bars`` for Criteo rows, ``schema`` for a table whose columns are Criteo's. ``WHERE, AT`` is where the
-process kills itself, as ``kill -9`` would: ``write, N`` at a block past so many rows written, ``learn, N`` the same while learning,
+process kills itself, as ``kill -9`` would: ``write, N`` at a block past so many rows written, ``survey, N`` and
+``learn, N`` the same while surveying and learning,
 ``rename, N`` just before the N-th file gets its name, ``renamed, N`` just after; ``never, 0`` lets it end. The answer
 is JSON: the process's status, how many files it named, and its peak memory in KiB after a third of the blocks and at
 the end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,9 @@ class Recorder(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.seen["validation"].append(batch.dense[:, 0].tolist())
+
+    def setup(self, stage: str) -> None:
+        warnings.filterwarnings("error", message="Total length of")  # of Lightning, about empty loaders
 
     def on_train_batch_end(self, *_) -> None:
         if self.trainer.global_step == self.save_after:
@@ -63,10 +67,12 @@ def make_data(kind: str, folder: Path) -> pl.LightningDataModule:
     return TabularDataModule(schema=schema, root=folder, batch_size=BATCH)
 
 
-def fit(kind: str, folder: Path, *, save_after=None, ckpt_path=None, **options) -> list[dict[str, list[list[float]]]]:
+def fit(
+    kind: str, folder: Path, *, data=None, save_after=None, ckpt_path=None, **options
+) -> list[dict[str, list[list[float]]]]:
     """What each of two ranks was given."""
     folder.mkdir(exist_ok=True)
-    data = make_data(kind, folder)
+    data = data or make_data(kind, folder)
     data.setup("fit")  # as a recipe does, so that the rows travel to the workers
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -106,3 +112,10 @@ def test_rows_when_two_workers_train_and_validate_then_each_comes_once_and_a_res
     )
     for rank in range(2):
         assert before[rank]["train"] + resumed[rank]["train"] == whole[rank]["train"]
+
+
+def test_trainer_when_there_are_no_validation_rows_then_skips_them_without_a_warning(tmp_path):
+    data = SyntheticDataModule(batch_size=BATCH, train_rows=NUM_TRAIN, val_rows=0, cardinalities=(9,), num_dense=1)
+    ranks = fit("synthetic", tmp_path, data=data, max_epochs=1)
+    assert sum(len(batch) for rank in ranks for batch in rank["train"]) == NUM_TRAIN
+    assert [rank["validation"] for rank in ranks] == [[], []]

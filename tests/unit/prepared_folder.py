@@ -26,13 +26,19 @@ def rows_of(start: int, stop: int, *, bags: bool = False) -> Rows:
 
 
 def write_folder(
-    root: Path, *, train: list[int], validation: tuple[int, ...] = (), bags: bool = False, compression: str = "none"
+    root: Path,
+    *,
+    train: list[int],
+    validation: tuple[int, ...] = (),
+    test: tuple[int, ...] = (),
+    bags: bool = False,
+    compression: str = "none",
 ) -> Path:
     """Shards of so many rows each; rows are numbered through, training first."""
     features = FEATURES | ({"tags": Feature(50, bag=True, weighted=True)} if bags else {})
     schema = shard_schema(("number", "negative"), features)
     splits, start = {}, 0
-    for split, sizes in (("train", train), ("validation", validation), ("test", ())):
+    for split, sizes in (("train", train), ("validation", validation), ("test", test)):
         shards = []
         for i, size in enumerate(sizes):
             writer = ShardWriter(root, f"{split}/{i}.parquet", schema=schema, compression=compression)

@@ -83,6 +83,7 @@ class PreparedDataModule(CTRDataModule):
         self._rows = {
             split: PreparedRows(self.root, self.manifest, shards) for split, shards in self.manifest.splits.items()
         }
+        super().setup(stage)
 
     def teardown(self, stage: str | None = None) -> None:
         """End the reader process, if this rank has started one; it would also end with this process."""
@@ -90,10 +91,15 @@ class PreparedDataModule(CTRDataModule):
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        super().teardown(stage)
+
+    def has(self, split: Split) -> bool:
+        """Whether there are rows of a split."""
+        return any(shard.rows for shard in self.manifest.splits[split])
 
     def rows(self, split: Split) -> PreparedRows | None:
         """The rows of a split; ``None`` if it has none."""
-        return self._rows[split] if len(self._rows[split]) else None
+        return self._rows[split] if self.has(split) else None
 
     def train_dataloader(self) -> PreparedLoader | list[PreparedLoader]:  # type: ignore[override]
         """Batches of the training rows in a new order each epoch (always the same one under ``overfit_batches``)."""
