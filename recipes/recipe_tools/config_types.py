@@ -28,7 +28,7 @@ def check_types(node: Any, path: str = "") -> None:
     if not isinstance(node, dict):
         return
     allowed = _plain_arguments(node["_target_"]) if "_target_" in node else {}
-    for name, value in node.items():
+    for name, value in sorted(node.items(), key=str):  # `strategy` before the trainer, which refers to it
         place = f"{path}.{name}" if path else str(name)
         if name in allowed and not _fits(value, allowed[name]):
             kinds = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed[name])

@@ -17,7 +17,7 @@ from recipe_tools.config_types import check_types
         ("optim.rows.learning_rate=[1]", r"^optim\.rows\.learning_rate must be float, got \[1\] \(list\)\.$"),
         ("trainer.max_epochs=one", r"^trainer\.max_epochs must be int or null, got 'one' \(str\)\.$"),
         ("callbacks.model_checkpoint.save_top_k=all", r"^callbacks\.model_checkpoint\.save_top_k must be int"),
-        ("trainer.strategy.num_threads=two", r"^trainer\.strategy\.num_threads must be int, got 'two' \(str\)\.$"),
+        ("strategy.num_threads=two", r"^strategy\.num_threads must be int, got 'two' \(str\)\.$"),
     ],
 )
 def test_value_of_the_wrong_type_is_named_by_its_place(override, message, composed):
