@@ -33,7 +33,9 @@ TINY_DATA = ("data.train_rows=1000", "data.val_rows=400", "data.test_rows=400", 
 TINY = (*TINY_DATA, "model.embedding_dim=4", "model.bottom_hidden=[8]", "model.top_hidden=[8]")
 
 
-def run_recipe(recipe: str, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_recipe(
+    recipe: str, *arguments: str, folder: Path, timeout: int = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command line in ``folder`` as a user would, every warning shown."""
     return subprocess.run(
         [sys.executable, "-W", "default", str(RECIPES / recipe), *arguments],
@@ -41,7 +43,7 @@ def run_recipe(recipe: str, *arguments: str, folder: Path, **environment: str) -
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
     )
 
 
@@ -77,7 +79,7 @@ def run_watched(*arguments: str, folder: Path) -> tuple[subprocess.CompletedProc
     mark = uuid.uuid4().hex
     shared_memory = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as temporary, _watching(mark) as (ports, others):
-        done = run_recipe("train.py", *arguments, folder=folder, **{MARK: mark, "TMPDIR": temporary})
+        done = run_recipe("train.py", *arguments, folder=folder, timeout=560, **{MARK: mark, "TMPDIR": temporary})
         deadline = time.monotonic() + 10  # the fork server ends when it notices that its main process has
         while (left := _marked(mark)) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from recipe_helpers import TINY, TINY_DATA, run_recipe, run_watched
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1200)]
 QUIET = ("logger=none", "callbacks/progress_bar=none")
 
 
