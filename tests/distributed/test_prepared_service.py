@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -69,8 +71,8 @@ def contents(batches) -> list[list]:
     ]
 
 
-def module(folder, **options) -> PreparedDataModule:
-    data = PreparedDataModule(root=folder, batch_size=16, shuffle_window=64, **options)
+def module(folder, *, batch_size: int = 16, **options) -> PreparedDataModule:
+    data = PreparedDataModule(root=folder, batch_size=batch_size, shuffle_window=64, **options)
     data.setup()
     return data
 
@@ -86,11 +88,15 @@ def test_shared_reader_when_workers_ask_at_any_pace_then_each_gets_what_it_would
     rows = module(folder).rows("train")
     found: dict[tuple[int, int], list] = {}
 
+    def wanted(rank: int, epoch: int) -> StreamRequest:
+        # Single rows fill several packs of batches, each larger than the one before.
+        return request(rank, 3, epoch=epoch, window=0 if epoch else 64, batch_size=1 if epoch else 16)
+
     def work(rank: int, epoch: int) -> None:
         batches = []
-        for batch in receive_batches(reader.address, request(rank, 3, epoch=epoch, window=0 if epoch else 64), slots=2):
+        for batch in receive_batches(reader.address, wanted(rank, epoch), slots=2):
             batches.append(batch)
-            time.sleep(0.003 * rank)
+            time.sleep(0.002 * rank)
         found[rank, epoch] = contents(batches)
 
     for epoch in range(2):
@@ -100,8 +106,7 @@ def test_shared_reader_when_workers_ask_at_any_pace_then_each_gets_what_it_would
         for thread in threads:
             thread.join()
         for rank in range(3):
-            expected = read_batches(request(rank, 3, epoch=epoch, window=0 if epoch else 64), rows)
-            assert found[rank, epoch] == contents(expected)
+            assert found[rank, epoch] == contents(read_batches(wanted(rank, epoch), rows))
     # A worker that leaves early disturbs nobody.
     early = receive_batches(reader.address, request(), slots=1)
     next(early)
@@ -121,7 +126,7 @@ def test_shared_reader_when_a_shard_is_damaged_then_the_worker_is_told(folder):
 
 
 def test_shared_reader_when_killed_then_the_worker_is_told(folder):
-    data = module(folder, reader="shared", prefetch_batches=1)
+    data = module(folder, batch_size=1, reader="shared", prefetch_batches=1)  # more packs than wait in memory
     batches = iter(data.train_dataloader())
     next(batches)
     data._reader._process.kill()
@@ -150,6 +155,45 @@ def test_shared_reader_when_its_owner_dies_then_ends_too(folder, how):
         owner.wait()
         _, alive = psutil.wait_procs([reader], timeout=20)
     assert not alive
+
+
+def test_shared_reader_when_workers_are_on_two_nodes_then_each_node_has_its_own(folder, tmp_path):
+    """Four processes on this host that believe to be on two machines, as a launcher of clusters would start them."""
+    script = Path(__file__).with_name("two_nodes_script.py")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder)],
+            env=environment
+            | {
+                "RANK": str(rank),
+                "GROUP_RANK": str(rank // 2),
+                "NODE_RANK": str(rank // 2),
+                "LOCAL_RANK": str(rank % 2),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    told = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    assert [(x["world_size"], x["node"]) for x in told] == [(4, 0), (4, 0), (4, 1), (4, 1)]
+    addresses = [x["address"] for x in told]
+    assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
+    assert [x["owns_reader"] for x in told] == [True, False, True, False]
+    assert sorted(row for x in told for row in x["rows"]) == list(range(300))
+    assert not any(psutil.pid_exists(x["reader"]) for x in told if x["owns_reader"])
 
 
 class Recorder(LightningModule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 
 import numpy as np
@@ -346,6 +347,25 @@ def test_rows_when_several_threads_read_them_then_each_gets_its_own(tmp_path):
         epochs = list(zip(*loaders, strict=True))
         for batches in zip(*epochs, strict=True):
             assert sorted(flat([[numbers(batch) for batch in batches]])) == list(range(4000))
+
+
+def test_rows_when_several_threads_read_more_shards_than_stay_open_then_no_file_is_closed_under_another(
+    tmp_path, monkeypatch
+):
+    """Without the lock around the open files, one thread closes the file that another reads from."""
+    monkeypatch.setattr("lightning_recsys.data.prepared.rows._OPEN_SHARDS", 1)
+    rows = module(write_folder(tmp_path, train=[3000] * 8)).rows("train")
+
+    def read(thread: int) -> bool:
+        groups = np.random.default_rng(thread).integers(0, 8, 60)
+        return all(rows.window(np.array([g])).labels_W.sum() == 1500 and _first(rows, g) == 3000 * g for g in groups)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(4)))
+
+
+def _first(rows, group: int) -> int:
+    return int(rows.window(np.array([group])).ids_FW[0, 0])
 
 
 def test_prefetching_when_nobody_iterates_then_nothing_starts():

@@ -116,7 +116,7 @@ class PreparedRows:
         self._manifest = manifest
         self._shards = tuple(shards)
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
-        self._lock = threading.Lock()  # pyarrow's files are not for several threads at once
+        self._lock = threading.Lock()  # or one thread would close the file that another reads from
         for shard in self._shards:
             path = root / shard.path
             if not path.is_file():

@@ -1,9 +1,10 @@
 """A process that reads for all workers of a machine: each worker's batches come to it through shared memory.
 
 The reader listens on a socket that its owner (one of the workers) has opened. A worker connects, says which batches it
-wants, and gets a file descriptor of anonymous shared memory, cut into slots. The reader fills slots and says so over
-the connection; the worker copies a batch out and gives the slot back. Windows of rows are read once, however many
-workers take rows from them.
+wants, and gets a file descriptor of anonymous shared memory, cut into slots. The reader fills a slot with a pack of
+batches, many where they are small, and says so over the connection; the worker copies the pack out and gives the slot
+back. So what an exchange costs (four system calls, two changes of process) is paid once in half a megabyte. Windows of
+rows are read once, however many workers take rows from them.
 
 Nothing has a name: not the memory (``memfd_create``), not the socket (Linux's abstract namespace). So nothing can be
 left behind, whoever is killed. A side that dies closes its connections, which the other side sees. The reader ends
@@ -13,7 +14,6 @@ when its owner has closed, or died, and the last worker has gone.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import secrets
@@ -24,24 +24,24 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.order import EpochOrder
+from lightning_recsys.data.prepared.packs import PackLayout, packs
 from lightning_recsys.data.prepared.rows import PreparedRows
 from lightning_recsys.data.prepared.stream import StreamRequest, Windows, prefetched, read_batches
-from lightning_recsys.embeddings import SparseFeatures
 
-_LENGTH = struct.Struct("<I")
-_ALIGNMENT = 64
+_HEADER = struct.Struct("<BIQQ")
+_REQUEST, _LAYOUT, _MEMORY, _PACK, _FREE, _END, _ERROR = range(7)
 _PROGRAM = "from lightning_recsys.data.prepared.service import main; main()"
 _WINDOWS = 3  # of an epoch that are held in memory: workers need not be in step
 
@@ -92,7 +92,7 @@ def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iter
     Args:
         address: Of the reader.
         request: Which batches.
-        slots: Batches that may wait in shared memory.
+        slots: Packs of batches that may wait in shared memory.
 
     Raises:
         ValueError: the reader found a damaged shard.
@@ -101,7 +101,7 @@ def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iter
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(address)
-            _send(connection, {**asdict(request), "slots": slots})
+            _send_text(connection, _REQUEST, {**asdict(request), "slots": slots})
             yield from _receive(connection)
         except (ConnectionError, EOFError) as error:
             raise RuntimeError(
@@ -112,19 +112,23 @@ def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iter
 
 def _receive(connection: socket.socket) -> Iterator[Batch]:
     memory: mmap.mmap | None = None
+    layout: PackLayout | None = None
     try:
-        while "end" not in (message := _read(connection)):
-            if "error" in message:
-                raise ValueError(message["error"])
-            if "bytes" in message:  # new memory, whose descriptor follows
+        while (message := _read(connection)).kind != _END:
+            if message.kind == _ERROR:
+                raise ValueError(_read_text(connection, message)["error"])
+            if message.kind == _LAYOUT:
+                layout = PackLayout(**_read_text(connection, message))
+            elif message.kind == _MEMORY:
                 if memory is not None:
                     memory.close()
-                memory = _receive_memory(connection, message["bytes"])
-                continue
-            assert memory is not None
-            batch = _unpack(memory, message)
-            _send(connection, {"free": message["start"], "memory": message["memory"]})
-            yield batch
+                memory = _receive_memory(connection, message.size)
+            else:
+                assert memory is not None
+                assert layout is not None
+                pack = np.frombuffer(memory, np.uint8, message.size, message.start).copy()
+                _send(connection, _Message(_FREE, message.memory, message.start, 0))
+                yield from layout.unpack(pack)
     finally:
         if memory is not None:
             memory.close()
@@ -174,14 +178,14 @@ class _Service:
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(ConnectionError, EOFError):  # the worker has gone
             try:
-                message = _read(connection)
-                slots = message.pop("slots")
-                request = StreamRequest(**message)
+                options = _read_text(connection, _read(connection))
+                slots = options.pop("slots")
+                request = StreamRequest(**options)
                 rows, windows = self._share(request)
-                with closing(prefetched(read_batches(request, rows, windows), depth=1)) as batches:
-                    _serve_batches(connection, batches, slots)
+                with closing(prefetched(packs(read_batches(request, rows, windows)), depth=1)) as made:
+                    _serve_packs(connection, made, slots)
             except ValueError as error:
-                _send(connection, {"error": str(error)})
+                _send_text(connection, _ERROR, {"error": str(error)})
 
     def _share(self, request: StreamRequest) -> tuple[PreparedRows, Windows]:
         """The windows of the epoch, the same for all who ask; those of earlier epochs are let go."""
@@ -199,35 +203,33 @@ class _Service:
             return rows, self._windows[key]
 
 
-def _serve_batches(connection: socket.socket, batches: Iterator[Batch], num_slots: int) -> None:
-    """Send batches through slots of shared memory; where a batch needs a larger slot, through new memory."""
+def _serve_packs(connection: socket.socket, made: Iterator[list[Batch]], num_slots: int) -> None:
+    """Send packs through slots of shared memory; where one needs a larger slot, through new memory."""
     memory: mmap.mmap | None = None
+    layout: PackLayout | None = None
     slot_bytes = number = 0
     free: list[int] = []
     try:
-        for batch in batches:
-            tensors = _tensors(batch)
-            places, size = _layout(tensors.values())
+        for pack in made:
+            if layout is None:
+                layout = PackLayout.of(pack[0])
+                _send_text(connection, _LAYOUT, asdict(layout))
+            size = layout.size(pack)
             if size > slot_bytes:
                 if memory is not None:
                     memory.close()  # what the worker has not read yet is mapped by itself
-                slot_bytes, number = size, number + 1
+                slot_bytes, number = -(-size // 64) * 72, number + 1  # an eighth more: packs of bags differ
                 memory = _send_memory(connection, slot_bytes * num_slots)
                 free = [slot_bytes * i for i in range(num_slots)]
             assert memory is not None
             while not free:
                 message = _read(connection)
-                if message["memory"] == number:
-                    free.append(message["free"])
+                if message.memory == number:
+                    free.append(message.start)
             start = free.pop()
-            for tensor, place in zip(tensors.values(), places, strict=True):
-                _view(memory, tensor.dtype, tensor.shape, start + place).copy_(tensor)
-            described = [
-                [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), place]
-                for (name, tensor), place in zip(tensors.items(), places, strict=True)
-            ]
-            _send(connection, {"start": start, "memory": number, "keys": batch.sparse.keys, "tensors": described})
-        _send(connection, {"end": True})
+            layout.write(pack, memory, start)
+            _send(connection, _Message(_PACK, number, start, size))
+        _send(connection, _Message(_END, 0, 0, 0))
         while connection.recv(1 << 16):  # until the worker has read everything and goes
             pass
     finally:
@@ -239,65 +241,48 @@ def _send_memory(connection: socket.socket, size: int) -> mmap.mmap:
     descriptor = os.memfd_create("lightning-recsys")
     try:
         os.ftruncate(descriptor, size)
-        _send(connection, {"bytes": size})
+        _send(connection, _Message(_MEMORY, 0, 0, size))
         socket.send_fds(connection, [b"m"], [descriptor])
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
 
 
-# --- batches in memory, messages on the connection -------------------------------------------------------------------
+# --- messages on the connection --------------------------------------------------------------------------------------
 
 
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    sparse = batch.sparse
-    named = {
-        "dense": batch.dense,
-        "labels": batch.labels,
-        "values": sparse.values,
-        "lengths": sparse.lengths,
-        "weights": sparse.weights,
-    }
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+class _Message(NamedTuple):
+    """What goes over the connection; after ``_REQUEST``, ``_LAYOUT`` and ``_ERROR`` comes text of ``size`` bytes.
+
+    Args:
+        kind: One of the names below.
+        memory: Number of the shared memory.
+        start: Of a slot in it.
+        size: Bytes of the pack, of the shared memory, or of the text.
+    """
+
+    kind: int
+    memory: int
+    start: int
+    size: int
 
 
-def _layout(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
-    """Where in a slot each tensor goes, and the size of the slot."""
-    places, end = [], 0
-    for tensor in tensors:
-        places.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return places, max(end, _ALIGNMENT)
+def _send(connection: socket.socket, message: _Message) -> None:
+    connection.sendall(_HEADER.pack(*message))
 
 
-def _view(memory: mmap.mmap, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
-    count = math.prod(shape)
-    if not count:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
+def _send_text(connection: socket.socket, kind: int, content: dict[str, Any]) -> None:
+    text = json.dumps(content).encode()
+    connection.sendall(_HEADER.pack(kind, 0, 0, len(text)) + text)
 
 
-def _unpack(memory: mmap.mmap, message: dict[str, Any]) -> Batch:
-    """A copy of the batch that a message describes."""
-    found = {
-        name: _view(memory, getattr(torch, dtype), shape, message["start"] + place).clone()
-        for name, dtype, shape, place in message["tensors"]
-    }
-    sparse = SparseFeatures(
-        tuple(message["keys"]), found["values"], lengths=found.get("lengths"), weights=found.get("weights")
-    )
-    return Batch(found["dense"], sparse, found["labels"])
+def _read(connection: socket.socket) -> _Message:
+    return _Message(*_HEADER.unpack(_read_exactly(connection, _HEADER.size)))
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    content = json.dumps(message).encode()
-    connection.sendall(_LENGTH.pack(len(content)) + content)
-
-
-def _read(connection: socket.socket) -> dict[str, Any]:
-    (length,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
-    message: dict[str, Any] = json.loads(_read_exactly(connection, length))
-    return message
+def _read_text(connection: socket.socket, message: _Message) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(_read_exactly(connection, message.size))
+    return content
 
 
 def _read_exactly(connection: socket.socket, size: int) -> bytes:
