@@ -7,7 +7,8 @@ import json
 import random
 
 import pytest
-from recipe_helpers import plain, run_recipe, train_here
+from omegaconf import OmegaConf
+from recipe_helpers import run_recipe, train_here
 from recipe_tools.prepare_rows import prepare_rows
 
 
@@ -27,7 +28,7 @@ def raw(tmp_path):
 def prepare(composed, tmp_path, raw, *overrides):
     overrides = [f"raw={raw}", f"out={tmp_path / 'rows'}", *overrides]
     config = composed("rows", *overrides, folder="conf/prepare")
-    return prepare_rows(plain(config))
+    return prepare_rows(OmegaConf.to_container(config, resolve=True))
 
 
 @pytest.mark.parametrize("preprocessing", ["dlrm", "torchrec", "bars"])
@@ -74,3 +75,48 @@ def test_command_line_when_a_row_is_bad_then_ends_with_a_sentence(composed, tmp_
     ]
     prepare(composed, tmp_path, path, *overrides)
     assert "1 bad rows were skipped, such as:" in capsys.readouterr().out
+
+
+def write_table(folder, num_rows: int = 300) -> None:
+    rng = random.Random(0)
+    lines = [f"{rng.randrange(2)},{rng.random():.3f},u{rng.randrange(9)}" for _ in range(num_rows)]
+    (folder / "clicks.csv.gz").write_bytes(gzip.compress("\n".join(["click,price,user", *lines]).encode()))
+
+
+def test_command_line_when_a_table_has_a_schema_then_its_rows_train_as_they_do_from_memory(composed, tmp_path):
+    write_table(tmp_path)
+    schema = "files: clicks.csv.gz\nlabel: click\ndense: [price]\ncategorical: [user]\n"
+    (tmp_path / "clicks.yaml").write_text(schema)
+    done = run_recipe("prepare.py", "data=tabular", "data.schema=clicks.yaml", "out=rows", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Counting rows" in done.stdout
+    metrics = []
+    for data in (
+        ("data=prepared", f"data.root={tmp_path / 'rows'}"),
+        ("data=tabular", f"data.schema={tmp_path}/clicks.yaml"),
+    ):
+        overrides = [
+            *data,
+            f"paths.output_dir={tmp_path / data[0]}",
+            "data.batch_size=240",
+            "model=lr",
+            "trainer=cpu",
+            "callbacks/progress_bar=none",
+        ]
+        metrics.append(train_here(composed("train", *overrides), tmp_path / data[0]).metrics)
+    prepared, tabular = metrics
+    assert prepared["test/ne"] == pytest.approx(tabular["test/ne"], rel=1e-5)  # one batch an epoch: order is nothing
+
+
+def test_table_when_its_schema_is_guessed_or_known_then_needs_no_schema_file(composed, tmp_path, data_root):
+    write_table(tmp_path)
+    raw = tmp_path / "clicks.csv.gz"
+    manifest = prepare(composed, tmp_path, raw, "data=tabular", "data.schema=guess")
+    assert list(manifest.features) == ["user"]
+    assert (tmp_path / "rows/schema.yaml").is_file()
+    config = OmegaConf.to_container(
+        composed("rows", "data=tabular", "data.schema=adult", f"out={tmp_path / 'adult'}", folder="conf/prepare"),
+        resolve=True,
+    )
+    config["data"]["root"] = str(data_root)
+    assert sum(shard.rows for shard in prepare_rows(config).splits["test"]) == 16_281
