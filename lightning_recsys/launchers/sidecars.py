@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -236,7 +237,8 @@ def run_server(
         sender: Gets ``ready <endpoint>`` or ``failed <traceback>``.
     """
     end_with_parent(all_folders)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; who started us decides when we end
+    # Ctrl-C and torchrun signal the whole process group; who started us decides when we end.
+    os.setpgid(0, 0)
     try:
         process_state: ProcessState = pickle.loads(state)  # noqa: S301 - written by who started us
         process_state.restore()
@@ -248,6 +250,10 @@ def run_server(
             sender.send_bytes(f"failed {traceback.format_exc().rstrip()}".encode())
         traceback.print_exc()
         sys.exit(1)
+    finally:
+        parent = multiprocessing.parent_process()
+        if parent is None or not parent.is_alive():  # the watching thread ends with us, done or not
+            shutil.rmtree(all_folders, ignore_errors=True)
 
 
 class Watch:

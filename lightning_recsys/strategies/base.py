@@ -166,8 +166,13 @@ class RecsysStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group and find the servers; start them if no launcher of ours has."""
-        super().setup_environment()
         assert self.cluster_environment is not None
+        if self.world_size != (asked := self.num_nodes * self.num_processes):
+            raise ValueError(
+                f"{self.world_size} processes were started, but trainer.num_nodes={self.num_nodes} times"
+                f" trainer.devices={self.num_processes} is {asked}. Set both to what the processes' launcher was told."
+            )
+        super().setup_environment()
         if self.lightning_module is not None:
             _refuse_other_namespace_in(self.lightning_module.trainer)
         specs = self.server_specs()

@@ -1,33 +1,42 @@
 """What every strategy is asked to do, on a problem small enough to do it many times.
 
-Run as a script (``python scenarios.py STRATEGY DEVICES FOLDER SCENARIO...``) it leaves what it saw in
+Run as a script (``python scenarios.py STRATEGY DEVICES TASK FOLDER SCENARIO...``) it leaves what it saw in
 ``FOLDER/observed.pt``: some strategies need a main process of their own.
 """
 
 from __future__ import annotations
 
+import csv
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.strategies import Strategy
 from torch import Tensor, nn
 
 import lightning_recsys  # noqa: F401 - registers the strategies
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.optim import SGD
 
 GLOBAL_BATCH = 8  # examples per step over all workers, so that every strategy trains on the same ones
 ROWS_ND = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 
 
 class Share:
-    """Batches, dealt out to the workers in turn, as many for each of them; a checkpoint knows the position."""
+    """Batches, dealt out to the workers in turn; a checkpoint knows the position."""
 
-    def __init__(self, batch_size: int, trainer: pl.Trainer) -> None:
-        self.batches = ROWS_ND.split(batch_size)[trainer.global_rank :: trainer.world_size]
+    def __init__(self, rows: Tensor, batch_size: int, trainer: pl.Trainer) -> None:
+        self.batches = rows.split(batch_size)[trainer.global_rank :: trainer.world_size]
         self.position = 0
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -47,16 +56,27 @@ class Share:
 
 
 class Rows(pl.LightningDataModule):
-    """64 examples; ``batch_size`` counts one worker's."""
+    """64 examples, as many batches for every worker; ``batch_size`` counts one worker's."""
+
+    rows = ROWS_ND
 
     def __init__(self, batch_size: int) -> None:
         super().__init__()
         self.batch_size = batch_size
 
     def train_dataloader(self) -> Share:
-        return Share(self.batch_size, self.trainer)
+        return Share(self.rows, self.batch_size, self.trainer)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+class UnevenRows(Rows):
+    """61 examples in batches of 10 and one of 1: two workers get 4 batches with 31 examples, and 3 with 30."""
+
+    rows = ROWS_ND[:61]
+
+    def __init__(self) -> None:
+        super().__init__(10)
 
 
 class Regression(pl.LightningModule):
@@ -65,29 +85,78 @@ class Regression(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.save_hyperparameters()
         self.layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layers(rows)
+
     def loss(self, rows: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.layers(rows), rows.sum(1, keepdim=True))
+        return nn.functional.mse_loss(self(rows), rows.sum(1, keepdim=True))
 
     def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:
         loss = self.loss(rows)
         self.log("train/loss", loss, sync_dist=True)
         self.log("world_size", torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
     def validation_step(self, rows: Tensor, batch_idx: int) -> None:
-        self.log("val/loss", self.loss(rows), sync_dist=True)
+        self.log("val/loss", self.loss(rows), sync_dist=True, batch_size=len(rows))
 
     def test_step(self, rows: Tensor, batch_idx: int) -> None:
-        self.log("test/loss", self.loss(rows), sync_dist=True)
+        self.log("test/loss", self.loss(rows), sync_dist=True, batch_size=len(rows))
 
     def predict_step(self, rows: Tensor, batch_idx: int) -> Tensor:
-        return self.layers(rows)
+        return self(rows)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+
+
+class Recommendation(Regression):
+    """Embedding rows beside the layers: ids are the numbers of the example, cut to integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig("first", 7, 4, ("a", "b")), EmbeddingBagConfig("second", 5, 4, ("c",))]
+        self.embeddings = EmbeddingBagCollection(tables, optimizer=SGD(learning_rate=0.05))
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        ids_FB = (rows.T * 3).long() % torch.tensor([[7], [7], [5]])
+        embedded = self.embeddings(SparseFeatures(("a", "b", "c"), ids_FB.flatten()))
+        return self.layers(rows) + self.head(embedded.flatten(1))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        configured = super().configure_optimizers()
+        self.embeddings.attach_to(configured["optimizer"])
+        configured["lr_scheduler"] = torch.optim.lr_scheduler.StepLR(configured["optimizer"], 1, gamma=0.5)
+        return configured
+
+
+TASKS: dict[str, type[Regression]] = {"regression": Regression, "recommendation": Recommendation}
+
+
+def by_steps(task: type[Regression]) -> type[Regression]:
+    """The same with a learning rate that halves every third step."""
+    return {Regression: RegressionBySteps, Recommendation: RecommendationBySteps}[task]
+
+
+class RegressionBySteps(Regression):
+    def configure_optimizers(self) -> dict[str, Any]:
+        return _halve_every_third_step(super().configure_optimizers())
+
+
+class RecommendationBySteps(Recommendation):
+    def configure_optimizers(self) -> dict[str, Any]:
+        return _halve_every_third_step(super().configure_optimizers())
+
+
+def _halve_every_third_step(configured: dict[str, Any]) -> dict[str, Any]:
+    schedule = torch.optim.lr_scheduler.StepLR(configured["optimizer"], 1, gamma=0.5)
+    return configured | {"lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 3}}
 
 
 class FailsOnRank(Callback):
@@ -101,19 +170,57 @@ class FailsOnRank(Callback):
             raise ZeroDivisionError(f"on rank {self.rank}")
 
 
+class KilledOnRank(FailsOnRank):
+    """Is killed there instead."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HeldOnRank(Callback):
+    """Holds a rank in its first step until rank 0 has taken all of its own, or for a minute."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self.folder = rank, folder
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        deadline = time.monotonic() + 60
+        while trainer.global_rank == self.rank and batch_idx == 0 and time.monotonic() < deadline:
+            if (self.folder / "last-step").exists():
+                (self.folder / "overtaken").touch()
+                break
+            time.sleep(0.01)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 0 and batch_idx == trainer.num_training_batches - 1:
+            (self.folder / "last-step").touch()
+
+
 @dataclass(frozen=True)
 class Stage:
-    """Where the scenarios play: a strategy on some workers, and a folder for what they write."""
+    """Where the scenarios play: a strategy on some workers, a task, and a folder for what they write.
+
+    ``strategy`` is a registered name, or ``module:function`` for what the function returns.
+    """
 
     strategy: str
     devices: int
     folder: Path
+    task: str = "regression"
+
+    def make_strategy(self) -> str | Strategy:
+        module, _, function = self.strategy.partition(":")
+        return getattr(import_module(module), function)() if function else self.strategy
+
+    def make_task(self) -> Regression:
+        return TASKS[self.task]()
 
     def trainer(self, **arguments: Any) -> pl.Trainer:
         settings = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, **arguments}
         return pl.Trainer(
             accelerator="cpu",
-            strategy=self.strategy,
+            strategy=self.make_strategy(),
             devices=self.devices,
             default_root_dir=self.folder,
             num_sanity_val_steps=0,
@@ -128,19 +235,20 @@ class Stage:
 
 
 def parameters(task: pl.LightningModule) -> Tensor:
-    return nn.utils.parameters_to_vector(task.parameters()).detach().clone()
+    """All that the task has learnt, embedding rows included; state dicts have the same keys whoever holds the rows."""
+    return torch.cat([x.detach().double().flatten() for x in task.state_dict().values() if x.is_floating_point()])
 
 
 def fit(stage: Stage) -> dict[str, Any]:
     """Two epochs with validation, checkpoints and early stopping."""
     checkpoints = ModelCheckpoint(stage.folder / "fit", filename="{epoch}", monitor="val/loss")
     trainer = stage.trainer(callbacks=[checkpoints, EarlyStopping("val/loss")], enable_checkpointing=True)
-    task = Regression()
+    task = stage.make_task()
     trainer.fit(task, datamodule=stage.rows())
     return {
         "parameters": parameters(task),
-        "saved": torch.load(checkpoints.best_model_path, weights_only=True)["state_dict"]["layers.0.weight"],
-        "weight": task.layers[0].weight.detach().clone(),
+        "saved": torch.load(checkpoints.best_model_path, weights_only=True)["state_dict"],
+        "state_dict": task.state_dict(),
         "progress": (trainer.current_epoch, trainer.global_step),
         "state": (trainer.state.status.value, trainer.state.fn.value),
         "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -153,7 +261,7 @@ def fit(stage: Stage) -> dict[str, Any]:
 
 def evaluate(stage: Stage) -> dict[str, Any]:
     """Validate, test and predict with fresh weights."""
-    task, trainer = Regression(), stage.trainer()
+    task, trainer = stage.make_task(), stage.trainer()
     before = parameters(task)
     validated = trainer.validate(task, datamodule=stage.rows(), verbose=False)
     tested = trainer.test(task, datamodule=stage.rows(), verbose=False)
@@ -170,21 +278,21 @@ def test_the_best(stage: Stage) -> dict[str, Any]:
     """Fit, then ask for the best checkpoint by name."""
     checkpoints = ModelCheckpoint(stage.folder / "best", monitor="val/loss")
     trainer = stage.trainer(callbacks=checkpoints, enable_checkpointing=True)
-    trainer.fit(Regression(), datamodule=stage.rows())
+    trainer.fit(stage.make_task(), datamodule=stage.rows())
     (metrics,) = trainer.test(ckpt_path="best", datamodule=stage.rows(), verbose=False)
     return {"test": metrics["test/loss"], "best_score": float(checkpoints.best_model_score)}
 
 
 def accumulate(stage: Stage) -> dict[str, Any]:
     """Half the batch, twice the batches per update."""
-    task, trainer = Regression(), stage.trainer(accumulate_grad_batches=2)
+    task, trainer = stage.make_task(), stage.trainer(accumulate_grad_batches=2)
     trainer.fit(task, datamodule=stage.rows(accumulate=2))
     return {"parameters": parameters(task), "global_step": trainer.global_step}
 
 
 def fast_dev_run(stage: Stage) -> dict[str, Any]:
     """One batch of everything."""
-    task, trainer = Regression(), stage.trainer(fast_dev_run=True)
+    task, trainer = stage.make_task(), stage.trainer(fast_dev_run=True)
     before = parameters(task)
     trainer.fit(task, datamodule=stage.rows())
     return {"global_step": trainer.global_step, "trained": not torch.equal(before, parameters(task))}
@@ -197,10 +305,10 @@ def resume(stage: Stage) -> dict[str, Any]:
         checkpoints = ModelCheckpoint(stage.folder / name, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         return stage.trainer(callbacks=checkpoints, enable_checkpointing=True, max_epochs=max_epochs)
 
-    trainer_for("interrupted", 1).fit(Regression(), datamodule=stage.rows())
+    trainer_for("interrupted", 1).fit(stage.make_task(), datamodule=stage.rows())
     resumed = {}
     for step in (5, 8):
-        task, trainer = Regression(), trainer_for(f"resumed-{step}", 2)
+        task, trainer = stage.make_task(), trainer_for(f"resumed-{step}", 2)
         trainer.fit(task, datamodule=stage.rows(), ckpt_path=stage.folder / "interrupted" / f"step={step}.ckpt")
         resumed[step] = {"parameters": parameters(task), "progress": (trainer.current_epoch, trainer.global_step)}
     return resumed
@@ -208,7 +316,7 @@ def resume(stage: Stage) -> dict[str, Any]:
 
 def fit_again(stage: Stage) -> dict[str, Any]:
     """One trainer, two fits."""
-    task, trainer = Regression(), stage.trainer(max_epochs=1)
+    task, trainer = stage.make_task(), stage.trainer(max_epochs=1)
     trainer.fit(task, datamodule=stage.rows())
     trainer.fit_loop.max_epochs = 2
     trainer.fit(task, datamodule=stage.rows())
@@ -217,7 +325,7 @@ def fit_again(stage: Stage) -> dict[str, Any]:
 
 def crash(stage: Stage) -> dict[str, Any]:
     """The last rank fails; then the same trainer is used again."""
-    task, trainer = Regression(), stage.trainer(callbacks=FailsOnRank(stage.devices - 1), max_epochs=1)
+    task, trainer = stage.make_task(), stage.trainer(callbacks=FailsOnRank(stage.devices - 1), max_epochs=1)
     before = parameters(task)
     error: BaseException | None = None
     try:
@@ -229,14 +337,136 @@ def crash(stage: Stage) -> dict[str, Any]:
     return {"error": error, "status": trainer.state.status.value, "trained": not torch.equal(before, parameters(task))}
 
 
+def kill(stage: Stage) -> dict[str, Any]:
+    """The last rank is killed; then the same trainer is used again."""
+    task, trainer = stage.make_task(), stage.trainer(callbacks=KilledOnRank(stage.devices - 1), max_epochs=1)
+    error: BaseException | None = None
+    try:
+        trainer.fit(task, datamodule=stage.rows())
+    except Exception as raised:
+        error = raised
+    trainer.callbacks.clear()
+    trainer.fit(task, datamodule=stage.rows())
+    return {"error": error, "status": trainer.state.status.value}
+
+
+def straggle(stage: Stage) -> dict[str, Any]:
+    """The last rank is held in its first step."""
+    trainer = stage.trainer(callbacks=HeldOnRank(stage.devices - 1, stage.folder), max_epochs=1, limit_val_batches=0)
+    trainer.fit(stage.make_task(), datamodule=stage.rows())
+    return {"overtaken": (stage.folder / "overtaken").exists(), "status": trainer.state.status.value}
+
+
+def uneven_fit(stage: Stage) -> dict[str, Any]:
+    """One rank has fewer training batches than the other."""
+    trainer = stage.trainer(max_epochs=1, limit_val_batches=0)
+    error: BaseException | None = None
+    try:
+        trainer.fit(stage.make_task(), datamodule=UnevenRows())
+    except Exception as raised:
+        error = raised
+    return {"error": error, "status": trainer.state.status.value}
+
+
+def uneven_evaluation(stage: Stage) -> dict[str, Any]:
+    """Ranks with different numbers of examples in their means."""
+    (metrics,) = stage.trainer().validate(stage.make_task(), datamodule=UnevenRows(), verbose=False)
+    return metrics
+
+
+def limits(stage: Stage) -> dict[str, Any]:
+    """Fewer batches than there are, then the same few over and over, then an end by steps."""
+    progress = {}
+    for name, arguments in {
+        "limit_batches": {"limit_train_batches": 3, "limit_val_batches": 2},
+        "overfit_batches": {"overfit_batches": 2},
+        "max_steps": {"max_steps": 5, "max_epochs": -1, "check_val_every_n_epoch": None, "val_check_interval": 2},
+    }.items():
+        trainer = stage.trainer(**arguments)
+        trainer.fit(stage.make_task(), datamodule=stage.rows())
+        batches = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed
+        progress[name] = (trainer.current_epoch, trainer.global_step, batches)
+    return progress
+
+
+def clip(stage: Stage) -> dict[str, Any]:
+    """Gradients longer than a tenth are cut to that length, after they were averaged."""
+    task, trainer = stage.make_task(), stage.trainer(gradient_clip_val=0.1, max_epochs=1)
+    trainer.fit(task, datamodule=stage.rows())
+    return {"parameters": parameters(task)}
+
+
+def schedule(stage: Stage) -> dict[str, Any]:
+    """A learning rate that changes with the steps."""
+    task, trainer = by_steps(TASKS[stage.task])(), stage.trainer(max_epochs=1)
+    trainer.fit(task, datamodule=stage.rows())
+    rate = trainer.callback_metrics["learning_rate"].item()
+    return {"parameters": parameters(task), "learning_rate": rate}
+
+
+def log_to_files(stage: Stage) -> dict[str, Any]:
+    """A logger, with a sanity check before training."""
+    logger = CSVLogger(stage.folder, name="logs")
+    trainer = stage.trainer(logger=logger, max_epochs=1)
+    trainer.fit(stage.make_task(), datamodule=stage.rows())
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {
+        "steps": [int(row["step"]) for row in rows if row["train/loss"]],
+        "losses": [float(row["train/loss"]) for row in rows if row["train/loss"]],
+        "folders": sorted(x.name for x in Path(logger.root_dir).iterdir()),
+        "hyperparameters": Path(logger.log_dir, "hparams.yaml").is_file(),
+    }
+
+
+def stop_early(stage: Stage) -> dict[str, Any]:
+    """Nothing is ever good enough."""
+    trainer = stage.trainer(callbacks=EarlyStopping("val/loss", min_delta=1e9, patience=2), max_epochs=9)
+    trainer.fit(stage.make_task(), datamodule=stage.rows())
+    return {"progress": (trainer.current_epoch, trainer.global_step)}
+
+
+def save_weights_only(stage: Stage) -> dict[str, Any]:
+    """A checkpoint that is a model and nothing else, read by itself and by a trainer."""
+    checkpoints = ModelCheckpoint(stage.folder / "weights", save_weights_only=True)
+    task, trainer = stage.make_task(), stage.trainer(callbacks=checkpoints, enable_checkpointing=True, max_epochs=1)
+    trainer.fit(task, datamodule=stage.rows())
+    path = checkpoints.best_model_path
+    restored = type(task).load_from_checkpoint(path, weights_only=True)
+    (metrics,) = stage.trainer().validate(
+        stage.make_task(), datamodule=stage.rows(), ckpt_path=path, weights_only=True, verbose=False
+    )
+    return {
+        "keys": set(torch.load(path, weights_only=True)),
+        "parameters": parameters(task),
+        "restored": torch.equal(parameters(restored), parameters(task)),
+        "val/loss": (metrics["val/loss"], float(trainer.callback_metrics["val/loss"])),
+    }
+
+
 SCENARIOS: dict[str, Callable[[Stage], dict[str, Any]]] = {
     function.__name__: function
-    for function in (fit, evaluate, test_the_best, accumulate, fast_dev_run, resume, fit_again)
+    for function in (
+        fit,
+        evaluate,
+        test_the_best,
+        accumulate,
+        fast_dev_run,
+        resume,
+        fit_again,
+        limits,
+        clip,
+        schedule,
+        log_to_files,
+        stop_early,
+        save_weights_only,
+        uneven_evaluation,
+    )
 }
 
 
 if __name__ == "__main__":
-    stage = Stage(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
-    observed = {name: SCENARIOS[name](stage) for name in sys.argv[4:]}
+    stage = Stage(sys.argv[1], int(sys.argv[2]), Path(sys.argv[4]), sys.argv[3])
+    observed = {name: SCENARIOS[name](stage) for name in sys.argv[5:]}
     if pl.utilities.rank_zero_only.rank == 0:
         torch.save(observed, stage.folder / "observed.pt")

@@ -7,12 +7,13 @@ import time
 from multiprocessing import forkserver, resource_tracker
 
 import pytorch_lightning as pl
+from served_strategy import ServedStrategy
 
 from lightning_recsys.strategies import ForkserverDDPStrategy
 
 
-def launch(function, *args, devices=2):
-    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=ForkserverDDPStrategy(), logger=False)
+def launch(function, *args, devices=2, strategy=ForkserverDDPStrategy):
+    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy(), logger=False)
     return trainer.strategy.launcher.launch(function, *args)
 
 
@@ -31,12 +32,16 @@ def work_for_ever():
     time.sleep(1000)
 
 
-def signals():
+def served_signals():
+    signals(strategy=ServedStrategy)
+
+
+def signals(strategy=ForkserverDDPStrategy):
     """A run for each line that is read: interrupted, then terminated, then killed, each in its middle."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     for _ in sys.stdin:
         try:
-            launch(work_for_ever)
+            launch(work_for_ever, strategy=strategy)
         except BaseException as error:
             server, tracker = forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid
             handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]

@@ -16,6 +16,7 @@ import pytest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
+SHARED_MEMORY = Path("/dev/shm")
 SCRIPTS = Path(__file__).with_name("launcher_scripts.py")
 
 
@@ -59,19 +60,32 @@ def all_end(pids: list[int]) -> bool:
     return False
 
 
-def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_path):
-    with main_process(str(SCRIPTS), "signals", TMPDIR=str(tmp_path)) as process:
-        for number, said in ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SIGTERMException 143")):
+@pytest.mark.parametrize(("script", "num_servers"), [("signals", 0), ("served_signals", 3)])
+def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_path, script, num_servers):
+    with main_process(str(SCRIPTS), script, TMPDIR=str(tmp_path)) as process:
+
+        def stores():
+            return list(SHARED_MEMORY.glob(f"lightning_recsys-{process.pid}-*"))
+
+        def run():
+            """All that runs below the main process but for the fork server."""
             workers = start_run(process)
+            below = psutil.Process(psutil.Process(workers[0]).ppid()).children()
+            assert len(below) == len(workers) + num_servers
+            assert sum(len(list(folder.iterdir())) for folder in stores()) == num_servers
+            return [x.pid for x in below]
+
+        for number, said in ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SIGTERMException 143")):
+            processes = run()
             process.send_signal(number)
             raised = read(process, rf"raised {said} server (\d+) (\d+)")
-            assert all_end(workers)
-            assert list(tmp_path.glob("lightning_recsys-*")) == []
-        workers = start_run(process)
+            assert all_end(processes)
+            assert list(tmp_path.glob("lightning_recsys-*")) == stores() == []
+        processes = run()
         assert len(list(tmp_path.glob("lightning_recsys-*"))) == 1
         process.kill()
-        assert all_end([*workers, int(raised[1]), int(raised[2])])
-    assert list(tmp_path.glob("lightning_recsys-*")) == []
+        assert all_end([*processes, int(raised[1]), int(raised[2])])
+    assert list(tmp_path.glob("lightning_recsys-*")) == stores() == []
 
 
 def test_joblib_when_a_run_starts_in_its_process_then_it_works():

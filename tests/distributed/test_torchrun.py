@@ -1,0 +1,143 @@
+"""Servers of jobs whose processes torchrun starts: on one node, on two, and when something goes wrong."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from two_hosts import two_hosts
+
+from lightning_recsys.launchers.sidecars import SHARED_MEMORY
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
+
+SCRIPT = Path(__file__).with_name("torchrun_script.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def job(*command, **variables):
+    """A torchrun of its own process group, of which nothing is left afterwards."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([str(x) for x in command], env=environment, **pipes) as process:
+        ranks = []
+        try:
+            yield process
+        finally:
+            with ExitStack() as stack:
+                stack.callback(process.kill)
+                ranks = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            for rank in ranks:
+                if rank.is_running():
+                    rank.kill()
+
+
+def one_node(action):
+    return (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", SCRIPT, action, 1)
+
+
+def lines(output, word):
+    """What followed the word in the lines that began with it, without repetitions."""
+    return list(dict.fromkeys(re.findall(rf"^{word} (.+)$", output, flags=re.MULTILINE)))
+
+
+def listens(endpoint):
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def soon(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def folders(pids):
+    return [x for pid in pids for x in SHARED_MEMORY.glob(f"lightning_recsys-{pid}-*")]
+
+
+def test_job_when_it_runs_twice_on_one_node_then_each_run_has_servers_of_its_own():
+    with job(*one_node("train")) as process:
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    over_the_wire, mapped = lines(output, "endpoints")
+    endpoints = [*over_the_wire.split(), *mapped.split()]
+    assert len(set(endpoints)) == 6
+    assert all(x.startswith("tcp://127.0.0.1:") for x in endpoints)
+    assert lines(output, "types") == [" ".join(["RemoteStores"] * 3), " ".join(["MappedStores"] * 3)]
+    assert lines(output, "counted")[0] == "8 8 8"  # two ranks, four steps
+    assert not any(listens(x) for x in endpoints)
+    assert folders(lines(output, "pid")) == []
+
+
+def test_job_when_a_rank_raises_then_its_error_is_seen_and_no_server_is_left():
+    with job(*one_node("crash")) as process:
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == 1
+    assert "ZeroDivisionError: in step 3" in output
+    assert soon(lambda: not any(listens(x) for x in " ".join(lines(output, "endpoints")).split()))
+    assert soon(lambda: folders(lines(output, "pid")) == [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_job_when_it_is_ended_from_outside_then_no_server_is_left(number):
+    """The signal goes to torchrun; SIGKILL to rank 0, which started the servers."""
+    with job(*one_node("go_on")) as process:
+        output = ""
+        while len(lines(output, "in")) < 2:
+            output += process.stdout.readline()
+        endpoints = " ".join(lines(output, "endpoints")).split()
+        pids = lines(output, "pid")
+        assert len(endpoints) == 3
+        assert all(map(listens, endpoints))
+        assert len(folders(pids)) == 1
+        victim = int(lines(output, "rank-0-is")[0]) if number == signal.SIGKILL else process.pid
+        os.kill(victim, number)
+        process.communicate(timeout=100)
+        assert process.returncode != 0
+        assert soon(lambda: not any(map(listens, endpoints)))
+        assert soon(lambda: folders(pids) == [])
+
+
+def test_job_when_it_spans_two_nodes_then_servers_listen_where_others_reach_them():
+    with two_hosts() as hosts, ExitStack() as stack:
+        port = free_port()
+        processes = [
+            stack.enter_context(
+                job(
+                    *host.command(*TORCHRUN, "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"),
+                    f"--master-addr={hosts[0].address}",
+                    f"--master-port={port}",
+                    SCRIPT,
+                    "train_over_the_wire",
+                    2,
+                    GLOO_SOCKET_IFNAME=host.link,
+                )
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
+        for process, output in zip(processes, outputs, strict=True):
+            assert process.returncode == 0, output
+            (endpoints,) = lines(output, "endpoints")
+            addresses = [x.removeprefix("tcp://").partition(":")[0] for x in endpoints.split()]
+            assert addresses == [hosts[0].address, hosts[1].address, hosts[0].address]
+            assert lines(output, "types") == [" ".join(["RemoteStores"] * 3)]
+            assert lines(output, "counted") == ["8 8 8"]
+            assert folders(lines(output, "pid")) == []
