@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +17,10 @@ from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore, Stores
+from lightning_recsys.parameter_server.row_ranges import keep_rows
 from lightning_recsys.placement import PlacementPlan, TableCost, TablePart
 
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 _BLOCK_BYTES = 1 << 24  # rows are read and written this many bytes at a time
 
 
@@ -39,30 +42,31 @@ class _Share:
         self.is_cut = not all(piece.is_whole for piece in pieces)
         self.feature_names = tuple(name for table in store.layout.tables for name in table.feature_names)
         self.features = torch.tensor([feature for piece in pieces for feature in piece.features], device="cpu")
+        ranges = [(f, x.part.first_row, x.part.num_rows) for x in pieces for f in x.features]
+        self._ranges = np.array(ranges, dtype=np.int64)
 
     def select(self, sparse: SparseFeatures) -> SparseFeatures:
         """The ids whose rows are here, counted from each part's first row."""
         return self._select_rows(sparse) if self.is_cut else sparse.select(self.feature_names)
 
     def _select_rows(self, sparse: SparseFeatures) -> SparseFeatures:
-        bounds, offsets, size = sparse.feature_bounds(), sparse.bag_offsets(), sparse.batch_size
-        values, lengths, weights = [], [], []
-        for piece in self.pieces:
-            for feature in piece.features:
-                start, stop = bounds[feature], bounds[feature + 1]
-                ids = sparse.values[start:stop] - piece.part.first_row
-                here = (ids >= 0) & (ids < piece.part.num_rows)
-                values.append(ids[here])
-                counts = torch.zeros(stop - start + 1, dtype=torch.int64)
-                torch.cumsum(here, 0, out=counts[1:])
-                lengths.append(counts[offsets[feature * size : (feature + 1) * size + 1] - start].diff())
-                if sparse.weights is not None:
-                    weights.append(sparse.weights[start:stop][here])
+        num_ids, weighted = sparse.values.numel(), sparse.weights is not None
+        # The pieces of a table do not overlap, so no id is kept twice.
+        values = torch.empty_like(sparse.values)
+        offsets = torch.zeros(len(self.feature_names) * sparse.batch_size + 1, dtype=torch.int64)
+        weights = torch.empty(num_ids if weighted else 0)
+        kept = keep_rows(
+            sparse.values.numpy(),
+            (_NO_IDS if sparse.is_single_hot else sparse.bag_offsets()).numpy(),
+            (weights if sparse.weights is None else sparse.weights).numpy(),
+            self._ranges,
+            sparse.batch_size,
+            values.numpy(),
+            offsets.numpy(),
+            weights.numpy(),
+        )
         return SparseFeatures(
-            self.feature_names,
-            torch.cat(values),
-            lengths=torch.cat(lengths),
-            weights=torch.cat(weights) if weights else None,
+            self.feature_names, values[:kept], offsets=offsets, weights=weights[:kept] if weighted else None
         )
 
 
@@ -97,6 +101,7 @@ class StoreBackend(TableBackend):
         self._shares = [_Share(store, _pieces(layout, parts)) for store, parts in stores]
         whole = len(stores) == 1 and stores[0][0].layout == layout
         self._only = stores[0][0] if whole else None
+        self._first_has_all_features = self._shares[0].features.tolist() == list(range(len(layout.feature_tables)))
 
     @classmethod
     def create(
@@ -150,8 +155,11 @@ class StoreBackend(TableBackend):
         if self._only is not None:
             return self._only.pooled_lookup(sparse).to(device)
         answers = [share.store.begin_pooled_lookup(share.select(sparse)) for share in self._shares]
-        pooled_BFD = torch.zeros(sparse.batch_size, len(sparse.keys), self.layout.embedding_dim)
-        for share, answer in zip(self._shares, answers, strict=True):
+        if self._first_has_all_features:
+            pooled_BFD, added = answers[0](), 1
+        else:
+            pooled_BFD, added = torch.zeros(sparse.batch_size, len(sparse.keys), self.layout.embedding_dim), 0
+        for share, answer in zip(self._shares[added:], answers[added:], strict=True):
             pooled_BFD.index_add_(1, share.features, answer())
         return pooled_BFD.to(device)
 
