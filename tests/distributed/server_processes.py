@@ -1,0 +1,107 @@
+"""What the processes of the kill tests run: servers, some of which end themselves, and clients that push ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partialmethod
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+
+import torch
+
+from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.parameter_server import connect, serve
+from lightning_recsys.parameter_server.dense_store import MappedDenseStore
+from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
+from lightning_recsys.parameter_server.journal import Journal
+
+ROWS, DIM = 300, 8
+TOUCHED = 12  # rows of one push
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_server(folder: Path, bind: str, ready: Pipe) -> None:
+    serve(folder, bind=bind, ready=ready.send)
+
+
+class Trap:
+    """Kills its process at one point of one push.
+
+    Args:
+        where: The point.
+        at_push: The push, counted from 1.
+    """
+
+    def __init__(self, where: str, at_push: int) -> None:
+        self.where, self.left = where, at_push
+
+    def record(self, real, journal, undo):
+        self.left -= 1
+        self.spring("before the undo record")
+        real(journal, undo)
+
+    def mark(self, real, journal, *args):
+        self.spring("before the mark")
+        real(journal, *args)
+        self.spring("after the mark")
+
+    def train(self, real, store, rows, grads, *, learning_rate):
+        if self.is_at("half applied"):
+            real(store, rows[: len(rows) // 2], grads[: len(rows) // 2], learning_rate=learning_rate)
+            die()
+        real(store, rows, grads, learning_rate=learning_rate)
+
+    def average(self, real, store, local, *, alpha):
+        if self.is_at("half applied"):
+            store.values[: store.size // 2].lerp_(local[: store.size // 2], alpha)
+            die()
+        return real(store, local, alpha=alpha)
+
+    def is_at(self, where: str) -> bool:
+        return self.left == 0 and self.where == where
+
+    def spring(self, where: str) -> None:
+        if self.is_at(where):
+            die()
+
+
+def run_server_that_dies(folder: Path, bind: str, ready: Pipe, where: str, at_push: int) -> None:
+    trap = Trap(where, at_push)
+    Journal._record = partialmethod(trap_call, trap.record, Journal._record)
+    Journal._mark = partialmethod(trap_call, trap.mark, Journal._mark)
+    MappedEmbeddingStore.apply_row_gradients = partialmethod(
+        trap_call, trap.train, MappedEmbeddingStore.apply_row_gradients
+    )
+    MappedDenseStore.elastic_average = partialmethod(trap_call, trap.average, MappedDenseStore.elastic_average)
+    serve(folder, bind=bind, ready=ready.send)
+
+
+def trap_call(owner, trapped, real, *args, **kwargs):
+    return trapped(real, owner, *args, **kwargs)
+
+
+def push_ones(endpoint: str, seed: int, pooled: bool, orders: Pipe) -> None:
+    """Push updates that add 1 to random rows until told to stop; tells how many rows were acknowledged."""
+    torch.manual_seed(seed)
+    stores = connect(endpoint, shared_memory="never", timeout=30, retries=10)
+    store = stores.embedding_store("ones")
+    pushes = 0
+    orders.send("started")
+    while not orders.poll():
+        for _ in range(20):
+            if pooled:
+                ids = SparseFeatures(("x", "y"), torch.randint(0, ROWS, (TOUCHED,)))
+                store.apply_gradients(ids, -torch.ones(TOUCHED // 2, 2, DIM), learning_rate=1.0)
+            else:
+                rows = torch.randperm(ROWS)[:TOUCHED]
+                store.apply_row_gradients(rows, -torch.ones(TOUCHED, DIM), learning_rate=1.0)
+            pushes += 1
+        if pushes % 200 == 0:
+            store.flush()
+    store.flush()
+    orders.send({"rows": pushes * TOUCHED, "pushes": pushes, "reconnects": stores.connection.traffic.reconnects})
+    stores.close()
