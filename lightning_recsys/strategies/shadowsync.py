@@ -370,8 +370,10 @@ class ShadowSyncStrategy(RecsysStrategy):
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Hear of errors beside training."""
+        """Hear of errors beside training; go on after an epoch's end."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._averaged:
+            self._resume()
         if self._driver is not None:
             self._driver.check()
         if self._others_before is None:
@@ -408,13 +410,18 @@ class ShadowSyncStrategy(RecsysStrategy):
         assert self.lightning_module is not None
         for collection in collections_of(self.lightning_module).values():
             collection.flush()
-        self.barrier("everybody has stopped training")  # the shadow threads go on meanwhile
+        if self._driver is not None and self.mode == "foreground":
+            self._driver.stop()  # takes part in the rounds of those who still train
+        self.barrier("everybody has stopped training")  # shadow threads go on meanwhile
         if self._driver is not None:
             self._driver.stop()
         self.barrier("no round is under way")
 
     def _resume(self) -> None:
-        self.barrier("everybody goes on")
+        """Swap the replicas back in and go on; all ranks call this together."""
+        self.barrier("nobody needs the average any more")
+        self._swap_average_out()
+        self.barrier("all replicas are back")
         self._start_driver()
 
     # --- One set of weights ------------------------------------------------------------------------------------------
@@ -426,17 +433,22 @@ class ShadowSyncStrategy(RecsysStrategy):
             self._swap_average_in()
 
     def on_validation_end(self) -> None:
-        """Swap the replicas back in and go on."""
-        if self._averaged:
-            self.barrier("everybody has validated")
-            self._swap_average_out()
+        """Go on, unless the epoch is over: what its end saves is then what was validated."""
+        if self._averaged and not self._epoch_is_over():
             self._resume()
+
+    def _epoch_is_over(self) -> bool:
+        """For every rank: some may have a batch left."""
+        assert self.lightning_module is not None
+        return self.reduce_boolean_decision(self.lightning_module.trainer.fit_loop.epoch_loop._is_training_done)
 
     def on_train_end(self) -> None:
         """Make all replicas the final model."""
         if not self._training:
             return
-        self._pause()
+        if not self._averaged:
+            self._pause()
+        self._swap_average_out()
         self._training = False
         if self._synchronises and self._leads:
             assert self._replica is not None
@@ -465,7 +477,7 @@ class ShadowSyncStrategy(RecsysStrategy):
         self.barrier("the average is in place")
 
     def _swap_average_out(self) -> None:
-        if self._own_weights is not None:
+        if self._own_weights is not None:  # a leader's
             assert self._replica is not None
             self._replica.flat.copy_(self._own_weights)
         self._averaged, self._own_weights = False, None
@@ -485,8 +497,6 @@ class ShadowSyncStrategy(RecsysStrategy):
         self._pause()
         self._swap_average_in()
         yield
-        self.barrier("everybody has seen the average")
-        self._swap_average_out()
         self._resume()
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------

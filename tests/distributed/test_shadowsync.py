@@ -1,0 +1,415 @@
+"""ShadowSync on several workers: what it equals, what it shares, how it ends."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch import nn
+
+from lightning_recsys.callbacks import StalenessMonitor
+from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.models import DLRM
+from lightning_recsys.optim import Adagrad
+from lightning_recsys.strategies import ForkserverDDPStrategy, ShadowSyncStrategy
+from lightning_recsys.sync import Exchange, SyncAlgorithm
+from lightning_recsys.tasks import CTRTask
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(120),
+    # what saved a checkpoint need not watch the run that goes on from it, and the batches may start again
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+]
+
+ROWS_ND = torch.randn(256, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Batches:
+    """``counts[rank]`` batches of 4 rows, each rank's own."""
+
+    def __init__(self, rank: int, counts: tuple[int, ...]) -> None:
+        self.batches = ROWS_ND.split(4)[rank :: len(counts)][: counts[rank]]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class Regression(pl.LightningModule):
+    """A dense model with a buffer; ``counts`` batches on the ranks."""
+
+    def __init__(self, counts: tuple[int, ...], *, optimizer=None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.counts, self.make_optimizer = counts, optimizer or partial(torch.optim.SGD, lr=0.05)
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+    def loss(self, rows):
+        return nn.functional.mse_loss(self.layers(rows), rows.sum(1, keepdim=True))
+
+    def training_step(self, rows, batch_idx):
+        return self.loss(rows)
+
+    def validation_step(self, rows, batch_idx):
+        self.log("val/loss", self.loss(rows), sync_dist=True)
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+    def train_dataloader(self):
+        return Batches(self.trainer.global_rank, self.counts)
+
+    def val_dataloader(self):
+        return Batches(self.trainer.global_rank, (2,) * len(self.counts))
+
+
+def make_trainer(strategy, *callbacks, **arguments) -> pl.Trainer:
+    settings = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **arguments}
+    return pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        callbacks=list(callbacks),
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+def parameters(module: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+
+
+def over_ranks(value) -> list:
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+# --- What it equals --------------------------------------------------------------------------------------------------
+
+
+def train_dlrm(strategy, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    pl.seed_everything(0, verbose=False)
+    data = SyntheticDataModule(
+        batch_size=32,
+        train_rows=640,
+        val_rows=200,
+        test_rows=200,
+        cardinalities=(50, 7, 300),
+        multi_hot={"c2": 3},
+        num_dense=2,
+    )
+    data.setup("fit")
+    model = DLRM(data.num_dense, data.fields, embedding_dim=8, row_optimizer=Adagrad(0.05))
+    task = CTRTask(model, optimizer=partial(torch.optim.Adagrad, lr=0.02, fused=True))
+    trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False, default_root_dir=folder)
+    trainer.fit(task, datamodule=data)
+    return task.state_dict(), {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_one_trainer_with_one_worker_when_trained_then_equals_a_single_device_exactly(tmp_path):
+    expected, expected_metrics = train_dlrm("auto", tmp_path)
+    actual, metrics = train_dlrm(ShadowSyncStrategy(num_trainers=1), tmp_path)
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    assert metrics == expected_metrics
+
+
+def test_foreground_averaging_at_every_step_when_trained_with_sgd_then_equals_ddp():
+    averaged, reduced = Regression((5, 5)), Regression((5, 5))
+    strategy = ShadowSyncStrategy(num_trainers=2, algorithm="ma", mode="foreground", alpha=1.0, gap=1)
+    make_trainer(strategy).fit(averaged)
+    make_trainer(ForkserverDDPStrategy(), devices=2).fit(reduced)
+    assert not torch.allclose(parameters(reduced), parameters(Regression((5, 5))), atol=1e-3)  # it did train
+    torch.testing.assert_close(parameters(averaged), parameters(reduced), rtol=0, atol=1e-6)
+
+
+# --- Who waits for whom ----------------------------------------------------------------------------------------------
+
+
+class HoldsBack(Callback):
+    """Rank 1 does not start its second batch before rank 0 has trained on its last one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.flag = folder / "rank 0 has finished"
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and batch_idx == 1:
+            while not self.flag.exists():  # for ever, if rank 0 waits for this rank
+                time.sleep(0.01)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_rank == 0 and batch_idx == len(trainer.train_dataloader) - 1:
+            self.flag.touch()
+
+
+class EndsAlike(Callback):
+    """At the end every rank has the same weights, and its own number of steps."""
+
+    def on_fit_end(self, trainer, pl_module):
+        weights = over_ranks(parameters(pl_module))
+        assert all(torch.equal(other, weights[0]) for other in weights)
+        assert over_ranks(trainer.global_step) == list(pl_module.counts)
+
+
+@pytest.mark.parametrize(("algorithm", "final"), [("easgd", "trainer0"), ("ma", "average"), ("bmuf", "average")])
+def test_straggler_when_in_the_background_then_nobody_waits_for_it(tmp_path, algorithm, final):
+    strategy = ShadowSyncStrategy(num_trainers=2, algorithm=algorithm, final=final)
+    make_trainer(strategy, HoldsBack(tmp_path), EndsAlike()).fit(Regression((6, 3)))
+    assert (tmp_path / "rank 0 has finished").exists()
+
+
+@pytest.mark.parametrize(("algorithm", "counts"), [("easgd", (9, 2)), ("ma", (9, 2)), ("bmuf", (2, 9))])
+def test_unequal_numbers_of_batches_when_in_the_foreground_then_all_finish(algorithm, counts):
+    model = Regression(counts)
+    make_trainer(ShadowSyncStrategy(num_trainers=2, algorithm=algorithm, mode="foreground", gap=2), EndsAlike()).fit(
+        model
+    )
+    assert not torch.equal(parameters(model), parameters(Regression(counts)))
+
+
+@pytest.mark.parametrize("arguments", [{"val_check_interval": 2}, {"every_n_train_steps": 4}])
+def test_unequal_numbers_of_batches_when_ranks_would_wait_within_the_epoch_then_refused(tmp_path, arguments):
+    callbacks = [ModelCheckpoint(tmp_path, **arguments)] if "every_n_train_steps" in arguments else []
+    trainer = make_trainer(
+        ShadowSyncStrategy(num_trainers=2),
+        *callbacks,
+        enable_checkpointing=bool(callbacks),
+        **({} if callbacks else arguments),
+    )
+    with pytest.raises(
+        ValueError, match=rf"{next(iter(arguments))}=\d the ranks.* stop .*\[\d, \d\] times in an epoch"
+    ):
+        trainer.fit(Regression((9, 3)))
+
+
+# --- Hogwild workers -------------------------------------------------------------------------------------------------
+
+
+class OneReplica(Callback):
+    """Workers of a trainer write to the same parameters and the same optimizer state; trainers have their own."""
+
+    def __init__(self, num_trainers: int) -> None:
+        self.num_trainers = num_trainers
+
+    def on_train_end(self, trainer, pl_module):
+        dist.barrier()
+        optimizer, rank = trainer.optimizers[0], trainer.global_rank
+        layout = trainer.strategy.layout
+        for tensor in (pl_module.layers[0].weight.data, optimizer.state[pl_module.layers[0].weight]["exp_avg"]):
+            for writer in range(trainer.world_size):
+                if rank == writer:
+                    tensor[0, 0] = 1000.0 + writer
+                dist.barrier()
+                same_trainer = layout.trainer_of(rank) == layout.trainer_of(writer)
+                assert (tensor[0, 0] == 1000.0 + writer) == same_trainer
+                dist.barrier()
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        own = sum(pl_module.counts[worker] for worker in layout.ranks_of(layout.trainer_of(rank)))
+        assert steps == {float(own)}, "the updates of all workers count"
+
+
+@pytest.mark.parametrize(("num_trainers", "fused"), [(1, True), (2, False)])
+def test_workers_of_a_trainer_when_training_then_share_replica_and_optimizer_state(num_trainers, fused):
+    counts = (5, 3) * num_trainers
+    model = Regression(counts, optimizer=partial(torch.optim.Adam, lr=0.01, fused=fused))
+    strategy = ShadowSyncStrategy(num_trainers=num_trainers, workers_per_trainer=2, mode="foreground", gap=1000)
+    trainer = make_trainer(strategy, OneReplica(num_trainers), EndsAlike(), StalenessMonitor(), log_every_n_steps=1)
+    trainer.fit(model)
+    assert trainer.world_size == 2 * num_trainers
+    assert 0 <= trainer.callback_metrics["staleness/hogwild/mean"] <= 3
+
+
+# --- One set of weights ----------------------------------------------------------------------------------------------
+
+
+class OneSetOfWeights(Callback):
+    """Validation sees the mean of the replicas on every rank; afterwards every trainer has its own again."""
+
+    def __init__(self) -> None:
+        self.validated = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.before = parameters(pl_module)
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 0:
+            replicas, seen = over_ranks(self.before), over_ranks(parameters(pl_module))
+            assert all(torch.equal(other, seen[0]) for other in seen)
+            buffers = over_ranks([buffer.clone() for buffer in pl_module.buffers()])
+            assert all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
+            if trainer.strategy.mode == "foreground":  # in the background a replica moves after the last batch
+                assert not torch.equal(replicas[0], replicas[1])
+                torch.testing.assert_close(seen[0], torch.stack(replicas).mean(0))
+            self.validated += 1
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if self.validated and trainer.strategy.mode == "foreground":  # the next step has begun
+            assert torch.equal(parameters(pl_module), self.before), "the replica is back"
+
+    def on_fit_end(self, trainer, pl_module):
+        assert self.validated == 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "mode"),
+    [("easgd", "background"), ("ma", "background"), ("easgd", "foreground"), ("bmuf", "foreground")],
+)
+def test_validation_when_replicas_differ_then_sees_their_average_on_every_rank(algorithm, mode):
+    strategy = ShadowSyncStrategy(num_trainers=2, algorithm=algorithm, mode=mode, gap=1000)
+    make_trainer(strategy, OneSetOfWeights(), max_epochs=2, val_check_interval=4).fit(Regression((8, 8)))
+
+
+def test_checkpoint_when_saved_after_validation_then_holds_what_was_validated(tmp_path):
+    checkpoints = ModelCheckpoint(tmp_path, monitor="val/loss")
+    model = Regression((6, 6))
+    trainer = make_trainer(ShadowSyncStrategy(num_trainers=2), checkpoints, enable_checkpointing=True)
+    trainer.fit(model)
+    validated = trainer.callback_metrics["val/loss"].item()
+    (again,) = trainer.validate(model, ckpt_path=checkpoints.best_model_path, verbose=False)
+    assert again["val/loss"] == pytest.approx(validated, rel=1e-5)
+
+
+@pytest.mark.parametrize(("algorithm", "workers"), [("easgd", 1), ("bmuf", 1), ("bmuf", 2)])
+def test_run_when_resumed_then_goes_on_with_all_its_memory(tmp_path, algorithm, workers):
+    counts = (6,) * (2 * workers)
+    make = partial(torch.optim.Adam, lr=0.01)
+    options = {
+        "num_trainers": 2,
+        "workers_per_trainer": workers,
+        "algorithm": algorithm,
+        "mode": "foreground",
+        "gap": 2,
+    }
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    make_trainer(ShadowSyncStrategy(**options), saving, enable_checkpointing=True).fit(
+        Regression(counts, optimizer=make)
+    )
+    (path,) = tmp_path.glob("*.ckpt")
+    saved = torch.load(path, weights_only=True)
+    names = {"easgd": {"algorithm", "state", "center"}}.get(algorithm, {"algorithm", "state"})
+    assert saved["shadowsync"].keys() == names
+    assert saved["shadowsync"]["state"].keys() == ({"global", "momentum"} if algorithm == "bmuf" else set())
+    assert {float(state["step"]) for state in saved["optimizer_states"][0]["state"].values()} == {4.0 * workers}
+    trainer = make_trainer(ShadowSyncStrategy(**options), StartsFrom(path))
+    trainer.fit(Regression(counts, optimizer=make), ckpt_path=path)
+    assert trainer.global_step == 6
+
+
+class StartsFrom(Callback):
+    """The first batch of a resumed run finds what the checkpoint holds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step != 4 or hasattr(self, "seen"):
+            return
+        self.seen = True
+        saved = torch.load(self.path, weights_only=True)
+        own = pl_module.state_dict()
+        if trainer.strategy.workers_per_trainer == 1:  # else a worker may be a step ahead
+            assert all(torch.equal(own[name], value) for name, value in saved["state_dict"].items())
+        driver = trainer.strategy._driver
+        if driver is not None and trainer.is_global_zero:
+            for name, value in saved["shadowsync"]["state"].items():
+                assert torch.equal(driver.rounds.algorithm.state_dict()[name], value)
+
+
+# --- How it ends -----------------------------------------------------------------------------------------------------
+
+
+class Breaks(SyncAlgorithm):
+    """Fails in the third round."""
+
+    exchange = Exchange.MEAN
+    rounds = 0
+
+    def fold(self, replica, answer):
+        self.rounds += 1
+        if self.rounds == 3:
+            raise ZeroDivisionError("in the third round")
+
+
+class Endless(Batches):
+    """Batches until somebody raises."""
+
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+            time.sleep(0.01)
+
+    def __len__(self):
+        return 1_000_000
+
+
+class EndlessRegression(Regression):
+    def train_dataloader(self):
+        return Endless(self.trainer.global_rank, self.counts)
+
+
+def test_shadow_thread_when_it_fails_then_its_error_ends_the_run():
+    strategy = ShadowSyncStrategy(num_trainers=2, algorithm=Breaks(), interval=0.01)
+    with pytest.raises(ZeroDivisionError, match="in the third round") as raised:
+        make_trainer(strategy).fit(EndlessRegression((2, 2)))
+    notes = "\n".join(raised.value.__notes__)
+    assert "Raised in the shadow thread" in notes
+    assert "in fold" in notes  # the traceback
+
+
+class FailsInStep3(Callback):
+    """Raises in a worker."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and batch_idx == 3:
+            raise ZeroDivisionError("in step 3")
+
+
+@pytest.mark.parametrize("algorithm", ["easgd", "ma"])
+def test_worker_when_it_fails_then_nothing_is_left_and_the_trainer_is_usable(algorithm):
+    model = Regression((8, 8, 8, 8))
+    trainer = make_trainer(
+        ShadowSyncStrategy(num_trainers=2, workers_per_trainer=2, algorithm=algorithm), FailsInStep3()
+    )
+    with pytest.raises(ZeroDivisionError, match="in step 3"):
+        trainer.fit(model)
+    trainer.callbacks.clear()
+    trainer.fit(model)
+    assert trainer.state.finished
+
+
+# --- What it tells ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("algorithm", "transport"), [("easgd", "auto"), ("easgd", "tcp"), ("ma", "auto")])
+def test_telemetry_when_logged_then_counts_rounds_and_bytes(algorithm, transport):
+    options = {"algorithm": algorithm, "mode": "foreground", "gap": 2, "transport": transport}
+    trainer = make_trainer(
+        ShadowSyncStrategy(num_trainers=2, num_sync_servers=2, **options), StalenessMonitor(), log_every_n_steps=1
+    )
+    model = Regression((8, 8))
+    trainer.fit(model)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics["sync/gap"] == 2.0
+    assert metrics["sync/rounds"] > 0
+    assert metrics["sync/divergence"] > 0
+    size = sum(-(-parameter.numel() // 16) * 16 for parameter in model.parameters())  # from one cache line to the next
+    if algorithm == "ma":
+        rounds = 4 + 1  # of a ring of two, with a vote beside the vector; the last one is the vote to leave
+        assert metrics["comm/sent_bytes"] == metrics["comm/received_bytes"] == rounds * 4 * (size + 1)
+    elif transport == "tcp":
+        assert metrics["comm/sent_bytes"] >= 4 * 4 * size
+        assert metrics["comm/received_bytes"] >= 4 * 4 * size
+    else:
+        assert metrics["comm/sent_bytes"] == metrics["comm/received_bytes"] == 0

@@ -1,0 +1,342 @@
+"""The parts of ShadowSync one by one: arguments, processes, replica, rounds, drivers. No worker is started."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import StrategyRegistry
+from torch import nn
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
+from lightning_recsys.parameter_server.mapped import MappedStores
+from lightning_recsys.strategies import ShadowSyncStrategy
+from lightning_recsys.strategies._drivers import ForegroundHook, ShadowThread
+from lightning_recsys.strategies._embedding_servers import collections_of, measure_costs, plan_placement
+from lightning_recsys.strategies._replica import Replica, share_optimizer_state
+from lightning_recsys.strategies._rounds import CenterRounds, Rounds
+from lightning_recsys.sync import BMUF, EASGD, ModelAveraging
+
+
+def make_trainer(strategy, **arguments) -> pl.Trainer:
+    return pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False, **arguments)
+
+
+# --- Arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [
+        ("shadowsync", EASGD),
+        ("shadowsync_easgd", EASGD),
+        ("shadowsync_ma", ModelAveraging),
+        ("shadowsync_bmuf", BMUF),
+    ],
+)
+def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
+    assert isinstance(StrategyRegistry.get(name).algorithm, algorithm)
+    trainer = make_trainer(name, devices=3)
+    assert (trainer.world_size, trainer.strategy.layout.num_trainers) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "async"}, r"strategy\.mode must be one of background, foreground, got 'async'"),
+        ({"placement": "random"}, r"strategy\.placement must be one of round_robin, size, profiled, got 'random'"),
+        ({"final": "best"}, r"strategy\.final must be one of trainer0, average, got 'best'"),
+        ({"num_trainers": 0}, r"strategy\.num_trainers must be at least 1, got 0"),
+        ({"workers_per_trainer": 0}, r"strategy\.workers_per_trainer must be at least 1, got 0"),
+        ({"gap": 0}, r"strategy\.gap must be at least 1, got 0"),
+        ({"num_embedding_servers": 0}, r"strategy\.num_embedding_servers must be at least 1, got 0"),
+        ({"num_sync_servers": -1}, r"strategy\.num_sync_servers must be at least 1, got -1"),
+        ({"interval": -0.1}, r"strategy\.interval must be a finite number of seconds, at least 0, got -0\.1"),
+        ({"algorithm": "sgd"}, r"strategy\.algorithm must be one of .*, got 'sgd'"),
+        ({"alpha": 2.0}, r"strategy\.alpha must be in \(0, 1\], got 2\.0"),
+        ({"eta": 0.5}, r"strategy\.eta means nothing to strategy\.algorithm=easgd"),
+    ],
+)
+def test_argument_when_wrong_then_refused_by_its_place_in_the_config(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ShadowSyncStrategy(**arguments)
+
+
+def test_strategy_when_pickled_then_keeps_its_settings():
+    strategy = ShadowSyncStrategy(num_trainers=3, algorithm="bmuf", eta=0.5, mode="foreground", gap=7)
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert (copy.num_trainers, copy.mode, copy.gap) == (3, "foreground", 7)
+    assert isinstance(copy.algorithm, BMUF)
+    assert copy.algorithm.eta == 0.5
+
+
+def test_servers_when_the_algorithm_has_no_center_then_are_for_rows_only():
+    def kinds(**arguments) -> list[str]:
+        strategy = make_trainer(ShadowSyncStrategy(num_embedding_servers=2, num_sync_servers=2, **arguments)).strategy
+        return [str(spec) for spec in strategy.server_specs()]
+
+    assert kinds(num_trainers=2) == ["embedding-0", "embedding-1", "sync-0", "sync-1"]
+    assert kinds(num_trainers=2, algorithm="ma") == ["embedding-0", "embedding-1"]
+    assert kinds(num_trainers=1) == ["embedding-0", "embedding-1"]
+
+
+# --- Processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "layout"),
+    [
+        ({"num_trainers": 2}, {}, (2, 1)),
+        ({"num_trainers": 2, "workers_per_trainer": 2}, {}, (2, 2)),
+        ({"num_trainers": 2, "workers_per_trainer": 2}, {"devices": 4}, (2, 2)),
+        ({"workers_per_trainer": 2}, {"devices": 4}, (2, 2)),
+        ({"workers_per_trainer": 3}, {}, (1, 3)),
+        ({}, {"devices": 2}, (2, 1)),
+        ({}, {}, (1, 1)),
+        ({"num_trainers": 4, "workers_per_trainer": 2}, {"num_nodes": 2}, (4, 2)),
+    ],
+)
+def test_processes_when_devices_are_left_out_then_follow_the_trainers(arguments, settings, layout):
+    trainer = make_trainer(ShadowSyncStrategy(**arguments), **settings)
+    assert (trainer.strategy.layout.num_trainers, trainer.strategy.layout.workers_per_trainer) == layout
+    assert trainer.world_size == layout[0] * layout[1]
+    assert trainer.num_devices == trainer.world_size // settings.get("num_nodes", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        ({"num_trainers": 2}, {"devices": 3}, r"needs 2 processes on each of 1 nodes, but there is trainer\.devices=3"),
+        ({"workers_per_trainer": 2}, {"devices": 3}, r"3 ranks are no whole number of trainers with .*=2"),
+        ({"num_trainers": 3}, {"num_nodes": 2}, r"strategy\.num_trainers=3 is not a multiple of the 2 nodes"),
+    ],
+)
+def test_processes_when_they_do_not_fit_then_refused_with_the_way_out(arguments, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(ShadowSyncStrategy(**arguments), **settings)
+
+
+def test_processes_when_torchrun_started_another_number_then_refused(monkeypatch):
+    variables = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "0"}
+    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "run", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match="needs 2 processes on each of 1 nodes, but there is torchrun --nproc-per-node=3"
+    ):
+        make_trainer(ShadowSyncStrategy(num_trainers=2))
+    assert make_trainer(ShadowSyncStrategy(workers_per_trainer=3)).world_size == 3
+
+
+# --- Replica ---------------------------------------------------------------------------------------------------------
+
+
+def test_replica_when_attached_then_parameters_are_views_and_train_in_it():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    model[0].bias.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    replica = Replica((name, x) for name, x in model.named_parameters() if x.requires_grad)
+    replica.attach(torch.zeros(replica.size))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(x.data_ptr() % 64 == 0 for x in model.parameters() if x.requires_grad)
+    assert [replica.holds(x) for x in model.parameters()] == [True, False, True, True]
+    model(torch.ones(2, 3)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert replica.flat.sum().item() == pytest.approx(
+        sum(x.sum().item() for x in model.parameters() if x.requires_grad), rel=1e-5
+    )
+    replica.flat.zero_()
+    assert not model[1].weight.any()
+    replica.detach()
+    replica.flat.fill_(1.0)
+    assert not model[1].weight.any()
+
+
+def test_replica_when_a_parameter_is_not_float32_then_refused_by_name():
+    with pytest.raises(TypeError, match=r"weight is torch\.float64\. Use trainer\.precision=32-true"):
+        Replica(nn.Linear(2, 2, dtype=torch.float64).named_parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.optim.SGD(x, lr=0.1, momentum=0.9, weight_decay=0.1),
+        lambda x: torch.optim.SGD(x, lr=0.1, momentum=0.9, fused=True),
+        lambda x: torch.optim.Adam(x, lr=0.1, weight_decay=0.1),
+        lambda x: torch.optim.Adam(x, lr=0.1, amsgrad=True, fused=True),
+        lambda x: torch.optim.AdamW(x, lr=0.1, weight_decay=0.1),
+        lambda x: torch.optim.Adagrad(x, lr=0.1, initial_accumulator_value=0.1, fused=True),
+        lambda x: torch.optim.RMSprop(x, lr=0.1, momentum=0.9),
+        lambda x: torch.optim.Adadelta(x, lr=0.1),
+    ],
+    ids=["sgd", "sgd-fused", "adam", "adam-fused", "adamw", "adagrad-fused", "rmsprop", "adadelta"],
+)
+def test_optimizer_state_when_made_before_the_first_step_then_training_is_as_without(make):
+    def train(prepare: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = make(model.parameters())
+        if prepare:
+            before = nn.utils.parameters_to_vector(model.parameters()).clone()
+            share_optimizer_state([optimizer], team_size=1)
+            assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+            assert all(optimizer.state[x] and x.grad is None for x in model.parameters())
+            assert {group["weight_decay"] for group in optimizer.param_groups} == {optimizer.defaults["weight_decay"]}
+        for rows in torch.randn(5, 16, 4, generator=torch.Generator().manual_seed(1)):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    torch.testing.assert_close(train(True), train(False), rtol=1e-6, atol=1e-7)
+
+
+def test_optimizer_state_when_it_is_there_then_stays():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in optimizer.state[weight].items()}
+    share_optimizer_state([optimizer], team_size=1)
+    assert all(torch.equal(value, before[name]) for name, value in optimizer.state[weight].items())
+
+
+# --- Rounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_center_when_cut_over_servers_then_a_round_equals_one_with_a_whole_center(tmp_path):
+    replica, initial = torch.arange(7.0), torch.full((7,), 10.0)
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    pieces = [
+        MappedStores(tmp_path / str(i)).create_dense_store("center", part.clone())
+        for i, part in enumerate(initial.split([4, 3]))
+    ]
+    rounds = CenterRounds(EASGD(alpha=0.25), replica, pieces=pieces)
+    assert not rounds.run(leaving=False)
+    center = 0.75 * initial + 0.25 * torch.arange(7.0)
+    torch.testing.assert_close(rounds.pull_center(), center)
+    torch.testing.assert_close(replica, 0.75 * torch.arange(7.0) + 0.25 * center)
+    assert rounds.divergence == pytest.approx(((torch.arange(7.0) - center).norm() / center.norm()).item())
+    assert rounds.run(leaving=True)
+    assert rounds.count == 1
+
+
+# --- Drivers ---------------------------------------------------------------------------------------------------------
+
+
+class Recorded(Rounds):
+    """Does nothing but to remember; lets go after ``more`` rounds of leaving."""
+
+    def __init__(self, *, more: int = 0, fails_at: int | None = None) -> None:
+        super().__init__(EASGD(), torch.zeros(1))
+        self.more, self.fails_at = more, fails_at
+        self.threads: set[str] = set()
+        self.settings: set[tuple[int, float]] = set()
+        self.reached = threading.Event()
+
+    def _exchange(self, *, leaving: bool) -> torch.Tensor | None:
+        self.threads.add(threading.current_thread().name)
+        self.settings.add((torch.get_num_threads(), (torch.tensor([1e-39]) * 1).item()))
+        if self.count == self.fails_at:
+            raise ZeroDivisionError("in a round")
+        if leaving:
+            self.more -= 1
+            if self.more < 0:
+                return None
+        if self.count >= 3:
+            self.reached.set()
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("interval", [None, 0.001])
+def test_shadow_thread_when_started_then_loops_until_it_may_leave(interval):
+    torch.set_num_threads(2)
+    rounds = Recorded(more=2)
+    driver = ShadowThread(rounds, interval=interval)
+    for _ in range(2):  # as around a validation
+        rounds.reached.clear()
+        driver.start()
+        assert rounds.reached.wait(10)
+        driver.stop()
+        assert not [x for x in threading.enumerate() if x.name == "shadow"]
+        stopped = rounds.count
+        driver.stop()  # once is enough
+        assert rounds.count == stopped
+    assert rounds.threads == {"shadow"}
+    assert rounds.settings == {(1, 0.0)}, "a thread has settings of its own"
+    assert torch.get_num_threads() == 2
+    assert driver.active_seconds > 0
+
+
+def test_shadow_thread_when_a_round_fails_then_the_error_is_raised_once_and_the_thread_is_gone():
+    driver = ShadowThread(Recorded(fails_at=2), interval=0.0)
+    driver.start()
+    driver._thread.join(10)
+    with pytest.raises(ZeroDivisionError, match="in a round") as raised:
+        driver.check()
+    assert raised.value.__notes__ == ["Raised in the shadow thread, which synchronises this trainer in the background."]
+    driver.check()
+    driver.stop()
+
+
+def test_shadow_thread_when_the_error_was_not_seen_then_stopping_raises_it():
+    driver = ShadowThread(Recorded(fails_at=0))
+    driver.start()
+    with pytest.raises(ZeroDivisionError, match="in a round"):
+        driver.stop()
+
+
+def test_shadow_thread_when_the_pause_is_long_then_stopping_does_not_wait_for_it():
+    driver = ShadowThread(Recorded(), interval=1e6)
+    driver.start()
+    driver.stop()
+    driver.abandon()
+
+
+def test_foreground_when_steps_are_made_then_a_round_follows_each_gap():
+    rounds = Recorded(more=2)
+    driver = ForegroundHook(rounds, gap=3)
+    driver.start()
+    counts = []
+    for _ in range(7):
+        driver.after_step()
+        counts.append(rounds.count)
+    assert counts == [0, 0, 1, 1, 1, 2, 2]
+    driver.stop()
+    assert rounds.count == 4  # others needed it twice
+    driver.start()
+    driver.after_step()
+    driver.after_step()
+    assert rounds.count == 5, "the step before the pause counts"
+
+
+def test_foreground_when_paced_by_time_then_steps_do_not_count(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("lightning_recsys.strategies._drivers.time.monotonic", lambda: now)
+    rounds = Recorded()
+    driver = ForegroundHook(rounds, gap=1, interval=10.0)
+    driver.start()
+    for now, expected in ((9.0, 0), (10.0, 1), (19.0, 1), (21.0, 2)):  # noqa: B007 - read by the clock
+        driver.after_step()
+        assert rounds.count == expected
+
+
+# --- Embedding servers -----------------------------------------------------------------------------------------------
+
+
+def test_placement_when_profiled_then_measures_every_table_and_leaves_the_random_numbers_alone():
+    tables = [EmbeddingBagConfig("small", 10, 4, ("a",)), EmbeddingBagConfig("large", 5000, 4, ("b", "c"))]
+    model = nn.ModuleDict({"embeddings": EmbeddingBagCollection(tables)})
+    state = torch.get_rng_state()
+    collections = collections_of(model)
+    assert list(collections) == ["embeddings"]
+    costs = measure_costs(collections["embeddings"])
+    assert costs.keys() == {"small", "large"}
+    assert all(cost > 0 for cost in costs.values())
+    plan = plan_placement(collections, 2, method="profiled")
+    assert {part.server for part in plan.parts} == {0, 1}
+    assert "imbalance" in str(plan)
+    assert torch.equal(torch.get_rng_state(), state)
