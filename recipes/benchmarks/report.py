@@ -103,9 +103,10 @@ def markdown(results: Sequence[Result]) -> str:
     about = machine()
     parts = [
         f"{date.today():%Y-%m-%d}, {about['processor']}, {about['cores']} cores, {about['threads']} thread, torch "
-        f"{about['torch']}, Lightning {about['pytorch-lightning']}. Examples per second, in brackets the ratio to the "
-        "first column."
+        f"{about['torch']}, Lightning {about['pytorch-lightning']}."
     ]
+    if _by_base(results):
+        parts[0] += " Examples per second, in brackets the ratio to the first column."
     for base, rows in _by_base(results).items():
         names = _variants(rows)
         names.insert(0, names.pop(names.index(base)))
