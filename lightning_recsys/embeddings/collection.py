@@ -164,11 +164,15 @@ class EmbeddingBagCollection(nn.Module):
         """Go back to the collection's own rows; nothing happens where no backend is bound.
 
         Args:
-            copy_rows: Take the trained rows and their state along, where the collection had rows of its own.
+            copy_rows: Take the trained rows and their state along, where the collection had rows of its own. Without it
+                the backend is not asked for anything, as after a failure that it may have been part of; gradients that
+                wait are dropped.
         """
         if not self._own:
             return
-        self.apply_pending()
+        if copy_rows:
+            self.apply_pending()
+        self._pending.clear()
         bound, (own,) = self.embedding_bags, self._own
         if copy_rows and _has_rows(own):
             assert isinstance(bound, TableBackend)

@@ -203,6 +203,19 @@ def test_pending_gradients_when_unbound_then_they_are_applied_first(servers):
     assert torch.allclose(collection.state_dict()["embedding_bags.genres.weight"][5], before[5] - 0.1)
 
 
+def test_failed_run_when_unbound_without_copying_then_the_stores_are_asked_for_nothing(servers):
+    collection = make()
+    collection.attach_to(optimizer := torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    before = {name: tensor.clone() for name, tensor in collection.state_dict().items()}
+    bind(collection, servers)
+    collection(batch("bags")).sum().backward()
+    for server in servers:
+        server.close()  # any request would raise now
+    collection.unbind(copy_rows=False)
+    optimizer.step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in collection.state_dict().items())
+
+
 class TravellingStore(MappedEmbeddingStore):
     """Pushes wait for flush, as with a remote store; what is asked of it goes into a log."""
 

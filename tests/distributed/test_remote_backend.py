@@ -1,0 +1,94 @@
+"""A collection whose rows lie on two servers, behind their sockets, trains and saves as the local one does."""
+
+import copy
+
+import pytest
+import torch
+from server_helpers import running, stop_collector
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.optim import FTRL, SGD, Adam, RowwiseAdagrad
+from lightning_recsys.parameter_server import StoreBackend, connect, substitute_embeddings, table_costs
+from lightning_recsys.placement import place_tables
+
+pytestmark = pytest.mark.distributed
+
+TABLES = [
+    EmbeddingBagConfig("users", 400, 8, ("user",), init_std=0.5),  # more than a fair share: cut by rows
+    EmbeddingBagConfig("movies", 100, 8, ("movie", "seen"), "mean", init_std=0.5),
+    EmbeddingBagConfig("genres", 20, 8, ("genre",), init_std=0.5),
+]
+FEATURES = ("user", "movie", "seen", "genre")
+
+
+@pytest.fixture
+def servers(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with running(tmp_path / "a") as first, running(tmp_path / "b") as second:
+        opened = [connect(server.endpoint, shared_memory="never") for server in (first, second)]
+        yield opened
+        for stores in opened:
+            stores.close()
+    stop_collector()
+
+
+def batch(kind: str, size: int = 16) -> SparseFeatures:
+    lengths = torch.ones(4 * size).long() if kind == "single" else torch.randint(0, 4, (4 * size,))
+    bounds = [0, *lengths.view(4, -1).sum(1).cumsum(0).tolist()]
+    rows = (400, 100, 100, 20)
+    values = torch.cat([torch.randint(0, n, (bounds[f + 1] - bounds[f],)) for f, n in enumerate(rows)])
+    weights = torch.rand(values.numel()) if kind == "weighted" else None
+    return SparseFeatures(FEATURES, values, lengths=None if kind == "single" else lengths, weights=weights)
+
+
+def plan_for(name, collection):
+    return place_tables(table_costs(name, collection.layout, collection.optimizer), 2, method="size")
+
+
+@pytest.mark.parametrize("rule", [RowwiseAdagrad(0.1), Adam(0.01), FTRL(0.1)], ids=lambda x: type(x).__name__)
+def test_collection_when_cut_over_two_servers_then_20_steps_equal_the_local_ones(servers, rule):
+    local = EmbeddingBagCollection(TABLES, optimizer=rule)
+    remote = copy.deepcopy(local)
+    plan = plan_for("net", remote)
+    assert len({part.server for part in plan.parts if part.table == "users"}) == 2
+    backend = StoreBackend.create("net", remote.layout, rule, servers=servers, plan=plan)
+    remote.bind(backend)
+    for step in range(20):
+        sparse = batch(["single", "bags", "weighted"][step % 3])
+        expected, pooled = local(sparse), remote(sparse)
+        torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-5)
+        for result in (expected, pooled):
+            (result - 1).square().sum().backward()
+    remote.flush()
+    assert backend.step == 20
+    saved = remote.state_dict()
+    assert list(saved) == list(local.state_dict())
+    remote.unbind()
+    for key, tensor in local.state_dict().items():
+        torch.testing.assert_close(saved[key], tensor, rtol=1e-5, atol=1e-5)
+        assert torch.equal(remote.state_dict()[key], saved[key])
+
+
+def test_plain_embedding_when_cut_over_two_servers_then_it_trains_as_torchs(servers):
+    plain = torch.nn.Sequential(torch.nn.Embedding(300, 8, padding_idx=0), torch.nn.Flatten(), torch.nn.Linear(16, 1))
+    served = copy.deepcopy(plain)
+    substitution = substitute_embeddings(served, optimizer=SGD(0.1), names=["0"])
+    (collection,) = substitution.collections.values()
+    backend = StoreBackend.create(
+        "0", collection.layout, collection.optimizer, servers=servers, plan=plan_for("0", collection)
+    )
+    assert len(backend.stores) == 2
+    collection.bind(backend)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (plain, served)]
+    substitution.attach_to(optimizers[1])
+    for _ in range(5):
+        ids = torch.randint(0, 300, (32, 2))
+        for module, optimizer in zip((plain, served), optimizers, strict=True):
+            optimizer.zero_grad()
+            (module(ids) - 1).square().mean().backward()
+            optimizer.step()
+    collection.unbind()
+    substitution.restore()
+    for key, tensor in plain.state_dict().items():
+        torch.testing.assert_close(served.state_dict()[key], tensor, rtol=1e-5, atol=1e-6)
