@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -157,43 +158,29 @@ def test_shared_reader_when_its_owner_dies_then_ends_too(folder, how):
     assert not alive
 
 
-def test_shared_reader_when_workers_are_on_two_nodes_then_each_node_has_its_own(folder, tmp_path):
-    """Four processes on this host that believe to be on two machines, as a launcher of clusters would start them."""
+@pytest.mark.timeout(240)
+def test_shared_reader_when_workers_are_on_two_nodes_then_each_node_has_its_own(folder):
+    """Two processes on this host that believe to be on two machines, as a launcher of clusters would start them."""
     script = Path(__file__).with_name("two_nodes_script.py")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder)],
-            env=environment
-            | {
-                "RANK": str(rank),
-                "GROUP_RANK": str(rank // 2),
-                "NODE_RANK": str(rank // 2),
-                "LOCAL_RANK": str(rank % 2),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    told = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4
-    assert [(x["world_size"], x["node"]) for x in told] == [(4, 0), (4, 0), (4, 1), (4, 1)]
-    addresses = [x["address"] for x in told]
-    assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
-    assert [x["owns_reader"] for x in told] == [True, False, True, False]
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    with ExitStack() as stack:
+        workers = []
+        for rank in ("0", "1"):
+            own = environment | {"RANK": rank, "GROUP_RANK": rank, "NODE_RANK": rank}
+            worker = subprocess.Popen([sys.executable, script, folder], env=own, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(worker)
+            stack.callback(worker.kill)
+            workers.append(worker)
+        told = [json.loads(worker.communicate(timeout=200)[0].splitlines()[-1]) for worker in workers]
+    assert [(x["world_size"], x["node"]) for x in told] == [(2, 0), (2, 1)]
+    assert len({x["address"] for x in told}) == len({x["reader"] for x in told}) == 2
     assert sorted(row for x in told for row in x["rows"]) == list(range(300))
-    assert not any(psutil.pid_exists(x["reader"]) for x in told if x["owns_reader"])
+    assert [len(x["rows"]) for x in told] == [150, 150]
+    assert not any(psutil.pid_exists(x["reader"]) for x in told)
 
 
 class Recorder(LightningModule):

@@ -23,8 +23,7 @@ class Recorder(LightningModule):
             "world_size": self.trainer.world_size,
             "node": self.trainer.node_rank,
             "address": data._address,
-            "owns_reader": data._reader is not None,
-            "reader": data._reader and data._reader._process.pid,
+            "reader": data._reader._process.pid,
         }
 
     def training_step(self, batch, batch_idx):
@@ -37,7 +36,7 @@ class Recorder(LightningModule):
 
 if __name__ == "__main__":
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy="ddp", max_epochs=1, **off)
+    trainer = Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy="ddp", max_epochs=1, **off)
     model = Recorder()
     trainer.fit(model, datamodule=PreparedDataModule(root=sys.argv[1], batch_size=16, reader="shared"))
     torch.distributed.destroy_process_group()
