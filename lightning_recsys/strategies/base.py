@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # importing this package is quick; stores and their kernels c
     from lightning_recsys.parameter_server.interfaces import Stores
 
 Transport = Literal["auto", "tcp"]
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
 PATIENCE = timedelta(days=7)  # of a worker that has finished early; those that die are noticed at once
 
@@ -102,6 +105,7 @@ class RecsysStrategy(DDPStrategy):
         self._node_servers: NodeServers | None = None
         self._stores: dict[str, list[Stores]] = {}
         self._run_free: _RunFree | None = None
+        self._said = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -274,13 +278,30 @@ class RecsysStrategy(DDPStrategy):
 
         Lightning floors it (its issue 21838), which inflates ``self.log(..., sync_dist=True)`` where ranks logged
         different numbers of examples.
+
+        In a training step of workers that run free each gets its own value back, as the others are at other steps or
+        have finished. The mean over an epoch is over all of them all the same.
         """
+        if self.asynchronous and self._is_in_training_step():
+            self._say_once_that_values_are_own()
+            return tensor
         is_mean = reduce_op in ("mean", "avg", ReduceOp.AVG)
         if is_mean:
             reduce_op = "mean"  # ReduceOp.AVG is not for gloo
         if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
+
+    def _is_in_training_step(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module._current_fx_name == "training_step"
+
+    def _say_once_that_values_are_own(self) -> None:
+        if not self._said and self.is_global_zero:
+            log.warning(
+                "self.log(..., sync_dist=True) in training_step: workers run free, so the value of a step is that of"
+                " rank 0 alone. With on_epoch=True the value of an epoch is that of all workers."
+            )
+        self._said = True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save, but not what the main process of a failed run holds: the weights from before that run.

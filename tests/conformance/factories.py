@@ -1,6 +1,7 @@
-"""Strategies that have no name of their own, for the table in test_strategies.py."""
+"""Strategies with settings, for the table in test_strategies.py."""
 
 from lightning_recsys.strategies import RecsysStrategy
+from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
 
 
 class FreeStrategy(RecsysStrategy):
@@ -12,3 +13,8 @@ class FreeStrategy(RecsysStrategy):
 
 def free_workers() -> FreeStrategy:
     return FreeStrategy()
+
+
+def shadowsync_trainers() -> ShadowSyncStrategy:
+    """As many trainers of one worker as there are devices."""
+    return ShadowSyncStrategy(placement="size")

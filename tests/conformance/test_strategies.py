@@ -70,7 +70,12 @@ TABLE = (
     Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}),
     Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}, task="recommendation"),
     Row("factories:free_workers", 1, OURS),
-    Row("factories:free_workers", 2, COMPLETE | HOME | {"kill", "free"}),
+    # Each worker goes its own way and is evaluated with its own weights.
+    Row("factories:free_workers", 2, (COMPLETE | HOME | {"kill", "free"}) - {"test_best", "weights_only"}),
+    Row("factories:shadowsync_trainers", 1, OURS),
+    Row("factories:shadowsync_trainers", 1, OURS, task="recommendation"),
+    Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}),
+    Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}, task="recommendation"),
 )
 
 Observe = Callable[[Row, str], dict[str, Any]]
