@@ -97,13 +97,13 @@ def test_command_line_when_a_table_has_a_schema_then_its_rows_train_as_they_do_f
     ):
         overrides = [
             *data,
-            f"paths.output_dir={tmp_path / data[0]}",
+            f"paths.output_dir={out}",
             "data.batch_size=240",
             "model=lr",
             "trainer=cpu",
             "callbacks/progress_bar=none",
         ]
-        metrics.append(train_here(composed("train", *overrides), tmp_path / data[0]).metrics)
+        metrics.append(train_here(composed("train", *overrides), out).metrics)
     prepared, tabular = metrics
     assert prepared["test/ne"] == pytest.approx(tabular["test/ne"], rel=1e-5)  # one batch an epoch: order is nothing
 
