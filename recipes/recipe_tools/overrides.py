@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import AnyNode, DictConfig, OmegaConf
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "conf"
 
@@ -94,6 +94,9 @@ def _unknown_key(config: DictConfig, override: Override, top_names: set[str]) ->
     path: list[str] = []
     for key in override.key_or_group.split("."):
         where = ".".join(path)
+        if isinstance(node, AnyNode) and node._is_interpolation():
+            source, keys = str(node).strip("${}"), override.key_or_group.removeprefix(f"{where}.")
+            return f"{override.key_or_group}: {where} is taken from {source}. Write {source}.{keys}=... instead."
         if not isinstance(node, DictConfig):
             return f"{override.key_or_group}: {where} is one value ({node}), it has no keys. Write {where}=... instead."
         names = {str(name) for name in node}  # `in` would not count values that are still missing

@@ -114,7 +114,18 @@ def test_trainer_builds(trainer, strategy, composed):
         pytest.skip("there is no GPU")
     config = plain(composed("train", f"trainer={trainer}", f"strategy={strategy}"))
     built = build_trainer(config, callbacks=[], logger=False)
-    assert built.world_size == config["trainer"]["devices"] == (1 if strategy == "single" else 2)
+    assert built.world_size == (1 if strategy == "single" else 2)
+
+
+def test_workers_when_chosen_then_are_the_trainers(composed):
+    def world_size(*overrides: str) -> int:
+        return build_trainer(plain(composed("train", "trainer=cpu", *overrides)), callbacks=[], logger=False).world_size
+
+    assert world_size("strategy=ddp", "trainer.devices=3") == 3
+    assert world_size("strategy=shadowsync", "strategy.num_trainers=3", "strategy.workers_per_trainer=2") == 6
+    assert world_size("strategy=shadowsync", "strategy.num_trainers=null", "trainer.devices=4") == 4
+    with pytest.raises(ValueError, match=r"strategy\.num_trainers=2 .* but there is trainer\.devices=3"):
+        world_size("strategy=shadowsync", "trainer.devices=3")
 
 
 @pytest.mark.parametrize("name", leaves("data"))

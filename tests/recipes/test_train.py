@@ -208,6 +208,10 @@ def test_wrong_override_on_the_command_line_says_what_is_allowed(tmp_path):
         ("siute=single", "siute: no such choice.\nAllowed: callbacks, ckpt_path, data, debug, embeddings, experiment"),
         ("optim.rows.lr=1", "optim.rows.lr: no such choice.\nAllowed in optim.rows: learning_rate"),
         ("seed.a=1", "seed.a: seed is one value (0), it has no keys. Write seed=... instead."),
+        (
+            "trainer.strategy.num_threads=2",
+            "trainer.strategy.num_threads: trainer.strategy is taken from strategy. Write strategy.num_threads=...",
+        ),
         ("hydra.run.dri=x", "hydra.run.dri: no such choice. Did you mean hydra.run.dir?"),
     ],
 )
