@@ -95,6 +95,7 @@ def test_command_line_when_a_table_has_a_schema_then_its_rows_train_as_they_do_f
         ("data=prepared", f"data.root={tmp_path / 'rows'}"),
         ("data=tabular", f"data.schema={tmp_path}/clicks.yaml"),
     ):
+        out = tmp_path / data[0].removeprefix("data=")
         overrides = [
             *data,
             f"paths.output_dir={out}",
