@@ -341,6 +341,7 @@ class Connection:
             self._socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             self._close_socket(linger_ms=0)
+            self._context.term()
             raise ValueError(f"{self.endpoint!r} is no endpoint, such as tcp://host:port: {error.strerror}.") from None
 
     def _close_socket(self, *, linger_ms: int) -> None:

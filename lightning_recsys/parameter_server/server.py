@@ -27,6 +27,7 @@ LOCK = ".server.lock"
 BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
 DRAIN_SECONDS = 5.0  # for requests that had arrived when the server was told to stop
 _LINGER_MS = 2000
+_STOP = b"\0"
 _TURN = 64  # requests served before the other sockets are looked at
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class Server:
     Attributes:
         endpoint: Where it listens, with the port that it got.
         handler: What does the work.
+        waker: A byte sent here wakes the server: 0, or the number of a signal that it stops on.
     """
 
     def __init__(
@@ -106,9 +108,9 @@ class Server:
         if self.handler.recovered:
             log.warning("The server of %s was killed while it applied a push; what it touched is as before.", folder)
         self._keys = keys
-        self._wake, self._waker = socket.socketpair()
-        self._waker.setblocking(False)
-        self._stopping = [self._wake.fileno()]
+        self._wake, self.waker = socket.socketpair()
+        self.waker.setblocking(False)
+        self._stopping: list[int] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = self._context.socket(zmq.REP)
         self._door.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key may come in
@@ -134,9 +136,9 @@ class Server:
         self.close()
 
     def stop(self) -> None:
-        """Make :meth:`run` return; from any thread, and from a signal handler."""
+        """Make :meth:`run` return; from any thread."""
         with suppress(OSError):  # full, or closed: then it stops anyway
-            self._waker.send(b"\0")
+            self.waker.send(_STOP)
 
     def stop_when_readable(self, descriptor: int) -> None:
         """Stop as well when this file descriptor becomes readable or is closed at its other end."""
@@ -145,13 +147,15 @@ class Server:
     def run(self) -> None:
         """Serve until told to stop, then answer what has arrived."""
         poller = zmq.Poller()
-        for source in (self._router, self._door, *self._stopping):
+        for source in (self._router, self._door, self._wake.fileno(), *self._stopping):
             poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._door in ready:
                 self._open_door()
-            if any(descriptor in ready for descriptor in self._stopping):
+            if any(descriptor in ready for descriptor in self._stopping) or (
+                self._wake.fileno() in ready and self._told_to_stop()
+            ):
                 break
             for _ in range(_TURN):
                 if not self._serve_one():
@@ -160,6 +164,9 @@ class Server:
         deadline = time.monotonic() + DRAIN_SECONDS
         while self._serve_one() and time.monotonic() < deadline:
             pass
+
+    def _told_to_stop(self) -> bool:
+        return bool(set(self._wake.recv(4096)) & {*_STOP, signal.SIGTERM, signal.SIGINT})
 
     def _serve_one(self) -> bool:
         router = self._router
@@ -186,7 +193,7 @@ class Server:
         self._door.close(0)
         self._context.term()
         self._wake.close()
-        self._waker.close()
+        self.waker.close()
         self.handler.close()
         self._lock.close()
 
@@ -241,16 +248,23 @@ def _lock(folder: Path) -> Any:
 
 @contextmanager
 def _stopping_on_signals(server: Server) -> Iterator[None]:
+    """SIGTERM and SIGINT wake the server through its own socket pair.
+
+    A handler in Python would not do alone: where the signal comes between the last Python instruction and the wait for
+    requests, it would run after the next request.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = (signal.SIGTERM, signal.SIGINT)
-    handlers: list[Any] = [lambda *_: server.stop()] * 2
+    handlers: list[Any] = [lambda *_: None] * 2
     if multiprocessing.parent_process() is not None:
         handlers[1] = signal.SIG_IGN  # Ctrl-C reaches every process of a terminal; who started this one decides
+    wakeup = signal.set_wakeup_fd(server.waker.fileno(), warn_on_full_buffer=False)
     before = [signal.signal(number, handler) for number, handler in zip(numbers, handlers, strict=True)]
     try:
         yield
     finally:
+        signal.set_wakeup_fd(wakeup)
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)

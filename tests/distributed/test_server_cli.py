@@ -1,0 +1,121 @@
+"""The console script, as a process of a shell: ready, asked, stopped."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from server_helpers import stop_collector
+
+from lightning_recsys.parameter_server import JobKeys, cli, connect
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
+
+SCRIPT = "import sys; from lightning_recsys.parameter_server.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(autouse=True)
+def _collector_stops():
+    yield
+    stop_collector()
+
+
+@contextmanager
+def server(*arguments):
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        ready = re.fullmatch(r"lightning-recsys-server ready: (tcp://\S+:\d+)\n", line)
+        assert ready, line
+        yield process, ready[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_console_script_when_installed_then_is_this_one():
+    project = tomllib.loads((Path(cli.__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"]["lightning-recsys-server"] == f"{cli.__name__}:{cli.main.__name__}"
+
+
+def test_server_when_started_in_a_shell_then_serves_tells_and_stops_on_sigterm(tmp_path, capsys):
+    keys = tmp_path / "job.keys"
+    assert cli.main(["--make-keys", str(keys)]) == 0
+    with server("--folder", tmp_path / "stores", "--bind", "tcp://0.0.0.0:0", "--keys", keys) as (process, bound):
+        endpoint = bound.replace("0.0.0.0", "127.0.0.1")
+        stores = connect(endpoint, keys=keys, shared_memory="never", timeout=60)
+        stores.create_dense_store("center", torch.ones(5))
+        capsys.readouterr()
+        assert cli.main(["--status", endpoint, "--keys", str(keys), "--timeout", "60", "--json"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert (status["stores"], status["clients"], status["pushes"], status["refused"]) == (1, 1, 1, 0)
+        assert (status["bytes"], status["folder"]) == (5 * 4 + 8, str(tmp_path / "stores"))
+        assert status["uptime"] > 0
+        assert cli.main(["--status", endpoint, "--keys", str(keys), "--timeout", "60"]) == 0
+        shown = capsys.readouterr().out
+        assert all(re.search(rf"\b{name}\b", shown) for name in status)
+        assert cli.main(["--status", endpoint, "--timeout", "0.3"]) == 1
+        assert f"{endpoint} did not answer 'status' in 1 attempts" in capsys.readouterr().err
+        # What has arrived before the signal is answered.
+        store = stores.dense_store("center")
+        waiting = [store.begin_elastic_average(torch.zeros(5), alpha=0.5) for _ in range(20)]
+        assert waiting[0]().tolist() == [0.5] * 5
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stdout.read() == ""
+        stores.connection._gave_up = True  # there is nobody to say goodbye to
+        stores.close()
+    with server("--folder", tmp_path / "stores") as (process, endpoint):
+        center = connect(endpoint, timeout=60).dense_store("center").pull()
+        assert center[0] <= 0.5
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_help_when_asked_then_explains_itself(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    for needed in ("--folder", "--bind", "--keys", "--make-keys", "--status", "--json", "examples:", "SIGTERM"):
+        assert needed in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--folder", "{}/stores", "--bind", "tcp://0.0.0.0:0"],
+            "can be reached from other machines, so it needs keys",
+        ),
+        (["--folder", "{}/stores", "--bind", "nonsense"], "bind must be tcp://host:port"),
+        (["--folder", "{}/stores", "--keys", "{}/missing"], "No such file or directory"),
+        (["--folder", "{}/stores", "--keys", "{}/readable"], "chmod 600"),
+        (["--make-keys", "{}/readable"], "File exists"),
+        (["--status", "nonsense"], "'nonsense' is no endpoint"),
+    ],
+)
+def test_command_when_wrong_then_says_what_in_one_line(tmp_path, capsys, arguments, sentence):
+    readable = tmp_path / "readable"
+    readable.write_bytes(JobKeys.generate().to_bytes())
+    readable.chmod(0o644)
+    assert cli.main([argument.format(tmp_path) for argument in arguments]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("lightning-recsys-server: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_command_when_it_names_no_task_then_says_which_there_are(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 2
+    assert "one of --folder, --status and --make-keys is needed" in capsys.readouterr().err
