@@ -169,20 +169,25 @@ class RecsysStrategy(DDPStrategy):
                 self.endpoints = {}
 
     def setup_environment(self) -> None:
-        """Join the process group and find the servers; start them if no launcher of ours has."""
+        """Join the process group and find the servers; start them if no launcher of ours has.
+
+        Raises:
+            ValueError: there are more or fewer processes than the trainer was told, or servers for a strategy without.
+            TypeError: a part of the trainer comes from ``lightning.pytorch``.
+        """
         assert self.cluster_environment is not None
+        specs = self.server_specs()
+        if self.lightning_module is not None:
+            _refuse_other_namespace_in(self.lightning_module.trainer)
+        if self.servers is not None and not specs:
+            raise ValueError(f"{type(self).__name__} uses no servers; got servers={list(self.servers)}.")
         if self.world_size != (asked := self.num_nodes * self.num_processes):
             raise ValueError(
                 f"{self.world_size} processes were started, but trainer.num_nodes={self.num_nodes} times"
                 f" trainer.devices={self.num_processes} is {asked}. Set both to what the processes' launcher was told."
             )
         super().setup_environment()
-        if self.lightning_module is not None:
-            _refuse_other_namespace_in(self.lightning_module.trainer)
-        specs = self.server_specs()
         if self.servers is not None:
-            if not specs:
-                raise ValueError(f"{type(self).__name__} uses no servers; got servers={list(self.servers)}.")
             self.endpoints = {spec.kind: list(self.servers) for spec in specs}
         elif specs and not self.endpoints:
             self._node_servers = NodeServers(

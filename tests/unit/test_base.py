@@ -1,0 +1,135 @@
+"""Construction and refusals of strategies; what they do when they run is in tests/conformance and tests/distributed."""
+
+import pickle
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning.strategies import StrategyRegistry
+from torch.distributed import ReduceOp
+
+from lightning_recsys.launchers import ServerSpec
+from lightning_recsys.strategies import ForkserverDDPStrategy, RecsysStrategy
+
+
+class Served(RecsysStrategy):
+    """With servers of one kind."""
+
+    strategy_name = "served_for_this_test"
+    asynchronous = True
+    wraps_model = False
+
+    def server_specs(self):
+        return [ServerSpec("embedding", index) for index in range(2)]
+
+
+def connected(strategy, **arguments):
+    """The strategy of a trainer that has a model."""
+    arguments = {"logger": False, "enable_checkpointing": False, "devices": 2, **arguments}
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, **arguments)
+    model = BoringModel()
+    model.trainer = trainer
+    trainer.strategy.connect(model)
+    return trainer.strategy
+
+
+def from_lightning_pytorch(base):
+    """A class whose base has the other name: that package is not installed here."""
+    return type("Other", (type("Base", (base,), {"__module__": "lightning.pytorch.callbacks.callback"}),), {})()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_restarts": -1}, "max_restarts must be at least 0, got -1"),
+        ({"transport": "udp"}, "transport must be 'auto' or 'tcp', got 'udp'"),
+    ],
+)
+def test_argument_when_out_of_range_then_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Served(**arguments)
+
+
+def test_arguments_of_ddp_when_the_model_is_not_wrapped_then_refused():
+    with pytest.raises(
+        TypeError, match=r"Served does not use DistributedDataParallel.*\['static_graph', 'ddp_comm_hook'"
+    ):
+        Served(static_graph=True, ddp_comm_hook=print)
+
+
+def test_plugin_when_it_comes_from_lightning_pytorch_then_refused():
+    with pytest.raises(TypeError, match=r"Other is built on lightning\.pytorch.* Import it from pytorch_lightning"):
+        Served(checkpoint_io=from_lightning_pytorch(object))
+
+
+def test_callback_when_it_comes_from_lightning_pytorch_then_refused():
+    strategy = connected(Served(), callbacks=from_lightning_pytorch(pl.Callback))
+    with pytest.raises(TypeError, match=r"Other is built on lightning\.pytorch"):
+        strategy.setup_environment()
+
+
+def test_servers_when_the_strategy_uses_none_then_refused():
+    strategy = connected(ForkserverDDPStrategy(servers=["tcp://127.0.0.1:1"]))
+    with pytest.raises(ValueError, match=r"ForkserverDDPStrategy uses no servers; got servers=\['tcp://127.0.0.1:1'\]"):
+        strategy.setup_environment()
+
+
+def test_processes_when_not_as_many_as_the_trainer_was_told_then_refused(monkeypatch):
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    strategy = connected(Served())
+    with pytest.raises(ValueError, match=r"3 processes were started, but trainer.num_nodes=1 times trainer.devices=2"):
+        strategy.setup_environment()
+
+
+def test_kind_when_there_is_none_then_the_error_names_those_that_are():
+    strategy = Served()
+    strategy.endpoints = {"embedding": ["tcp://127.0.0.1:1"]}
+    with pytest.raises(KeyError, match=r"Served has no servers of kind 'sync'; it has \['embedding'\]"):
+        strategy.stores("sync")
+
+
+def test_strategy_when_registered_then_the_trainer_finds_it_by_name():
+    Served.register_strategies(StrategyRegistry)
+    try:
+        assert isinstance(connected("served_for_this_test"), Served)
+    finally:
+        StrategyRegistry.remove("served_for_this_test")
+
+
+def test_strategy_when_pickled_then_keeps_what_workers_need():
+    strategy = Served(servers=["tcp://127.0.0.1:1"], transport="tcp")
+    strategy.endpoints = {"embedding": ["tcp://127.0.0.1:2"]}
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert (copy.servers, copy.transport, copy.endpoints) == (("tcp://127.0.0.1:1",), "tcp", strategy.endpoints)
+
+
+def test_teardown_when_nothing_was_set_up_then_does_nothing_any_number_of_times():
+    strategy = connected(Served())
+    for _ in range(2):
+        strategy.teardown()
+
+
+def test_telemetry_when_there_is_none_then_empty():
+    assert Served().telemetry() == {}
+
+
+class Step:
+    """Stands for a module in one of Lightning's hooks."""
+
+    def __init__(self, hook):
+        self._current_fx_name = hook
+
+
+def test_value_when_logged_in_a_step_of_free_workers_then_is_the_workers_own(monkeypatch, caplog):
+    reduced = []
+    monkeypatch.setattr(pl.strategies.DDPStrategy, "reduce", lambda *arguments: reduced.append(arguments[1]))
+    strategy, value = Served(), torch.ones(1)
+    for hook in ("training_step", "training_step", "on_train_epoch_end"):
+        strategy._lightning_module = Step(hook)
+        own = strategy.reduce(value, reduce_op=ReduceOp.AVG)
+        assert (own is value) == (hook == "training_step")
+    assert reduced == [value]
+    assert caplog.text.count("workers run free") == 1
