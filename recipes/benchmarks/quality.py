@@ -40,7 +40,7 @@ class Job:
         model: Leaf of ``conf/model``.
         sizes: Overrides of the model's layers.
         library: Who trains it.
-        rate_factor: Times FuxiCTR's default learning rate; ours stand in the experiment.
+        rate_factor: Times the experiment's learning rate of embedding rows, or FuxiCTR's default learning rate.
         seed: Of start values and the order of rows; the splits do not depend on it.
     """
 
@@ -53,7 +53,11 @@ class Job:
 
     def overrides(self) -> list[str]:
         """What ``recipes/train.py`` is told beside the seed."""
-        return [f"experiment={self.experiment}", f"model={self.model}", *self.sizes]
+        chosen = [f"experiment={self.experiment}", f"model={self.model}", *self.sizes]
+        if self.library == "ours" and self.rate_factor != 1:
+            rate = compose("train", chosen).optim.rows.learning_rate
+            chosen.append(f"optim.rows.learning_rate={rate * self.rate_factor:g}")
+        return chosen
 
     def config(self, *, folder: Path, data: str) -> dict[str, Any]:
         """The whole configuration of the run, as ``recipes/train.py`` has it."""
@@ -73,14 +77,14 @@ class Job:
         parts["data"] = {name: value for name, value in config["data"].items() if name != "root"}
         parts["trainer"] = {name: value for name, value in config["trainer"].items() if name != "default_root_dir"}
         parts["best"] = [config["callbacks"]["model_checkpoint"][name] for name in ("monitor", "mode")]
-        parts["job"] = [self.library, self.rate_factor]
+        parts["job"] = ["ours"] if self.library == "ours" else [self.library, self.rate_factor]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.experiment}-{self.model}-{self.library}-x{self.rate_factor:g}-seed{self.seed}-{digest}"
 
 
 @dataclass(frozen=True)
 class Runs:
-    """One model of one library: the seeds' metrics, and for FuxiCTR how the learning rate was chosen.
+    """One model of one library: the seeds' metrics, and how the learning rate was chosen.
 
     Args:
         job: The first seed's.
@@ -112,7 +116,7 @@ class Runs:
             "experiments": self.job.experiment,
             "models": self.job.model,
             "libraries": self.job.library,
-            "rate_factors": f"{self.job.rate_factor:g}",
+            "rate_factors.fuxictr": f"{self.job.rate_factor:g}",
         }
         overrides = [f"suite.{name}=[{value}]" for name, value in chosen.items()]
         return shlex.join(["python", "recipes/benchmark.py", "suite=quality", *overrides])
@@ -153,8 +157,7 @@ class Comparison:
             cells = [f"{runs.mean(f'test/{name}'):.4f} ± {runs.deviation(f'test/{name}'):.4f}" for name in METRICS]
             ahead = self.ahead(runs.job.model) if runs.job.library == "ours" else None
             shown = "" if ahead is None else f"{ahead:+.4f}"
-            rate = f"{FUXICTR_RATE * runs.job.rate_factor:g}" if runs.job.library == "fuxictr" else ""
-            settings = (runs.job.model, runs.job.library, rate)
+            settings = (runs.job.model, runs.job.library, f"x {runs.job.rate_factor:g}")
             table.add_row(*settings, *cells, shown, Text(f"`{runs.command()}`"))
         return table
 
@@ -175,7 +178,7 @@ def run(
     sizes: Mapping[str, list[str]],
     libraries: list[Library],
     seeds: list[int],
-    rate_factors: list[float],
+    rate_factors: Mapping[Library, list[float]],
     cache: str,
     data: str,
 ) -> list[Comparison]:
@@ -195,8 +198,7 @@ def run(
                 tried[factor] = metrics(replace(first, rate_factor=factor))["val/auc"]
             return tried[factor]
 
-        steps = rate_factors if first.library == "fuxictr" else [1]
-        best = replace(first, rate_factor=climb(steps, validated))
+        best = replace(first, rate_factor=climb(rate_factors[first.library], validated))
         return Runs(best, seeds, [metrics(replace(best, seed=seed)) for seed in seeds], tried)
 
     def compared(experiment: str) -> Comparison:

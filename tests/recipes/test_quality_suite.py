@@ -42,7 +42,12 @@ def suite(tmp_path: Path) -> Iterator[Any]:
     """The suite on rows of Adult's shape, in one epoch's time."""
     adult_file(tmp_path / "adult/adult.data", rows=600, seed=0, dot="")
     adult_file(tmp_path / "adult/adult.test", rows=200, seed=1, dot=".")
-    defaults = {"experiments": ["quality_adult"], "sizes": {}, "seeds": [0], "rate_factors": [1]}
+    defaults = {
+        "experiments": ["quality_adult"],
+        "sizes": {},
+        "seeds": [0],
+        "rate_factors": {"ours": [1], "fuxictr": [10]},
+    }
 
     def run(**arguments: Any) -> list[Comparison]:
         return quality.run(**defaults | arguments, cache=str(tmp_path / "cache"), data=str(tmp_path))
@@ -87,6 +92,17 @@ def test_suite_when_sizes_are_given_then_they_reach_the_model_and_the_command(su
     assert command[3:] == ["experiment=quality_adult", "model=wide_deep", "model.hidden=[8]", "seed=0"]
     suite(models=["wide_deep"], libraries=["ours"], sizes={"wide_deep": ["model.hidden=[4]"]})
     assert len(trained(tmp_path)) == 2
+
+
+def test_job_when_the_rate_is_changed_then_that_of_the_rows_is_and_the_command_says_so():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        job = Job("quality_movielens", "fm", (), "ours", rate_factor=2)
+        config = job.config(folder=Path("out"), data="data")
+        plain = Job("quality_movielens", "fm", (), "ours").config(folder=Path("out"), data="data")
+        rate = plain["optim"]["rows"]["learning_rate"]
+        assert f"optim.rows.learning_rate={2 * rate:g}" in Runs(job, [0], [], {}).command()
+    assert config["optim"]["rows"].pop("learning_rate") == 2 * plain["optim"]["rows"].pop("learning_rate")
+    assert config["optim"] == plain["optim"]
 
 
 @pytest.mark.parametrize(("top", "expected"), [(0.01, 0.1), (0.3, 0.3), (1, 1), (8, 10), (500, 30)])
@@ -197,7 +213,7 @@ def test_columns_then_every_row_as_it_was_and_bags_filled_up_with_zeros():
 @pytest.mark.parametrize("name", OURS)
 def test_suite_when_fuxictr_trains_then_it_learns(name, suite):
     overrides = [f"model.{size}={value}" for size, value in SIZES[name].items() if isinstance(value, list)]
-    (result,) = suite(models=[name], libraries=["fuxictr"], rate_factors=[10], sizes={name: overrides})
+    (result,) = suite(models=[name], libraries=["fuxictr"], sizes={name: overrides})
     assert result.runs[0].mean("test/auc") > 0.6
     assert 0 < result.runs[0].mean("test/ne") < 1.5
 
