@@ -244,8 +244,10 @@ def fit(stage: Stage) -> dict[str, Any]:
     checkpoints = ModelCheckpoint(stage.folder / "fit", filename="{epoch}", monitor="val/loss")
     trainer = stage.trainer(callbacks=[checkpoints, EarlyStopping("val/loss")], enable_checkpointing=True)
     task = stage.make_task()
+    before = parameters(task)
     trainer.fit(task, datamodule=stage.rows())
     return {
+        "trained": not torch.equal(before, parameters(task)),
         "parameters": parameters(task),
         "saved": torch.load(checkpoints.best_model_path, weights_only=True)["state_dict"],
         "state_dict": task.state_dict(),

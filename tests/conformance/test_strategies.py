@@ -126,8 +126,10 @@ def test_run_when_fitted_then_took_place_on_all_workers(observe, row):
 def test_weights_when_fitted_then_come_back(observe, row):
     seen = observe(row, "fit")
     assert seen["state_dict"].keys() == seen["saved"].keys() == observe(REFERENCES[row.task], "fit")["saved"].keys()
-    for name, trained in seen["state_dict"].items():
-        assert torch.equal(trained, seen["saved"][name]), name
+    assert seen["trained"]
+    if "exact" in row.promises:  # others may save an average, and give back one replica
+        for name, trained in seen["state_dict"].items():
+            assert torch.equal(trained, seen["saved"][name]), name
 
 
 @promised("metrics")
