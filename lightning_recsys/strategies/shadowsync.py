@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Literal, get_args
 
@@ -21,10 +21,13 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.launchers import ServerSpec
+from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
 from lightning_recsys.parameter_server.backend import StoreBackend
 from lightning_recsys.parameter_server.interfaces import DenseStore
 from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.parameter_server.substitution import Substitution, substitute_embeddings
 from lightning_recsys.placement import ClusterLayout, PlacementMethod, PlacementPlan, chunk_evenly
 from lightning_recsys.strategies._drivers import Driver, ForegroundHook, ShadowThread
 from lightning_recsys.strategies._embedding_servers import collections_of, plan_placement
@@ -69,6 +72,10 @@ class ShadowSyncStrategy(RecsysStrategy):
         placement: How tables are spread over the embedding servers: ``round_robin``, by ``size``, or ``profiled``, by
             the time that lookups and updates take.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
+        min_rows: Plain ``nn.Embedding`` and ``nn.EmbeddingBag`` of at least so many rows go to the embedding servers,
+            too. Default: none; the rows of an :class:`~lightning_recsys.embeddings.EmbeddingBagCollection` always do.
+        embeddings: Plain embedding modules to take whatever their size, by their paths in the model.
+        row_optimizer: The update rule of rows of plain modules; default: rowwise Adagrad.
         **kwargs: As for :class:`~lightning_recsys.strategies.base.RecsysStrategy`.
 
     Raises:
@@ -108,6 +115,9 @@ class ShadowSyncStrategy(RecsysStrategy):
         num_sync_servers: int = 1,
         placement: PlacementMethod = "profiled",
         final: Final = "trainer0",
+        min_rows: int | None = None,
+        embeddings: Sequence[str] = (),
+        row_optimizer: RowOptimizer | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -124,6 +134,7 @@ class ShadowSyncStrategy(RecsysStrategy):
             ("gap", gap),
             ("num_embedding_servers", num_embedding_servers),
             ("num_sync_servers", num_sync_servers),
+            ("min_rows", min_rows),
         ):
             if number is not None and number < 1:
                 raise ValueError(f"strategy.{name} must be at least 1, got {number}.")
@@ -140,10 +151,14 @@ class ShadowSyncStrategy(RecsysStrategy):
         self.num_sync_servers = num_sync_servers
         self.placement: PlacementMethod = placement
         self.final: Final = final
+        self.min_rows = min_rows
+        self.embeddings = tuple(embeddings)
+        self.row_optimizer = row_optimizer or RowwiseAdagrad()
         self.plan: PlacementPlan | None = None
         self._reset()
 
     def _reset(self) -> None:
+        self._substitution: Substitution | None = None
         self._replica: Replica | None = None
         self._leaders: Any = None  # process group of the trainers' first workers
         self._driver: Driver | None = None
@@ -250,9 +265,15 @@ class ShadowSyncStrategy(RecsysStrategy):
     def bind_backends(self) -> None:
         """Bring the rows to the embedding servers; the first rank does, the others find them there."""
         assert self.lightning_module is not None
-        collections = collections_of(self.lightning_module)
-        if not collections or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return  # every rank has all rows, and nobody changes them
+        if self.min_rows is not None or self.embeddings:
+            self._substitution = substitute_embeddings(
+                self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
+            )
+        collections = self._collections()
+        if not collections:
+            return
         servers = self.stores("embedding")
         if self.is_global_zero:
             self.plan = plan_placement(collections, len(servers), method=self.placement)
@@ -268,7 +289,14 @@ class ShadowSyncStrategy(RecsysStrategy):
                 self._bind(name, collection, copy_rows=False)
         self.barrier("rows are where they belong")
 
-    def _bind(self, name: str, collection: Any, *, copy_rows: bool) -> None:
+    def _collections(self) -> dict[str, EmbeddingBagCollection]:
+        """The model's, and those that stand in for plain modules."""
+        if self.lightning_module is None:
+            return {}
+        substitutes = {} if self._substitution is None else self._substitution.collections
+        return collections_of(self.lightning_module) | substitutes
+
+    def _bind(self, name: str, collection: EmbeddingBagCollection, *, copy_rows: bool) -> None:
         backend = StoreBackend.create(
             name,
             collection.layout,
@@ -281,9 +309,17 @@ class ShadowSyncStrategy(RecsysStrategy):
 
     def unbind_backends(self) -> None:
         """Give the model its own rows again, the trained ones if the run succeeded."""
-        if self.lightning_module is not None:
-            for collection in collections_of(self.lightning_module).values():
-                collection.unbind(copy_rows=self._succeeded())
+        for collection in self._collections().values():
+            collection.unbind(copy_rows=self._succeeded())
+        if self._substitution is not None:
+            self._substitution.restore()
+            self._substitution = None
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Let the rows of plain modules follow the first optimizer's steps and schedules."""
+        super().setup_optimizers(trainer)
+        if self._substitution is not None and self.optimizers:
+            self._substitution.attach_to(self.optimizers[0])
 
     # --- The replica -------------------------------------------------------------------------------------------------
 
@@ -407,8 +443,7 @@ class ShadowSyncStrategy(RecsysStrategy):
 
     def _pause(self) -> None:
         """Wait until every rank is here and no round is under way; all updates are where they belong then."""
-        assert self.lightning_module is not None
-        for collection in collections_of(self.lightning_module).values():
+        for collection in self._collections().values():
             collection.flush()
         if self._driver is not None and self.mode == "foreground":
             self._driver.stop()  # takes part in the rounds of those who still train
@@ -552,10 +587,15 @@ class ShadowSyncStrategy(RecsysStrategy):
             exchanged = rounds.exchanged_bytes
         if self.workers_per_trainer > 1 and self._staleness:
             values["staleness/hogwild"] = torch.tensor(self._staleness, dtype=torch.float32)
-        remote = [stores for kind in self._stores.values() for stores in kind if isinstance(stores, RemoteStores)]
-        values["comm/sent_bytes"] = float(exchanged + sum(x.connection.traffic.sent_bytes for x in remote))
-        values["comm/received_bytes"] = float(exchanged + sum(x.connection.traffic.received_bytes for x in remote))
-        return values
+        traffic = {
+            f"{kind}-{index}": stores.connection.traffic
+            for kind, servers in self._stores.items()
+            for index, stores in enumerate(servers)
+            if isinstance(stores, RemoteStores)
+        }
+        values["comm/sent_bytes"] = float(exchanged + sum(x.sent_bytes for x in traffic.values()))
+        values["comm/received_bytes"] = float(exchanged + sum(x.received_bytes for x in traffic.values()))
+        return values | {f"load/{server}": float(x.requests) for server, x in traffic.items()}
 
     def teardown(self) -> None:
         """Stop the shadow thread and leave the shared memory; then all that the base class does."""
