@@ -1,0 +1,201 @@
+"""Suite ``shadowsync``: what synchronisation in the background costs, how it scales, and what it does to quality."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks import shadowsync_quality, shadowsync_store
+from benchmarks.bars import Bar, Bars
+from benchmarks.report import Result, Row
+from benchmarks.shadowsync_jobs import Job, jobs_in_turns, python
+from benchmarks.shadowsync_link import NoLinkError, free_port, linked_hosts
+from rich.table import Table
+
+Part = Literal["link", "overhead", "scale", "store", "quality"]
+Measured = tuple[list[Result], list[Bar]]
+
+NOT_SYNCHRONISED = "not synchronised"
+NEVER = {"mode": "foreground", "gap": 10**9}  # the same processes and servers, and no round
+BACKGROUND: dict[str, Any] = {"mode": "background"}
+
+log = logging.getLogger("benchmark")
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """How often each variant synchronised, from what its strategy told in the end.
+
+    Args:
+        title: The workload.
+        told: Variant -> telemetry of each trainer.
+    """
+
+    title: str
+    told: Mapping[str, Mapping[int, Mapping[str, float]]]
+
+    def gap(self, variant: str) -> float:
+        """Steps of a trainer from one round to the next; of the trainer that waited longest."""
+        return max(telemetry["sync/gap"] for telemetry in self.told[variant].values())
+
+    def table(self) -> Table:
+        """The gaps of all trainers, and rounds per second."""
+        table = Table("variant", "sync gap of each trainer", "rounds/s of each", title=f"sync gaps, {self.title}")
+        table.title_justify = "left"
+        for variant, told in self.told.items():
+            trainers = [told[rank] for rank in sorted(told)]
+            gaps, rounds = ([f"{x[key]:.1f}" for x in trainers] for key in ("sync/gap", "sync/rounds"))
+            table.add_row(variant, ", ".join(gaps), ", ".join(rounds))
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain containers."""
+        return {"gaps": self.title, "telemetry": {name: dict(told) for name, told in self.told.items()}}
+
+
+def run(
+    *,
+    parts: list[Part],
+    batch_size: int,
+    rounds: int,
+    seconds: float,
+    rate: str,
+    store: Mapping[str, Any],
+    quality: Mapping[str, Any],
+    cache: str,
+    data: str,
+) -> list[Result]:
+    """Measure the parts that are asked for; see ``conf/suite/shadowsync.yaml`` for the arguments."""
+    suite = Suite(batch_size=batch_size, rounds=rounds, seconds=seconds)
+    measures = {
+        "link": lambda: suite.link(rate),
+        "overhead": suite.overhead,
+        "scale": suite.scale,
+        "store": lambda: shadowsync_store.measure(**store),
+        "quality": lambda: _quality(quality, cache=cache, data=data),
+    }
+    if unknown := [part for part in parts if part not in measures]:
+        raise ValueError(f"suite.parts must be some of {', '.join(measures)}, got {unknown[0]!r}.")
+    results: list[Result] = []
+    bars: list[Bar] = []
+    for part in parts:
+        began = time.monotonic()
+        measured, held = measures[part]()
+        results += measured
+        bars += held
+        log.info("%s: %.0f s", part, time.monotonic() - began)
+    return [*results, Bars(tuple(bars))]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The parts that train DLRM with a million dense parameters, two trainers of one worker.
+
+    Args:
+        batch_size: Examples of a step of a worker.
+        rounds: Of each measurement.
+        seconds: Of each variant in each round.
+    """
+
+    batch_size: int
+    rounds: int
+    seconds: float
+
+    def overhead(self) -> Measured:
+        """With and without rounds, which go through a sync server over loopback."""
+        variants = {NOT_SYNCHRONISED: NEVER, "S-EASGD": BACKGROUND}
+        row, gaps = self._measure("one machine", {name: self._on_one_machine(how) for name, how in variants.items()})
+        bars = [
+            Bar("S-EASGD / not synchronised", row.measured.ratio("S-EASGD", NOT_SYNCHRONISED), "at least", 0.97),
+            Bar(f"sync gap of S-EASGD, {row.workload}", gaps.gap("S-EASGD"), "at most", 10, " steps"),
+        ]
+        return [row, gaps], bars
+
+    def scale(self) -> Measured:
+        """Two trainers, and two processes that know nothing of each other, started together."""
+        alone = {
+            "launchers": [python(), python()],
+            "settings": [
+                {"batch_size": self.batch_size, "strategy": None, "start": start} for start in (0.0, 0.5)
+            ],
+            "workers": 2,
+        }
+        jobs = {"two processes": alone, "two trainers": self._on_one_machine(BACKGROUND, transport="auto")}
+        row, _ = self._measure("one machine", jobs, base="two processes")
+        bar = Bar(
+            "two trainers / two processes", row.measured.ratio("two trainers", "two processes"), "at least", 0.95
+        )
+        return [row], [bar]
+
+    def link(self, rate: str) -> Measured:
+        """A trainer on each of two hosts."""
+        variants = {
+            NOT_SYNCHRONISED: NEVER,
+            "FR-EASGD-5": {"mode": "foreground", "gap": 5},
+            "FR-EASGD-30": {"mode": "foreground", "gap": 30},
+            "S-EASGD": BACKGROUND,
+        }
+        try:
+            with linked_hosts(rate) as hosts:
+                jobs = {name: self._on_two_hosts(how, hosts) for name, how in variants.items()}
+                row, gaps = self._measure(f"{rate} link", jobs)
+        except NoLinkError as error:
+            log.warning("The link is left out: %s.", error)
+            row = gaps = None
+        ratio = row and row.measured.ratio("S-EASGD", "FR-EASGD-5")
+        gap = gaps and gaps.gap("S-EASGD")
+        bars = [
+            Bar(f"S-EASGD / FR-EASGD-5, {rate} link", ratio, "at least", 1.0, " x"),
+            Bar(f"sync gap of S-EASGD, {rate} link", gap, "at most", 29.9, " steps"),
+        ]
+        return [x for x in (row, gaps) if x is not None], bars
+
+    def _measure(
+        self, workload: str, jobs: Mapping[str, Mapping[str, Any]], *, base: str = NOT_SYNCHRONISED
+    ) -> tuple[Row, Gaps]:
+        with ExitStack() as stack:
+            named = {}
+            for name, arguments in jobs.items():
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                named[name] = Job(name, folder=folder, **arguments)
+            measured = jobs_in_turns(named, batch_size=self.batch_size, rounds=self.rounds, seconds=self.seconds)
+        title = f"{workload}, B={self.batch_size}"
+        told = {name: job.telemetry for name, job in named.items()}
+        synchronised = {name: x for name, x in told.items() if any("sync/gap" in each for each in x.values())}
+        return Row(title, measured, base=base), Gaps(title, synchronised)
+
+    def _on_one_machine(self, how: Mapping[str, Any], *, transport: str = "tcp") -> dict[str, Any]:
+        strategy = {"num_trainers": 2, "transport": transport, **how}
+        settings = {"batch_size": self.batch_size, "strategy": strategy}
+        return {"launchers": [python()], "settings": [settings], "workers": 2}
+
+    def _on_two_hosts(self, how: Mapping[str, Any], hosts: tuple[Any, Any]) -> dict[str, Any]:
+        """Rows lie half on each host, the centre on the first one."""
+        port = free_port()
+        strategy = {"num_trainers": 2, "num_embedding_servers": 2, "transport": "tcp", **how}
+        settings = {"batch_size": self.batch_size, "strategy": strategy, "num_nodes": 2}
+        return {
+            "launchers": [
+                [
+                    *host.command(*python("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")),
+                    f"--node-rank={rank}",
+                    f"--master-addr={hosts[0].address}",
+                    f"--master-port={port}",
+                ]
+                for rank, host in enumerate(hosts)
+            ],
+            "settings": [settings, settings],
+            "workers": 2,
+            "environment": [{"GLOO_SOCKET_IFNAME": host.interface} for host in hosts],
+        }
+
+
+def _quality(settings: Mapping[str, Any], *, cache: str, data: str) -> Measured:
+    measured = shadowsync_quality.measure(**settings, cache=Path(cache), root=data)
+    return list(measured), [quality.bar() for quality in measured]

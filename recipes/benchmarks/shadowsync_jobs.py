@@ -1,0 +1,197 @@
+"""Trainings in processes of their own, measured in turns: between its turns a job is stopped whole, by signals.
+
+So variants that need several processes, servers and links are compared as others are inside one process
+(:mod:`benchmarks.turns`): all of them are up, one at a time runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from benchmarks.turns import Measurement
+
+START_SECONDS = 300.0  # for a job to make its first steps on a busy machine
+END_SECONDS = 60.0  # for a job to end when it is asked to
+WARM_STEPS = 5
+TRAINING = ("-m", "benchmarks.shadowsync_training")
+
+
+class Job:
+    """Some processes that train together, and what they tell. A context manager: none of them is left after it.
+
+    Args:
+        name: For errors.
+        launchers: What to put before the arguments of :func:`training_command`, for each process to start.
+        settings: Of :func:`benchmarks.shadowsync_training.train`, for each process to start.
+        folder: An empty folder of the job's own.
+        workers: Processes that will train.
+        environment: Variables on top of this process's own, for each process to start.
+
+    Attributes:
+        telemetry: What each worker's strategy told in the end, by rank; known after the job.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        launchers: Sequence[Sequence[str]],
+        *,
+        settings: Sequence[Mapping[str, Any]],
+        folder: Path,
+        workers: int,
+        environment: Sequence[Mapping[str, str]] = ({},),
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self.workers = workers
+        self.telemetry: dict[int, dict[str, float]] = {}
+        self._commands = [
+            [*launcher, *TRAINING, json.dumps({**own, "folder": str(folder)})]
+            for launcher, own in zip(launchers, settings, strict=True)
+        ]
+        self._environments = [dict(x) for x in environment] * (len(self._commands) // len(environment))
+        self._main: list[subprocess.Popen[bytes]] = []
+        self._runs: list[tuple[float, float]] = []  # when it ran: its start, then each turn
+        self._resumed = 0.0
+
+    def __enter__(self) -> Job:
+        search = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._resumed = time.monotonic()
+        try:
+            for i, (command, own) in enumerate(zip(self._commands, self._environments, strict=True)):
+                with (self.folder / f"output-{i}").open("wb") as output:
+                    environment = {**os.environ, "PYTHONPATH": search, **own}
+                    self._main.append(
+                        subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
+                    )
+            self._await(lambda: min(map(len, self._step_times()), default=0) >= WARM_STEPS, START_SECONDS, "train")
+        except BaseException:
+            self._kill()
+            raise
+        self.pause()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.resume()
+                (self.folder / "stop").touch()
+                self._await(lambda: all(process.poll() == 0 for process in self._main), END_SECONDS, "end")
+                self._runs.append((self._resumed, time.monotonic()))
+                for path in self.folder.glob("telemetry-*.json"):
+                    self.telemetry[int(path.stem.partition("-")[2])] = json.loads(path.read_text())
+        finally:
+            self._kill()
+
+    def pause(self) -> None:
+        """Stop all its processes where they are."""
+        for pid in descendants(*(process.pid for process in self._main)):
+            _signal(pid, signal.SIGSTOP)
+        self._runs.append((self._resumed, time.monotonic()))
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._resumed = time.monotonic()
+        for pid in descendants(*(process.pid for process in self._main)):
+            _signal(pid, signal.SIGCONT)
+
+    def rates(self, batch_size: int) -> list[float]:
+        """Examples per second of all workers in each turn; after the job, which has finished its last steps then.
+
+        A step that is under way when a turn begins or ends counts in part.
+        """
+        began, ended = np.array(self._runs).T
+        active = np.concatenate([[0.0], np.cumsum(ended - began)])  # seconds that it ran before each run, and in all
+        turns = active[1:-1]  # the first run is its start and the last one its end
+        total = np.zeros(len(turns))
+        for times in self._step_times():
+            clock = np.interp(times, np.ravel(self._runs), np.repeat(active, 2)[1:-1])
+            total += np.interp(turns, clock, np.arange(len(clock)))
+        return list(np.diff(total) / np.diff(turns) * batch_size)
+
+    def _step_times(self) -> list[np.ndarray]:
+        times = [np.fromfile(path) for path in self.folder.glob("steps-*")]
+        return times if len(times) == self.workers else []
+
+    def _await(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            failed = any(process.poll() not in (None, 0) for process in self._main)
+            if failed or time.monotonic() > deadline:
+                how = "failed" if failed else f"did not {what} within {seconds:.0f} s"
+                told = "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("output-*")))
+                raise RuntimeError(f"job {self.name!r} {how}:\n{told[-8000:]}")
+            time.sleep(0.02)
+
+    def _kill(self) -> None:
+        """Ask what still runs to end, then end it."""
+        mains = [process for process in self._main if process.poll() is None]
+        everybody = descendants(*(process.pid for process in mains))
+        for pid in everybody:
+            _signal(pid, signal.SIGCONT)
+        for process in mains:
+            process.terminate()
+        for process in mains:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+        for pid in everybody if mains else ():
+            _signal(pid, signal.SIGKILL)
+        for process in mains:
+            process.wait()
+
+
+def jobs_in_turns(jobs: Mapping[str, Job], *, batch_size: int, rounds: int, seconds: float) -> Measurement:
+    """Let every job run for ``seconds`` in each of ``rounds`` rounds, one at a time, in rotating order.
+
+    A first, uncounted round warms everything up.
+
+    Raises:
+        RuntimeError: a job failed; has its output.
+    """
+    names = list(jobs)
+    with ExitStack() as stack:
+        for job in jobs.values():
+            stack.enter_context(job)
+        for i in range(rounds + 1):
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                jobs[name].resume()
+                time.sleep(seconds)
+                jobs[name].pause()
+    return Measurement({name: job.rates(batch_size)[1:] for name, job in jobs.items()})
+
+
+def python(*arguments: str) -> list[str]:
+    """This interpreter."""
+    return [sys.executable, *arguments]
+
+
+def descendants(*roots: int) -> list[int]:
+    """Processes and all that they started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            # What stands behind the command, which may have any character, is: state, parent, ...
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = list(roots)
+    for pid in found:
+        found += children.get(pid, ())
+    return found
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,83 @@
+"""Two hosts on one machine: network namespaces joined by a link of a given rate. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace.
+
+    Args:
+        namespace: Its name.
+        address: Its address on the link.
+        interface: Its end of the link.
+    """
+
+    namespace: str
+    address: str
+    interface: str
+
+    def command(self, *command: str) -> list[str]:
+        """The command, run there."""
+        return ["ip", "netns", "exec", self.namespace, *command]
+
+
+class NoLinkError(RuntimeError):
+    """There can be no namespaces here; says why."""
+
+
+@contextmanager
+def linked_hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
+    """Two hosts of this process's own, gone afterwards.
+
+    Args:
+        rate: Of the link, in each direction, in the words of ``tc``.
+
+    Raises:
+        NoLinkError: namespaces need root, iproute2 and a kernel that has them.
+    """
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        raise NoLinkError("network namespaces need root and iproute2")
+    pid = os.getpid()
+    hosts = tuple(
+        Host(f"lrb{pid}{x}", f"10.{128 + pid % 64}.{pid // 64 % 256}.{i}", f"b{pid}{x}") for i, x in ((1, "a"), (2, "b"))
+    )
+    a, b = hosts
+    try:
+        for host in hosts:
+            _run("ip", "netns", "add", host.namespace)
+        _run(*f"ip link add {a.interface} netns {a.namespace} type veth peer {b.interface} netns {b.namespace}".split())
+        for host in hosts:
+            inside = ("ip", "-n", host.namespace)
+            _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _run(*inside, "link", "set", host.interface, "up")
+            _run(*inside, "link", "set", "lo", "up")
+            # A larger burst would let the first megabyte after a pause through for free.
+            shape = f"tc qdisc add dev {host.interface} root tbf rate {rate} burst 128kb latency 50ms"
+            _run(*host.command(*shape.split()))
+        yield a, b
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)  # noqa: S603, S607
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
+    except subprocess.CalledProcessError as error:
+        raise NoLinkError(f"{' '.join(command)}: {error.stderr.strip()}") from None

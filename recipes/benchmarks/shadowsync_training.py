@@ -1,0 +1,133 @@
+"""What each process of a job trains: ``python -m benchmarks.shadowsync_training '{"folder": ..., "strategy": ...}'``."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from benchmarks.ours import TaskAlone
+from benchmarks.workload import Workload
+from recipe_tools.quiet import be_quiet
+
+from lightning_recsys.data import Batch
+from lightning_recsys.models import DLRM
+from lightning_recsys.optim import RowwiseAdagrad
+from lightning_recsys.runtime import configure_worker
+from lightning_recsys.strategies import ShadowSyncStrategy
+
+ROWS = 65_536  # held in memory; workers go round and round, each from a place of its own
+
+
+class StepTimes(pl.Callback):
+    """Writes the time of every step of this process into a folder, and in the end what the strategy tells.
+
+    Training ends when there is a file ``stop``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, *_: Any) -> None:
+        self._file = (self.folder / f"steps-{os.getpid()}").open("wb", buffering=0)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._file.write(struct.pack("d", time.monotonic()))
+        if (self.folder / "stop").exists():
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._file.close()
+        del self._file
+        if isinstance(trainer.strategy, ShadowSyncStrategy):
+            told = {name: value for name, value in trainer.strategy.telemetry().items() if isinstance(value, float)}
+            (self.folder / f"telemetry-{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches that lie in memory, again and again; each rank starts elsewhere.
+
+    Args:
+        batches: All of them.
+        start: The first one of rank 0, as a share of all.
+    """
+
+    batches: list[Batch]
+    start: float
+
+    def __iter__(self) -> Iterator[Batch]:
+        ranks = torch.distributed.is_initialized()
+        share = torch.distributed.get_rank() / torch.distributed.get_world_size() if ranks else self.start
+        return islice(cycle(self.batches), int(share * len(self.batches)), None)
+
+
+def make_task(work: Workload) -> TaskAlone:
+    """DLRM with 1.06 million dense parameters."""
+    network = DLRM(
+        work.num_dense,
+        work.fields,
+        embedding_dim=work.dim,
+        bottom_hidden=(512, 256, 64),
+        top_hidden=(1024, 512),
+        row_optimizer=RowwiseAdagrad(learning_rate=0.01),
+    )
+    return TaskAlone(network, optimizer=partial(torch.optim.Adagrad, lr=0.01, fused=True))
+
+
+def train(
+    *,
+    folder: Path,
+    batch_size: int,
+    strategy: Mapping[str, Any] | None,
+    num_nodes: int = 1,
+    start: float = 0.0,
+) -> None:
+    """Train until told to stop.
+
+    Args:
+        folder: As in :class:`StepTimes`.
+        batch_size: Examples of a step of a worker.
+        strategy: Arguments of :class:`ShadowSyncStrategy`; ``None`` trains in this process alone.
+        num_nodes: Lightning's.
+        start: As in :class:`Batches`.
+    """
+    be_quiet()
+    warnings.filterwarnings("ignore")
+    configure_worker()
+    pl.seed_everything(0, verbose=False)
+    work = Workload(rows=ROWS)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices="auto" if strategy is not None and num_nodes == 1 else 1,
+        num_nodes=num_nodes,
+        strategy="auto" if strategy is None else ShadowSyncStrategy(**strategy),
+        callbacks=[StepTimes(folder)],
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader: Any = Batches(work.batches(batch_size), start)
+    trainer.fit(make_task(work), loader)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from benchmarks import shadowsync_training  # whose classes the workers can import
+
+    settings = json.loads(sys.argv[1])
+    shadowsync_training.train(**settings | {"folder": Path(settings["folder"])})
