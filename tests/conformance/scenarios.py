@@ -25,6 +25,7 @@ from pytorch_lightning.strategies import Strategy
 from torch import Tensor, nn
 
 import lightning_recsys  # noqa: F401 - registers the strategies
+from lightning_recsys.checkpoints import is_folder, to_file
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import SGD
 
@@ -239,6 +240,15 @@ def parameters(task: pl.LightningModule) -> Tensor:
     return torch.cat([x.detach().double().flatten() for x in task.state_dict().values() if x.is_floating_point()])
 
 
+def as_file(path: str) -> str:
+    """A checkpoint that anybody can read: some strategies save folders."""
+    if not is_folder(path):
+        return path
+    if not Path(f"{path}.file").exists():
+        to_file(path, f"{path}.file")
+    return f"{path}.file"
+
+
 def fit(stage: Stage) -> dict[str, Any]:
     """Two epochs with validation, checkpoints and early stopping."""
     checkpoints = ModelCheckpoint(stage.folder / "fit", filename="{epoch}", monitor="val/loss")
@@ -249,7 +259,7 @@ def fit(stage: Stage) -> dict[str, Any]:
     return {
         "trained": not torch.equal(before, parameters(task)),
         "parameters": parameters(task),
-        "saved": torch.load(checkpoints.best_model_path, weights_only=True)["state_dict"],
+        "saved": torch.load(as_file(checkpoints.best_model_path), weights_only=True)["state_dict"],
         "state_dict": task.state_dict(),
         "progress": (trainer.current_epoch, trainer.global_step),
         "state": (trainer.state.status.value, trainer.state.fn.value),
@@ -434,12 +444,12 @@ def save_weights_only(stage: Stage) -> dict[str, Any]:
     task, trainer = stage.make_task(), stage.trainer(callbacks=checkpoints, enable_checkpointing=True, max_epochs=1)
     trainer.fit(task, datamodule=stage.rows())
     path = checkpoints.best_model_path
-    restored = type(task).load_from_checkpoint(path, weights_only=True)
+    restored = type(task).load_from_checkpoint(as_file(path), weights_only=True)
     (metrics,) = stage.trainer().validate(
         stage.make_task(), datamodule=stage.rows(), ckpt_path=path, weights_only=True, verbose=False
     )
     return {
-        "keys": set(torch.load(path, weights_only=True)),
+        "keys": set(torch.load(as_file(path), weights_only=True)),
         "parameters": parameters(task),
         "restored": torch.equal(parameters(restored), parameters(task)),
         "val/loss": (metrics["val/loss"], float(trainer.callback_metrics["val/loss"])),

@@ -294,7 +294,7 @@ def test_checkpoint_when_of_weights_only_then_is_read_with_and_without_a_trainer
     seen = observe(row, "save_weights_only")
     assert "state_dict" in seen["keys"]
     assert not seen["keys"] & {"optimizer_states", "lr_schedulers"}
-    assert seen["restored"]
+    assert seen["restored"] or "exact" not in row.promises
     again, at_once = seen["val/loss"]
     assert again == pytest.approx(at_once, rel=1e-5)
 
