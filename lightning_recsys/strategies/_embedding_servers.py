@@ -1,17 +1,22 @@
-"""Which embedding server holds what."""
+"""Which embedding server holds what, and a model whose rows are there."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
-from lightning_recsys.parameter_server.backend import table_costs
+from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.parameter_server.backend import StoreBackend, table_costs
+from lightning_recsys.parameter_server.interfaces import Stores
+from lightning_recsys.parameter_server.substitution import Substitution, substitute_embeddings
 from lightning_recsys.placement import PlacementMethod, PlacementPlan, TableCost, place_tables
 
 PROFILE_BATCH = 1024  # examples
@@ -19,13 +24,70 @@ PROFILE_ROUNDS = 5  # the fastest counts
 PROFILE_ROWS = 1_000_000  # of a table at most: more would miss the processor's caches no more often
 
 
-def collections_of(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
-    """The collections in a model, by the names under which stores keep them."""
-    return {
-        name or "embeddings": module
-        for name, module in model.named_modules()
-        if isinstance(module, EmbeddingBagCollection)
-    }
+class ServedTables:
+    """The tables of a model, while embedding servers hold their rows.
+
+    Args:
+        model: Its collections are served, and the plain embedding modules that are chosen.
+        optimizer: The update rule of the rows of plain modules.
+        min_rows: Plain modules of at least so many rows; by default none for their size.
+        names: Plain modules to take whatever their size, by their paths.
+
+    Attributes:
+        collections: By the names under which stores keep them.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, optimizer: RowOptimizer, min_rows: int | None = None, names: Sequence[str] = ()
+    ) -> None:
+        self._substitution: Substitution | None = None
+        self.collections = {
+            name or "embeddings": module
+            for name, module in model.named_modules()
+            if isinstance(module, EmbeddingBagCollection)
+        }
+        if min_rows is not None or names:
+            self._substitution = substitute_embeddings(model, optimizer=optimizer, min_rows=min_rows, names=names)
+            self.collections |= self._substitution.collections
+
+    def bind(self, servers: Sequence[Stores], plan: PlacementPlan, *, first: bool) -> None:
+        """Look rows up on the servers from now on.
+
+        Args:
+            servers: In the order of the plan.
+            plan: The same on all ranks.
+            first: Bring the rows, in place of what an earlier run left there; otherwise they are there.
+        """
+        for name, collection in self.collections.items():
+            for server in servers if first else ():
+                with suppress(KeyError):
+                    server.remove(name)
+            backend = StoreBackend.create(
+                name,
+                collection.layout,
+                collection.optimizer,
+                servers=servers,
+                plan=plan,
+                seed=torch.initial_seed() % 2**31,
+            )
+            collection.bind(backend, copy_rows=first)
+
+    def attach_to(self, optimizer: Optimizer) -> None:
+        """Let the rows of plain modules follow an optimizer's steps and schedules."""
+        if self._substitution is not None:
+            self._substitution.attach_to(optimizer)
+
+    def flush(self) -> None:
+        """Return when every update is on its server."""
+        for collection in self.collections.values():
+            collection.flush()
+
+    def release(self, *, copy_rows: bool) -> None:
+        """Give the model its own rows again, the trained ones if asked for."""
+        for collection in self.collections.values():
+            collection.unbind(copy_rows=copy_rows)
+        if self._substitution is not None:
+            self._substitution.restore()
 
 
 def plan_placement(

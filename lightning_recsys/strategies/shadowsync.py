@@ -21,16 +21,13 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
-from lightning_recsys.parameter_server.backend import StoreBackend
 from lightning_recsys.parameter_server.interfaces import DenseStore
 from lightning_recsys.parameter_server.remote import RemoteStores
-from lightning_recsys.parameter_server.substitution import Substitution, substitute_embeddings
 from lightning_recsys.placement import ClusterLayout, PlacementMethod, PlacementPlan, chunk_evenly
 from lightning_recsys.strategies._drivers import Driver, ForegroundHook, ShadowThread
-from lightning_recsys.strategies._embedding_servers import collections_of, plan_placement
+from lightning_recsys.strategies._embedding_servers import ServedTables, plan_placement
 from lightning_recsys.strategies._replica import Replica, share, share_optimizer_state
 from lightning_recsys.strategies._rounds import CenterRounds, MeanRounds, Rounds
 from lightning_recsys.strategies.base import RecsysStrategy
@@ -158,7 +155,7 @@ class ShadowSyncStrategy(RecsysStrategy):
         self._reset()
 
     def _reset(self) -> None:
-        self._substitution: Substitution | None = None
+        self._tables: ServedTables | None = None
         self._replica: Replica | None = None
         self._leaders: Any = None  # process group of the trainers' first workers
         self._driver: Driver | None = None
@@ -267,59 +264,33 @@ class ShadowSyncStrategy(RecsysStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return  # every rank has all rows, and nobody changes them
-        if self.min_rows is not None or self.embeddings:
-            self._substitution = substitute_embeddings(
-                self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
-            )
-        collections = self._collections()
-        if not collections:
+        self._tables = tables = ServedTables(
+            self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
+        )
+        if not tables.collections:
             return
         servers = self.stores("embedding")
         if self.is_global_zero:
-            self.plan = plan_placement(collections, len(servers), method=self.placement)
+            self.plan = plan_placement(tables.collections, len(servers), method=self.placement)
             log.info("Embedding tables on servers:\n%s", self.plan)
-            for name, collection in collections.items():
-                for server in servers:
-                    with suppress(KeyError):
-                        server.remove(name)  # left by a run before, where servers outlive runs
-                self._bind(name, collection, copy_rows=True)
+            tables.bind(servers, self.plan, first=True)
         self.plan = self.broadcast(self.plan)
+        assert self.plan is not None
         if not self.is_global_zero:
-            for name, collection in collections.items():
-                self._bind(name, collection, copy_rows=False)
+            tables.bind(servers, self.plan, first=False)
         self.barrier("rows are where they belong")
-
-    def _collections(self) -> dict[str, EmbeddingBagCollection]:
-        """The model's, and those that stand in for plain modules."""
-        if self.lightning_module is None:
-            return {}
-        substitutes = {} if self._substitution is None else self._substitution.collections
-        return collections_of(self.lightning_module) | substitutes
-
-    def _bind(self, name: str, collection: EmbeddingBagCollection, *, copy_rows: bool) -> None:
-        backend = StoreBackend.create(
-            name,
-            collection.layout,
-            collection.optimizer,
-            servers=self.stores("embedding"),
-            plan=self.plan,
-            seed=torch.initial_seed() % 2**31,
-        )
-        collection.bind(backend, copy_rows=copy_rows)
-
-    def unbind_backends(self) -> None:
-        """Give the model its own rows again, the trained ones if the run succeeded."""
-        for collection in self._collections().values():
-            collection.unbind(copy_rows=self._succeeded())
-        if self._substitution is not None:
-            self._substitution.restore()
-            self._substitution = None
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Let the rows of plain modules follow the first optimizer's steps and schedules."""
         super().setup_optimizers(trainer)
-        if self._substitution is not None and self.optimizers:
-            self._substitution.attach_to(self.optimizers[0])
+        if self._tables is not None and self.optimizers:
+            self._tables.attach_to(self.optimizers[0])
+
+    def unbind_backends(self) -> None:
+        """Give the model its own rows again, the trained ones if the run succeeded."""
+        if self._tables is not None:
+            self._tables.release(copy_rows=self._succeeded())
+            self._tables = None
 
     # --- The replica -------------------------------------------------------------------------------------------------
 
@@ -443,8 +414,8 @@ class ShadowSyncStrategy(RecsysStrategy):
 
     def _pause(self) -> None:
         """Wait until every rank is here and no round is under way; all updates are where they belong then."""
-        for collection in self._collections().values():
-            collection.flush()
+        if self._tables is not None:
+            self._tables.flush()
         if self._driver is not None and self.mode == "foreground":
             self._driver.stop()  # takes part in the rounds of those who still train
         self.barrier("everybody has stopped training")  # shadow threads go on meanwhile

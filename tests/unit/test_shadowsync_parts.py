@@ -12,10 +12,11 @@ from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
+from lightning_recsys.optim import SGD
 from lightning_recsys.parameter_server.mapped import MappedStores
 from lightning_recsys.strategies import ShadowSyncStrategy
 from lightning_recsys.strategies._drivers import ForegroundHook, ShadowThread
-from lightning_recsys.strategies._embedding_servers import collections_of, measure_costs, plan_placement
+from lightning_recsys.strategies._embedding_servers import ServedTables, measure_costs, plan_placement
 from lightning_recsys.strategies._replica import Replica, share_optimizer_state
 from lightning_recsys.strategies._rounds import CenterRounds, Rounds
 from lightning_recsys.sync import BMUF, EASGD, ModelAveraging
@@ -331,7 +332,7 @@ def test_placement_when_profiled_then_measures_every_table_and_leaves_the_random
     tables = [EmbeddingBagConfig("small", 10, 4, ("a",)), EmbeddingBagConfig("large", 5000, 4, ("b", "c"))]
     model = nn.ModuleDict({"embeddings": EmbeddingBagCollection(tables)})
     state = torch.get_rng_state()
-    collections = collections_of(model)
+    collections = ServedTables(model, optimizer=SGD()).collections
     assert list(collections) == ["embeddings"]
     costs = measure_costs(collections["embeddings"])
     assert costs.keys() == {"small", "large"}
