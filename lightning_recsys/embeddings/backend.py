@@ -52,9 +52,12 @@ class TableBackend(Backend):
 
     Attributes:
         step: Updates that the tables have seen.
+        has_rows_in_state_dict: Whether the state dict holds rows and optimizer state. Whoever saves and loads them by
+            other means switches it off meanwhile; the steps stay in.
     """
 
     step: int
+    has_rows_in_state_dict: bool = True
 
     def __init__(self, layout: TableLayout, optimizer: RowOptimizer) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class TableBackend(Backend):
         self.step = other.step
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name in self.row_shapes:
+        for name in self.row_shapes if self.has_rows_in_state_dict else ():
             for table in self.layout.tables:
                 destination[f"{prefix}{table.name}.{name}"] = self.read(table.name, name)
         step = self.step
@@ -106,6 +109,8 @@ class TableBackend(Backend):
                 key, expected = f"{prefix}{table.name}.{name}", [table.num_embeddings, *row_shape]
                 known.add(key)
                 saved = state_dict.get(key)
+                if not self.has_rows_in_state_dict:
+                    continue
                 if saved is None:
                     missing_keys.append(key)
                 elif list(saved.shape) != expected:

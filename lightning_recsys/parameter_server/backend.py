@@ -188,26 +188,35 @@ class StoreBackend(TableBackend):
 
     def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited
         rows = next(x.num_embeddings for x in self.layout.tables if x.name == table)
-        values = torch.empty(rows, *self.row_shapes[name])
-        for store, there, here in self._blocks(table, name):
-            values[here] = store.read(name, there, here.stop - here.start)
-        return values
+        return self.read_rows(table, name, 0, rows)
 
     def write(self, table: str, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
-        for store, there, here in self._blocks(table, name):
-            store.write(name, there, values[here].to("cpu", torch.float32))
+        self.write_rows(table, name, 0, values)
 
-    def _blocks(self, table: str, name: str) -> Iterator[tuple[EmbeddingStore, int, slice]]:
-        """A table in blocks: the store, the block's first row there, and the block's rows in the table."""
+    def read_rows(self, table: str, name: str, first_row: int, num_rows: int) -> Tensor:
+        """A copy of a stretch of a table's ``weight``, or of a state by its name: ``[num_rows, ...]``."""
+        values = torch.empty(num_rows, *self.row_shapes[name])
+        for store, there, here in self._blocks(table, name, first_row, first_row + num_rows):
+            values[here.start - first_row : here.stop - first_row] = store.read(name, there, here.stop - here.start)
+        return values
+
+    def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
+        """The reverse of :meth:`read_rows`."""
+        values = values.to("cpu", torch.float32)
+        for store, there, here in self._blocks(table, name, first_row, first_row + len(values)):
+            store.write(name, there, values[here.start - first_row : here.stop - first_row])
+
+    def _blocks(self, table: str, name: str, first: int, end: int) -> Iterator[tuple[EmbeddingStore, int, slice]]:
+        """Rows ``first`` to ``end`` in blocks: the store, the block's first row there, its rows in the table."""
         block_rows = max(_BLOCK_BYTES // (4 * max(sum(self.row_shapes[name]), 1)), 1)
         for share in self._shares:
             starts = list(share.store.layout.table_starts.values())
             for piece, start in zip(share.pieces, starts, strict=True):
                 part = piece.part
                 if part.table == table:
-                    for row in range(0, part.num_rows, block_rows):
-                        stop = min(row + block_rows, part.num_rows)
-                        yield share.store, start + row, slice(part.first_row + row, part.first_row + stop)
+                    last = min(end, part.first_row + part.num_rows)
+                    for row in range(max(first, part.first_row), last, block_rows):
+                        yield share.store, start + row - part.first_row, slice(row, min(row + block_rows, last))
 
     def extra_repr(self) -> str:
         """Names the tables, the rule and how many stores there are."""

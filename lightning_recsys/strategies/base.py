@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,16 @@ from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lightning_recsys.checkpoints import (
+    FolderCheckpointIO,
+    StoredTensor,
+    is_folder,
+    read_checkpoint,
+    read_stored,
+    save_folder,
+)
 from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
+from lightning_recsys.strategies._stored_rows import row_keys, rows_left_out, stored_tensors
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
     from lightning_recsys.parameter_server.interfaces import Stores
@@ -90,6 +99,8 @@ class RecsysStrategy(DDPStrategy):
         _refuse_other_namespace(*kwargs.values())
         if self.asynchronous:
             kwargs.setdefault("timeout", PATIENCE)
+        if kwargs.get("checkpoint_io") is None:
+            kwargs["checkpoint_io"] = FolderCheckpointIO()
         super().__init__(start_method="forkserver", **kwargs)
         if not self.wraps_model and (useless := self._useless_arguments()):
             raise TypeError(
@@ -106,6 +117,7 @@ class RecsysStrategy(DDPStrategy):
         self._stores: dict[str, list[Stores]] = {}
         self._run_free: _RunFree | None = None
         self._said = False
+        self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -213,6 +225,10 @@ class RecsysStrategy(DDPStrategy):
                 raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
             self._run_free = _RunFree(trainer)
         self.bind_backends()
+        if self._rows_to_load is not None:
+            read_stored(self._rows_to_load, self._stored_tensors())
+            self._rows_to_load = None
+            self.barrier("all rows are loaded")
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -254,6 +270,7 @@ class RecsysStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
+        self._rows_to_load = None
         self.unbind_backends()
         for stores in self._stores.values():
             for opened in stores:
@@ -308,10 +325,22 @@ class RecsysStrategy(DDPStrategy):
             )
         self._said = True
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save, but not what the main process of a failed run holds: the weights from before that run.
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's tensors, without the rows that are in stores; :meth:`save_checkpoint` takes those from there."""
+        if not self._stored_tensors():
+            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        with rows_left_out(self.lightning_module):
+            return super().lightning_module_state_dict()
 
-        Lightning runs ``on_exception`` of the callbacks there, and some of them save checkpoints.
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Save: a folder where rows are in stores, each rank a share of them, otherwise a file.
+
+        What the main process of a failed run holds is not saved: the weights from before that run. Lightning runs
+        ``on_exception`` of the callbacks there, and some of them save checkpoints.
+
+        Raises:
+            TypeError: ``storage_options`` for a folder.
         """
         if isinstance(self.launcher, ForkserverLauncher) and self.launcher.failed:
             rank_zero_warn(
@@ -319,7 +348,40 @@ class RecsysStrategy(DDPStrategy):
                 " before it only. `ModelCheckpoint(every_n_train_steps=...)` saves while the workers run."
             )
             return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        stored = self._stored_tensors()
+        if not stored:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(f"{filepath} becomes a folder, which takes no storage_options, got {storage_options}.")
+        whole = checkpoint | {"state_dict": checkpoint["state_dict"] | stored}
+        save_folder(self.broadcast(str(filepath)), whole, extras=self.checkpoint_extras())
+
+    def checkpoint_extras(self) -> dict[str, Any] | None:
+        """What this rank adds to a folder checkpoint, in plain containers and tensors; every rank is asked."""
+        return None
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a file or a folder; a folder's rows wait for the stores, if the run has any."""
+        assert self.lightning_module is not None
+        keys = row_keys(self.lightning_module)
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if not (fits and keys and self.server_specs() and is_folder(checkpoint_path)):
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            return loaded
+        self._rows_to_load = Path(checkpoint_path)
+        return read_checkpoint(checkpoint_path, without=keys, weights_only=weights_only is not False)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights; not the rows that wait for the stores."""
+        assert self.lightning_module is not None
+        with rows_left_out(self.lightning_module) if self._rows_to_load is not None else nullcontext():
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def _stored_tensors(self) -> dict[str, StoredTensor]:
+        if self.lightning_module is None:
+            return {}
+        return stored_tensors(self.lightning_module, rank=self.global_rank, world_size=self.world_size)
 
     def _useless_arguments(self) -> list[str]:
         named = {

@@ -1,0 +1,29 @@
+"""Folder checkpoints for strategies that know single files only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_fabric.utilities.types import _PATH
+
+from lightning_recsys.checkpoints.folder import is_folder, read_checkpoint
+
+
+class FolderCheckpointIO(TorchCheckpointIO):
+    """Lightning's own way with checkpoint files, which also loads folders: the whole model, into every process.
+
+    >>> from pytorch_lightning import Trainer
+    >>> trainer = Trainer(plugins=[FolderCheckpointIO()], accelerator="cpu", logger=False)
+    """
+
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a file or a folder; ``None`` for ``weights_only`` is torch's default, ``True``."""
+        if is_folder(Path(path)):
+            return read_checkpoint(Path(path), weights_only=weights_only is not False)
+        options = {} if map_location is None else {"map_location": map_location}
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only, **options)
+        return checkpoint

@@ -1,0 +1,59 @@
+"""The rows of a model that lie in stores, as checkpoints see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from lightning_recsys.checkpoints import StoredTensor
+from lightning_recsys.embeddings import TableBackend
+from lightning_recsys.parameter_server.backend import StoreBackend
+
+
+def row_keys(model: nn.Module) -> set[str]:
+    """The keys under which a model's state dict holds the rows of its collections and their optimizer state."""
+    return {
+        f"{place}.{table.name}.{name}"
+        for place, backend in _backends_of(model).items()
+        for table in backend.layout.tables
+        for name in backend.row_shapes
+    }
+
+
+def stored_tensors(model: nn.Module, *, rank: int, world_size: int) -> dict[str, StoredTensor]:
+    """Rows and their optimizer state in stores, by their keys in the state dict, as one of several ranks saves them."""
+    return {
+        f"{place}.{table.name}.{name}": StoredTensor(
+            shape=torch.Size((table.num_embeddings, *row_shape)),
+            dtype=torch.float32,
+            read=partial(backend.read_rows, table.name, name),
+            write=partial(backend.write_rows, table.name, name),
+            rank=rank,
+            world_size=world_size,
+        )
+        for place, backend in _backends_of(model).items()
+        if isinstance(backend, StoreBackend)
+        for table in backend.layout.tables
+        for name, row_shape in backend.row_shapes.items()
+    }
+
+
+@contextmanager
+def rows_left_out(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model's state dict has no rows of collections, and misses none."""
+    backends = _backends_of(model).values()
+    for backend in backends:
+        backend.has_rows_in_state_dict = False
+    try:
+        yield
+    finally:
+        for backend in backends:
+            backend.has_rows_in_state_dict = True
+
+
+def _backends_of(model: nn.Module) -> dict[str, TableBackend]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, TableBackend)}
