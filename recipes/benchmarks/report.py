@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from benchmarks.turns import Measurement
-from rich.console import Console
+from recipe_tools.report import console
 from rich.table import Table
 
 
@@ -95,7 +95,7 @@ def _variants(rows: list[Row]) -> list[str]:
 def show(rows: Sequence[Result]) -> None:
     """Print a table for each result."""
     for row in rows:
-        Console().print(row.table())
+        console().print(row.table())
 
 
 def markdown(results: Sequence[Result]) -> str:
