@@ -121,16 +121,12 @@ class Suite:
         """Two trainers, and two processes that know nothing of each other, started together."""
         alone = {
             "launchers": [python(), python()],
-            "settings": [
-                {"batch_size": self.batch_size, "strategy": None, "start": start} for start in (0.0, 0.5)
-            ],
+            "settings": [{"batch_size": self.batch_size, "strategy": None, "start": start} for start in (0.0, 0.5)],
             "workers": 2,
         }
         jobs = {"two processes": alone, "two trainers": self._on_one_machine(BACKGROUND, transport="auto")}
         row, _ = self._measure("one machine", jobs, base="two processes")
-        bar = Bar(
-            "two trainers / two processes", row.measured.ratio("two trainers", "two processes"), "at least", 0.95
-        )
+        bar = Bar("two trainers / two processes", row.measured.ratio("two trainers", "two processes"), "at least", 0.95)
         return [row], [bar]
 
     def link(self, rate: str) -> Measured:

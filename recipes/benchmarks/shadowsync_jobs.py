@@ -113,14 +113,7 @@ class Job:
 
         A step that is under way when a turn begins or ends counts in part.
         """
-        began, ended = np.array(self._runs).T
-        active = np.concatenate([[0.0], np.cumsum(ended - began)])  # seconds that it ran before each run, and in all
-        turns = active[1:-1]  # the first run is its start and the last one its end
-        total = np.zeros(len(turns))
-        for times in self._step_times():
-            clock = np.interp(times, np.ravel(self._runs), np.repeat(active, 2)[1:-1])
-            total += np.interp(turns, clock, np.arange(len(clock)))
-        return list(np.diff(total) / np.diff(turns) * batch_size)
+        return [rate * batch_size for rate in steps_per_second(self._step_times(), self._runs)]
 
     def _step_times(self) -> list[np.ndarray]:
         times = [np.fromfile(path) for path in self.folder.glob("steps-*")]
@@ -171,6 +164,26 @@ def jobs_in_turns(jobs: Mapping[str, Job], *, batch_size: int, rounds: int, seco
                 time.sleep(seconds)
                 jobs[name].pause()
     return Measurement({name: job.rates(batch_size)[1:] for name, job in jobs.items()})
+
+
+def steps_per_second(workers: Sequence[np.ndarray], runs: Sequence[tuple[float, float]]) -> list[float]:
+    """Steps of all workers in each turn.
+
+    Args:
+        workers: When each worker's steps were done, in seconds.
+        runs: When the job ran, begin and end of each stretch: its start, the turns, its end.
+
+    >>> steps_per_second([np.array([1.0, 2.0, 12.0, 13.0, 14.0, 25.0])], [(0, 2), (10, 14), (24, 25)])
+    [0.75]
+    """
+    began, ended = np.array(runs).T
+    active = np.concatenate([[0.0], np.cumsum(ended - began)])  # seconds that it ran before each stretch, and in all
+    turns = active[1:-1]
+    total = np.zeros(len(turns))
+    for times in workers:
+        clock = np.interp(times, np.ravel(runs), np.repeat(active, 2)[1:-1])
+        total += np.interp(turns, clock, np.arange(len(clock)))
+    return list((np.diff(total) / np.diff(turns)).tolist())
 
 
 def python(*arguments: str) -> list[str]:

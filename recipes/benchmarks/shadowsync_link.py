@@ -48,7 +48,8 @@ def linked_hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
         raise NoLinkError("network namespaces need root and iproute2")
     pid = os.getpid()
     hosts = tuple(
-        Host(f"lrb{pid}{x}", f"10.{128 + pid % 64}.{pid // 64 % 256}.{i}", f"b{pid}{x}") for i, x in ((1, "a"), (2, "b"))
+        Host(f"lrb{pid}{x}", f"10.{128 + pid % 64}.{pid // 64 % 256}.{i}", f"b{pid}{x}")
+        for i, x in ((1, "a"), (2, "b"))
     )
     a, b = hosts
     try:

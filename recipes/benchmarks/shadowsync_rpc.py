@@ -25,7 +25,7 @@ def lookup(rows_U: Tensor) -> Tensor:
 
 def serve(port: int, num_rows: int, dim: int) -> None:
     """Serve until the client leaves."""
-    global _rows  # noqa: PLW0603 - functions are all that the library calls
+    global _rows
     torch.set_num_threads(1)
     _rows = torch.randn(num_rows, dim)
     _join("server", port)

@@ -1,4 +1,4 @@
-"""What each process of a job trains: ``python -m benchmarks.shadowsync_training '{"folder": ..., "strategy": ...}'``."""
+"""What each process of a job trains: ``python -m benchmarks.shadowsync_training '{"folder": ..., ...}'``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,229 @@
+"""The ShadowSync suite: jobs in turns, a link between two hosts, what is kept of interrupted runs, the command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from benchmarks import shadowsync_link, shadowsync_quality
+from benchmarks.shadowsync_jobs import Job, descendants, steps_per_second
+from benchmarks.shadowsync_link import NoLinkError, linked_hosts
+from benchmarks.shadowsync_quality import Quality
+from hydra import initialize_config_dir
+from recipe_helpers import CONF, TINY, run_recipe
+from recipe_tools.quiet import be_quiet
+
+CHAIN = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+
+
+def test_steps_per_second_when_steps_span_pauses_then_only_running_time_counts():
+    # A step takes 0.4 s of running time; the job runs 1 s of every 10.
+    runs = [(10.0 * i, 10.0 * i + 1.0) for i in range(6)]
+    steps = np.array([10.0 * int(0.4 * k) + (0.4 * k) % 1 for k in range(1, 16)])
+    assert steps_per_second([steps, steps], runs) == pytest.approx([5.0] * 4)
+
+
+def test_steps_per_second_when_one_turn_was_slower_then_it_shows_in_that_turn_only():
+    runs = [(0.0, 2.0), (2.0, 4.0), (4.0, 6.0), (6.0, 8.0)]
+    steps = np.array([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 4.5, 5.0, 5.5, 6.0, 7.0, 8.0])
+    assert steps_per_second([steps], runs) == pytest.approx([1.0, 2.0])
+
+
+def test_descendants_then_those_of_children_are_found_as_well():
+    with subprocess.Popen([sys.executable, "-c", CHAIN]) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while len(descendants(process.pid)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            root, *others = descendants(process.pid)
+            assert root == process.pid
+            assert others == [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        finally:
+            for pid in descendants(process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_job_when_it_fails_then_its_output_is_told_and_nothing_is_left(tmp_path):
+    settings = {"batch_size": 4, "strategy": {"num_trainers": 0}}
+    job = Job("broken", [[sys.executable]], settings=[settings], folder=tmp_path, workers=2)
+    with pytest.raises(RuntimeError, match=r"job 'broken' failed:(.|\n)*strategy.num_trainers must be at least 1"), job:
+        pass
+    assert [process.poll() is not None for process in job._main] == [True]
+
+
+# --- The link --------------------------------------------------------------------------------------------------------
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+def test_linked_hosts_when_there_is_no_root_then_says_what_is_needed(monkeypatch):
+    monkeypatch.setattr(shadowsync_link.os, "geteuid", lambda: 1000)
+    with pytest.raises(NoLinkError, match="need root and iproute2"), linked_hosts():
+        pass
+
+
+def test_linked_hosts_then_they_reach_each_other_at_the_rate_and_are_gone_afterwards():
+    try:
+        with linked_hosts("80mbit") as (a, b):
+            assert a.namespace in namespaces()
+            server = subprocess.Popen(
+                b.command(sys.executable, "-c", RECEIVE, b.address), stdout=subprocess.PIPE, text=True
+            )
+            with server:
+                assert server.stdout.readline() == "ready\n"
+                subprocess.run(a.command(sys.executable, "-c", SEND, b.address), check=True, timeout=60)
+                seconds = float(server.stdout.readline())
+    except NoLinkError as error:
+        pytest.skip(str(error))
+    assert seconds > 0.3  # 4 MB at 10 MB/s take 0.4 s; memory to memory it would be a hundredth of that
+    assert a.namespace not in namespaces()
+    assert b.namespace not in namespaces()
+
+
+RECEIVE = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], 5000)) as door:
+    print("ready", flush=True)
+    peer, _ = door.accept()
+    began, got = time.monotonic(), 0
+    while chunk := peer.recv(1 << 16):
+        got += len(chunk)
+    assert got == 4_000_000
+    print(time.monotonic() - began)
+"""
+SEND = "import socket, sys; socket.create_connection((sys.argv[1], 5000)).sendall(bytes(4_000_000))"
+
+
+def test_linked_hosts_when_work_fails_inside_then_they_are_gone():
+    try:
+        with pytest.raises(ZeroDivisionError), linked_hosts() as (a, _):
+            raise ZeroDivisionError
+    except NoLinkError as error:
+        pytest.skip(str(error))
+    assert a.namespace not in namespaces()
+
+
+# --- Quality ---------------------------------------------------------------------------------------------------------
+
+
+def test_quality_then_means_gaps_and_the_bar_are_those_of_the_seeds():
+    def runs(*values: float, gap: float) -> list[dict[str, float]]:
+        return [{"test/ne": value, "sync/gap": gap} for value in values]
+
+    methods = {"S-EASGD": runs(0.79, 0.81, gap=6.0), "a": runs(0.79, 0.83, gap=5.0), "b": runs(0.79, 0.80, gap=30.0)}
+    quality = Quality("rows", methods)
+    bar = quality.bar()
+    assert bar.value == pytest.approx(100 * (0.80 / 0.795 - 1))
+    assert bar.verdict == "FAIL"
+    lines = list(zip(*(column.cells for column in quality.table().columns), strict=True))
+    assert lines[0] == ("S-EASGD", "6.0", "0.80000 ± 0.01414", "0.79000 to 0.81000", "+0.000%")
+    assert lines[2][-1] == "-0.625%"
+
+
+@pytest.mark.distributed
+def test_quality_when_run_again_then_only_what_was_not_finished_is_trained(tmp_path):
+    common = ["model=dlrm", *TINY, "strategy=shadowsync", "~callbacks.model_checkpoint"]
+    common += ["+trainer.enable_checkpointing=false", "trainer.limit_val_batches=0"]
+    methods = {"S-EASGD": [], "FR-EASGD-2": ["strategy.mode=foreground", "strategy.gap=2"]}
+
+    def measure() -> Quality:
+        return shadowsync_quality.measure(
+            data={"synthetic": ["data=synthetic"]},
+            methods=methods,
+            common=common,
+            seeds=[0],
+            cache=tmp_path,
+            root=str(tmp_path),
+        )[0]
+
+    def written() -> dict[str, int]:
+        return {path.parent.name[:16]: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.json")}
+
+    be_quiet()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        first, before = measure(), written()
+        (path,) = tmp_path.glob("synthetic-FR-*/metrics.json")
+        path.write_text(path.read_text().replace('"status": "completed"', '"status": "running"'))
+        second, after = measure(), written()
+    assert len(before) == 2
+    assert after["synthetic-S-EASG"] == before["synthetic-S-EASG"]
+    assert after["synthetic-FR-EAS"] > before["synthetic-FR-EAS"]
+    assert second.runs["S-EASGD"] == first.runs["S-EASGD"]
+    assert second.runs["FR-EASGD-2"][0]["sync/gap"] == pytest.approx(2, abs=0.6)
+    assert 0 < second.runs["FR-EASGD-2"][0]["test/ne"] < 2
+
+
+# --- The command line ------------------------------------------------------------------------------------------------
+
+SHORT = ("suite=shadowsync", "suite.rounds=1", "suite.seconds=0.5", "suite.batch_size=64")
+
+
+def run_part(part: str, folder: Path, *arguments: str) -> tuple[list[dict], dict[str, dict]]:
+    """Results and bars of one part, which fills a page as well."""
+    page = folder / "page.md"
+    page.write_text("<!-- suite=shadowsync -->\n<!-- end of suite=shadowsync -->\n")
+    own = (f"suite.parts=[{part}]", f"hydra.run.dir={folder / 'run'}", f"page={page}")
+    done = run_recipe("benchmark.py", *SHORT, *own, *arguments, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"{part}: " in done.stderr  # how long it took
+    assert "limit" in page.read_text()
+    *results, bars = json.loads((folder / "run" / "shadowsync.json").read_text())["rows"]
+    return results, {bar["name"]: bar for bar in bars["bars"]}
+
+
+@pytest.mark.distributed
+def test_overhead_then_both_jobs_train_and_one_of_them_synchronises(tmp_path):
+    (row, gaps), bars = run_part("overhead", tmp_path)
+    assert set(row["examples_per_second"]) == {"not synchronised", "S-EASGD"}
+    assert min(row["examples_per_second"].values()) > 0
+    assert list(gaps["telemetry"]) == ["S-EASGD"]
+    assert set(gaps["telemetry"]["S-EASGD"]) == {"0", "1"}
+    assert all(trainer["comm/sent_bytes"] > 4e6 for trainer in gaps["telemetry"]["S-EASGD"].values())  # over the wire
+    assert {bar["verdict"] for bar in bars.values()} <= {"pass", "FAIL"}
+    assert (tmp_path / "images" / "shadowsync.png").stat().st_size > 1000
+
+
+@pytest.mark.distributed
+def test_scale_then_two_trainers_stand_beside_two_processes(tmp_path):
+    (row,), bars = run_part("scale", tmp_path)
+    assert row["ratio_to_base"]["two processes"] == 1.0
+    assert bars["two trainers / two processes"]["value"] > 0
+
+
+@pytest.mark.distributed
+def test_link_then_every_method_trains_on_two_hosts_with_its_gap(tmp_path):
+    results, bars = run_part("link", tmp_path)
+    if not results:
+        assert {bar["verdict"] for bar in bars.values()} == {"not measured"}
+        pytest.skip("no network namespaces here")
+    row, gaps = results
+    assert set(row["examples_per_second"]) == {"not synchronised", "FR-EASGD-5", "FR-EASGD-30", "S-EASGD"}
+    assert set(gaps["telemetry"]["FR-EASGD-5"]) == {"0", "1"}
+    for trainer in gaps["telemetry"]["FR-EASGD-5"].values():
+        assert 5 <= trainer["sync/gap"] < 10
+    assert "lrb" not in namespaces()
+
+
+@pytest.mark.distributed
+def test_store_then_every_comparison_has_its_bar(tmp_path):
+    small = ("suite.store.shapes=[[16,64]]", "suite.store.rounds=1", "suite.store.seconds=0.02")
+    results, bars = run_part("store", tmp_path, *small)
+    assert [set(row["examples_per_second"]) for row in results] == [
+        {"shm", "bare FBGEMM", "bare kernel of ours"},
+        {"torch RPC", "tcp"},
+    ]
+    assert [bar.split(",")[0] for bar in bars] == ["shm / bare FBGEMM kernel", "tcp / torch RPC"]
+
+
+def test_suite_when_a_part_is_unknown_then_the_parts_are_named(tmp_path):
+    done = run_recipe("benchmark.py", "suite=shadowsync", "suite.parts=[overheads]", folder=tmp_path)
+    assert done.returncode == 1
+    assert "suite.parts must be some of link, overhead, scale, store, quality, got 'overheads'" in done.stderr
