@@ -31,6 +31,7 @@ from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.report import print_results
 
+from lightning_recsys.checkpoints import is_folder, read_checkpoint
 from lightning_recsys.runtime import configure_worker
 
 # What evaluation decides anew; everything else is as in training.
@@ -79,7 +80,7 @@ def offer_checkpoint_config(arguments: list[str]) -> None:
             raise SystemExit("ckpt_path: name the checkpoint, as in python recipes/evaluate.py ckpt_path=best.ckpt")
         ConfigStore.instance().store("checkpoint", node={})  # --help and the like
         return
-    if not Path(path).is_file():
+    if not Path(path).is_file() and not is_folder(path):
         raise SystemExit(f"ckpt_path: there is no file {path}")
     trained = load_checkpoint(path).get("hyper_parameters", {}).get("config")
     if trained is None:
@@ -89,7 +90,9 @@ def offer_checkpoint_config(arguments: list[str]) -> None:
 
 
 def load_checkpoint(path: str) -> dict[str, Any]:
-    """The checkpoint, its tensors left on disk."""
+    """The checkpoint; the tensors of a file are left on disk."""
+    if is_folder(path):
+        return read_checkpoint(path)
     checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return checkpoint
 

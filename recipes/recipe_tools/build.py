@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from pytorch_lightning.callbacks import ProgressBar
 from torch import nn
 
+from lightning_recsys.checkpoints import FolderCheckpointIO
 from lightning_recsys.data.typed_yaml import load_yaml
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.tasks import CTRTask
@@ -89,7 +90,10 @@ def build_task(config: Config, datamodule: Any) -> CTRTask:
 
 
 def build_trainer(config: Config, **arguments: Any) -> pl.Trainer:
-    """The trainer of the config, with arguments that the recipe decides."""
+    """The trainer of the config, with arguments that the recipe decides. It loads folder checkpoints, too."""
+    is_lightnings = isinstance(arguments.get("strategy", config["trainer"]["strategy"]), str)
+    if is_lightnings and "plugins" not in config["trainer"]:  # ours can do it by themselves
+        arguments["plugins"] = [FolderCheckpointIO()]
     trainer: pl.Trainer = build(config["trainer"], partial=True)(**arguments)
     return trainer
 

@@ -15,8 +15,9 @@ from torch import nn
 
 from lightning_recsys.callbacks import StalenessMonitor
 from lightning_recsys.data import SyntheticDataModule
-from lightning_recsys.models import DLRM
-from lightning_recsys.optim import Adagrad
+from lightning_recsys.models import DLRM, WideDeep
+from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import ForkserverDDPStrategy, ShadowSyncStrategy
 from lightning_recsys.sync import Exchange, SyncAlgorithm
 from lightning_recsys.tasks import CTRTask
@@ -133,6 +134,38 @@ def test_foreground_averaging_at_every_step_when_trained_with_sgd_then_equals_dd
     make_trainer(ForkserverDDPStrategy(), devices=2).fit(reduced)
     assert not torch.allclose(parameters(reduced), parameters(Regression((5, 5))), atol=1e-3)  # it did train
     torch.testing.assert_close(parameters(averaged), parameters(reduced), rtol=0, atol=1e-6)
+
+
+class Ratings(pl.LightningModule):
+    """Somebody's own model, with plain embedding modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items, self.kinds, self.out = nn.Embedding(64, 4), nn.Embedding(5, 4), nn.Linear(8, 1)
+
+    def training_step(self, ids, batch_idx):
+        features = torch.cat([self.items(ids), self.kinds(ids % 5)], dim=1)
+        return nn.functional.mse_loss(self.out(features).squeeze(1), ids / 64)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.arange(64), batch_size=8)
+
+
+@pytest.mark.parametrize("options", [{"min_rows": 60}, {"embeddings": ["items", "kinds"], "num_embedding_servers": 2}])
+def test_plain_embeddings_when_served_then_train_as_on_a_single_device(options):
+    expected, actual = Ratings(), Ratings()
+    settings = {"max_epochs": 3, "use_distributed_sampler": False}
+    make_trainer("auto", **settings).fit(expected)
+    make_trainer(ShadowSyncStrategy(num_trainers=1, row_optimizer=SGD(0.5), **options), **settings).fit(actual)
+    assert type(actual.items) is nn.Embedding
+    assert not torch.equal(actual.items.weight, Ratings().items.weight)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(actual.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
 # --- Who waits for whom ----------------------------------------------------------------------------------------------
@@ -411,5 +444,38 @@ def test_telemetry_when_logged_then_counts_rounds_and_bytes(algorithm, transport
     elif transport == "tcp":
         assert metrics["comm/sent_bytes"] >= 4 * 4 * size
         assert metrics["comm/received_bytes"] >= 4 * 4 * size
+        assert metrics["load/sync-0"] == metrics["load/sync-1"] >= 4
     else:
         assert metrics["comm/sent_bytes"] == metrics["comm/received_bytes"] == 0
+
+
+# --- What it costs ---------------------------------------------------------------------------------------------------
+
+
+def normalized_entropy(strategy) -> float:
+    """Of Wide & Deep after one pass over 500 000 synthetic rows: enough for half the steps to arrive as well."""
+    pl.seed_everything(0, verbose=False)
+    configure_worker()  # as in workers: one thread, no denormals
+    data = SyntheticDataModule(
+        batch_size=100, train_rows=500_000, val_rows=30_000, test_rows=1000, cardinalities=(10, 20, 50), num_dense=4
+    )
+    data.setup("fit")
+    model = WideDeep(data.num_dense, data.fields, embedding_dim=4, hidden=[16], row_optimizer=Adagrad(0.1))
+    task = CTRTask(model, optimizer=partial(torch.optim.Adagrad, lr=0.1, fused=True))
+    trainer = make_trainer(strategy, use_distributed_sampler=False)
+    trainer.fit(task, datamodule=data)
+    return trainer.callback_metrics["val/ne"].item()
+
+
+@pytest.fixture(scope="module")
+def reference() -> float:
+    return normalized_entropy("auto")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("trainers", "workers"), [(2, 1), (1, 2), (2, 2)])
+def test_layout_when_trained_on_synthetic_rows_then_is_as_good_as_one_process(reference, trainers, workers):
+    ne = normalized_entropy(ShadowSyncStrategy(num_trainers=trainers, workers_per_trainer=workers))
+    assert reference < 0.75, "the reference has learned"
+    assert ne <= 1.003 * reference
