@@ -22,11 +22,11 @@ from lightning_recsys.data.prepared.stream import StreamRequest, prefetched, rea
 
 # Compression, rows to shuffle among, reader.
 VARIANTS = {
-    "local": ("none", 262_144, "local"),
+    "local": ("none", 65_536, "local"),
     "local, no shuffling": ("none", 0, "local"),
-    "local, zstd": ("zstd", 262_144, "local"),
-    "shared": ("none", 262_144, "shared"),
-    "shared, zstd": ("zstd", 262_144, "shared"),
+    "local, zstd": ("zstd", 65_536, "local"),
+    "shared": ("none", 65_536, "shared"),
+    "shared, zstd": ("zstd", 65_536, "shared"),
 }
 
 

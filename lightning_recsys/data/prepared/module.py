@@ -42,7 +42,7 @@ class PreparedDataModule(CTRDataModule):
         *,
         root: str | Path,
         batch_size: int = 2048,
-        shuffle_window: int = 262_144,
+        shuffle_window: int = 65_536,
         reader: Literal["local", "shared"] = "local",
         prefetch_batches: int = 4,
         seed: int | None = 0,

@@ -191,6 +191,7 @@ class PreparedRows:
             name: _bag(lists[name], lists.get(name + WEIGHTS_SUFFIX) if features[name].weighted else None)
             for name in bag_names
         }
+        pa.default_memory_pool().release_unused()  # what decoding took, which Arrow would keep for later
         return Window(labels_W, dense_WI, ids_FW, bags, tuple(features))
 
     def _groups(self, shard: Shard) -> Iterator[tuple[int, int]]:
