@@ -93,7 +93,9 @@ class ServedTables:
 def plan_placement(
     collections: Mapping[str, EmbeddingBagCollection], num_servers: int, *, method: PlacementMethod
 ) -> PlacementPlan:
-    """Spread the tables of all collections over servers; ``profiled`` measures them first."""
+    """Spread the tables of all collections over servers; ``profiled`` measures them first, if there is a choice."""
+    if num_servers == 1:
+        method = "size"
     costs: list[TableCost] = []
     for name, collection in collections.items():
         measured = measure_costs(collection) if method == "profiled" else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,3 +200,21 @@ def test_algorithm_when_registered_then_is_made_by_its_name(monkeypatch):
 def test_registration_when_it_is_no_algorithm_then_refused(wrong):
     with pytest.raises(TypeError, match="'mine': a synchronisation algorithm is a subclass of SyncAlgorithm"):
         register_algorithm("mine", wrong)
+
+
+def test_algorithm_in_the_docs_when_run_then_does_what_they_say(monkeypatch):
+    monkeypatch.setattr(registry_module, "_ALGORITHMS", dict(registry_module._ALGORITHMS))
+    page = (Path(__file__).parents[2] / "docs/shadowsync.md").read_text()
+    (block,) = re.findall(
+        r"```python\n(.*?class SlowMomentum.*?)```", page.partition("## Adding an algorithm")[2], re.DOTALL
+    )
+    exec(compile(block, "docs/shadowsync.md", "exec"), {})
+    algorithm, replica = make_algorithm("slow_momentum", {"alpha": 1.0}), vector(7.0)
+    algorithm.start(vector(0.0))
+    algorithm.fold(replica, vector(10.0))  # momentum 10, model 10
+    algorithm.fold(replica, vector(10.0))  # momentum 7 + 0, model 17
+    assert replica.item() == 17.0
+    copy = make_algorithm("slow_momentum", {})
+    copy.start(vector(0.0))
+    copy.load_state_dict(algorithm.state_dict())
+    assert {name: x.item() for name, x in copy.state_dict().items()} == {"model": 17.0, "momentum": 7.0}
