@@ -116,7 +116,8 @@ def markdown(results: Sequence[Result]) -> str:
         if not isinstance(result, Row):
             table = result.table()
             cells = zip(*(map(str, column.cells) for column in table.columns), strict=True)
-            parts.append(f"{str(table.title).capitalize()}:")
+            title = str(table.title)
+            parts.append(f"{title[:1].upper()}{title[1:]}:")
             parts.append(
                 _markdown_table([str(column.header) for column in table.columns], [list(line) for line in cells])
             )

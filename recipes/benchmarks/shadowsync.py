@@ -108,9 +108,10 @@ class Suite:
     seconds: float
 
     def overhead(self) -> Measured:
-        """With and without rounds, which go through a sync server over loopback."""
+        """With and without rounds, which go to a sync server over loopback; rows are in shared memory."""
         variants = {NOT_SYNCHRONISED: NEVER, "S-EASGD": BACKGROUND}
-        row, gaps = self._measure("one machine", {name: self._on_one_machine(how) for name, how in variants.items()})
+        jobs = {name: self._on_one_machine(how, sync_over_tcp=True) for name, how in variants.items()}
+        row, gaps = self._measure("one machine", jobs)
         bars = [
             Bar("S-EASGD / not synchronised", row.measured.ratio("S-EASGD", NOT_SYNCHRONISED), "at least", 0.97),
             Bar(f"sync gap of S-EASGD, {row.workload}", gaps.gap("S-EASGD"), "at most", 10, " steps"),
@@ -124,7 +125,7 @@ class Suite:
             "settings": [{"batch_size": self.batch_size, "strategy": None, "start": start} for start in (0.0, 0.5)],
             "workers": 2,
         }
-        jobs = {"two processes": alone, "two trainers": self._on_one_machine(BACKGROUND, transport="auto")}
+        jobs = {"two processes": alone, "two trainers": self._on_one_machine(BACKGROUND)}
         row, _ = self._measure("one machine", jobs, base="two processes")
         bar = Bar("two trainers / two processes", row.measured.ratio("two trainers", "two processes"), "at least", 0.95)
         return [row], [bar]
@@ -166,9 +167,9 @@ class Suite:
         synchronised = {name: x for name, x in told.items() if any("sync/gap" in each for each in x.values())}
         return Row(title, measured, base=base), Gaps(title, synchronised)
 
-    def _on_one_machine(self, how: Mapping[str, Any], *, transport: str = "tcp") -> dict[str, Any]:
-        strategy = {"num_trainers": 2, "transport": transport, **how}
-        settings = {"batch_size": self.batch_size, "strategy": strategy}
+    def _on_one_machine(self, how: Mapping[str, Any], *, sync_over_tcp: bool = False) -> dict[str, Any]:
+        strategy = {"num_trainers": 2, **how}
+        settings = {"batch_size": self.batch_size, "strategy": strategy, "sync_over_tcp": sync_over_tcp}
         return {"launchers": [python()], "settings": [settings], "workers": 2}
 
     def _on_two_hosts(self, how: Mapping[str, Any], hosts: tuple[Any, Any]) -> dict[str, Any]:

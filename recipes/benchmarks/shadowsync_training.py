@@ -24,6 +24,7 @@ from recipe_tools.quiet import be_quiet
 from lightning_recsys.data import Batch
 from lightning_recsys.models import DLRM
 from lightning_recsys.optim import RowwiseAdagrad
+from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import ShadowSyncStrategy
 
@@ -53,6 +54,14 @@ class StepTimes(pl.Callback):
         if isinstance(trainer.strategy, ShadowSyncStrategy):
             told = {name: value for name, value in trainer.strategy.telemetry().items() if isinstance(value, float)}
             (self.folder / f"telemetry-{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+class SyncServersOverTcp(ShadowSyncStrategy):
+    """Rows in shared memory, but the centre of the replicas behind a server."""
+
+    def stores(self, kind: str) -> list[Stores]:
+        self.transport = "tcp" if kind == "sync" else "auto"
+        return super().stores(kind)
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,7 @@ def train(
     folder: Path,
     batch_size: int,
     strategy: Mapping[str, Any] | None,
+    sync_over_tcp: bool = False,
     num_nodes: int = 1,
     start: float = 0.0,
 ) -> None:
@@ -100,6 +110,7 @@ def train(
         folder: As in :class:`StepTimes`.
         batch_size: Examples of a step of a worker.
         strategy: Arguments of :class:`ShadowSyncStrategy`; ``None`` trains in this process alone.
+        sync_over_tcp: Use :class:`SyncServersOverTcp`.
         num_nodes: Lightning's.
         start: As in :class:`Batches`.
     """
@@ -108,11 +119,12 @@ def train(
     configure_worker()
     pl.seed_everything(0, verbose=False)
     work = Workload(rows=ROWS)
+    kind = SyncServersOverTcp if sync_over_tcp else ShadowSyncStrategy
     trainer = pl.Trainer(
         accelerator="cpu",
         devices="auto" if strategy is not None and num_nodes == 1 else 1,
         num_nodes=num_nodes,
-        strategy="auto" if strategy is None else ShadowSyncStrategy(**strategy),
+        strategy="auto" if strategy is None else kind(**strategy),
         callbacks=[StepTimes(folder)],
         max_epochs=-1,
         logger=False,

@@ -173,12 +173,13 @@ def run_part(part: str, folder: Path, *arguments: str) -> tuple[list[dict], dict
     own = (f"suite.parts=[{part}]", f"hydra.run.dir={folder / 'run'}", f"page={page}")
     done = run_recipe("benchmark.py", *SHORT, *own, *arguments, folder=folder)
     assert done.returncode == 0, done.stderr
-    assert f"{part}: " in done.stderr  # how long it took
+    assert f"{part}: " in done.stdout  # how long it took
     assert "limit" in page.read_text()
     *results, bars = json.loads((folder / "run" / "shadowsync.json").read_text())["rows"]
     return results, {bar["name"]: bar for bar in bars["bars"]}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_overhead_then_both_jobs_train_and_one_of_them_synchronises(tmp_path):
     (row, gaps), bars = run_part("overhead", tmp_path)
@@ -191,6 +192,7 @@ def test_overhead_then_both_jobs_train_and_one_of_them_synchronises(tmp_path):
     assert (tmp_path / "images" / "shadowsync.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_scale_then_two_trainers_stand_beside_two_processes(tmp_path):
     (row,), bars = run_part("scale", tmp_path)
@@ -198,6 +200,7 @@ def test_scale_then_two_trainers_stand_beside_two_processes(tmp_path):
     assert bars["two trainers / two processes"]["value"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_link_then_every_method_trains_on_two_hosts_with_its_gap(tmp_path):
     results, bars = run_part("link", tmp_path)
@@ -212,6 +215,7 @@ def test_link_then_every_method_trains_on_two_hosts_with_its_gap(tmp_path):
     assert "lrb" not in namespaces()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_store_then_every_comparison_has_its_bar(tmp_path):
     small = ("suite.store.shapes=[[16,64]]", "suite.store.rounds=1", "suite.store.seconds=0.02")
