@@ -83,6 +83,8 @@ class CenterRounds(Rounds):
             piece.begin_elastic_average(part, alpha=self.algorithm.alpha)
             for piece, part in zip(self._pieces, torch.split(self.replica, self._sizes), strict=True)
         ]
+        if len(answers) == 1:
+            return answers[0]()
         for answer, part in zip(answers, torch.split(self._answer, self._sizes), strict=True):
             part.copy_(answer())
         return self._answer

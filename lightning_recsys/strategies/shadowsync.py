@@ -59,7 +59,7 @@ class ShadowSyncStrategy(RecsysStrategy):
         mode: ``background`` runs rounds in the shadow thread, ``foreground`` between two steps, while the worker waits.
         alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica. Not with an algorithm object.
         gap: Foreground: steps of a worker from one round to the next.
-        interval: Seconds from one round to the next: in the background instead of as often as 0.4 % of a core allows,
+        interval: Seconds from one round to the next: in the background instead of as often as 0.5 % of a core allows,
             in the foreground instead of ``gap``.
         eta: BMUF's step size; ``None`` is its default, 1.
         block_momentum: BMUF's momentum; ``None`` is its default, 0.
