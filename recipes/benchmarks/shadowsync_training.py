@@ -83,7 +83,7 @@ class Batches:
 
 
 def make_task(work: Workload) -> TaskAlone:
-    """DLRM with 1.06 million dense parameters."""
+    """DLRM with a million dense parameters: 1.06 million where rows are 16 wide."""
     network = DLRM(
         work.num_dense,
         work.fields,
@@ -99,6 +99,7 @@ def train(
     *,
     folder: Path,
     batch_size: int,
+    dim: int = 16,
     strategy: Mapping[str, Any] | None,
     sync_over_tcp: bool = False,
     num_nodes: int = 1,
@@ -109,6 +110,7 @@ def train(
     Args:
         folder: As in :class:`StepTimes`.
         batch_size: Examples of a step of a worker.
+        dim: Width of the rows.
         strategy: Arguments of :class:`ShadowSyncStrategy`; ``None`` trains in this process alone.
         sync_over_tcp: Use :class:`SyncServersOverTcp`.
         num_nodes: Lightning's.
@@ -118,7 +120,7 @@ def train(
     warnings.filterwarnings("ignore")
     configure_worker()
     pl.seed_everything(0, verbose=False)
-    work = Workload(rows=ROWS)
+    work = Workload(rows=ROWS, dim=dim)
     kind = SyncServersOverTcp if sync_over_tcp else ShadowSyncStrategy
     trainer = pl.Trainer(
         accelerator="cpu",
