@@ -140,13 +140,10 @@ def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor
             target.write(first, block)
 
 
-def read_extras(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[int, Any]:
-    """What the ranks added, by the rank that saved it."""
+def read_extras(path: str | os.PathLike[str], index: int, *, weights_only: bool = True) -> Any:
+    """What the ``index``-th of the ranks that added something did add; ``None`` where fewer did."""
     files = sorted(_version(path).glob(f"{_EXTRAS}*.pt"))
-    return {
-        int(file.stem.removeprefix(_EXTRAS)): torch.load(file, map_location="cpu", weights_only=weights_only)
-        for file in files
-    }
+    return None if index >= len(files) else torch.load(files[index], map_location="cpu", weights_only=weights_only)
 
 
 class _Shares(DefaultSavePlanner):

@@ -334,7 +334,7 @@ class RecsysStrategy(DDPStrategy):
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save: a folder where rows are in stores, each rank a share of them, otherwise a file.
+        """Save: a folder where :attr:`saves_folders`, each rank a share of the rows, otherwise a file.
 
         What the main process of a failed run holds is not saved: the weights from before that run. Lightning runs
         ``on_exception`` of the callbacks there, and some of them save checkpoints.
@@ -348,14 +348,18 @@ class RecsysStrategy(DDPStrategy):
                 " before it only. `ModelCheckpoint(every_n_train_steps=...)` saves while the workers run."
             )
             return
-        stored = self._stored_tensors()
-        if not stored:
+        if not self.saves_folders:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError(f"{filepath} becomes a folder, which takes no storage_options, got {storage_options}.")
-        whole = checkpoint | {"state_dict": checkpoint["state_dict"] | stored}
+        whole = checkpoint | {"state_dict": checkpoint["state_dict"] | self._stored_tensors()}
         save_folder(self.broadcast(str(filepath)), whole, extras=self.checkpoint_extras())
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether a checkpoint is a folder at the moment: there is something that rank 0 does not have."""
+        return bool(self._stored_tensors())
 
     def checkpoint_extras(self) -> dict[str, Any] | None:
         """What this rank adds to a folder checkpoint, in plain containers and tensors; every rank is asked."""

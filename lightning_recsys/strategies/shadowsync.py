@@ -21,6 +21,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_recsys.checkpoints import is_folder, read_extras
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
 from lightning_recsys.parameter_server.interfaces import DenseStore
@@ -163,7 +164,9 @@ class ShadowSyncStrategy(RecsysStrategy):
         self._averaged = False  # the average of the replicas stands in their place,
         self._own_weights: Tensor | None = None  # and a leader keeps its replica here
         self._restored: dict[str, Any] | None = None
+        self._restored_trainer: dict[str, Any] | None = None
         self._saved: dict[str, Any] = {}
+        self._saved_trainer: dict[str, Any] | None = None
         self._iterations: Any = None  # of each worker of this trainer; a NumPy view of what they share
         self._others_before: int | None = None
         self._staleness: deque[int] = deque(maxlen=STALENESS_WINDOW)
@@ -317,6 +320,7 @@ class ShadowSyncStrategy(RecsysStrategy):
         if self.workers_per_trainer > 1:
             share_optimizer_state(self.optimizers, team_size=self.workers_per_trainer)
         self._driver = self._make_driver() if self._synchronises else None
+        self._restore_replica()
         self._training = True
         self.barrier("all replicas are there")
         self._start_driver()
@@ -511,7 +515,7 @@ class ShadowSyncStrategy(RecsysStrategy):
         """While training, the average of the replicas, which is what validation sees; all ranks call this."""
         with self._average_in_place():
             if self._training:
-                self._saved = self._sync_state()
+                self._saved, self._saved_trainer = self._sync_state(), self._trainer_state()
             state = super().lightning_module_state_dict()
             if self._replica is None:
                 return state
@@ -529,16 +533,50 @@ class ShadowSyncStrategy(RecsysStrategy):
             saved[CENTER] = self._driver.rounds.pull_center()
         return saved
 
+    def _trainer_state(self) -> dict[str, Any] | None:
+        """What each trainer has of its own, and its first worker adds to a checkpoint."""
+        if not (self._synchronises and self._leads):
+            return None
+        assert self._replica is not None
+        replica = self._replica.flat if self._own_weights is None else self._own_weights
+        return {"replica": replica.clone(), "optimizer_states": [x.state_dict() for x in self.optimizers]}
+
+    @property
+    def saves_folders(self) -> bool:  # noqa: D102 - inherited
+        return super().saves_folders or (self._training and self._synchronises)
+
+    def checkpoint_extras(self) -> dict[str, Any] | None:  # noqa: D102 - inherited
+        return self._saved_trainer
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save, with the algorithm's memory beside the optimizers'."""
-        if self._saved and "optimizer_states" in checkpoint:
+        """Save, with the algorithm's memory and every trainer's replica and optimizers."""
+        if "optimizer_states" not in checkpoint:  # weights only
+            self._saved_trainer = None
+        elif self._saved:
             checkpoint[CHECKPOINT_KEY] = self._saved
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load, with what this trainer had; a trainer that the saved run had not starts from the average."""
+        loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if is_folder(checkpoint_path):
+            trusted = weights_only is False
+            self._restored_trainer = read_extras(checkpoint_path, self.trainer_index, weights_only=not trusted)
+        return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, and keep the algorithm's memory for the start of training."""
         self._restored = checkpoint.get(CHECKPOINT_KEY)
         super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this trainer's own where the checkpoint has it, else the first trainer's."""
+        super().load_optimizer_state_dict(self._restored_trainer or checkpoint)
+
+    def _restore_replica(self) -> None:
+        if self._restored_trainer is not None and self._synchronises and self._leads:
+            assert self._replica is not None
+            self._replica.flat.copy_(self._restored_trainer["replica"])
 
     # --- Telemetry and the end ---------------------------------------------------------------------------------------
 

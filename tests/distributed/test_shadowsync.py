@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
 from lightning_recsys.callbacks import StalenessMonitor
+from lightning_recsys.checkpoints import read_checkpoint, read_extras
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import DLRM, WideDeep
 from lightning_recsys.optim import SGD, Adagrad
@@ -330,7 +331,7 @@ def test_run_when_resumed_then_goes_on_with_all_its_memory(tmp_path, algorithm, 
         Regression(counts, optimizer=make)
     )
     (path,) = tmp_path.glob("*.ckpt")
-    saved = torch.load(path, weights_only=True)
+    saved = read_checkpoint(path)
     names = {"easgd": {"algorithm", "state", "center"}}.get(algorithm, {"algorithm", "state"})
     assert saved["shadowsync"].keys() == names
     assert saved["shadowsync"]["state"].keys() == ({"global", "momentum"} if algorithm == "bmuf" else set())
@@ -350,10 +351,13 @@ class StartsFrom(Callback):
         if trainer.global_step != 4 or hasattr(self, "seen"):
             return
         self.seen = True
-        saved = torch.load(self.path, weights_only=True)
-        own = pl_module.state_dict()
-        if trainer.strategy.workers_per_trainer == 1:  # else a worker may be a step ahead
-            assert all(torch.equal(own[name], value) for name, value in saved["state_dict"].items())
+        saved, strategy = read_checkpoint(self.path), trainer.strategy
+        mine = read_extras(self.path, strategy.trainer_index)
+        if strategy.workers_per_trainer == 1:  # else a worker may be a step ahead
+            assert torch.equal(strategy._replica.flat, mine["replica"])
+            assert not torch.equal(mine["replica"], read_extras(self.path, 1 - strategy.trainer_index)["replica"])
+            momentum = mine["optimizer_states"][0]["state"][0]["exp_avg"]
+            assert torch.equal(trainer.optimizers[0].state_dict()["state"][0]["exp_avg"], momentum)
         driver = trainer.strategy._driver
         if driver is not None and trainer.is_global_zero:
             for name, value in saved["shadowsync"]["state"].items():

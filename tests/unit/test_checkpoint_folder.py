@@ -60,7 +60,8 @@ def test_checkpoint_when_read_then_dense_part_and_the_rest_are_back(saved):
     assert read["state_dict"].keys() == {"layer.weight", "extra"}
     assert torch.equal(read["state_dict"]["layer.weight"], torch.ones(2, 2))
     assert read["state_dict"]["extra"] == {"notes": [1, 2]}
-    assert torch.equal(read_extras(saved)[0]["replica"], torch.zeros(2))
+    assert torch.equal(read_extras(saved, 0)["replica"], torch.zeros(2))
+    assert read_extras(saved, 1) is None
 
 
 def test_whole_state_dict_when_read_then_has_the_rows(saved):
