@@ -12,10 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class Job:
         self.workers = workers
         self.telemetry: dict[int, dict[str, float]] = {}
         self._commands = [
-            [*launcher, *TRAINING, json.dumps({**own, "folder": str(folder)})]
+            [*launcher, *TRAINING, json.dumps({**own, "folder": str(folder), "asker": os.getpid()})]
             for launcher, own in zip(launchers, settings, strict=True)
         ]
         self._environments = [dict(x) for x in environment] * (len(self._commands) // len(environment))
@@ -71,10 +71,14 @@ class Job:
         try:
             for i, (command, own) in enumerate(zip(self._commands, self._environments, strict=True)):
                 with (self.folder / f"output-{i}").open("wb") as output:
-                    environment = {**os.environ, "PYTHONPATH": search, **own}
-                    self._main.append(
-                        subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
+                    process = subprocess.Popen(  # noqa: S603
+                        command,
+                        env={**os.environ, "PYTHONPATH": search, **own},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        process_group=0,  # if we are killed, the system wakes a stopped group and hangs up on it
                     )
+                self._main.append(process)
             self._await(lambda: min(map(len, self._step_times()), default=0) >= WARM_STEPS, START_SECONDS, "train")
         except BaseException:
             self._kill()
@@ -156,6 +160,7 @@ def jobs_in_turns(jobs: Mapping[str, Job], *, batch_size: int, rounds: int, seco
     """
     names = list(jobs)
     with ExitStack() as stack:
+        stack.enter_context(_sigterm_exits())
         for job in jobs.values():
             stack.enter_context(job)
         for i in range(rounds + 1):
@@ -203,6 +208,20 @@ def descendants(*roots: int) -> list[int]:
     for pid in found:
         found += children.get(pid, ())
     return found
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """Unwind on SIGTERM: stopped jobs would stay for ever."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -34,18 +34,19 @@ ROWS = 65_536  # held in memory; workers go round and round, each from a place o
 class StepTimes(pl.Callback):
     """Writes the time of every step of this process into a folder, and in the end what the strategy tells.
 
-    Training ends when there is a file ``stop``.
+    Training ends when there is a file ``stop``, or the process that asked for it is gone.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, asker: int) -> None:
         self.folder = folder
+        self.asker = Path(f"/proc/{asker}")
 
     def on_train_start(self, *_: Any) -> None:
         self._file = (self.folder / f"steps-{os.getpid()}").open("wb", buffering=0)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._file.write(struct.pack("d", time.monotonic()))
-        if (self.folder / "stop").exists():
+        if (self.folder / "stop").exists() or not self.asker.exists():
             trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -98,6 +99,7 @@ def make_task(work: Workload) -> TaskAlone:
 def train(
     *,
     folder: Path,
+    asker: int,
     batch_size: int,
     dim: int = 16,
     strategy: Mapping[str, Any] | None,
@@ -109,6 +111,7 @@ def train(
 
     Args:
         folder: As in :class:`StepTimes`.
+        asker: Id of the process that wants the training.
         batch_size: Examples of a step of a worker.
         dim: Width of the rows.
         strategy: Arguments of :class:`ShadowSyncStrategy`; ``None`` trains in this process alone.
@@ -127,7 +130,7 @@ def train(
         devices="auto" if strategy is not None and num_nodes == 1 else 1,
         num_nodes=num_nodes,
         strategy="auto" if strategy is None else kind(**strategy),
-        callbacks=[StepTimes(folder)],
+        callbacks=[StepTimes(folder, asker=asker)],
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,
