@@ -39,7 +39,7 @@ class Job:
     Args:
         experiment: Leaf of ``conf/experiment``.
         model: Leaf of ``conf/model``.
-        sizes: Overrides of the model's layers.
+        settings: Overrides of the model's layers and, of ours, of its optimizer.
         library: Who trains it.
         rate_factor: Times the experiment's learning rate of embedding rows, or FuxiCTR's default learning rate.
         seed: Of start values and the order of rows; the splits do not depend on it.
@@ -47,14 +47,14 @@ class Job:
 
     experiment: str
     model: str
-    sizes: tuple[str, ...]
+    settings: tuple[str, ...]
     library: Library
     rate_factor: float = 1
     seed: int = 0
 
     def overrides(self) -> list[str]:
         """What ``recipes/train.py`` is told beside the seed."""
-        chosen = [f"experiment={self.experiment}", f"model={self.model}", *self.sizes]
+        chosen = [f"experiment={self.experiment}", f"model={self.model}", *self.settings]
         if self.library == "ours" and self.rate_factor != 1:
             rate = compose("train", chosen).optim.rows.learning_rate
             chosen.append(f"optim.rows.learning_rate={rate * self.rate_factor:g}")
@@ -177,6 +177,7 @@ def run(
     experiments: list[str],
     models: list[str],
     sizes: Mapping[str, list[str]],
+    ours: Mapping[str, Mapping[str, list[str]]],
     libraries: list[Library],
     seeds: list[int],
     rate_factors: Mapping[Library, list[float]],
@@ -202,12 +203,14 @@ def run(
         best = replace(first, rate_factor=climb(rate_factors[first.library], validated))
         return Runs(best, seeds, [metrics(replace(best, seed=seed)) for seed in seeds], tried)
 
+    def job(experiment: str, model: str, library: Library) -> Job:
+        settings = [*sizes.get(model, ())]
+        if library == "ours":
+            settings += ours.get(experiment, {}).get(model, ())
+        return Job(experiment, model, tuple(settings), library, seed=seeds[0])
+
     def compared(experiment: str) -> Comparison:
-        jobs = [
-            Job(experiment, model, tuple(sizes.get(model, ())), library, seed=seeds[0])
-            for model in models
-            for library in libraries
-        ]
+        jobs = [job(experiment, model, library) for model in models for library in libraries]
         return Comparison(experiment, [runs(job) for job in jobs])
 
     return [compared(experiment) for experiment in experiments]

@@ -94,6 +94,12 @@ def test_suite_when_sizes_are_given_then_they_reach_the_model_and_the_command(su
     assert len(trained(tmp_path)) == 2
 
 
+def test_suite_when_ours_has_settings_then_they_are_for_that_experiment_alone(suite):
+    ours = {"quality_adult": {"lr": ["optim.dense.lr=0.5"]}, "quality_movielens": {"lr": ["optim.dense.lr=0.7"]}}
+    (result,) = suite(models=["lr"], libraries=["ours"], ours=ours)
+    assert shlex.split(result.runs[0].command())[5:] == ["optim.dense.lr=0.5", "seed=0"]
+
+
 def test_job_when_the_rate_is_changed_then_that_of_the_rows_is_and_the_command_says_so():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         job = Job("quality_movielens", "fm", (), "ours", rate_factor=2)
