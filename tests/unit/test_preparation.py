@@ -233,6 +233,16 @@ def test_manifest_when_written_then_counts_sums_and_options_are_true(criteo, tmp
     assert found == {"manifest.json", *(shard.path for shards in manifest.splits.values() for shard in shards)}
 
 
+def test_progress_when_a_phase_begins_then_is_told_before_its_first_rows(criteo, tmp_path):
+    told = []
+    prepare(tmp_path / "out", [criteo], preprocessing=Preprocessing("bucket", "vocabulary"), on_progress=told.append)
+    for phase in ("learn", "write"):
+        first, *_, last = [x for x in told if x.phase == phase]
+        assert (first.rows, first.bytes) == (0, 0)
+        assert (last.rows, last.bytes) == (600, criteo.stat().st_size)
+        assert first.total_bytes == last.total_bytes == criteo.stat().st_size
+
+
 def test_run_when_all_is_done_then_does_nothing(criteo, tmp_path):
     first = prepare(tmp_path / "out", [criteo])
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}

@@ -78,7 +78,7 @@ class Preparation:
         shard_bytes: Raw text that makes a shard, at least; the last one of a file is smaller.
         compression: Of the shards: ``none``, or ``zstd``, which is a third smaller and slower to read.
         num_threads: Threads that parse.
-        on_progress: Told after every block.
+        on_progress: Told when a phase begins, and after every block.
 
     Raises:
         ValueError: an option is not allowed, or a raw file is empty.
@@ -290,6 +290,7 @@ class Preparation:
             done += more_bytes
             self._on_progress(Progress(phase, rows, done, total))
 
+        report(0, 0)  # a phase begins before its first block is done, which rates count from
         return report
 
     # --- what came of it ---------------------------------------------------------------------------------------------
