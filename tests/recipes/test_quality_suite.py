@@ -45,6 +45,7 @@ def suite(tmp_path: Path) -> Iterator[Any]:
     defaults = {
         "experiments": ["quality_adult"],
         "sizes": {},
+        "ours": {},
         "seeds": [0],
         "rate_factors": {"ours": [1], "fuxictr": [10]},
     }
