@@ -67,7 +67,7 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
     Communication: torch's plan of who writes what, and one barrier.
     """
     rank, folder = _rank(), Path(path)
-    version = folder / _agree_on(_new_version(folder, checkpoint) if rank == 0 else None)
+    version = folder.parent / _agree_on(_new_version(folder, checkpoint) if rank == 0 else None)
     version.mkdir(parents=True, exist_ok=True)
     state = checkpoint["state_dict"]
     own = {key: value for key, value in state.items() if isinstance(value, StoredTensor if rank else _SAVED_BY_TORCH)}
@@ -82,7 +82,10 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
     if _is_distributed():
         dist.barrier()
     if rank == 0:
-        _commit(folder, version.name)
+        _commit(version)
+        if version.parent != folder:  # a single file was there until now
+            folder.unlink()
+            version.parent.rename(folder)
 
 
 def read_checkpoint(
@@ -173,11 +176,11 @@ class _Block(DefaultLoadPlanner):
 
 
 def _new_version(folder: Path, checkpoint: Mapping[str, Any]) -> str | ValueError:
+    """Where the new version goes, from the folder's parent; beside a single file, which counts until it is written."""
     if folder.is_dir() and not is_folder(folder) and set(folder.iterdir()) - set(_versions(folder)):
         return ValueError(f"{folder} is a folder, but no checkpoint: it has no file {POINTER!r}. Choose another path.")
-    if folder.is_file():
-        folder.unlink()
-    return f"{int(checkpoint.get('global_step', 0)):08}-{uuid.uuid4().hex[:8]}"
+    place = f"{folder.name}.folder" if folder.is_file() else folder.name
+    return f"{place}/{int(checkpoint.get('global_step', 0)):08}-{uuid.uuid4().hex[:8]}"
 
 
 def _agree_on(version: str | ValueError | None) -> str:
@@ -191,14 +194,15 @@ def _agree_on(version: str | ValueError | None) -> str:
     return chosen[0]
 
 
-def _commit(folder: Path, name: str) -> None:
+def _commit(version: Path) -> None:
     """Let the pointer name the new version, then clear away the others."""
+    folder = version.parent
     draft = folder / f".{POINTER}"
-    draft.write_text(name)
+    draft.write_text(version.name)
     draft.replace(folder / POINTER)
-    for version in _versions(folder):
-        if version.name != name:
-            shutil.rmtree(version, ignore_errors=True)
+    for other in _versions(folder):
+        if other != version:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _versions(folder: Path) -> list[Path]:

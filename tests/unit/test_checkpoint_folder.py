@@ -112,6 +112,21 @@ def test_save_when_cut_short_then_the_previous_checkpoint_counts(saved, monkeypa
     assert len(list(saved.iterdir())) == 2, "what was half written is cleared away"
 
 
+@pytest.mark.parametrize("killed_in", ["save", "_commit"])
+def test_save_over_a_single_file_when_cut_short_then_the_file_counts(tmp_path, monkeypatch, killed_in):
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {}, "global_step": 7}, path)
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, killed_in, killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_folder(path, checkpoint(step=9))
+    assert torch.load(path)["global_step"] == 7
+    save_folder(path, checkpoint(step=11))
+    assert read_checkpoint(path)["global_step"] == 11
+    assert len(list(path.iterdir())) == 2, "what was half written is cleared away"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_first_save_when_cut_short_then_there_is_no_checkpoint_and_the_next_one_works(tmp_path, monkeypatch):
     path = tmp_path / "x.ckpt"
     with monkeypatch.context() as patched:
