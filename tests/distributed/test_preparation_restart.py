@@ -114,6 +114,7 @@ def check_ended(out: Path, expected: Manifest) -> None:
     assert sum(len(batch) for batch in data.train_dataloader()) == sum(x.rows for x in expected.splits["train"])
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("preprocessing", ["dlrm", "schema"])
 def test_preparation_when_the_input_is_large_then_memory_does_not_grow_with_it(preprocessing, run, tmp_path):
     rng = random.Random(0)

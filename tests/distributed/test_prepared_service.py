@@ -148,13 +148,18 @@ def test_shared_reader_when_its_owner_dies_then_ends_too(folder, how):
         print(data._reader._process.pid, flush=True)
         time.sleep(100)
     """
-    shared_memory = set(os.listdir("/dev/shm"))
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True) as owner:
-        reader = psutil.Process(int(owner.stdout.readline()))
-        assert set(os.listdir("/dev/shm")) <= shared_memory | set()
-        owner.send_signal(how)
-        owner.wait()
-        _, alive = psutil.wait_procs([reader], timeout=20)
+        try:
+            reader = psutil.Process(int(owner.stdout.readline()))
+            maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in (owner.pid, reader.pid)]
+            owner.send_signal(how)
+            owner.wait()
+        finally:
+            owner.kill()
+    shared = [line for lines in maps for line in lines if "/memfd:lightning-recsys" in line or "/dev/shm/" in line]
+    assert shared
+    assert all(line.endswith("(deleted)") for line in shared)  # memory without a name, which cannot be left behind
+    _, alive = psutil.wait_procs([reader], timeout=20)
     assert not alive
 
 
