@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -12,6 +13,7 @@ from lightning_recsys.strategies._rounds import Rounds
 # Of a core: what a shadow thread without an interval takes. A round over TCP costs connection and server together about
 # five times as much again, and all of it should stay below 3 % of the training.
 SHADOW_SHARE = 0.005
+RECENT = 9  # rounds by whose median cost the next pause is measured
 
 
 class Driver(ABC):
@@ -72,6 +74,7 @@ class ShadowThread(Driver):
     def __init__(self, rounds: Rounds, *, interval: float | None = None) -> None:
         super().__init__(rounds)
         self._interval = interval
+        self._computed: list[float] = []  # seconds of each of the last rounds
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -89,14 +92,19 @@ class ShadowThread(Driver):
                 began = time.thread_time()
                 if self.rounds.run(leaving=self._leaving.is_set()):
                     return
-                self._leaving.wait(self._pause(time.thread_time() - began))
+                self._computed = [*self._computed[-RECENT:], time.thread_time() - began]
+                self._leaving.wait(self._pause())
         except BaseException as error:
             self._error = error
 
-    def _pause(self, computed: float) -> float:
+    def _pause(self) -> float:
         if self._leaving.is_set():
             return 0.0
-        return computed * (1 / SHADOW_SHARE - 1) if self._interval is None else self._interval
+        if self._interval is not None:
+            return self._interval
+        # The first round compiles and touches memory: it may cost a thousand times what others do.
+        usual = self._computed[1:]
+        return statistics.median(usual) * (1 / SHADOW_SHARE - 1) if usual else 0.0
 
     def check(self) -> None:
         """Raise what the thread died of, if it has."""
