@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.types import _PATH
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,7 +38,8 @@ Mode = Literal["background", "foreground"]
 Final = Literal["trainer0", "average"]
 
 CHECKPOINT_KEY = "shadowsync"
-CENTER = "center"  # name of the sync servers' stores
+CENTER = "center"  # in checkpoints,
+CENTER_STORE = "sync-center"  # and on sync servers, where no path of a module can be the same
 STALENESS_WINDOW = 1000  # updates whose staleness is kept
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
@@ -58,7 +59,8 @@ class ShadowSyncStrategy(RecsysStrategy):
         algorithm: ``easgd``, ``ma``, ``bmuf``, a name registered with
             :func:`~lightning_recsys.sync.register_algorithm`, or an algorithm.
         mode: ``background`` runs rounds in the shadow thread, ``foreground`` between two steps, while the worker waits.
-        alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica. Not with an algorithm object.
+        alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica; ``None`` is the algorithm's default,
+            0.5 for those named above.
         gap: Foreground: steps of a worker from one round to the next.
         interval: Seconds from one round to the next: in the background instead of as often as 0.5 % of a core allows,
             in the foreground instead of ``gap``.
@@ -103,7 +105,7 @@ class ShadowSyncStrategy(RecsysStrategy):
         workers_per_trainer: int = 1,
         algorithm: str | SyncAlgorithm = "easgd",
         mode: Mode = "background",
-        alpha: float = 0.5,
+        alpha: float | None = None,
         gap: int = 5,
         interval: float | None = None,
         eta: float | None = None,
@@ -316,6 +318,7 @@ class ShadowSyncStrategy(RecsysStrategy):
     def on_train_start(self) -> None:
         """Share the optimizer state and begin to synchronise."""
         super().on_train_start()
+        self._refuse_clocks()
         self._refuse_different_schedules()
         if self.workers_per_trainer > 1:
             share_optimizer_state(self.optimizers, team_size=self.workers_per_trainer)
@@ -325,14 +328,36 @@ class ShadowSyncStrategy(RecsysStrategy):
         self.barrier("all replicas are there")
         self._start_driver()
 
+    def _refuse_clocks(self) -> None:
+        """Lightning asks rank 0 at every batch whether a time is up, which would keep all workers in step."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        reasons = {
+            "trainer.max_time (a Timer with interval='step')": any(
+                isinstance(x, Timer) and x._interval == "step" for x in callbacks
+            ),
+            "train_time_interval of ModelCheckpoint": any(
+                isinstance(x, ModelCheckpoint) and x._train_time_interval is not None for x in callbacks
+            ),
+            "a time as trainer.val_check_interval": getattr(trainer, "_val_check_time_interval", None) is not None,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        if found and self.world_size > 1:
+            raise ValueError(
+                f"{found[0]} makes every worker wait for all others at every batch. Count epochs or steps instead"
+                " (trainer.max_epochs, trainer.max_steps, every_n_epochs); a Timer with interval='epoch' does no harm."
+            )
+
     def _refuse_different_schedules(self) -> None:
         """Ranks may have unequal numbers of batches, but not of occasions on which they wait for each other."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         periods = {"trainer.val_check_interval": trainer.val_check_batch if trainer.enable_validation else None}
-        for callback in trainer.checkpoint_callbacks:
+        for number, callback in enumerate(trainer.checkpoint_callbacks):
             if isinstance(callback, ModelCheckpoint):
-                periods["every_n_train_steps"] = callback._every_n_train_steps * trainer.accumulate_grad_batches
+                steps = callback._every_n_train_steps * trainer.accumulate_grad_batches
+                periods[f"ModelCheckpoint {number}'s every_n_train_steps"] = steps
         batches = trainer.num_training_batches
         known = {name: int(period) for name, period in periods.items() if period and max(period, batches) < math.inf}
         counts = {name: int(batches) // period for name, period in known.items()}
@@ -373,10 +398,10 @@ class ShadowSyncStrategy(RecsysStrategy):
         if self.is_global_zero:
             for server, (start, stop) in chunks:
                 with suppress(KeyError):
-                    server.remove(CENTER)  # left by a run before, where servers outlive runs
-                server.create_dense_store(CENTER, initial[start:stop].clone())
+                    server.remove(CENTER_STORE)  # left by a run before, where servers outlive runs
+                server.create_dense_store(CENTER_STORE, initial[start:stop].clone())
         self.barrier("the centre is there")
-        return [server.dense_store(CENTER) for server, _ in chunks]
+        return [server.dense_store(CENTER_STORE) for server, _ in chunks]
 
     # --- Training ----------------------------------------------------------------------------------------------------
 

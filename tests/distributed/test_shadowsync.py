@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -211,6 +213,31 @@ def test_unequal_numbers_of_batches_when_in_the_foreground_then_all_finish(algor
         model
     )
     assert not torch.equal(parameters(model), parameters(Regression(counts)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"max_time": {"hours": 1}}, "trainer.max_time"),
+        ({"callbacks": [ModelCheckpoint(train_time_interval=timedelta(hours=1))]}, "train_time_interval"),
+        ({"val_check_interval": timedelta(hours=1)}, "trainer.val_check_interval"),
+    ],
+    ids=["max_time", "checkpoints", "validation"],
+)
+def test_clock_when_all_workers_would_wait_for_it_at_every_batch_then_refused(arguments, what):
+    callbacks = arguments.pop("callbacks", [])
+    trainer = make_trainer(
+        ShadowSyncStrategy(num_trainers=2), *callbacks, enable_checkpointing=bool(callbacks), **arguments
+    )
+    with pytest.raises(ValueError, match=f"{re.escape(what)}.* makes every worker wait for all others at every batch"):
+        trainer.fit(Regression((4, 4)))
+
+
+def test_schedules_when_the_first_of_two_callbacks_differs_then_refused(tmp_path):
+    callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=n, filename=str(n)) for n in (4, 100)]
+    trainer = make_trainer(ShadowSyncStrategy(num_trainers=2), *callbacks, enable_checkpointing=True)
+    with pytest.raises(ValueError, match="ModelCheckpoint 0's every_n_train_steps=4 the ranks"):
+        trainer.fit(Regression((9, 3)))
 
 
 @pytest.mark.parametrize("arguments", [{"val_check_interval": 2}, {"every_n_train_steps": 4}])

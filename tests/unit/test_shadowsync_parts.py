@@ -19,7 +19,7 @@ from lightning_recsys.strategies._drivers import ForegroundHook, ShadowThread
 from lightning_recsys.strategies._embedding_servers import ServedTables, measure_costs, plan_placement
 from lightning_recsys.strategies._replica import Replica, share_optimizer_state
 from lightning_recsys.strategies._rounds import CenterRounds, Rounds
-from lightning_recsys.sync import BMUF, EASGD, ModelAveraging
+from lightning_recsys.sync import BMUF, EASGD, ModelAveraging, register_algorithm, registry
 
 
 def make_trainer(strategy, **arguments) -> pl.Trainer:
@@ -42,6 +42,19 @@ def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
     assert isinstance(StrategyRegistry.get(name).algorithm, algorithm)
     trainer = make_trainer(name, devices=3)
     assert (trainer.world_size, trainer.strategy.layout.num_trainers) == (3, 3)
+
+
+class OwnDefault(ModelAveraging):
+    def __init__(self, *, alpha: float = 1.0) -> None:
+        super().__init__(alpha=alpha)
+
+
+def test_algorithm_of_ones_own_when_alpha_is_left_out_then_keeps_its_own_default(monkeypatch):
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry._ALGORITHMS))
+    register_algorithm("own_default", OwnDefault)
+    assert ShadowSyncStrategy(algorithm="own_default").algorithm.alpha == 1.0
+    assert ShadowSyncStrategy(algorithm="own_default", alpha=0.25).algorithm.alpha == 0.25
+    assert ShadowSyncStrategy().algorithm.alpha == 0.5
 
 
 @pytest.mark.parametrize(
