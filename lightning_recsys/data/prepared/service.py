@@ -186,6 +186,7 @@ class _Service:
                     _serve_packs(connection, made, slots)
             except ValueError as error:
                 _send_text(connection, _ERROR, {"error": str(error)})
+                _wait_for_the_end(connection)
 
     def _share(self, request: StreamRequest) -> tuple[PreparedRows, Windows]:
         """The windows of the epoch, the same for all who ask; those of earlier epochs are let go."""
@@ -230,11 +231,16 @@ def _serve_packs(connection: socket.socket, made: Iterator[list[Batch]], num_slo
             layout.write(pack, memory, start)
             _send(connection, _Message(_PACK, number, start, size))
         _send(connection, _Message(_END, 0, 0, 0))
-        while connection.recv(1 << 16):  # until the worker has read everything and goes
-            pass
+        _wait_for_the_end(connection)
     finally:
         if memory is not None:
             memory.close()
+
+
+def _wait_for_the_end(connection: socket.socket) -> None:
+    """Until the worker has read everything and goes; closed earlier, the connection would break while it sends."""
+    while connection.recv(1 << 16):
+        pass
 
 
 def _send_memory(connection: socket.socket, size: int) -> mmap.mmap:
