@@ -254,7 +254,13 @@ class Connection:
         return pending
 
     def _send(self, pending: Pending) -> None:
-        self._socket.send_multipart(encode_request(pending.request), copy=False)
+        if self._lost:
+            return  # it goes out with the others when the connection is made again
+        try:
+            self._socket.send_multipart(encode_request(pending.request), copy=False)
+        except zmq.Again:
+            self._lost = True
+            return
         self.traffic.requests += 1
         self.traffic.sent_bytes += pending.num_bytes
 
@@ -328,6 +334,8 @@ class Connection:
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0  # the window bounds both
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1000
+        # A server that refuses our keys leaves a socket without a way out, on which a send would wait for ever.
+        self._socket.sndtimeo = max(1, int(1000 * self._timeout))
         self._socket.ipv6 = "[" in self.endpoint
         if self._keys is not None:
             self._socket.curve_serverkey = self._keys.server
