@@ -1,12 +1,15 @@
 """Embedding rows in mapped files: every process of the machine looks them up and trains them, without a lock."""
 
-# Shape suffixes: B batch, F features, D embedding dim, U distinct rows of a request, R rows of the store.
+# Shape suffixes: B batch, F features, D embedding dim, U distinct rows of a request, R rows of the store, P rows of an
+# exchange that are pushed, M fetched and C checked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +19,8 @@ from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.parameter_server import counters
+from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
+from lightning_recsys.parameter_server.exchange_loops import add_rows, compare_clocks, copy_rows, move_clocks
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.parameter_server.plain import (
@@ -26,6 +31,7 @@ from lightning_recsys.parameter_server.plain import (
 )
 
 KIND = "embedding"
+CLOCK = "clock"
 _BLOCK_BYTES = 1 << 24  # rows are drawn this many bytes at a time, so that a table may be larger than memory
 _STEP = 0
 
@@ -42,6 +48,7 @@ class MappedEmbeddingStore(EmbeddingStore):
     Attributes:
         rows: The rows themselves, ``[R, D]``. Who writes to it writes for everybody.
         row_state: The rule's state, by name.
+        row_shapes: Shape of what one row has of ``weight`` and of each state.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -55,7 +62,8 @@ class MappedEmbeddingStore(EmbeddingStore):
         self._arrays = arrays
         self.layout = layout_from_plain(arrays.meta["tables"])
         self.optimizer = optimizer_from_plain(arrays.meta["optimizer"])
-        self._state_names = tuple(name for name in row_shapes(self.layout, self.optimizer) if name != "weight")
+        self.row_shapes = row_shapes(self.layout, self.optimizer)
+        self._state_names = tuple(name for name in self.row_shapes if name != "weight")
         self._kernel = choose_kernel("auto", self.layout, self.optimizer, torch.device("cpu"))
 
     @classmethod
@@ -70,6 +78,7 @@ class MappedEmbeddingStore(EmbeddingStore):
         meta = {"kind": KIND, "tables": layout_to_plain(layout), "optimizer": optimizer_to_plain(optimizer)}
         shapes: Shapes = {
             **{name: ("float32", (layout.num_rows, *shape)) for name, shape in row_shapes(layout, optimizer).items()},
+            CLOCK: ("int32", (layout.num_rows,)),
             "counters": ("int64", (1,)),
         }
         store = cls.__new__(cls)
@@ -85,6 +94,20 @@ class MappedEmbeddingStore(EmbeddingStore):
     @property
     def row_state(self) -> dict[str, Tensor]:  # noqa: D102 - in the class
         return {name: self._arrays[name] for name in self._state_names}
+
+    @property
+    def clocks(self) -> Tensor:
+        """How many updates each row has seen in exchanges, int32 ``[R]``.
+
+        Raises:
+            ValueError: the store was made before stores had clocks.
+        """
+        if CLOCK not in self._arrays:
+            raise ValueError(
+                f"{self._arrays.folder} was made by an earlier version, without clocks, and cannot serve a cache. Load "
+                "its checkpoint into a new store."
+            )
+        return self._arrays[CLOCK]
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         return self.rows.index_select(0, rows_U)
@@ -110,6 +133,37 @@ class MappedEmbeddingStore(EmbeddingStore):
         step = counters.add(self._arrays["counters"], _STEP)
         touched, grads = rows_U.contiguous().numpy(), grads_UD.contiguous().numpy()
         apply_update(self.optimizer, touched, grads, rows, state, learning_rate=learning_rate, step=step)
+
+    def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
+        request.check(self.layout.num_rows, self.row_shapes)
+        self.push_updates(request)
+        values = self.fetch_and_check(request)
+        return lambda: values
+
+    def push_updates(self, request: RowExchange) -> None:
+        """The pushes of a request that was checked."""
+        clocks = self.clocks.numpy()
+        if request.num_steps:
+            counters.add(self._arrays["counters"], _STEP, request.num_steps)
+        rows_P = request.push_rows.contiguous().numpy()
+        for name, amounts in request.updates.items():
+            sign = np.float32(-1 if name == "weight" else 1)
+            add_rows(rows_P, _as_matrix(amounts), _as_matrix(self._arrays[name]), sign)
+        move_clocks(rows_P, request.push_clocks.contiguous().numpy(), clocks, request.clock == "sum")
+
+    def fetch_and_check(self, request: RowExchange) -> RowValues:
+        """The fetches and checks of a request that was checked; changes nothing."""
+        all_clocks = self.clocks
+        clocks_M = all_clocks.index_select(0, request.fetch_rows)
+        rows_M, values = request.fetch_rows.contiguous().numpy(), {}
+        for name, shape in self.row_shapes.items():
+            values[name] = torch.empty(len(rows_M), *shape)
+            copy_rows(rows_M, _as_matrix(self._arrays[name]), _as_matrix(values[name]))
+        stale_C = torch.zeros(request.check_rows.numel(), dtype=torch.bool)
+        if request.staleness is not None:
+            rows_C, own_C = (x.contiguous().numpy() for x in (request.check_rows, request.check_clocks))
+            compare_clocks(rows_C, own_C, all_clocks.numpy(), request.staleness, stale_C.numpy())
+        return RowValues(values, clocks_M, stale_C)
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
         return self._stretch(name, first_row, num_rows).clone()
@@ -146,6 +200,11 @@ class MappedEmbeddingStore(EmbeddingStore):
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, here or in another process, is the same store.
         return type(self), (self._arrays.folder,)
+
+
+def _as_matrix(array: Tensor) -> np.ndarray:
+    """``[X]`` as ``[X, 1]``, ``[X, W]`` as it is."""
+    return (array if array.dim() > 1 else array.unsqueeze(1)).contiguous().numpy()
 
 
 def _draw_rows(arrays: MappedArrays, layout: TableLayout, optimizer: RowOptimizer, seed: int) -> None:

@@ -24,6 +24,8 @@ from lightning_recsys.parameter_server.checks import (
     take_arrays,
     take_nothing,
 )
+from lightning_recsys.parameter_server.exchange import RowValues
+from lightning_recsys.parameter_server.exchange_wire import pack_reply
 from lightning_recsys.parameter_server.journal import Journal, Undo
 from lightning_recsys.parameter_server.mapped import MappedStores
 from lightning_recsys.parameter_server.mapped_arrays import META, check_name
@@ -96,6 +98,7 @@ class RequestHandler:
             "counter": self._counter,
             "lookup": self._lookup,
             "pooled_lookup": self._pooled_lookup,
+            "exchange": self._fetch_and_check,
             "read": self._read,
             "pull": self._pull,
         }
@@ -105,6 +108,7 @@ class RequestHandler:
             "remove": self._remove,
             "apply_gradients": self._apply_gradients,
             "apply_row_gradients": self._apply_row_gradients,
+            "exchange": self._exchange,
             "write": self._write,
             "set_step": self._set_step,
             "assign": self._assign,
@@ -146,6 +150,8 @@ class RequestHandler:
             result = self._answer(request)
             if isinstance(result, Tensor):
                 return Reply(request_id, Status.OK, None, [result])
+            if isinstance(result, RowValues):
+                return Reply(request_id, Status.OK, None, pack_reply(result))
             return Reply(request_id, Status.OK, result)
         except _Gap as gap:
             return Reply(request_id, Status.GAP, gap.applied)
@@ -161,16 +167,15 @@ class RequestHandler:
         return Reply(request_id, status, reason[:2000])
 
     def _answer(self, request: Request) -> object:
-        read = self._reads.get(request.operation)
-        if read is not None:
-            if request.sequence:
-                raise MessageError(f"{request.operation} changes nothing and takes no sequence number")
-            return read(request)
-        check = self._pushes.get(request.operation)
-        if check is None:
-            known = [*self._reads, *self._pushes]
+        read, check = self._reads.get(request.operation), self._pushes.get(request.operation)
+        if check is not None and (request.sequence or read is None):
+            return self._once(request, check)
+        if read is None:
+            known = sorted({*self._reads, *self._pushes})
             raise MessageError(f"there is no operation {request.operation!r}; there are {known}")
-        return self._once(request, check)
+        if request.sequence:
+            raise MessageError(f"{request.operation} changes nothing and takes no sequence number")
+        return read(request)
 
     def _once(self, request: Request, check: Callable[[Request], _Push]) -> object:
         """Apply a push if it is the client's next one; one that was applied before is acknowledged again."""
@@ -201,6 +206,9 @@ class RequestHandler:
 
     def _again(self, request: Request) -> object:
         """The reply to a push that was applied before: what the store has now."""
+        if request.operation == "exchange":
+            served = self._embedding(request)
+            return served.store.fetch_and_check(served.exchange(request, self.limits))
         if request.operation == "elastic_average":
             return self._dense(request).store.pull()
         if request.operation == "push_gradient":
@@ -326,6 +334,25 @@ class RequestHandler:
         check_rate(learning_rate)
         apply = partial(served.store.apply_row_gradients, rows_U, grads_UD, learning_rate=learning_rate)
         return _Push(apply, served.undo(rows_U))
+
+    def _fetch_and_check(self, request: Request) -> object:
+        served = self._embedding(request)
+        exchange = served.exchange(request, self.limits)
+        if exchange.changes_rows:
+            raise MessageError("an exchange with pushes or steps needs a sequence number")
+        return served.store.fetch_and_check(exchange)
+
+    def _exchange(self, request: Request) -> _Push:
+        served = self._embedding(request)
+        exchange = served.exchange(request, self.limits)
+        if not exchange.changes_rows:
+            raise ValueError("an exchange without pushes and steps changes nothing and takes no sequence number")
+
+        def apply() -> RowValues:
+            served.store.push_updates(exchange)
+            return served.store.fetch_and_check(exchange)
+
+        return _Push(apply, served.undo(exchange.push_rows, clocks=True))
 
     def _read(self, request: Request) -> object:
         served = self._embedding(request)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 
 
 class EmbeddingStore(ABC):
@@ -59,6 +60,19 @@ class EmbeddingStore(ABC):
     @abstractmethod
     def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:
         """Train distinct rows with their summed gradients ``[U, D]``; asynchronous as :meth:`apply_gradients`."""
+
+    @abstractmethod
+    def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:
+        """Push updates, fetch rows and check clocks in one message; returns what waits for the answer.
+
+        A mapped store has done it when this returns. A remote store has sent it: the answer may be awaited much later,
+        and other requests made meanwhile; they are done after this one. The pushes of one request are applied once,
+        however often it must be sent. The tensors of ``request`` stay as they are until the answer is there.
+
+        Raises:
+            ValueError: the request does not fit the store (:meth:`RowExchange.check`); nothing was changed.
+            IndexError: a row is not in the store; nothing was changed.
+        """
 
     @abstractmethod
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:

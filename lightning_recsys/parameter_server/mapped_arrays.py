@@ -19,8 +19,8 @@ from torch import Tensor
 
 META = "meta.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
-_DTYPES = {"float32": torch.float32, "int64": torch.int64}
-_ITEM_BYTES = {"float32": 4, "int64": 8}
+_DTYPES = {"float32": torch.float32, "int32": torch.int32, "int64": torch.int64}
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Array name -> its dtype's name and its shape."""
@@ -87,6 +87,9 @@ class MappedArrays:
         if self._tensors is None:
             raise RuntimeError(f"{self.folder} was closed by this process; open the store again.")
         return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return self._tensors is not None and name in self._tensors
 
     def close(self) -> None:
         """Let go of the mapping, once nobody holds a tensor of it; the files stay."""

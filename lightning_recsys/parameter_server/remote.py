@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.client import Connection, Pending
+from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
+from lightning_recsys.parameter_server.exchange_wire import pack_request, unpack_reply
 from lightning_recsys.parameter_server.interfaces import DenseStore, EmbeddingStore, Stores
 from lightning_recsys.parameter_server.plain import (
     layout_from_plain,
@@ -43,6 +46,7 @@ class RemoteEmbeddingStore(EmbeddingStore):
         self.optimizer = optimizer_from_plain(description["optimizer"])
         self.name = name
         self._connection = connection
+        self._row_shapes = row_shapes(self.layout, self.optimizer)
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         return self._connection.request("lookup", store=self.name, arrays=[_ready(rows_U)]).arrays[0]
@@ -64,6 +68,14 @@ class RemoteEmbeddingStore(EmbeddingStore):
     def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
         arguments, arrays = {"learning_rate": float(learning_rate)}, [_own(rows_U), _own(grads_UD)]
         self._connection.push("apply_row_gradients", store=self.name, arguments=arguments, arrays=arrays)
+
+    def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
+        request.check(self.layout.num_rows, self._row_shapes)
+        connection = self._connection
+        arguments, arrays = pack_request(request, self.layout.num_rows, self._row_shapes)
+        send = connection.push if request.changes_rows else connection.begin
+        pending = send("exchange", store=self.name, arguments=arguments, arrays=arrays)
+        return lambda: unpack_reply(connection.wait(pending).arrays, request, self._row_shapes)
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
         connection, step = self._connection, self._chunk_rows()

@@ -16,6 +16,8 @@ from lightning_recsys.parameter_server import embedding_store
 from lightning_recsys.parameter_server.checks import check_bags, check_single, take_array
 from lightning_recsys.parameter_server.dense_store import MappedDenseStore
 from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
+from lightning_recsys.parameter_server.exchange import RowExchange
+from lightning_recsys.parameter_server.exchange_wire import unpack_request
 from lightning_recsys.parameter_server.journal import Undo
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
 from lightning_recsys.parameter_server.plain import layout_to_plain, optimizer_to_plain
@@ -37,7 +39,7 @@ class ServedEmbedding:
         self.num_rows, self.dim = layout.num_rows, layout.embedding_dim
         self._starts_F = torch.tensor(layout.feature_starts)
         self._sizes_F = torch.tensor([table.num_embeddings for table in layout.feature_tables])
-        self._trained = ("weight", *self.store.row_state)
+        self._trained = tuple(self.store.row_shapes)
 
     def describe(self) -> dict[str, Any]:
         """What a client must know, in plain values."""
@@ -71,9 +73,20 @@ class ServedEmbedding:
         per_feature = sparse.bag_lengths().view(len(self.keys), -1).sum(1)
         return sparse.values + self._starts_F.repeat_interleave(per_feature)
 
-    def undo(self, rows: Tensor) -> Undo:
-        """How to take back an update of these rows."""
-        return Undo(self._arrays, self._trained, rows)
+    def exchange(self, request: Request, limits: Limits) -> RowExchange:
+        """The exchange that a request asks for, checked.
+
+        Raises:
+            ValueError: it is none for this store, or the store has no clocks.
+            IndexError: a row is not in the store.
+        """
+        exchange = unpack_request(request, self.num_rows, self.store.row_shapes, limits)
+        _ = self.store.clocks  # raises where there are none
+        return exchange
+
+    def undo(self, rows: Tensor, *, clocks: bool = False) -> Undo:
+        """How to take back an update of these rows, and of their clocks."""
+        return Undo(self._arrays, (*self._trained, embedding_store.CLOCK) if clocks else self._trained, rows)
 
     def close(self) -> None:
         """Let go of the files."""

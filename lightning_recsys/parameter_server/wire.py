@@ -26,7 +26,7 @@ from lightning_recsys.parameter_server.mapped_arrays import check_name
 VERSION = 1
 CLIENT_ID_BYTES = 16
 MAX_SEQUENCE = 2**62
-DTYPES = {"f4": torch.float32, "i8": torch.int64}
+DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 

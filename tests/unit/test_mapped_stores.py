@@ -130,7 +130,7 @@ def test_dense_gradients_when_pushed_then_the_rule_moves_the_vector(stores, rule
 def test_names_when_open_or_not_there_then_errors_say_what_is_there(stores, tmp_path):
     stores.create_embedding_store("model.tables", LAYOUT, SGD(), seed=0)
     stores.create_dense_store("center", torch.zeros(1))
-    assert stores.status() == {"stores": 2, "rows": 10, "bytes": 10 * 16 + 8 + 4 + 8}
+    assert stores.status() == {"stores": 2, "rows": 10, "bytes": 10 * (16 + 4) + 8 + 4 + 8}
     with pytest.raises(KeyError, match=r"no embedding store 'center' in .*\['model.tables'\]"):
         stores.embedding_store("center")
     with pytest.raises(KeyError, match=r"no dense store 'x' in .*\['center'\]"):
@@ -159,7 +159,7 @@ def test_file_when_truncated_then_opening_is_refused(stores, tmp_path):
 
 def test_room_when_too_small_then_nothing_is_made_and_the_error_says_what_to_do(stores, tmp_path, monkeypatch):
     huge = TableLayout((EmbeddingBagConfig("huge", 10**13, 4, ("huge",), init_std=0.0),))
-    with pytest.raises(OSError, match=r"t needs 160,000,000,000,008 bytes in .*are there.*store_folder=/path"):
+    with pytest.raises(OSError, match=r"t needs 200,000,000,000,008 bytes in .*are there.*store_folder=/path"):
         stores.create_embedding_store("t", huge, SGD(), seed=0)
     assert list(tmp_path.iterdir()) == []
     # What stores were promised but have not written counts as taken.

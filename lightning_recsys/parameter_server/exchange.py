@@ -1,0 +1,150 @@
+"""What a worker that keeps copies of rows says to a store in one message: updates, rows it lacks, clocks to compare.
+
+Every row of a store has a clock, an int32 that starts at 0 and counts the updates that the row has seen
+(:mod:`lightning_recsys.sync.clocks`). Only exchanges move it: gradients that a store applies itself leave it alone.
+"""
+
+# Shape suffixes: P pushed rows, M fetched rows, C checked rows, D embedding dim.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+ClockName: TypeAlias = Literal["max", "sum"]
+CLOCK_NAMES: tuple[ClockName, ...] = ("max", "sum")
+
+MAX_CLOCK = 2**31 - 1
+"""Where a clock stops."""
+
+_MAX_STEPS = 2**31
+_NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
+_NO_CLOCKS = torch.empty(0, dtype=torch.int32, device="cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowExchange:
+    """Pushes, then fetches, then clock checks; a store does them in this order, so the later ones see the pushes.
+
+    Rows are named by their place in the store, as everywhere (``layout.table_starts[table] + id``), and each of the
+    three lists names a row at most once. All tensors are on the CPU, and stay as they are until the answer is there.
+
+    Args:
+        fetch_rows: Rows to get with their state and clocks, int64 ``[M]``.
+        push_rows: Rows to update, int64 ``[P]``.
+        push_clocks: What each pushed row's clock hears, int32 ``[P]``, at least 0. ``clock="max"``: the worker's own
+            clock ``c_c``, and the store's becomes ``max(c_g, c_c)``. ``clock="sum"``: the number of updates that the
+            push sums up, and the store's becomes ``c_g + number``. Both stop at ``2**31 - 1``.
+        updates: What is *subtracted* from ``weight`` (``[P, D]``) and *added* to each state of the store's rule, under
+            its name and in its shape per row; float32. All of them where P is above 0, else none.
+        num_steps: By how much the store's ``step`` grows.
+        check_rows: Rows whose copies may be too old, int64 ``[C]``.
+        check_clocks: The worker's clocks ``c_c`` of these rows, int32 ``[C]``.
+        staleness: ``s``: a copy is stale where the store's clock is above ``c_c + s``. ``None``: never.
+        clock: How pushes move the store's clocks, ``"max"`` (the paper) or ``"sum"``.
+    """
+
+    fetch_rows: Tensor = _NO_ROWS
+    push_rows: Tensor = _NO_ROWS
+    push_clocks: Tensor = _NO_CLOCKS
+    updates: Mapping[str, Tensor] = field(default_factory=dict)
+    num_steps: int = 0
+    check_rows: Tensor = _NO_ROWS
+    check_clocks: Tensor = _NO_CLOCKS
+    staleness: int | None = None
+    clock: ClockName = "max"
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether it changes the store, if only its ``step``: a server then does it once, however often it comes."""
+        return self.push_rows.numel() > 0 or self.num_steps > 0
+
+    def check(self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse what a store cannot do, before it does any of it.
+
+        Args:
+            num_rows: Rows of the store.
+            row_shapes: Shape of what one row has of ``weight`` and of each state.
+
+        Raises:
+            ValueError: a shape, a dtype, a name or a number is wrong.
+            IndexError: a row is not in the store.
+        """
+        pushed = self.push_rows.numel()
+        if self.clock not in CLOCK_NAMES:
+            raise ValueError(f"clock must be one of {list(CLOCK_NAMES)}, got {self.clock!r:.100}")
+        if self.staleness is not None and not 0 <= self.staleness < 2**62:
+            raise ValueError(f"staleness must be None or from 0 to 2**62, got {self.staleness}")
+        if not 0 <= self.num_steps < _MAX_STEPS:
+            raise ValueError(f"num_steps must be in [0, {_MAX_STEPS}), got {self.num_steps}")
+        for name, rows in (("push", self.push_rows), ("fetch", self.fetch_rows), ("check", self.check_rows)):
+            _check_array(f"{name}_rows", rows, torch.int64, (rows.numel(),))
+            if rows.numel():
+                low, high = (int(x) for x in rows.aminmax())
+                if low < 0 or high >= num_rows:
+                    raise IndexError(f"{name}_rows must be in [0, {num_rows}), got {low} to {high}")
+        _check_array("push_clocks", self.push_clocks, torch.int32, (pushed,))
+        _check_array("check_clocks", self.check_clocks, torch.int32, (self.check_rows.numel(),))
+        if pushed and int(self.push_clocks.min()) < 0:
+            raise ValueError(f"push_clocks must be at least 0, got {int(self.push_clocks.min())}")
+        expected = row_shapes if pushed else {}
+        if self.updates.keys() != expected.keys():
+            raise ValueError(
+                f"updates of {pushed} rows must be of {sorted(expected)}, got {sorted(self.updates)!s:.200}"
+            )
+        for name, shape in expected.items():
+            _check_array(f"updates[{name!r}]", self.updates[name], torch.float32, (pushed, *shape))
+
+    def bytes_by_kind(self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Bytes that cross the network for it and for its answer, headers aside.
+
+        Args:
+            num_rows: Rows of the store, of which the size of a row's number on the wire depends.
+            row_shapes: Shape of what one row has of ``weight`` and of each state.
+
+        Returns:
+            ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks, numbers of checked rows, one bit back
+            for each) and ``gradients`` (numbers and updates).
+
+        >>> exchange = RowExchange(fetch_rows=torch.tensor([3, 5]))
+        >>> exchange.bytes_by_kind(1_000_000, {"weight": (16,), "sum": ()})
+        {'rows': 144, 'clocks': 8, 'gradients': 0}
+        """
+        number = row_dtype(num_rows).itemsize
+        row = 4 * sum(torch.Size(shape).numel() for shape in row_shapes.values())
+        pushed, fetched, checked = (x.numel() for x in (self.push_rows, self.fetch_rows, self.check_rows))
+        return {
+            "rows": fetched * (number + row),
+            "clocks": 4 * (pushed + fetched) + checked * (number + 4) + -(-checked // 8),
+            "gradients": pushed * (number + row),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowValues:
+    """A store's answer to a :class:`RowExchange`, in the order of its rows.
+
+    Args:
+        values: ``weight`` (float32 ``[M, D]``) and each state of the fetched rows.
+        clocks: Their clocks, int32 ``[M]``.
+        stale: Which checked copies are too old, bool ``[C]``.
+    """
+
+    values: dict[str, Tensor]
+    clocks: Tensor
+    stale: Tensor
+
+
+def row_dtype(num_rows: int) -> torch.dtype:
+    """How a row's number travels: in 4 bytes where the store's rows can be counted in them."""
+    return torch.int32 if num_rows <= 2**31 else torch.int64
+
+
+def _check_array(name: str, array: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or tuple(array.shape) != shape or array.device.type != "cpu":
+        got = f"{array.dtype} of shape {list(array.shape)} on {array.device}"
+        raise ValueError(f"{name} must be {dtype} of shape {list(shape)} on the CPU, got {got}")
