@@ -32,6 +32,14 @@ class Backend(nn.Module, ABC):
     def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
         """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`lookup` returned for it."""
 
+    def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
+        """As :meth:`lookup`, where no gradient will follow."""
+        return self.lookup(sparse)
+
+    def prefetch(self, sparse: SparseFeatures) -> None:
+        """Get ready for a later :meth:`lookup` of ``sparse``; nothing, unless rows travel."""
+        return
+
     def flush(self) -> None:
         """Return when the rows have every update; at once, unless updates travel."""
         return

@@ -107,13 +107,27 @@ class EmbeddingBagCollection(nn.Module):
             KeyError: a feature is missing from ``sparse``.
         """
         resolved = self.resolve(sparse)
+        trains = self.trainable and torch.is_grad_enabled()
         with torch.no_grad():
-            pooled_BFD = self.embedding_bags.lookup(resolved)
-        if self.trainable and torch.is_grad_enabled():
+            pooled_BFD = (self.embedding_bags.lookup if trains else self.embedding_bags.lookup_frozen)(resolved)
+        if trains:
             pooled_BFD.requires_grad_()
             on_gradient = partial(self._on_gradient, resolved)
             pooled_BFD.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         return pooled_BFD
+
+    def prefetch(self, sparse: SparseFeatures) -> None:
+        """Announce the batch that is looked up next, while the present one still computes.
+
+        Where rows travel over a network they set out at once; elsewhere nothing happens, nor does it where no gradients
+        will follow (``trainable=False``). A batch that is announced but never looked up does no harm.
+
+        Raises:
+            IndexError: as :meth:`forward`.
+            KeyError: as :meth:`forward`.
+        """
+        if self.trainable:
+            self.embedding_bags.prefetch(self.resolve(sparse))
 
     def resolve(self, sparse: SparseFeatures) -> SparseFeatures:
         """What a backend gets: this collection's features in its order, ids checked, means folded into weights.

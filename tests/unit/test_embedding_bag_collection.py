@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, LocalBackend, SparseFeatures
 from lightning_recsys.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 
 DIM = 4
@@ -290,3 +290,39 @@ def test_pickle_then_a_free_copy_that_trains():
 def test_wrong_tables_then_a_sentence_says_what_is_allowed(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class TracedBackend(LocalBackend):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked: list[tuple[str, list[int]]] = []
+
+    def lookup(self, sparse):
+        self.asked.append(("lookup", sparse.values.tolist()))
+        return super().lookup(sparse)
+
+    def lookup_frozen(self, sparse):
+        self.asked.append(("frozen", sparse.values.tolist()))
+        return super().lookup(sparse)
+
+    def prefetch(self, sparse):
+        self.asked.append(("prefetch", sparse.values.tolist()))
+
+
+def test_backend_when_a_batch_is_announced_or_frozen_then_it_is_told_so_with_resolved_features():
+    table = EmbeddingBagConfig("t", 9, 2, ("x",))
+    collection = EmbeddingBagCollection([table])
+    collection.bind(backend := TracedBackend(collection.layout, collection.optimizer, kernel="torch"))
+    two = SparseFeatures(("other", "x"), torch.tensor([0, 0, 3, 4]))
+    collection.prefetch(two)
+    collection(two)
+    with torch.no_grad():
+        collection(two)
+    collection.requires_grad_(False)
+    collection(two)
+    collection.prefetch(two)
+    kinds = [kind for kind, _ in backend.asked]
+    assert kinds == ["prefetch", "lookup", "frozen", "frozen"], "and frozen rows are not announced"
+    assert all(values == [3, 4] for _, values in backend.asked)
+    with pytest.raises(IndexError, match=r"id 9 is outside \[0, 9\)"):
+        collection.requires_grad_().prefetch(SparseFeatures(("x",), torch.tensor([9])))
