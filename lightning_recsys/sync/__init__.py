@@ -1,7 +1,8 @@
-"""Rules that keep the replicas of a dense model together: decisions only, no I/O, no thread, no clock."""
+"""Rules that keep replicas of a dense model, and copies of a row, together: decisions only, no I/O, no thread."""
 
 from lightning_recsys.sync.algorithm import Exchange, SyncAlgorithm
 from lightning_recsys.sync.bmuf import BMUF
+from lightning_recsys.sync.clocks import ClockName, ClockRule
 from lightning_recsys.sync.easgd import EASGD
 from lightning_recsys.sync.model_averaging import ModelAveraging
 from lightning_recsys.sync.registry import algorithm_names, make_algorithm, register_algorithm
@@ -9,6 +10,8 @@ from lightning_recsys.sync.registry import algorithm_names, make_algorithm, regi
 __all__ = [
     "BMUF",
     "EASGD",
+    "ClockName",
+    "ClockRule",
     "Exchange",
     "ModelAveraging",
     "SyncAlgorithm",

@@ -1,0 +1,161 @@
+"""Per-row clocks: their bounds on numbers, and Lemma 1 over random interleavings of workers."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from lightning_recsys.sync import ClockRule
+
+NUM_WORKERS, NUM_ROWS = 3, 2
+
+
+def clocks(*numbers):
+    return np.array(numbers, dtype=np.int32)
+
+
+@pytest.mark.parametrize(("staleness", "expected"), [(0, [0, 1, 1, 1]), (1, [0, 0, 1, 1]), (10, [0, 0, 0, 1])])
+def test_bounds_when_the_lag_passes_the_staleness_then_a_row_is_called(staleness, expected):
+    clock_rule = ClockRule(staleness=staleness)
+    behind, ahead = clocks(5, 5, 5, 5), clocks(5, 6, 15, 16)
+    assert clock_rule.needs_push(behind, ahead).tolist() == [bool(x) for x in expected]
+    assert clock_rule.is_stale(behind, ahead).tolist() == [bool(x) for x in expected]
+    assert not clock_rule.needs_push(ahead, behind).any()
+    assert not clock_rule.is_stale(ahead, behind).any()
+
+
+def test_bounds_when_staleness_is_none_then_no_row_is_ever_called():
+    clock_rule, largest = ClockRule(staleness=None), clocks(2**31 - 1)
+    assert not clock_rule.needs_push(clocks(0), largest).any()
+    assert not clock_rule.is_stale(clocks(0), largest).any()
+
+
+def test_bounds_when_clock_and_staleness_near_the_largest_number_then_nothing_wraps():
+    clock_rule, largest = ClockRule(staleness=2**31 - 1), clocks(2**31 - 1)
+    assert not clock_rule.needs_push(largest - 1, largest).any()
+    assert ClockRule(staleness=0).is_stale(largest - 1, largest).all()
+    assert not ClockRule(staleness=2**40).is_stale(clocks(0), largest).any()
+
+
+def test_push_when_clocks_are_max_or_sum_then_the_server_has_the_larger_one_or_counts_all():
+    server, current, unsent = clocks(7, 7), clocks(5, 9), clocks(2, 3)
+    largest, total = ClockRule(1, clock="max"), ClockRule(1, clock="sum")
+    assert largest.after_push(server, largest.sent(current, unsent)).tolist() == [7, 9]
+    assert total.after_push(server, total.sent(current, unsent)).tolist() == [9, 10]
+    assert largest.after_push(server, current).dtype == total.after_push(server, unsent).dtype == np.int32
+
+
+def test_rule_when_an_argument_is_wrong_then_refused():
+    with pytest.raises(ValueError, match=r"strategy\.staleness must be at least 0, or null for no bound, got -1"):
+        ClockRule(staleness=-1)
+    with pytest.raises(ValueError, match=r"strategy\.clock must be one of \['max', 'sum'\], got 'mean'"):
+        ClockRule(staleness=1, clock="mean")
+
+
+class Caches(RuleBasedStateMachine):
+    """Workers that read, train and drop copies of rows, in any order; values are replaced by lists of updates seen.
+
+    A step of a worker is two events, the read and the write, and other workers' events may lie between them.
+    """
+
+    @initialize(staleness=st.sampled_from([0, 1, 2, 4, None]), clock=st.sampled_from(["max", "sum"]))
+    def start(self, staleness, clock):
+        self.rule, self.staleness = ClockRule(staleness, clock=clock), staleness
+        per_copy, per_row = (NUM_WORKERS, NUM_ROWS), (NUM_ROWS,)
+        self.server = np.zeros(per_row, dtype=np.int32)
+        self.applied = np.zeros((*per_row, NUM_WORKERS), dtype=np.int64)  # of whom the server has how many updates
+        self.made = np.zeros((*per_row, NUM_WORKERS), dtype=np.int64)
+        self.present, self.in_step = np.zeros(per_copy, dtype=bool), np.zeros(per_copy, dtype=bool)
+        self.begun, self.current, self.unsent = (np.zeros(per_copy, dtype=np.int32) for _ in range(3))
+        self.seen = np.zeros((*per_copy, NUM_WORKERS), dtype=np.int64)
+
+    def push(self, worker, rows):
+        unsent = self.unsent[worker, rows]
+        before = self.server.copy()
+        sent = self.rule.sent(self.current[worker, rows], unsent)
+        self.server[rows] = self.rule.after_push(self.server[rows], sent)
+        assert (self.server >= before).all()
+        self.applied[rows, worker] += unsent
+        self.unsent[worker, rows] = 0
+
+    def fetch(self, worker, rows):
+        self.present[worker, rows] = True
+        self.begun[worker, rows] = self.current[worker, rows] = self.server[rows]
+        self.seen[worker, rows] = self.applied[rows]
+
+    @rule(worker=st.integers(0, NUM_WORKERS - 1), batch=st.integers(1, 2**NUM_ROWS - 1))
+    def read(self, worker, batch):
+        if self.in_step[worker].any():
+            return self.write(worker)
+        rows = np.flatnonzero(batch >> np.arange(NUM_ROWS) & 1)
+        hits = rows[self.present[worker, rows]]
+        ahead = self.rule.needs_push(self.begun[worker, hits], self.current[worker, hits])
+        behind = self.rule.is_stale(self.current[worker, hits], self.server[hits])
+        invalid = hits[ahead | behind]
+        assert self.staleness is not None or not invalid.size
+        self.push(worker, invalid[self.unsent[worker, invalid] > 0])
+        self.fetch(worker, np.setdiff1d(rows, np.setdiff1d(hits, invalid)))
+        self.in_step[worker, rows] = True
+        if self.staleness is not None:
+            assert (abs(self.current[worker, rows] - self.server[rows]) <= self.staleness).all()
+            if self.rule.clock == "sum":
+                not_seen = (self.applied[rows] - self.seen[worker, rows]).clip(0).sum(1)
+                assert (not_seen <= 2 * self.staleness).all()
+        return None
+
+    def write(self, worker):
+        rows = self.in_step[worker]
+        self.current[worker, rows] += 1
+        self.unsent[worker, rows] += 1
+        self.seen[worker, rows, worker] += 1
+        self.made[rows, worker] += 1
+        self.in_step[worker] = False
+
+    @rule(worker=st.integers(0, NUM_WORKERS - 1), batch=st.integers(1, 2**NUM_ROWS - 1), keep=st.booleans())
+    def evict_or_flush(self, worker, batch, keep):
+        chosen = (batch >> np.arange(NUM_ROWS) & 1).astype(bool)
+        rows = np.flatnonzero(chosen & self.present[worker] & ~self.in_step[worker])
+        self.push(worker, rows[self.unsent[worker, rows] > 0])
+        self.present[worker, rows] &= keep
+
+    @invariant()
+    def lemma_1_holds(self):
+        if not hasattr(self, "rule") or self.staleness is None:
+            return
+        behind = self.rule.is_stale(self.current, np.broadcast_to(self.server, self.current.shape))
+        readable = self.present & ~behind & ~self.rule.needs_push(self.begun, self.current)
+        lowest = np.where(readable, self.current, np.iinfo(np.int32).max).min(0)
+        highest = np.where(readable, self.current, 0).max(0)
+        assert (highest - lowest <= 2 * self.staleness)[readable.sum(0) > 1].all()
+        assert (self.begun <= self.server)[self.present].all()
+        assert (self.current - self.begun <= self.staleness + 1)[self.present].all()  # + 1: written, not read again yet
+
+    @invariant()
+    def every_worker_sees_its_own_updates_and_none_is_lost(self):
+        if not hasattr(self, "rule"):
+            return
+        for worker in range(NUM_WORKERS):
+            present = self.present[worker]
+            assert (self.seen[worker, present, worker] == self.made[present, worker]).all()
+            assert (self.applied[:, worker] + self.unsent[worker] == self.made[:, worker]).all()
+        if self.rule.clock == "sum":
+            assert (self.server == self.applied.sum(1)).all()
+        else:
+            assert (self.server <= self.applied.sum(1)).all()
+
+
+@pytest.mark.slow
+def test_lemma_1_when_workers_interleave_at_random_then_it_holds():
+    run_state_machine_as_test(
+        Caches,
+        settings=settings(
+            max_examples=5_000,
+            stateful_step_count=12,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
