@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,6 +23,22 @@ from lightning_recsys.placement import PlacementMethod, PlacementPlan, TableCost
 PROFILE_BATCH = 1024  # examples
 PROFILE_ROUNDS = 5  # the fastest counts
 PROFILE_ROWS = 1_000_000  # of a table at most: more would miss the processor's caches no more often
+
+
+class MakeBackend(Protocol):
+    """Makes, or opens, a collection's rows on servers."""
+
+    def __call__(
+        self,
+        name: str,
+        collection: EmbeddingBagCollection,
+        *,
+        servers: Sequence[Stores],
+        plan: PlacementPlan,
+        seed: int,
+    ) -> StoreBackend:
+        """For the collection of that name, as a plan has it on its servers; the servers draw rows from ``seed``."""
+        ...
 
 
 class ServedTables:
@@ -50,26 +67,21 @@ class ServedTables:
             self._substitution = substitute_embeddings(model, optimizer=optimizer, min_rows=min_rows, names=names)
             self.collections |= self._substitution.collections
 
-    def bind(self, servers: Sequence[Stores], plan: PlacementPlan, *, first: bool) -> None:
+    def bind(self, servers: Sequence[Stores], plan: PlacementPlan, *, make_backend: MakeBackend, first: bool) -> None:
         """Look rows up on the servers from now on.
 
         Args:
             servers: In the order of the plan.
             plan: The same on all ranks.
+            make_backend: What each collection looks its rows up in.
             first: Bring the rows, in place of what an earlier run left there; otherwise they are there.
         """
+        seed = torch.initial_seed() % 2**31
         for name, collection in self.collections.items():
             for server in servers if first else ():
                 with suppress(KeyError):
                     server.remove(name)
-            backend = StoreBackend.create(
-                name,
-                collection.layout,
-                collection.optimizer,
-                servers=servers,
-                plan=plan,
-                seed=torch.initial_seed() % 2**31,
-            )
+            backend = make_backend(name, collection, servers=servers, plan=plan, seed=seed)
             collection.bind(backend, copy_rows=first)
 
     def attach_to(self, optimizer: Optimizer) -> None:

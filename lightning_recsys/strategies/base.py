@@ -69,7 +69,8 @@ class RecsysStrategy(DDPStrategy):
     Attributes:
         asynchronous: Workers may be at different steps: nothing waits for all of them between two batches.
         wraps_model: Gradients are averaged by ``DistributedDataParallel``. Otherwise parameters and buffers are
-            broadcast from rank 0 at the start, and gradients stay where they are.
+            broadcast from rank 0 at the start, and gradients stay where they are. A subclass where an argument decides
+            either of the two sets it before it calls ``super().__init__()``.
         endpoints: Servers by kind, in index order; in workers, from :meth:`setup_environment` on.
 
     Raises:
@@ -78,8 +79,8 @@ class RecsysStrategy(DDPStrategy):
     """
 
     strategy_name: ClassVar[str]
-    asynchronous: ClassVar[bool] = False
-    wraps_model: ClassVar[bool] = True
+    asynchronous: bool = False
+    wraps_model: bool = True
 
     def __init__(
         self,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -16,22 +15,18 @@ import torch.distributed as dist
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.types import _PATH
-from pytorch_lightning.callbacks import ModelCheckpoint, Timer
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import is_folder, read_extras
 from lightning_recsys.launchers import ServerSpec
-from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
 from lightning_recsys.parameter_server.interfaces import DenseStore
-from lightning_recsys.parameter_server.remote import RemoteStores
-from lightning_recsys.placement import ClusterLayout, PlacementMethod, PlacementPlan, chunk_evenly
+from lightning_recsys.placement import ClusterLayout, chunk_evenly
 from lightning_recsys.strategies._drivers import Driver, ForegroundHook, ShadowThread
-from lightning_recsys.strategies._embedding_servers import ServedTables, plan_placement
 from lightning_recsys.strategies._replica import Replica, share, share_optimizer_state
 from lightning_recsys.strategies._rounds import CenterRounds, MeanRounds, Rounds
-from lightning_recsys.strategies.base import RecsysStrategy
+from lightning_recsys.strategies._schedules import refuse_clocks, refuse_different_schedules
+from lightning_recsys.strategies.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
 from lightning_recsys.sync import Exchange, SyncAlgorithm, make_algorithm
 
 Mode = Literal["background", "foreground"]
@@ -45,7 +40,7 @@ STALENESS_WINDOW = 1000  # updates whose staleness is kept
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
 
-class ShadowSyncStrategy(RecsysStrategy):
+class ShadowSyncStrategy(ServedStrategy):
     r"""Trainers with a dense replica each, kept together beside training; embedding rows in stores, once for all.
 
     A *trainer* has ``workers_per_trainer`` processes, Lightning's ranks, which train one replica of the dense part and
@@ -69,14 +64,8 @@ class ShadowSyncStrategy(RecsysStrategy):
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
         num_embedding_servers: Servers for rows.
         num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it.
-        placement: How tables are spread over the embedding servers: ``round_robin``, by ``size``, or ``profiled``, by
-            the time that lookups and updates take.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
-        min_rows: Plain ``nn.Embedding`` and ``nn.EmbeddingBag`` of at least so many rows go to the embedding servers,
-            too. Default: none; the rows of an :class:`~lightning_recsys.embeddings.EmbeddingBagCollection` always do.
-        embeddings: Plain embedding modules to take whatever their size, by their paths in the model.
-        row_optimizer: The update rule of rows of plain modules; default: rowwise Adagrad.
-        **kwargs: As for :class:`~lightning_recsys.strategies.base.RecsysStrategy`.
+        **kwargs: As for :class:`~lightning_recsys.strategies.served.ServedStrategy`, such as ``placement``.
 
     Raises:
         ValueError: an argument is out of range, or does not go with another.
@@ -95,8 +84,8 @@ class ShadowSyncStrategy(RecsysStrategy):
     """
 
     strategy_name = "shadowsync"
-    asynchronous: ClassVar[bool] = True
-    wraps_model: ClassVar[bool] = False
+    asynchronous = True
+    wraps_model = False
 
     def __init__(
         self,
@@ -113,31 +102,17 @@ class ShadowSyncStrategy(RecsysStrategy):
         nesterov: bool | None = None,
         num_embedding_servers: int = 1,
         num_sync_servers: int = 1,
-        placement: PlacementMethod = "profiled",
         final: Final = "trainer0",
-        min_rows: int | None = None,
-        embeddings: Sequence[str] = (),
-        row_optimizer: RowOptimizer | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        for name, value, allowed in (
-            ("mode", mode, get_args(Mode)),
-            ("placement", placement, get_args(PlacementMethod)),
-            ("final", final, get_args(Final)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"strategy.{name} must be one of {', '.join(allowed)}, got {value!r}.")
-        for name, number in (
-            ("num_trainers", num_trainers),
-            ("workers_per_trainer", workers_per_trainer),
-            ("gap", gap),
-            ("num_embedding_servers", num_embedding_servers),
-            ("num_sync_servers", num_sync_servers),
-            ("min_rows", min_rows),
-        ):
-            if number is not None and number < 1:
-                raise ValueError(f"strategy.{name} must be at least 1, got {number}.")
+        require_one_of("mode", mode, get_args(Mode))
+        require_one_of("final", final, get_args(Final))
+        require_positive("num_trainers", num_trainers)
+        require_positive("workers_per_trainer", workers_per_trainer)
+        require_positive("gap", gap)
+        require_positive("num_embedding_servers", num_embedding_servers)
+        require_positive("num_sync_servers", num_sync_servers)
         if interval is not None and not 0 <= interval < float("inf"):
             raise ValueError(f"strategy.interval must be a finite number of seconds, at least 0, got {interval}.")
         options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
@@ -149,16 +124,10 @@ class ShadowSyncStrategy(RecsysStrategy):
         self.interval = interval
         self.num_embedding_servers = num_embedding_servers
         self.num_sync_servers = num_sync_servers
-        self.placement: PlacementMethod = placement
         self.final: Final = final
-        self.min_rows = min_rows
-        self.embeddings = tuple(embeddings)
-        self.row_optimizer = row_optimizer or RowwiseAdagrad()
-        self.plan: PlacementPlan | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self._tables: ServedTables | None = None
         self._replica: Replica | None = None
         self._leaders: Any = None  # process group of the trainers' first workers
         self._driver: Driver | None = None
@@ -257,45 +226,10 @@ class ShadowSyncStrategy(RecsysStrategy):
 
     def server_specs(self) -> list[ServerSpec]:
         """Embedding servers, and sync servers where the algorithm has a centre."""
-        specs = [ServerSpec("embedding", index) for index in range(self.num_embedding_servers)]
+        specs = [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
         if self.algorithm.exchange is Exchange.CENTER and self.layout.num_trainers > 1:
             specs += [ServerSpec("sync", index) for index in range(self.num_sync_servers)]
         return specs
-
-    # --- Embedding rows ----------------------------------------------------------------------------------------------
-
-    def bind_backends(self) -> None:
-        """Bring the rows to the embedding servers; the first rank does, the others find them there."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            return  # every rank has all rows, and nobody changes them
-        self._tables = tables = ServedTables(
-            self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
-        )
-        if not tables.collections:
-            return
-        servers = self.stores("embedding")
-        if self.is_global_zero:
-            self.plan = plan_placement(tables.collections, len(servers), method=self.placement)
-            log.info("Embedding tables on servers:\n%s", self.plan)
-            tables.bind(servers, self.plan, first=True)
-        self.plan = self.broadcast(self.plan)
-        assert self.plan is not None
-        if not self.is_global_zero:
-            tables.bind(servers, self.plan, first=False)
-        self.barrier("rows are where they belong")
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Let the rows of plain modules follow the first optimizer's steps and schedules."""
-        super().setup_optimizers(trainer)
-        if self._tables is not None and self.optimizers:
-            self._tables.attach_to(self.optimizers[0])
-
-    def unbind_backends(self) -> None:
-        """Give the model its own rows again, the trained ones if the run succeeded."""
-        if self._tables is not None:
-            self._tables.release(copy_rows=self._succeeded())
-            self._tables = None
 
     # --- The replica -------------------------------------------------------------------------------------------------
 
@@ -318,8 +252,9 @@ class ShadowSyncStrategy(RecsysStrategy):
     def on_train_start(self) -> None:
         """Share the optimizer state and begin to synchronise."""
         super().on_train_start()
-        self._refuse_clocks()
-        self._refuse_different_schedules()
+        assert self.lightning_module is not None
+        refuse_clocks(self.lightning_module.trainer)
+        refuse_different_schedules(self.lightning_module.trainer)
         if self.workers_per_trainer > 1:
             share_optimizer_state(self.optimizers, team_size=self.workers_per_trainer)
         self._driver = self._make_driver() if self._synchronises else None
@@ -327,49 +262,6 @@ class ShadowSyncStrategy(RecsysStrategy):
         self._training = True
         self.barrier("all replicas are there")
         self._start_driver()
-
-    def _refuse_clocks(self) -> None:
-        """Lightning asks rank 0 at every batch whether a time is up, which would keep all workers in step."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        reasons = {
-            "trainer.max_time (a Timer with interval='step')": any(
-                isinstance(x, Timer) and x._interval == "step" for x in callbacks
-            ),
-            "train_time_interval of ModelCheckpoint": any(
-                isinstance(x, ModelCheckpoint) and x._train_time_interval is not None for x in callbacks
-            ),
-            "a time as trainer.val_check_interval": getattr(trainer, "_val_check_time_interval", None) is not None,
-        }
-        found = [reason for reason, holds in reasons.items() if holds]
-        if found and self.world_size > 1:
-            raise ValueError(
-                f"{found[0]} makes every worker wait for all others at every batch. Count epochs or steps instead"
-                " (trainer.max_epochs, trainer.max_steps, every_n_epochs); a Timer with interval='epoch' does no harm."
-            )
-
-    def _refuse_different_schedules(self) -> None:
-        """Ranks may have unequal numbers of batches, but not of occasions on which they wait for each other."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        periods = {"trainer.val_check_interval": trainer.val_check_batch if trainer.enable_validation else None}
-        for number, callback in enumerate(trainer.checkpoint_callbacks):
-            if isinstance(callback, ModelCheckpoint):
-                steps = callback._every_n_train_steps * trainer.accumulate_grad_batches
-                periods[f"ModelCheckpoint {number}'s every_n_train_steps"] = steps
-        batches = trainer.num_training_batches
-        known = {name: int(period) for name, period in periods.items() if period and max(period, batches) < math.inf}
-        counts = {name: int(batches) // period for name, period in known.items()}
-        per_rank: list[dict[str, int]] = [{}] * self.world_size
-        dist.all_gather_object(per_rank, counts)
-        for name in counts:
-            if len({others.get(name) for others in per_rank}) > 1:
-                raise ValueError(
-                    f"with {name}={periods[name]} the ranks, whose numbers of training batches differ, would stop"
-                    f" {[others.get(name) for others in per_rank]} times in an epoch, each waiting for all others."
-                    " Stop at the end of epochs only (trainer.val_check_interval=1.0, no every_n_train_steps)."
-                )
 
     def _make_driver(self) -> Driver | None:
         assert self._replica is not None
@@ -621,15 +513,10 @@ class ShadowSyncStrategy(RecsysStrategy):
             exchanged = rounds.exchanged_bytes
         if self.workers_per_trainer > 1 and self._staleness:
             values["staleness/hogwild"] = torch.tensor(self._staleness, dtype=torch.float32)
-        traffic = {
-            f"{kind}-{index}": stores.connection.traffic
-            for kind, servers in self._stores.items()
-            for index, stores in enumerate(servers)
-            if isinstance(stores, RemoteStores)
-        }
-        values["comm/sent_bytes"] = float(exchanged + sum(x.sent_bytes for x in traffic.values()))
-        values["comm/received_bytes"] = float(exchanged + sum(x.received_bytes for x in traffic.values()))
-        return values | {f"load/{server}": float(x.requests) for server, x in traffic.items()}
+        served = super().telemetry()
+        for name in ("comm/sent_bytes", "comm/received_bytes"):
+            served[name] += exchanged
+        return values | served
 
     def teardown(self) -> None:
         """Stop the shadow thread and leave the shared memory; then all that the base class does."""

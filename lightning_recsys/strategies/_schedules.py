@@ -1,0 +1,111 @@
+"""What would make workers that run free wait for each other after all, or wait for ever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytorch_lightning as pl
+import torch.distributed as dist
+from pytorch_lightning.callbacks import ModelCheckpoint, Timer
+
+
+def refuse_clocks(trainer: pl.Trainer) -> None:
+    """Lightning asks rank 0 at every batch whether a time is up, which would keep all workers in step.
+
+    Raises:
+        ValueError: the trainer, or a callback, goes by the time; with more than one worker.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    reasons = {
+        "trainer.max_time (a Timer with interval='step')": any(
+            isinstance(x, Timer) and x._interval == "step" for x in callbacks
+        ),
+        "train_time_interval of ModelCheckpoint": any(
+            isinstance(x, ModelCheckpoint) and x._train_time_interval is not None for x in callbacks
+        ),
+        "a time as trainer.val_check_interval": getattr(trainer, "_val_check_time_interval", None) is not None,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found and trainer.world_size > 1:
+        raise ValueError(
+            f"{found[0]} makes every worker wait for all others at every batch. Count epochs or steps instead"
+            " (trainer.max_epochs, trainer.max_steps, every_n_epochs); a Timer with interval='epoch' does no harm."
+        )
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """A setting of the trainer by which a rank stops within an epoch.
+
+    Args:
+        setting: Its name and value.
+        times: How often it does so in the first epoch.
+        drifts: It goes on counting from one epoch to the next.
+    """
+
+    setting: str
+    times: int
+    drifts: bool = True
+
+
+def refuse_different_schedules(trainer: pl.Trainer) -> None:
+    """Let ranks have unequal numbers of batches, but not of occasions on which they wait for each other.
+
+    All ranks call this together, once they know their numbers of batches.
+
+    Raises:
+        ValueError: they would come to such an occasion different numbers of times, or at different times.
+    """
+    own = trainer.num_training_batches
+    if math.isinf(own):  # on all ranks, as Lightning asks them; nobody knows what comes
+        return
+    schedules = list(_schedules(trainer, int(own)))
+    per_rank: list[tuple[int, list[int]]] = [(0, [])] * dist.get_world_size()
+    dist.all_gather_object(per_rank, (int(own), [x.times for x in schedules]))
+    steps = [_steps(trainer, batches) for batches, _ in per_rank]
+    if len({batches for batches, _ in per_rank}) == 1 or _ends_before(trainer, min(steps)):
+        return
+    for schedule, *times in zip(schedules, *(times for _, times in per_rank), strict=True):
+        if schedule.drifts and not _has_one_epoch(trainer):
+            raise ValueError(
+                f"{schedule.setting} counts steps over all epochs, of which the ranks have {steps} in each: they would"
+                " stop for it at different times, each waiting for all others. Count epochs instead"
+                " (trainer.max_epochs, trainer.val_check_interval=1.0, every_n_epochs)."
+            )
+        if len(set(times)) > 1:
+            raise ValueError(
+                f"with {schedule.setting} the ranks, whose numbers of training batches differ, would stop"
+                f" {times} times in an epoch, each waiting for all others. Stop at the end of epochs only"
+                " (trainer.val_check_interval=1.0, no every_n_train_steps, no max_steps)."
+            )
+
+
+def _schedules(trainer: pl.Trainer, batches: int) -> Iterator[_Schedule]:
+    """The same ones in the same order on all ranks."""
+    steps = _steps(trainer, batches)
+    validation = trainer.val_check_batch if trainer.enable_validation else None
+    if validation and not math.isinf(validation):
+        over_epochs = trainer.check_val_every_n_epoch is None
+        yield _Schedule(f"trainer.val_check_interval={int(validation)}", batches // int(validation), over_epochs)
+    for number, callback in enumerate(trainer.checkpoint_callbacks):
+        if isinstance(callback, ModelCheckpoint) and (period := callback._every_n_train_steps):
+            yield _Schedule(f"ModelCheckpoint {number}'s every_n_train_steps={period}", steps // period)
+    if trainer.max_steps >= 0:  # stops some within an epoch that others complete
+        yield _Schedule(f"trainer.max_steps={trainer.max_steps}", int(steps <= trainer.max_steps))
+
+
+def _steps(trainer: pl.Trainer, batches: int) -> int:
+    """Optimizer steps in an epoch; the last one takes what is left."""
+    return -(-batches // trainer.accumulate_grad_batches)
+
+
+def _ends_before(trainer: pl.Trainer, steps: int) -> bool:
+    """Whether the run ends before any rank has made so many steps."""
+    return trainer.global_step == 0 and 0 <= trainer.max_steps < steps
+
+
+def _has_one_epoch(trainer: pl.Trainer) -> bool:
+    """Whether the run begins and ends with the same epoch, so that all ranks begin to count at the same batch."""
+    return trainer.global_step == 0 and trainer.max_epochs == 1

@@ -1,0 +1,139 @@
+"""What the strategies have in common that keep embedding rows on servers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytorch_lightning as pl
+from pytorch_lightning.trainer.states import TrainerFn
+
+from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
+from lightning_recsys.parameter_server.backend import StoreBackend
+from lightning_recsys.parameter_server.interfaces import Stores
+from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.placement import PlacementMethod, PlacementPlan
+from lightning_recsys.strategies._embedding_servers import ServedTables, plan_placement
+from lightning_recsys.strategies.base import RecsysStrategy
+
+EMBEDDING = "embedding"  # the kind of the servers that have the rows
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+class ServedStrategy(RecsysStrategy):
+    """A strategy whose tables lie on servers of the kind ``embedding`` while it trains.
+
+    The rows of an :class:`~lightning_recsys.embeddings.EmbeddingBagCollection` always do; without such servers (no
+    :class:`ServerSpec` of that kind) the model keeps them.
+
+    Args:
+        placement: How tables are spread over the embedding servers: ``round_robin``, by ``size``, or ``profiled``, by
+            the time that lookups and updates take.
+        min_rows: Plain ``nn.Embedding`` and ``nn.EmbeddingBag`` of at least so many rows are served, too. Default:
+            none.
+        embeddings: Plain embedding modules to take whatever their size, by their paths in the model.
+        row_optimizer: The update rule of rows of plain modules; default: rowwise Adagrad.
+        **kwargs: As for :class:`~lightning_recsys.strategies.base.RecsysStrategy`.
+
+    Attributes:
+        plan: Which server has what, once training has begun.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement: PlacementMethod = "profiled",
+        min_rows: int | None = None,
+        embeddings: Sequence[str] = (),
+        row_optimizer: RowOptimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        require_one_of("placement", placement, get_args(PlacementMethod))
+        require_positive("min_rows", min_rows)
+        self.placement: PlacementMethod = placement
+        self.min_rows = min_rows
+        self.embeddings = tuple(embeddings)
+        self.row_optimizer = row_optimizer or RowwiseAdagrad()
+        self.plan: PlacementPlan | None = None
+        self._tables: ServedTables | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_tables": None}
+
+    def make_backend(
+        self,
+        name: str,
+        collection: EmbeddingBagCollection,
+        *,
+        servers: Sequence[Stores],
+        plan: PlacementPlan,
+        seed: int,
+    ) -> StoreBackend:
+        """What a collection looks its rows up in."""
+        return StoreBackend.create(name, collection.layout, collection.optimizer, servers=servers, plan=plan, seed=seed)
+
+    def bind_backends(self) -> None:
+        """Bring the rows to the embedding servers; the first rank does, the others find them there."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING or EMBEDDING not in self.endpoints:
+            return  # every rank has all rows
+        self._tables = tables = ServedTables(
+            self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
+        )
+        if not tables.collections:
+            return
+        servers = self.stores(EMBEDDING)
+        if self.is_global_zero:
+            self.plan = plan_placement(tables.collections, len(servers), method=self.placement)
+            log.info("Embedding tables on servers:\n%s", self.plan)
+            tables.bind(servers, self.plan, make_backend=self.make_backend, first=True)
+        self.plan = self.broadcast(self.plan)
+        assert self.plan is not None
+        if not self.is_global_zero:
+            tables.bind(servers, self.plan, make_backend=self.make_backend, first=False)
+        self.barrier("rows are where they belong")
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Let the rows of plain modules follow the first optimizer's steps and schedules."""
+        super().setup_optimizers(trainer)
+        if self._tables is not None and self.optimizers:
+            self._tables.attach_to(self.optimizers[0])
+
+    def unbind_backends(self) -> None:
+        """Give the model its own rows again, the trained ones if the run succeeded."""
+        if self._tables is not None:
+            self._tables.release(copy_rows=self._succeeded())
+            self._tables = None
+
+    def telemetry(self) -> dict[str, Any]:
+        """Bytes and requests between this process and its servers so far; shared memory counts as none."""
+        traffic = {
+            f"{kind}-{index}": stores.connection.traffic
+            for kind, servers in self._stores.items()
+            for index, stores in enumerate(servers)
+            if isinstance(stores, RemoteStores)
+        }
+        return {
+            "comm/sent_bytes": float(sum(x.sent_bytes for x in traffic.values())),
+            "comm/received_bytes": float(sum(x.received_bytes for x in traffic.values())),
+            **{f"load/{server}": float(x.requests) for server, x in traffic.items()},
+        }
+
+
+def require_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of those allowed for ``strategy.<name>``."""
+    if value not in allowed:
+        raise ValueError(f"strategy.{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")
+
+
+def require_positive(name: str, number: int | None) -> None:
+    """Raise ``ValueError`` unless ``number`` is ``None`` or at least 1."""
+    if number is not None and number < 1:
+        raise ValueError(f"strategy.{name} must be at least 1, got {number}.")
