@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -113,7 +114,8 @@ class StoreBackend(TableBackend):
         servers: Sequence[Stores],
         plan: PlacementPlan | None = None,
         seed: int = 0,
-    ) -> StoreBackend:
+        **options: Any,
+    ) -> Self:
         """Make, or open, a collection's stores where a plan puts them.
 
         Args:
@@ -123,6 +125,7 @@ class StoreBackend(TableBackend):
             servers: In the order of the plan's server indices.
             plan: Where the rows go; by default all to the first server.
             seed: Of the rows that the servers draw.
+            options: Further arguments of the class.
 
         Raises:
             ValueError: the plan is for another number of servers, or has other tables.
@@ -143,7 +146,7 @@ class StoreBackend(TableBackend):
                 # Parts of one table on two servers must not start with the same rows.
                 store = server.create_embedding_store(name, store_layout, optimizer, seed=seed + index)
                 stores.append((store, here))
-        return cls(layout, optimizer, stores=stores)
+        return cls(layout, optimizer, stores=stores, **options)
 
     @property
     def stores(self) -> list[EmbeddingStore]:

@@ -1,0 +1,393 @@
+"""A collection's rows in stores, with copies of the busy ones in the worker: HET's cache at work."""
+
+# Shape suffixes: B batch, F features, D embedding dim, N ids of the batch, U distinct rows of the batch, K rows.
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache, RowUpdates
+from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
+from lightning_recsys.optim import SGD, RowOptimizer
+from lightning_recsys.parameter_server.backend import StoreBackend
+from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
+from lightning_recsys.parameter_server.interfaces import EmbeddingStore
+from lightning_recsys.parameter_server.row_places import RowPlaces
+from lightning_recsys.placement import TablePart
+from lightning_recsys.sync import ClockName, ClockRule
+
+Integers = NDArray[np.int64]
+_NO_POSITIONS = np.empty(0, dtype=np.int64)
+_NO_CLOCKS = np.empty(0, dtype=np.int32)
+_FLUSH_BYTES = 16 << 20  # of updates in one message, when all of them go
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch whose rows are in the cache, or on their way to it.
+
+    Args:
+        features: On the CPU.
+        origin: The features as they were given; they live as long as a gradient may come.
+        plan: Where the rows are.
+        answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch and
+            to check. Empty once they have been taken.
+        stale: Positions in the plan of copies that a store found too old.
+    """
+
+    features: SparseFeatures
+    origin: Callable[[], SparseFeatures | None]
+    plan: BatchPlan
+    answers: list[tuple[Callable[[], RowValues], Integers, Integers]] = field(default_factory=list)
+    stale: list[Integers] = field(default_factory=list)
+
+
+class CachedBackend(StoreBackend):
+    r"""Rows in stores, and a bounded number of them also here, where they are looked up and trained (HET).
+
+    A copy that was fetched at the global clock :math:`c_s` and updated here up to :math:`c_c` is used as long as
+
+    .. math:: c_c \le c_s + s \qquad\text{and}\qquad c_g \le c_c + s
+
+    where only the store knows its clock :math:`c_g`. Otherwise its updates are pushed and the row is fetched again.
+    Updates leave with the rows' eviction, with such a refresh, or with :meth:`flush`; each is applied exactly once.
+
+    One message a step and store carries, in this order, the updates that rows left behind, requests for the rows that
+    the batch lacks, and the clocks of the copies that it would use. A second one follows only where a copy turns out
+    to be too old. Where the next batch is announced (:meth:`prefetch`), its message travels while this one computes;
+    a clock check is then older by as much, and the second bound holds as of that moment.
+
+    ``cache_rows=0`` is the same without copies: the rows of each batch are fetched, trained, pushed and dropped.
+
+    Args:
+        layout: The collection's tables.
+        optimizer: The update rule, one whose state is a sum: SGD, Adagrad, RowwiseAdagrad.
+        stores: As in :class:`StoreBackend`.
+        cache_rows: Rows that may stay from one step to the next.
+        staleness: ``s``, or ``None`` for no bound: then nothing is ever checked or refreshed.
+        policy: Which rows go first when there are too many (:class:`CacheIndex`).
+        clock: How pushes move the stores' clocks (:class:`ClockRule`).
+        device: Where the copies live.
+
+    Raises:
+        ValueError: as :class:`StoreBackend`; or ``cache_rows`` or ``staleness`` is negative.
+        TypeError: the rule's state is no sum.
+
+    Communication: per step, the distinct rows that were missing or too old, each with state, number and clock; as much
+    outwards for each row that leaves with updates; 8 bytes and a bit for each copy that is checked.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        stores: Sequence[tuple[EmbeddingStore, Sequence[TablePart]]],
+        cache_rows: int,
+        staleness: int | None,
+        policy: CachePolicy = "lru",
+        clock: ClockName = "max",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(layout, optimizer, stores=stores)
+        self.cache_rows = cache_rows
+        self.staleness = staleness
+        self._rule = ClockRule(staleness=staleness, clock=clock)
+        self._cache = RowCache(cache_rows, layout.embedding_dim, optimizer, policy=policy, device=device)
+        self._passing = RowCache(0, layout.embedding_dim, optimizer, device=device)  # rows of evaluation
+        self._places = RowPlaces(layout, [parts for _, parts in stores])
+        self._starts = np.array(layout.feature_starts, dtype=np.int64)
+        self._kernels: dict[int, Kernel] = {}
+        self._planned: _Batch | None = None
+        self._waiting: list[_Batch] = []  # looked up, not trained yet
+        self._owed: list[RowUpdates] = []  # of rows that have gone; they ride on the next message
+        self._unsent_steps = [0] * len(stores)
+        self._counts: Counter[str] = Counter()
+        self._lags_U = np.empty(0, dtype=np.int32)
+
+    # --- A step ------------------------------------------------------------------------------------------------------
+
+    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        features = sparse.to("cpu")
+        batch = self._take_planned(features) or self._begin(features)
+        batch.origin = weakref.ref(sparse)
+        self._settle(batch)
+        self._refresh(batch)
+        self._waiting.append(batch)
+        return self._pool(self._cache, batch.plan, sparse)
+
+    def prefetch(self, sparse: SparseFeatures) -> None:
+        """Send the message of the batch that is looked up next, after the present one's lookup.
+
+        Rows that both batches have are not asked for: they are still to be trained here. Where several workers are to
+        see each other's last update (``staleness=0`` with a barrier between steps) this would read too early.
+        """
+        if not self.cache_rows:
+            return
+        features = sparse.to("cpu")
+        if self._planned is not None:
+            if _same_ids(self._planned.features, features):
+                return
+            self._settle(self._planned)
+        self._planned = self._begin(features)
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        cache, batch = self._cache, self._take_waiting(sparse)
+        weights = sparse.weights
+        offsets = None if sparse.is_single_hot else sparse.bag_offsets()
+        sums_UD = cache.sum_gradients(batch.plan, offsets, weights, grad_BFD)
+        cache.update(batch.plan.slots_U, sums_UD, learning_rate=learning_rate)
+        self._unsent_steps = [steps + 1 for steps in self._unsent_steps]
+        self._evict()
+        if not self.cache_rows:  # nothing else is sent before the next lookup, which need not wait behind this
+            self._send()
+
+    def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
+        """As :meth:`lookup`, past the cache: rows as the stores have them, with every update of this worker."""
+        self.flush()
+        batch = _Batch(sparse, lambda: None, self._passing.plan(self._keys(sparse.to("cpu"))))
+        self._send(batch, fetch=np.arange(len(batch.plan.keys_U)))
+        self._settle(batch, self._passing)
+        pooled_BFD = self._pool(self._passing, batch.plan, sparse)
+        self._passing.evict(spare_from=batch.plan.number + 1)
+        return pooled_BFD
+
+    def flush(self) -> None:
+        """Push every update that is still here, and return when all are in the stores. The copies stay."""
+        dirty = self._cache.dirty_slots()
+        row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
+        for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
+            self._owed.append(self._cache.take(dirty[first : first + block]))
+            self._send()
+        self._send(with_steps=True)
+        super().flush()
+
+    def invalidate(self) -> None:
+        """Flush, then drop all copies: the next lookup fetches. After somebody has written to the stores."""
+        self.flush()
+        for batch in filter(None, (self._planned, *self._waiting)):
+            self._settle(batch)
+        self._planned = None
+        self._waiting.clear()
+        self._cache.clear()
+
+    # --- Its parts ---------------------------------------------------------------------------------------------------
+
+    def _take_planned(self, features: SparseFeatures) -> _Batch | None:
+        """The announced batch, if it is this one. If not, its rows come into the cache as they would have."""
+        planned, self._planned = self._planned, None
+        if planned is None:
+            return None
+        if _same_ids(planned.features, features):
+            return planned
+        self._settle(planned)
+        return None
+
+    def _take_waiting(self, sparse: SparseFeatures) -> _Batch:
+        """The batch that was looked up as ``sparse``. A joined one of several lookups stands for all that wait."""
+        for index, batch in enumerate(self._waiting):
+            if batch.origin() is sparse:
+                return self._waiting.pop(index)
+        if self._planned is not None:
+            self._settle(self._planned)  # they may share rows
+        self._waiting.clear()
+        batch = self._begin(sparse.to("cpu"), validate=False)
+        self._settle(batch)
+        return batch
+
+    def _begin(self, features: SparseFeatures, *, validate: bool = True) -> _Batch:
+        """Plan a batch and send its message: fetch what is missing, refresh or check what is here."""
+        self._waiting = [batch for batch in self._waiting if batch.origin() is not None]
+        self._evict()
+        cache = self._cache
+        plan = cache.plan(self._keys(features))
+        batch = _Batch(features, lambda: None, plan)
+        fetch, held = np.flatnonzero(plan.new_U), np.flatnonzero(~plan.new_U)
+        self._counts.update(reads=len(plan.keys_U), hits=len(held), misses=len(fetch))
+        if not validate or self.staleness is None:
+            self._send(batch, fetch=fetch)
+            return batch
+        slots = plan.slots_U[held]
+        too_far = self._rule.needs_push(cache.start[slots], cache.current[slots])
+        if too_far.any():
+            in_training = np.zeros(len(cache.current), dtype=np.bool_)
+            for waiting in self._waiting:
+                in_training[waiting.plan.slots_U] = True
+            too_far &= ~in_training[slots]  # what is still to be trained is refreshed when it is looked up
+        refresh, check = held[too_far], held[~too_far]
+        self._counts["refreshes"] += len(refresh)
+        self._owed.append(cache.take(plan.slots_U[refresh]))
+        self._send(batch, fetch=np.concatenate([fetch, refresh]), check=check)
+        return batch
+
+    def _refresh(self, batch: _Batch) -> None:
+        """Second message of a batch whose first was answered: push and fetch what may not be used as it is."""
+        cache, slots_U = self._cache, batch.plan.slots_U
+        start_U, current_U = cache.start[slots_U], cache.current[slots_U]
+        self._lags_U = current_U - start_U
+        if self.staleness is None:
+            return
+        again_U = self._rule.needs_push(start_U, current_U)
+        self._counts["refreshes"] += int(again_U.sum())
+        for positions in batch.stale:
+            self._counts["stale"] += len(positions)
+            again_U[positions] = True
+        again = np.flatnonzero(again_U)
+        if len(again):
+            self._owed.append(cache.take(slots_U[again]))
+            self._send(batch, fetch=again)
+            self._settle(batch)
+
+    def _evict(self) -> None:
+        """Bring the cache back to its size; rows of batches that are still to be trained stay."""
+        if len(self._cache) > self.cache_rows:
+            needed = [batch.plan.number for batch in (*self._waiting, self._planned) if batch is not None]
+            updates, dropped = self._cache.evict(spare_from=min(needed, default=np.iinfo(np.int64).max))
+            self._counts["evictions"] += dropped
+            self._owed.append(updates)
+
+    def _send(
+        self,
+        batch: _Batch | None = None,
+        *,
+        fetch: Integers = _NO_POSITIONS,
+        check: Integers = _NO_POSITIONS,
+        with_steps: bool = False,
+    ) -> None:
+        """One message to each store that has to hear something: what rows left behind, fetches, checks."""
+        owed, self._owed = [updates for updates in self._owed if len(updates.keys)], []
+        keys_K = np.concatenate([updates.keys for updates in owed]) if owed else _NO_POSITIONS
+        heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [_NO_CLOCKS])
+        updates = {name: torch.cat([x.values[name] for x in owed]).to("cpu") for name in self.row_shapes if owed}
+        keys_U = slots_U = _NO_POSITIONS
+        if batch is not None:
+            keys_U, slots_U = batch.plan.keys_U, batch.plan.slots_U
+        clocks_C = self._cache.current[slots_U[check]]
+        splits = [self._places.split(keys) for keys in (keys_K, keys_U[fetch], keys_U[check])]
+        for index, (store, *parts) in enumerate(zip(self.stores, *splits, strict=True)):
+            (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows) = parts
+            steps = self._unsent_steps[index] if with_steps or len(pushed) else 0
+            if not (steps or len(pushed) or len(fetched) or len(checked)):
+                continue
+            self._unsent_steps[index] -= steps
+            request = RowExchange(
+                push_rows=torch.from_numpy(push_rows),
+                push_clocks=torch.from_numpy(heard_K[pushed]),
+                updates={name: values[torch.from_numpy(pushed)] for name, values in updates.items() if len(pushed)},
+                num_steps=steps,
+                fetch_rows=torch.from_numpy(fetch_rows),
+                check_rows=torch.from_numpy(check_rows),
+                check_clocks=torch.from_numpy(clocks_C[checked]),
+                staleness=self.staleness,
+                clock=self._rule.clock,
+            )
+            answer = store.begin_exchange(request)
+            self._counts.update(request.bytes_by_kind(store.layout.num_rows, self.row_shapes), messages=1)
+            if batch is not None:
+                batch.answers.append((answer, fetch[fetched], check[checked]))
+
+    def _settle(self, batch: _Batch, cache: RowCache | None = None) -> None:
+        """Wait for what was asked for a batch, and put it into the cache."""
+        cache = cache or self._cache
+        for answer, fetched, checked in batch.answers:
+            found = answer()
+            if len(fetched):
+                cache.install(batch.plan.slots_U[fetched], found.values, found.clocks.numpy())
+            if len(checked):
+                batch.stale.append(checked[found.stale.numpy()])
+        batch.answers.clear()
+
+    def _keys(self, features: SparseFeatures) -> Integers:
+        ids = features.values.numpy()
+        if features.is_single_hot:
+            return (ids.reshape(len(self._starts), -1) + self._starts[:, None]).reshape(-1)
+        return ids + np.repeat(self._starts, np.diff(features.feature_bounds()))
+
+    def _pool(self, cache: RowCache, plan: BatchPlan, sparse: SparseFeatures) -> Tensor:
+        """Sum each bag's rows, which are in the slots of the plan."""
+        rows = cache.rows
+        slots = SparseFeatures(
+            sparse.keys,
+            torch.from_numpy(plan.slots_N),
+            offsets=None if sparse.is_single_hot else sparse.bag_offsets(),
+            weights=sparse.weights,
+        )
+        return self._kernel(rows).lookup(rows, slots.to(rows.device)).to(sparse.device)
+
+    def _kernel(self, rows: Tensor) -> Kernel:
+        """A kernel for all slots as one table that every feature shares."""
+        kernel = self._kernels.get(len(rows))
+        if kernel is None:
+            features = tuple(name for table in self.layout.tables for name in table.feature_names)
+            slots = EmbeddingBagConfig("slots", max(len(rows), 1), self.layout.embedding_dim, features)
+            kernel = choose_kernel("auto", TableLayout((slots,)), SGD(), rows.device)
+            self._kernels[len(rows)] = kernel
+        return kernel
+
+    # --- What others see ---------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Updates that the tables have seen, from all workers; what this one has not sent yet included."""
+        return super().step + max(self._unsent_steps)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.flush()
+        for store in self.stores:
+            store.step = value
+
+    def read_rows(self, table: str, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
+        self.flush()
+        return super().read_rows(table, name, first_row, num_rows)
+
+    def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
+        """The reverse of :meth:`read_rows`; drops all copies here. Those of other workers are theirs to drop."""
+        self.invalidate()
+        super().write_rows(table, name, first_row, values)
+
+    def telemetry(self) -> dict[str, Any]:
+        """What happened so far.
+
+        ``cache/hit_rate``, ``miss_rate`` and ``stale_rate`` (found too old by a store) are shares of the distinct rows
+        of all batches; ``refresh_rate`` counts copies that were too far ahead of what was fetched.
+        ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
+        and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
+        """
+        counts, reads = self._counts, max(self._counts["reads"], 1)
+        return {
+            "cache/hit_rate": counts["hits"] / reads,
+            "cache/miss_rate": counts["misses"] / reads,
+            "cache/stale_rate": counts["stale"] / reads,
+            "cache/refresh_rate": counts["refreshes"] / reads,
+            "cache/evictions": counts["evictions"],
+            "cache/clock_lag": torch.from_numpy(self._lags_U.astype(np.float32)),
+            "comm/messages": counts["messages"],
+            **{f"comm/{kind}_bytes": counts[kind] for kind in ("rows", "clocks", "gradients")},
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy starts with an empty cache: the updates that are here must not be pushed twice.
+        self.invalidate()
+        return self.__dict__ | {"_kernels": {}}
+
+    def extra_repr(self) -> str:
+        """Names the tables, the rule, the stores and the cache."""
+        return f"{super().extra_repr()}; cache_rows={self.cache_rows}, staleness={self.staleness}"
+
+
+def _same_ids(one: SparseFeatures, other: SparseFeatures) -> bool:
+    """Whether two batches look up the same rows, features in the same order."""
+    if one.is_single_hot != other.is_single_hot or not torch.equal(one.values, other.values):
+        return False
+    return one.is_single_hot or torch.equal(one.bag_offsets(), other.bag_offsets())

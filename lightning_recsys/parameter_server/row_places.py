@@ -1,0 +1,51 @@
+"""Where the rows of a collection lie: which of its stores has a row, and at which place."""
+
+# Shape suffixes: K keys, P parts of tables.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.placement import TablePart
+
+Integers = NDArray[np.int64]
+
+
+class RowPlaces:
+    """Finds rows by their keys, which count the rows of all tables: ``layout.table_starts[table] + id``.
+
+    Args:
+        layout: The collection's tables.
+        stores: For each store the parts that it holds, in the order of its tables.
+
+    >>> from lightning_recsys.embeddings import EmbeddingBagConfig
+    >>> tables = TableLayout((EmbeddingBagConfig("a", 4, 2, ("x",)), EmbeddingBagConfig("b", 6, 2, ("y",))))
+    >>> first, second = TablePart("net", "a", 0, 4, 1, 0, 0.0), TablePart("net", "b", 0, 6, 0, 0, 0.0)
+    >>> places = RowPlaces(tables, [[second], [first]])
+    >>> [(which.tolist(), rows.tolist()) for which, rows in places.split(np.array([4, 3, 9]))]
+    [([0, 2], [0, 5]), ([1], [3])]
+    """
+
+    def __init__(self, layout: TableLayout, stores: Sequence[Sequence[TablePart]]) -> None:
+        starts, places = layout.table_starts, []
+        for store, parts in enumerate(stores):
+            row = 0
+            for part in parts:
+                key = starts[part.table] + part.first_row
+                places.append((key, store, row - key))
+                row += part.num_rows
+        self._num_stores = len(stores)
+        self._first_keys_P, self._stores_P, self._shifts_P = np.array(sorted(places), dtype=np.int64).T.copy()
+
+    def split(self, keys_K: Integers) -> list[tuple[Integers, Integers]]:
+        """For each store: which of the keys are there, as positions in ``keys_K``, and their rows there."""
+        if self._num_stores == 1 and not self._shifts_P.any():
+            return [(np.arange(len(keys_K)), keys_K)]
+        parts_K = np.searchsorted(self._first_keys_P, keys_K, side="right") - 1
+        rows_K, stores_K = keys_K + self._shifts_P[parts_K], self._stores_P[parts_K]
+        which = [np.flatnonzero(stores_K == store) for store in range(self._num_stores)]
+        return [(positions, rows_K[positions]) for positions in which]
