@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import Kernel, KernelName, TableLayout, choose_kernel
 from lightning_recsys.embeddings.replication import gather_over_ranks, num_replicas
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
@@ -86,6 +89,11 @@ class TableBackend(Backend):
     def write(self, table: str, name: str, values: Tensor) -> None:
         """The reverse of :meth:`read`."""
 
+    @property
+    def row_keys(self) -> list[str]:
+        """The keys of rows and optimizer state in the state dict."""
+        return [f"{table.name}.{name}" for name in self.row_shapes for table in self.layout.tables]
+
     def copy_from(self, other: TableBackend) -> None:
         """Take rows, optimizer state and step of another backend of the same tables and rule."""
         for name in self.row_shapes:
@@ -94,9 +102,8 @@ class TableBackend(Backend):
         self.step = other.step
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name in self.row_shapes if self.has_rows_in_state_dict else ():
-            for table in self.layout.tables:
-                destination[f"{prefix}{table.name}.{name}"] = self.read(table.name, name)
+        if self.has_rows_in_state_dict:
+            self._save_rows(destination, prefix)
         step = self.step
         for table in self.layout.tables:
             destination[f"{prefix}{table.name}.step"] = torch.tensor(step, device="cpu")
@@ -111,14 +118,25 @@ class TableBackend(Backend):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        known = {f"{prefix}{table.name}.step" for table in self.layout.tables}
+        if self.has_rows_in_state_dict:
+            self._load_rows(state_dict, prefix, missing_keys, error_msgs)
+        steps = [state_dict.get(f"{prefix}{table.name}.step") for table in self.layout.tables]
+        self.step = max((int(step) for step in steps if step is not None), default=0)
+        known = {prefix + key for key in (*self.row_keys, *(f"{table.name}.step" for table in self.layout.tables))}
+        unexpected_keys.extend(key for key in state_dict if strict and key.startswith(prefix) and key not in known)
+
+    def _save_rows(self, destination: dict[str, Any], prefix: str) -> None:
+        for name in self.row_shapes:
+            for table in self.layout.tables:
+                destination[f"{prefix}{table.name}.{name}"] = self.read(table.name, name)
+
+    def _load_rows(
+        self, state_dict: Mapping[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
+    ) -> None:
         for name, row_shape in self.row_shapes.items():
             for table in self.layout.tables:
                 key, expected = f"{prefix}{table.name}.{name}", [table.num_embeddings, *row_shape]
-                known.add(key)
                 saved = state_dict.get(key)
-                if not self.has_rows_in_state_dict:
-                    continue
                 if saved is None:
                     missing_keys.append(key)
                 elif list(saved.shape) != expected:
@@ -127,9 +145,6 @@ class TableBackend(Backend):
                     )
                 else:
                     self.write(table.name, name, saved)
-        steps = [state_dict.get(f"{prefix}{table.name}.step") for table in self.layout.tables]
-        self.step = max((int(step) for step in steps if step is not None), default=0)
-        unexpected_keys.extend(key for key in state_dict if strict and key.startswith(prefix) and key not in known)
 
 
 class LocalBackend(TableBackend):
@@ -139,12 +154,16 @@ class LocalBackend(TableBackend):
     ``DistributedDataParallel`` copies them from rank 0 at the start, but neither it nor a dense optimizer trains them.
     Where a process group of several ranks exists, every rank holds a replica of all rows: an update gathers the
     sparse gradients of all ranks and applies their mean everywhere, so the replicas stay equal bit for bit.
+    (:attr:`replicas` names other ranks than all.)
 
     Args:
         layout: The tables.
         optimizer: The update rule.
         kernel: A kernel's name, or ``auto``.
         device: Where the rows are made; on ``meta`` there are none, and only another backend can serve the tables.
+
+    Attributes:
+        replicas: The ranks that have these rows; ``None`` for all.
 
     Communication: per update and rank, one all-gather of the ids (8 bytes each) and one of the gradients
     ``[B, F, D]`` (4 bytes each).
@@ -163,6 +182,7 @@ class LocalBackend(TableBackend):
         super().__init__(layout, optimizer)
         self.kernel_name: KernelName = kernel
         self.step = 0
+        self.replicas: ProcessGroup | None = None
         rows = torch.empty(layout.num_rows, layout.embedding_dim, device=device)
         self.rows = nn.Parameter(rows, requires_grad=False)
         # Chosen at once, so that a name that cannot serve these tables fails here and not in the first batch.
@@ -186,13 +206,38 @@ class LocalBackend(TableBackend):
         """Optimizer state of all rows, by name."""
         return {name: self.get_parameter(name).data for name in self._state_names}
 
-    def _draw_rows(self) -> None:
+    def _draw_rows(self, seed: int | None = None) -> None:
         for table in self.layout.tables:
             rows = self.read(table.name, "weight")
+            generator = None if seed is None else torch.Generator().manual_seed(seed ^ crc32(table.name.encode()))
             if table.init_std:
-                rows.normal_(0.0, table.init_std)
+                rows.normal_(0.0, table.init_std, generator=generator)
             else:
                 rows.zero_()
+
+    def keep(self, tables: Sequence[EmbeddingBagConfig]) -> TableBackend:
+        """A backend with copies of some tables' rows.
+
+        Where there are no rows (``device="meta"``) they are made: of each table the same ones whatever tables it is
+        kept with, from :func:`torch.initial_seed`.
+        """
+        if not tables:
+            return NoTables(self)
+        layout = TableLayout(tuple(tables))
+        kept = LocalBackend(layout, self.optimizer, kernel=self.kernel_name, device="meta")
+        if self.is_meta:
+            kept._hold(torch.empty(layout.num_rows, layout.embedding_dim))
+            kept._draw_rows(torch.initial_seed() % 2**32)
+            for name, state in self.optimizer.initial_state(kept.rows.data).items():
+                kept._hold(state, name)
+        else:
+            for name in self.row_shapes:
+                kept._hold(torch.cat([self.read(table.name, name) for table in tables]), name)
+        kept.step, kept.kernel = self.step, kept._choose_kernel()
+        return kept
+
+    def _hold(self, values: Tensor, name: str = "weight") -> None:
+        setattr(self, "rows" if name == "weight" else name, nn.Parameter(values, requires_grad=False))
 
     def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         if self.is_meta:
@@ -203,8 +248,8 @@ class LocalBackend(TableBackend):
         return self.kernel.lookup(self.rows.data, sparse)
 
     def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
-        if num_replicas() > 1:
-            sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD)
+        if num_replicas(self.replicas) > 1:
+            sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD, self.replicas)
         self.step += 1
         self.kernel.apply_gradients(
             self.rows.data, self.row_state, sparse, grad_BFD, learning_rate=learning_rate, step=self.step
@@ -218,7 +263,7 @@ class LocalBackend(TableBackend):
         self.read(table, name).copy_(values)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        if self.is_meta:  # a copy into nothing would succeed
+        if self.is_meta and self.has_rows_in_state_dict:  # a copy into nothing would succeed
             error_msgs: list[str] = args[-1]
             error_msgs.append("the tables have no rows here (device='meta'): bind a store before the rows are loaded.")
             return
@@ -245,3 +290,24 @@ class LocalBackend(TableBackend):
             f"{table.name}: {table.num_embeddings} x {table.embedding_dim}" for table in self.layout.tables
         )
         return f"{tables}; {self.optimizer}; kernel={self.kernel_name}"
+
+
+class NoTables(TableBackend):
+    """What a process has of a collection of whose tables it has none: it counts the updates."""
+
+    def __init__(self, whole: LocalBackend) -> None:
+        nn.Module.__init__(self)
+        self.layout, self.optimizer, self.row_shapes = TableLayout(()), whole.optimizer, whole.row_shapes
+        self.step = whole.step
+
+    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        raise AssertionError("a collection without tables has nothing to look up")
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        self.step += 1
+
+    def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited
+        raise KeyError(table)
+
+    def write(self, table: str, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
+        raise KeyError(table)

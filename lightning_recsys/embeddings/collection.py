@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypedDict, TypeGuard
 
@@ -82,21 +82,26 @@ class EmbeddingBagCollection(nn.Module):
     ) -> None:
         super().__init__()
         _check_tables(tables)
-        self.tables = tuple(tables)
+        self._serve(tables)
         self.optimizer = optimizer or RowwiseAdagrad()
         self.check_ids = check_ids
-        self.layout = layout = TableLayout(self.tables)
-        self.feature_names = tuple(feature for table in self.tables for feature in table.feature_names)
-        self.embedding_dim = layout.embedding_dim
-        self._limits = torch.tensor([table.num_embeddings for table in layout.feature_tables], device="cpu")
-        self._means = [table.pooling is PoolingType.MEAN for table in layout.feature_tables]
+        self.embedding_dim = self.layout.embedding_dim
+        self.whole_tables: tuple[EmbeddingBagConfig, ...] | None = None
         self.trainable = True
         self._attached: weakref.ref[torch.optim.Optimizer] | None = None
         self._group_index: int | None = None
         self._rate_when_attached = 0.0
         self._pending: list[tuple[SparseFeatures, Tensor]] = []
         self._own: tuple[Backend, ...] = ()  # the rows from before bind(); in a tuple they are no submodule
-        self.embedding_bags: Backend = LocalBackend(layout, self.optimizer, kernel=kernel, device=device)
+        self._gradient_scale = 1.0
+        self.embedding_bags: Backend = LocalBackend(self.layout, self.optimizer, kernel=kernel, device=device)
+
+    def _serve(self, tables: Sequence[EmbeddingBagConfig]) -> None:
+        self.tables = tuple(tables)
+        self.layout = layout = TableLayout(self.tables)
+        self.feature_names = tuple(feature for table in self.tables for feature in table.feature_names)
+        self._limits = torch.tensor([table.num_embeddings for table in layout.feature_tables], device="cpu")
+        self._means = [table.pooling is PoolingType.MEAN for table in layout.feature_tables]
 
     def forward(self, sparse: SparseFeatures) -> Tensor:
         """Look up and pool; see the class for shapes.
@@ -109,7 +114,10 @@ class EmbeddingBagCollection(nn.Module):
         resolved = self.resolve(sparse)
         trains = self.trainable and torch.is_grad_enabled()
         with torch.no_grad():
-            pooled_BFD = (self.embedding_bags.lookup if trains else self.embedding_bags.lookup_frozen)(resolved)
+            if self.tables:
+                pooled_BFD = (self.embedding_bags.lookup if trains else self.embedding_bags.lookup_frozen)(resolved)
+            else:  # others have them all
+                pooled_BFD = torch.zeros(sparse.batch_size, 0, self.embedding_dim, device=sparse.device)
         if trains:
             pooled_BFD.requires_grad_()
             on_gradient = partial(self._on_gradient, resolved)
@@ -148,13 +156,61 @@ class EmbeddingBagCollection(nn.Module):
             weights = shares if weights is None else weights * shares
         return SparseFeatures(sparse.keys, sparse.values, lengths=lengths, offsets=offsets, weights=weights)
 
-    def bind(self, backend: TableBackend, *, copy_rows: bool = True) -> None:
+    def partition(self, fields: Sequence[int]) -> None:
+        """Keep the tables of some features only, until :meth:`make_whole`: those are all that :meth:`forward` returns.
+
+        Args:
+            fields: Positions in ``feature_names``. Without any of them, the result is ``[B, 0, D]``.
+
+        Raises:
+            ValueError: features that share a table are parted.
+            RuntimeError: the collection is cut already, or its rows are in another backend.
+        """
+        own = self.embedding_bags
+        if self.whole_tables is not None or not isinstance(own, LocalBackend):
+            raise RuntimeError("the collection cannot be cut: it is cut already, or bound to another backend.")
+        self.apply_pending()
+        names = {self.feature_names[field] for field in fields}
+        for table in self.tables:
+            if 0 < len(names.intersection(table.feature_names)) < len(table.feature_names):
+                raise ValueError(
+                    f"the features {list(table.feature_names)} share table {table.name!r}: keep them together."
+                )
+        self.whole_tables = self.tables
+        self._was_meta, self._kernel_name = own.is_meta, own.kernel_name
+        self._serve([table for table in self.tables if names.issuperset(table.feature_names)])
+        self.embedding_bags = own.keep(self.tables)
+
+    def make_whole(self, fetch: Callable[[str, str], Tensor]) -> None:
+        """Undo :meth:`partition`; a collection that had no rows (``device="meta"``) has none again.
+
+        Args:
+            fetch: Returns a table's ``weight``, or a state by its name, wherever they are; asked for each table in
+                order.
+        """
+        assert self.whole_tables is not None
+        self.apply_pending()
+        cut = self.embedding_bags
+        assert isinstance(cut, TableBackend)
+        self._serve(self.whole_tables)
+        self.whole_tables = None
+        whole = LocalBackend(self.layout, self.optimizer, kernel=self._kernel_name, device="meta")
+        if not self._was_meta:
+            for name in whole.row_shapes:
+                whole._hold(torch.cat([fetch(table.name, name) for table in self.tables]), name)
+            whole.kernel = whole._choose_kernel()
+        whole.step = cut.step
+        self.embedding_bags = whole
+
+    def bind(self, backend: TableBackend, *, copy_rows: bool = True, gradient_scale: float = 1.0) -> None:
         """Serve the tables from another backend, such as one over stores, until :meth:`unbind`.
 
         Args:
             backend: Of the same tables and update rule.
             copy_rows: Write this collection's rows and their optimizer state to it. Where several processes bind to
                 the same stores, one of them copies and the others wait for it. Rows on ``meta`` are never copied.
+            gradient_scale: What the backend gets of a gradient. With ``1 / n`` the updates of ``n`` processes that
+                train in step make up one with the mean gradient, as dense parameters get it.
 
         Raises:
             ValueError: the backend has other tables or another rule.
@@ -172,7 +228,7 @@ class EmbeddingBagCollection(nn.Module):
         if copy_rows and _has_rows(own):
             backend.copy_from(own)
             backend.flush()
-        self._own, self.embedding_bags = (own,), backend
+        self._own, self.embedding_bags, self._gradient_scale = (own,), backend, gradient_scale
 
     def unbind(self, *, copy_rows: bool = True) -> None:
         """Go back to the collection's own rows; nothing happens where no backend is bound.
@@ -192,7 +248,7 @@ class EmbeddingBagCollection(nn.Module):
             assert isinstance(bound, TableBackend)
             bound.flush()
             own.copy_from(bound)
-        self.embedding_bags, self._own = own, ()
+        self.embedding_bags, self._own, self._gradient_scale = own, (), 1.0
 
     def flush(self) -> None:
         """Return when the rows have every update that was handed on; a remote store applies them meanwhile."""
@@ -255,6 +311,8 @@ class EmbeddingBagCollection(nn.Module):
     def _on_gradient(self, sparse: SparseFeatures, pooled_BFD: Tensor) -> None:
         grad_BFD, pooled_BFD.grad = pooled_BFD.grad, None
         assert grad_BFD is not None
+        if self._gradient_scale != 1.0:
+            grad_BFD = grad_BFD * self._gradient_scale  # which may be shared with a hook or the graph
         self._pending.append((sparse, grad_BFD))
         if self._attached is None or self._attached() is None:
             self.apply_pending()

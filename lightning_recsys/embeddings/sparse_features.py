@@ -168,7 +168,7 @@ class SparseFeatures:
         """
         if not parts or any(part.keys != parts[0].keys for part in parts):
             raise ValueError(f"cat needs parts with the same features, got {[list(part.keys) for part in parts]}.")
-        if len(parts) == 1:
+        if len(parts) == 1 or not parts[0].keys:
             return parts[0]
         num_features = len(parts[0].keys)
         weighted = any(part.weights is not None for part in parts)

@@ -6,9 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import CrossNetwork, DeepTower, check_dense, field_embeddings, flatten_inputs
+from lightning_recsys.models.layers import (
+    CrossNetwork,
+    DeepTower,
+    InputWeights,
+    check_dense,
+    field_embeddings,
+    flatten_inputs,
+)
 
 
 class DCN(nn.Module):
@@ -59,10 +67,9 @@ class DCN(nn.Module):
         self.num_dense = num_dense
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
         in_features = len(fields) * embedding_dim + num_dense
-        self.cross = CrossNetwork(in_features, num_cross_layers)
+        self.cross = CrossNetwork(in_features, num_cross_layers, embedding_dim=embedding_dim, num_dense=num_dense)
         # w^T [x_L, h] as two products, so that the halves are never copied together; the tower's has the bias.
-        self.cross_output = nn.Linear(in_features, 1, bias=False)
-        nn.init.xavier_normal_(self.cross_output.weight)
+        self.cross_output = InputWeights(in_features, embedding_dim=embedding_dim, num_dense=num_dense)
         self.deep = DeepTower(
             num_dense,
             num_fields=len(fields),
@@ -73,10 +80,17 @@ class DCN(nn.Module):
             batch_norm=batch_norm,
         )
 
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
+        self.embeddings.partition(fields)
+        self.cross.partition(fields, group)
+        self.cross_output.partition(fields, group)
+        self.deep.partition(fields, group)
+
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
         embeddings = self.embeddings(sparse)
-        crossed = self.cross(flatten_inputs(dense, embeddings))
-        logits: Tensor = self.cross_output(crossed).squeeze(1) + self.deep(dense, embeddings)
+        inputs = flatten_inputs(self.cross.own_dense(dense), embeddings)
+        logits: Tensor = self.cross.project(inputs, self.cross_output) + self.deep(dense, embeddings)
         return logits

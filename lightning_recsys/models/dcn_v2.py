@@ -6,9 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Unpack, get_args
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import CrossNetworkV2, DeepTower, check_dense, field_embeddings, flatten_inputs
+from lightning_recsys.models.layers import (
+    CrossNetworkV2,
+    DeepTower,
+    FieldGather,
+    InputWeights,
+    check_dense,
+    field_embeddings,
+    flatten_inputs,
+)
 
 Structure = Literal["parallel", "stacked"]
 
@@ -64,14 +73,17 @@ class DCNv2(nn.Module):
         if structure not in get_args(Structure):
             raise ValueError(f"model.structure must be one of {list(get_args(Structure))}, got {structure!r}.")
         self.num_dense = num_dense
+        self.is_low_rank = rank is not None
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.gather = FieldGather(len(fields), embedding_dim)
         in_features = len(fields) * embedding_dim + num_dense
-        self.cross = CrossNetworkV2(in_features, num_cross_layers, rank=rank)
-        self.cross_output: nn.Linear | None = None
+        self.cross = CrossNetworkV2(
+            in_features, num_cross_layers, rank=rank, embedding_dim=embedding_dim, num_dense=num_dense
+        )
+        self.cross_output: InputWeights | None = None
         if structure == "parallel":
             # As in DCN: w^T [x_L, h] as two products, the tower's with the bias.
-            self.cross_output = nn.Linear(in_features, 1, bias=False)
-            nn.init.xavier_normal_(self.cross_output.weight)
+            self.cross_output = InputWeights(in_features, embedding_dim=embedding_dim, num_dense=num_dense)
         self.deep = DeepTower(
             num_dense,
             num_fields=len(fields),
@@ -81,16 +93,31 @@ class DCNv2(nn.Module):
             dropout=dropout,
         )
 
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Keep the weights of some fields only; as :meth:`FieldLayer.partition`.
+
+        With full cross matrices these are the embeddings alone, which each process then gathers from all others.
+        """
+        self.embeddings.partition(fields)
+        if not self.is_low_rank:
+            self.gather.partition(fields, group)
+            return
+        self.cross.partition(fields, group)
+        if self.cross_output is not None:
+            self.cross_output.partition(fields, group)
+        self.deep.partition(fields, group, cut_dense=self.cross_output is None)
+
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
-        embeddings = self.embeddings(sparse)
-        crossed = self.cross(flatten_inputs(dense, embeddings))
+        embeddings = self.gather(self.embeddings(sparse))
+        crossed = self.cross(flatten_inputs(self.deep.first.own_dense(dense), embeddings))
         logits: Tensor
         if self.cross_output is not None:
-            logits = self.cross_output(crossed).squeeze(1) + self.deep(dense, embeddings)
+            logits = self.cross_output(crossed) + self.deep(dense, embeddings)
         else:
             # Crossed inputs keep their columns, so the tower's first layer stays one block of weights per field.
-            fields, numeric = crossed.split([crossed.shape[1] - dense.shape[1], dense.shape[1]], 1)
+            width = embeddings.shape[1] * embeddings.shape[2]
+            fields, numeric = crossed.split([width, crossed.shape[1] - width], 1)
             logits = self.deep(numeric, fields.view_as(embeddings))
         return logits

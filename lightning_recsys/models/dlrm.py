@@ -7,9 +7,10 @@ from typing import Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import MLP, DotInteraction, check_dense, field_embeddings
+from lightning_recsys.models.layers import MLP, DotInteraction, FieldGather, check_dense, field_embeddings
 
 
 class DLRM(nn.Module):
@@ -58,15 +59,24 @@ class DLRM(nn.Module):
         super().__init__()
         self.num_dense = num_dense
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.gather = FieldGather(len(fields), embedding_dim)
         self.bottom = MLP(num_dense, (*bottom_hidden, embedding_dim), activation=activation) if num_dense else None
         self.interaction = DotInteraction(len(fields) + bool(num_dense))
         top_features = self.interaction.out_features + (embedding_dim if num_dense else 0)
         self.top = MLP(top_features, top_hidden, out_features=1, activation=activation, dropout=dropout)
 
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Keep the embeddings of some fields only; as :meth:`FieldLayer.partition`.
+
+        Each process gathers the pooled embeddings of all fields: dot products have no partial result that is smaller.
+        """
+        self.embeddings.partition(fields)
+        self.gather.partition(fields, group)
+
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
-        embeddings = self.embeddings(sparse)
+        embeddings = self.gather(self.embeddings(sparse))
         if self.bottom is None:
             features = self.interaction(embeddings)
         else:

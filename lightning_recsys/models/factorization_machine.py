@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import FirstOrder, FMSecondOrder, field_embeddings
@@ -43,6 +44,12 @@ class FactorizationMachine(nn.Module):
         self.first_order = FirstOrder(num_dense, fields, **options)
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
         self.second_order = FMSecondOrder(num_dense, embedding_dim=embedding_dim)
+
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
+        self.first_order.partition(fields, group)
+        self.embeddings.partition(fields)
+        self.second_order.partition(fields, group)
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import FirstOrder
@@ -40,6 +41,10 @@ class LogisticRegression(nn.Module):
     def __init__(self, num_dense: int, fields: Mapping[str, int], **options: Unpack[EmbeddingOptions]) -> None:
         super().__init__()
         self.first_order = FirstOrder(num_dense, fields, **options)
+
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
+        self.first_order.partition(fields, group)
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""

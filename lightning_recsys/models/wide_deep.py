@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import DeepTower, FirstOrder, field_embeddings
@@ -60,6 +61,12 @@ class WideDeep(nn.Module):
             activation=activation,
             dropout=dropout,
         )
+
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
+        self.first_order.partition(fields, group)
+        self.embeddings.partition(fields)
+        self.deep.partition(fields, group)
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""

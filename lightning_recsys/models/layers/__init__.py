@@ -4,6 +4,7 @@ from lightning_recsys.models.layers.cross import (
     CrossLayer,
     CrossNetwork,
     CrossNetworkV2,
+    InputWeights,
     LowRankCrossLayer,
     flatten_inputs,
 )
@@ -13,6 +14,7 @@ from lightning_recsys.models.layers.first_order import FirstOrder
 from lightning_recsys.models.layers.inputs import check_dense
 from lightning_recsys.models.layers.interaction import DotInteraction
 from lightning_recsys.models.layers.mlp import MLP, DeepTower
+from lightning_recsys.models.layers.partition import Cut, FieldGather, FieldLayer, Sends, Share
 from lightning_recsys.models.layers.tables import field_embeddings, first_order_weights
 
 __all__ = [
@@ -20,12 +22,18 @@ __all__ = [
     "CrossLayer",
     "CrossNetwork",
     "CrossNetworkV2",
+    "Cut",
     "DeepTower",
     "DotInteraction",
     "FMSecondOrder",
+    "FieldGather",
+    "FieldLayer",
     "FieldwiseLinear",
     "FirstOrder",
+    "InputWeights",
     "LowRankCrossLayer",
+    "Sends",
+    "Share",
     "check_dense",
     "field_embeddings",
     "first_order_weights",

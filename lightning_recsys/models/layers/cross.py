@@ -1,13 +1,17 @@
-"""Cross layers of Deep & Cross networks, versions 1 and 2."""
+"""Cross layers of Deep & Cross networks, versions 1 and 2, and the output over what they cross."""
 
 # Shape suffixes: B batch, F fields, D embedding dim, K inputs, L layers, R rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.models.layers.linear import affine
+from lightning_recsys.models.layers.partition import FieldLayer, Sends, input_columns
 
 
 def flatten_inputs(dense: Tensor, embeddings_BFD: Tensor) -> Tensor:
@@ -16,7 +20,62 @@ def flatten_inputs(dense: Tensor, embeddings_BFD: Tensor) -> Tensor:
     return torch.cat([flat, dense], 1) if dense.shape[1] else flat
 
 
-class CrossNetwork(nn.Module):
+class InputLayer(FieldLayer):
+    """A layer over ``[embeddings, numeric features]``, of which each process can have some columns.
+
+    Numeric features, and what belongs to them, are on the process that has field 0.
+
+    Args:
+        in_features: Inputs ``K``.
+        embedding_dim: Columns of a field.
+        num_dense: Columns behind the fields'.
+    """
+
+    def __init__(self, in_features: int, *, embedding_dim: int = 1, num_dense: int = 0) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self._columns = {"embedding_dim": embedding_dim, "num_dense": num_dense}
+
+    def columns_of(self, fields: Sequence[int]) -> Tensor:
+        """Positions of some fields' columns."""
+        return input_columns(fields, in_features=self.in_features, **self._columns)
+
+
+class InputWeights(InputLayer):
+    """One output without bias, ``x w``: the last layer over crossed inputs.
+
+    Cut point: the product of some columns is additive over disjoint sets of columns.
+
+    Args:
+        in_features: Inputs ``K``.
+        embedding_dim: Columns of a field.
+        num_dense: Columns behind the fields'.
+
+    Shape:
+        - input: ``[B, K]``; output: ``[B]``; weight: ``[1, K]``.
+
+    Weights start from N(0, 2 / (K + 1)) (Glorot).
+    """
+
+    def __init__(self, in_features: int, *, embedding_dim: int = 1, num_dense: int = 0) -> None:
+        super().__init__(in_features, embedding_dim=embedding_dim, num_dense=num_dense)
+        self.weight = nn.Parameter(torch.empty(1, in_features))
+        nn.init.xavier_normal_(self.weight)
+
+    def own_parts(self, fields: Sequence[int]) -> dict[str, tuple[int, Tensor]]:  # noqa: D102 - inherited
+        return {"weight": (1, self.columns_of(fields))}
+
+    @property
+    def sends(self) -> Sends:  # noqa: D102 - inherited
+        return Sends("all-reduce", 1)
+
+    def forward(self, x_BK: Tensor) -> Tensor:
+        """The product; see the class for shapes."""
+        (product_B,) = self.sum_partials(x_BK @ self.weight[0])
+        return product_B
+
+
+class CrossNetwork(InputLayer):
     r"""All cross layers of DCN version 1, in one matrix product.
 
     .. math:: x_{l+1} = x_0\, (x_l^\top w_l) + b_l + x_l, \qquad l = 0, \dots, L-1
@@ -31,10 +90,13 @@ class CrossNetwork(nn.Module):
 
     Cut point: :meth:`partial`, ``p`` and ``c`` of all layers, is additive over disjoint sets of inputs, with the
     columns ``weight[:, those]`` and ``bias[:, those]``; :meth:`combine` gives each process its own columns of ``x_L``.
+    Where only a product :math:`x_L^\top w` is wanted, :meth:`project` gives it from one more scalar.
 
     Args:
         in_features: Inputs ``K``.
         num_layers: Layers ``L``, at least 1.
+        embedding_dim: Columns of a field, to cut by.
+        num_dense: Columns behind the fields'.
 
     Shape:
         - input: ``[B, K]``; output: ``[B, K]``.
@@ -49,11 +111,20 @@ class CrossNetwork(nn.Module):
     Differs from the paper: the order of the additions, so results agree to rounding.
     """
 
-    def __init__(self, in_features: int, num_layers: int) -> None:
-        super().__init__()
+    def __init__(self, in_features: int, num_layers: int, *, embedding_dim: int = 1, num_dense: int = 0) -> None:
+        super().__init__(in_features, embedding_dim=embedding_dim, num_dense=num_dense)
         _check_num_layers(num_layers)
         self.weight = nn.Parameter(torch.empty(num_layers, in_features).normal_(0.0, (2 / (in_features + 1)) ** 0.5))
         self.bias = nn.Parameter(torch.zeros(num_layers, in_features))
+
+    def own_parts(self, fields: Sequence[int]) -> dict[str, tuple[int, Tensor]]:  # noqa: D102 - inherited
+        return dict.fromkeys(("weight", "bias"), (1, self.columns_of(fields)))
+
+    @property
+    def sends(self) -> Sends:
+        """Of :meth:`project`, with the product itself; :meth:`forward` leaves that out and sends gradients, too."""
+        scalars = len(self.weight) + 1
+        return Sends("all-reduce", scalars, scalars)
 
     def partial(self, x0_BK: Tensor) -> tuple[Tensor, Tensor]:
         """These inputs' shares of ``p``, ``[B, L]``, and of ``c``, ``[L]``."""
@@ -62,15 +133,35 @@ class CrossNetwork(nn.Module):
 
     def combine(self, x0_BK: Tensor, p_BL: Tensor, c_L: Tensor) -> Tensor:
         """The last layer's output at these inputs, ``[B, K]``, from the sums over all inputs."""
-        p_BL = p_BL.to(x0_BK.dtype)  # bfloat16 would lose p in 1 + p
-        alpha_B = torch.ones_like(p_BL[:, 0])
-        for p_B, c in zip(p_BL.unbind(1), c_L.unbind(), strict=True):
-            alpha_B = torch.addcmul(alpha_B + c, alpha_B, p_B)
+        alpha_B = _alpha(p_BL.to(x0_BK.dtype), c_L)
         return torch.addcmul(self.bias.sum(0), x0_BK, alpha_B.unsqueeze(1))
 
     def forward(self, x0_BK: Tensor) -> Tensor:
-        """All layers; see the class for shapes."""
-        return self.combine(x0_BK, *self.partial(x0_BK))
+        """All layers; see the class for shapes. Of a layer that is cut, own columns in and out."""
+        return self.combine(x0_BK, *self.sum_partials(*self.partial(x0_BK), cut_after=True))
+
+    def project(self, x0_BK: Tensor, weights: InputWeights) -> Tensor:
+        r"""The product of the last layer's output with a vector, ``[B]``, without that output.
+
+        .. math:: x_L^\top w = \alpha_L\, (x_0^\top w) + \beta_L^\top w
+
+        Args:
+            x0_BK: As for :meth:`forward`.
+            weights: Cut as this layer is.
+        """
+        weight_MK = torch.cat([self.weight, weights.weight])
+        beta_MK = torch.cat([torch.zeros_like(weights.weight), self.bias.cumsum(0)])
+        p_BM, c_M = self.sum_partials(x0_BK @ weight_MK.t(), (beta_MK * weight_MK).sum(1))
+        p_BM = p_BM.to(x0_BK.dtype)
+        return torch.addcmul(c_M[-1], _alpha(p_BM[:, :-1], c_M[:-1]), p_BM[:, -1])
+
+
+def _alpha(p_BL: Tensor, c_L: Tensor) -> Tensor:
+    """Float32 in mixed precision, too: bfloat16 would lose ``p`` in ``1 + p``."""
+    alpha_B = torch.ones_like(p_BL[:, 0])
+    for p_B, c in zip(p_BL.unbind(1), c_L.unbind(), strict=True):
+        alpha_B = torch.addcmul(alpha_B + c, alpha_B, p_B)
+    return alpha_B
 
 
 class CrossLayer(nn.Module):
@@ -78,8 +169,8 @@ class CrossLayer(nn.Module):
 
     .. math:: x_{l+1} = x_0 \odot (x_l W_l + b_l) + x_l
 
-    Cut point: :meth:`partial` is additive over disjoint sets of inputs, with the rows ``weight[those]``;
-    :meth:`combine` takes those columns of the sum.
+    Not cut by fields: though :meth:`partial` is additive over disjoint sets of inputs, with the rows ``weight[those]``,
+    it is as wide as all inputs, in each layer forward and backward. Embeddings of all fields, gathered once, are less.
 
     Args:
         in_features: Inputs ``K``.
@@ -112,17 +203,20 @@ class CrossLayer(nn.Module):
         return torch.addcmul(x_BK, x0_BK, affine(x_BK, self.weight, self.bias))
 
 
-class LowRankCrossLayer(nn.Module):
+class LowRankCrossLayer(InputLayer):
     r"""One cross layer of DCN version 2 whose matrix is a product of two thin ones.
 
     .. math:: x_{l+1} = x_0 \odot (x_l V_l U_l + b_l) + x_l
 
     Cut point: :meth:`partial`, the ``R`` numbers between the two, is additive over disjoint sets of inputs, with the
-    rows ``down[those]``; :meth:`combine` gives each process its own columns, with ``up[:, those]``.
+    rows ``down[those]``; :meth:`combine` gives each process its own columns, with ``up[:, those]``. As each process
+    goes on with its own columns, the gradient of those ``R`` numbers is summed over the processes, too.
 
     Args:
         in_features: Inputs ``K``.
         rank: ``R``; worth it below ``K / 2``.
+        embedding_dim: Columns of a field, to cut by.
+        num_dense: Columns behind the fields'.
 
     Shape:
         - x0 and x: ``[B, K]``; output: ``[B, K]``.
@@ -136,8 +230,8 @@ class LowRankCrossLayer(nn.Module):
     Reference: Wang et al. 2021, DCN V2 (low-rank form, without the mixture of experts).
     """
 
-    def __init__(self, in_features: int, rank: int) -> None:
-        super().__init__()
+    def __init__(self, in_features: int, rank: int, *, embedding_dim: int = 1, num_dense: int = 0) -> None:
+        super().__init__(in_features, embedding_dim=embedding_dim, num_dense=num_dense)
         if rank < 1:
             raise ValueError(f"model.rank must be at least 1, or null for the full matrix, got {rank}.")
         self.down = nn.Parameter(torch.empty(in_features, rank))
@@ -145,6 +239,14 @@ class LowRankCrossLayer(nn.Module):
         self.bias = nn.Parameter(torch.zeros(in_features))
         nn.init.xavier_normal_(self.down)
         nn.init.xavier_normal_(self.up)
+
+    def own_parts(self, fields: Sequence[int]) -> dict[str, tuple[int, Tensor]]:  # noqa: D102 - inherited
+        columns = self.columns_of(fields)
+        return {"down": (0, columns), "up": (1, columns), "bias": (0, columns)}
+
+    @property
+    def sends(self) -> Sends:  # noqa: D102 - inherited
+        return Sends("all-reduce", self.down.shape[1], gradients=True)
 
     def partial(self, x_BK: Tensor) -> Tensor:
         """These inputs' share of ``x V``, ``[B, R]``."""
@@ -155,8 +257,8 @@ class LowRankCrossLayer(nn.Module):
         return torch.addcmul(x_BK, x0_BK, affine(partial_BR, self.up, self.bias))
 
     def forward(self, x0_BK: Tensor, x_BK: Tensor) -> Tensor:
-        """The whole layer; see the class for shapes."""
-        return self.combine(x0_BK, x_BK, self.partial(x_BK))
+        """The whole layer; see the class for shapes. Of a layer that is cut, own columns in and out."""
+        return self.combine(x0_BK, x_BK, *self.sum_partials(self.partial(x_BK), cut_after=True))
 
 
 class CrossNetworkV2(nn.Module):
@@ -165,7 +267,9 @@ class CrossNetworkV2(nn.Module):
     Args:
         in_features: Inputs ``K``.
         num_layers: Layers, at least 1.
-        rank: ``R`` of :class:`LowRankCrossLayer`; ``None`` for full matrices (:class:`CrossLayer`).
+        rank: ``R`` of :class:`LowRankCrossLayer`; ``None`` for full matrices (:class:`CrossLayer`), not to be cut.
+        embedding_dim: Columns of a field, to cut by.
+        num_dense: Columns behind the fields'.
 
     Shape:
         - input: ``[B, K]``; output: ``[B, K]``.
@@ -174,12 +278,34 @@ class CrossNetworkV2(nn.Module):
         ValueError: ``num_layers`` or ``rank`` is below 1.
     """
 
-    def __init__(self, in_features: int, num_layers: int, *, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        num_layers: int,
+        *,
+        rank: int | None = None,
+        embedding_dim: int = 1,
+        num_dense: int = 0,
+    ) -> None:
         super().__init__()
         _check_num_layers(num_layers)
         self.layers = nn.ModuleList(
-            CrossLayer(in_features) if rank is None else LowRankCrossLayer(in_features, rank) for _ in range(num_layers)
+            CrossLayer(in_features)
+            if rank is None
+            else LowRankCrossLayer(in_features, rank, embedding_dim=embedding_dim, num_dense=num_dense)
+            for _ in range(num_layers)
         )
+
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Keep the columns of some fields only, of all layers; see :meth:`FieldLayer.partition`.
+
+        Raises:
+            TypeError: the layers have full matrices.
+        """
+        for layer in self.layers:
+            if not isinstance(layer, LowRankCrossLayer):
+                raise TypeError("cross layers with full matrices cannot be cut by field: set model.rank.")
+            layer.partition(fields, group)
 
     def forward(self, x0_BK: Tensor) -> Tensor:
         """All layers; see the class for shapes."""

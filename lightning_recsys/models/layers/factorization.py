@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_recsys.models.layers.partition import FieldLayer, Sends
 
-class FMSecondOrder(nn.Module):
+
+class FMSecondOrder(FieldLayer):
     r"""Inner products of all pairs of feature vectors, in linear time.
 
     .. math::
@@ -45,8 +47,13 @@ class FMSecondOrder(nn.Module):
 
     def __init__(self, num_dense: int, *, embedding_dim: int) -> None:
         super().__init__()
+        self.embedding_dim = embedding_dim
         vectors = nn.Parameter(torch.empty(num_dense, embedding_dim).normal_(0.0, 0.01)) if num_dense else None
         self.register_parameter("vectors", vectors)
+
+    @property
+    def sends(self) -> Sends:  # noqa: D102 - inherited
+        return Sends("all-reduce", self.embedding_dim + 1)
 
     def partial(self, embeddings_BFD: Tensor) -> tuple[Tensor, Tensor]:
         """The fields' shares of ``A``, ``[B, D]``, and of ``q``, ``[B]``."""
@@ -63,7 +70,7 @@ class FMSecondOrder(nn.Module):
 
     def forward(self, dense: Tensor, embeddings_BFD: Tensor) -> Tensor:
         """The sum over all pairs; see the class for shapes."""
-        return self.combine(dense, *self.partial(embeddings_BFD))
+        return self.combine(dense, *self.sum_partials(*self.partial(embeddings_BFD)))
 
 
 class _Sums(torch.autograd.Function):

@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.models.layers.linear import affine
+from lightning_recsys.models.layers.partition import FieldLayer, Sends
 
 
-class FieldwiseLinear(nn.Module):
+class FieldwiseLinear(FieldLayer):
     r"""A linear layer over ``[embeddings, numeric features]`` whose weights lie field by field.
 
     .. math:: y = b + \sum_f e_f W_f + x U
@@ -42,11 +45,33 @@ class FieldwiseLinear(nn.Module):
 
     def __init__(self, num_dense: int, *, num_fields: int, embedding_dim: int, out_features: int) -> None:
         super().__init__()
+        self._cuts_dense = False
         std = math.sqrt(2 / (num_fields * embedding_dim + num_dense + out_features))
         self.weight = nn.Parameter(torch.empty(num_fields, embedding_dim, out_features).normal_(0.0, std))
         dense_weight = nn.Parameter(torch.empty(num_dense, out_features).normal_(0.0, std)) if num_dense else None
         self.register_parameter("dense_weight", dense_weight)
         self.bias = nn.Parameter(torch.zeros(out_features))
+
+    def partition(self, fields: Sequence[int], group: ProcessGroup, *, cut_dense: bool = False) -> None:
+        """Keep the blocks of some fields only; see :meth:`FieldLayer.partition`.
+
+        Args:
+            fields: As there.
+            group: As there.
+            cut_dense: Each numeric feature, too, is known to one process only, the one that has field 0.
+        """
+        self._cuts_dense = cut_dense
+        super().partition(fields, group)
+
+    def own_parts(self, fields: Sequence[int]) -> dict[str, tuple[int, Tensor]]:  # noqa: D102 - inherited
+        parts = {"weight": (0, torch.tensor(fields, dtype=torch.int64))}
+        if self._cuts_dense and self.dense_weight is not None:
+            parts["dense_weight"] = (0, torch.arange(len(self.dense_weight) if 0 in fields else 0))
+        return parts
+
+    @property
+    def sends(self) -> Sends:  # noqa: D102 - inherited
+        return Sends("all-reduce", self.bias.numel())
 
     def partial(self, embeddings_BFD: Tensor) -> Tensor:
         """The fields' share of the outputs, ``[B, H]``."""
@@ -57,7 +82,14 @@ class FieldwiseLinear(nn.Module):
         return partial_BH + self._dense_part(dense)
 
     def forward(self, dense: Tensor, embeddings_BFD: Tensor) -> Tensor:
-        """The whole layer, one addition cheaper than :meth:`combine` of :meth:`partial`."""
+        """The whole layer; unless it is cut, one addition cheaper than :meth:`combine` of :meth:`partial`."""
+        if self.share is not None:
+            partial_BH = self.partial(embeddings_BFD)
+            if "dense_weight" not in self.cuts:
+                return self.combine(dense, *self.sum_partials(partial_BH))
+            assert self.dense_weight is not None
+            (sum_BH,) = self.sum_partials(partial_BH + affine(dense, self.dense_weight))
+            return sum_BH + self.bias
         return affine(embeddings_BFD.flatten(1), self.weight.flatten(0, 1), self._dense_part(dense))
 
     def _dense_part(self, dense: Tensor) -> Tensor:

@@ -4,18 +4,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers.inputs import check_dense
+from lightning_recsys.models.layers.partition import FieldLayer, Sends
 from lightning_recsys.models.layers.tables import first_order_weights
 
 
-class FirstOrder(nn.Module):
+class FirstOrder(FieldLayer):
     r"""Weighted sum of all features, categorical and numeric.
 
     .. math:: y = b + \sum_f w_f[\text{id}_f] + \sum_n u_n\, x_n
@@ -48,6 +50,15 @@ class FirstOrder(nn.Module):
         self.register_parameter("dense_weight", nn.Parameter(torch.zeros(num_dense)) if num_dense else None)
         self.register_parameter("bias", nn.Parameter(torch.zeros(1)) if bias else None)
 
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Keep the weights of some fields only; see :meth:`FieldLayer.partition`."""
+        super().partition(fields, group)
+        self.embeddings.partition(fields)
+
+    @property
+    def sends(self) -> Sends:  # noqa: D102 - inherited
+        return Sends("all-reduce", 1)
+
     def partial(self, sparse: SparseFeatures) -> Tensor:
         """The fields' share of the sum, ``[B]``."""
         weights_BF1: Tensor = self.embeddings(sparse)
@@ -62,4 +73,4 @@ class FirstOrder(nn.Module):
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """The whole sum; see the class for shapes."""
-        return self.combine(dense, self.partial(sparse))
+        return self.combine(dense, *self.sum_partials(self.partial(sparse)))

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lightning_recsys.models.layers.fieldwise import FieldwiseLinear
 from lightning_recsys.models.layers.linear import Linear
@@ -117,6 +118,10 @@ class DeepTower(nn.Module):
                 batch_norm=batch_norm,
             ),
         )
+
+    def partition(self, fields: Sequence[int], group: ProcessGroup, *, cut_dense: bool = False) -> None:
+        """Cut the first layer by fields; as :meth:`FieldwiseLinear.partition`."""
+        self.first.partition(fields, group, cut_dense=cut_dense)
 
     def forward(self, dense: Tensor, embeddings_BFD: Tensor) -> Tensor:
         """The tower's logit; see the class for shapes."""

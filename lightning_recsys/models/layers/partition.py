@@ -1,0 +1,250 @@
+"""Layers that several processes hold together, each the weights of its own fields.
+
+All processes see the same batch. A layer with many weights computes a partial result from its own fields; the sum of
+all partial results is what the whole layer gives, and everything above it is the same on every process.
+"""
+
+# Shape suffixes: B batch, F fields, f own fields, D embedding dim, K inputs.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Share:
+    """This process's part in layers that several processes hold together.
+
+    Args:
+        fields: Positions of its own fields, ascending; may be empty.
+        group: All processes that see this batch and have the other fields.
+    """
+
+    fields: tuple[int, ...]
+    group: ProcessGroup
+
+    def sum(self, *partials: Tensor, cut_after: bool = False) -> tuple[Tensor, ...]:
+        """Add partial results up over the processes, in one all-reduce of float32.
+
+        Args:
+            partials: This process's; the same shapes on all of them.
+            cut_after: Each process goes on with its own part of what follows, so that gradients have to be summed as
+                well. Otherwise every process computes the same from the sums, and has their whole gradient already.
+
+        Returns:
+            The sums, bit for bit the same on every process, in the partial results' dtypes.
+        """
+        if self.group.size() == 1:
+            return partials
+        sums: tuple[Tensor, ...] = _Sum.apply(self.group, cut_after, *partials)  # type: ignore[no-untyped-call]
+        return sums
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a parameter is here.
+
+    Args:
+        dim: The dimension that is cut.
+        index: Positions along it that are here, int64.
+        shape: Of the whole parameter.
+    """
+
+    dim: int
+    index: Tensor
+    shape: torch.Size
+
+    def take(self, whole: Tensor) -> Tensor:
+        """A copy of this process's part."""
+        return whole.index_select(self.dim, self.index.to(whole.device))
+
+    def put(self, part: Tensor, fill: float = 0.0) -> Tensor:
+        """A whole tensor with this process's part where it belongs, and ``fill`` elsewhere."""
+        whole = part.new_full(self.shape, fill)
+        return whole.index_copy_(self.dim, self.index.to(part.device), part)
+
+
+@dataclass(frozen=True)
+class Sends:
+    """What a partitioned layer exchanges with the other processes.
+
+    Args:
+        operation: The collective.
+        floats: Float32 numbers for each example; of an all-gather, those of all fields together.
+        floats_per_batch: And once for each batch.
+        gradients: Whether the same goes once more in the backward pass.
+    """
+
+    operation: Literal["all-reduce", "all-gather"]
+    floats: int
+    floats_per_batch: int = 0
+    gradients: bool = False
+
+
+class FieldLayer(nn.Module):
+    """A layer that can be cut by fields.
+
+    Attributes:
+        share: This process's part, once the layer is cut.
+        cuts: Which part of each cut parameter is here, by name. Other parameters are the same on all processes.
+    """
+
+    share: Share | None = None
+    cuts: Mapping[str, Cut] = MappingProxyType({})
+
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Keep the weights of some fields only; in place, until :meth:`make_whole`.
+
+        Args:
+            fields: Positions of this process's fields, ascending. Each field belongs to one process of the group.
+            group: The processes that have the other fields.
+
+        Raises:
+            RuntimeError: the layer is cut already.
+        """
+        if self.share is not None:
+            raise RuntimeError(f"{type(self).__name__} is cut by field already.")
+        cuts = {
+            name: Cut(dim, index, self.get_parameter(name).shape)
+            for name, (dim, index) in self.own_parts(fields).items()
+        }
+        for name, cut in cuts.items():
+            self._replace(name, cut.take(self.get_parameter(name).data))
+        self.share, self.cuts = Share(tuple(fields), group), cuts
+
+    def make_whole(self, parameters: Mapping[str, Tensor]) -> None:
+        """Undo :meth:`partition`.
+
+        Args:
+            parameters: The whole of every cut parameter.
+        """
+        for name in self.cuts:
+            self._replace(name, parameters[name])
+        vars(self).pop("share", None)
+        vars(self).pop("cuts", None)
+
+    def own_parts(self, fields: Sequence[int]) -> dict[str, tuple[int, Tensor]]:
+        """For each parameter that is cut: the dimension, and the positions along it that belong to some fields."""
+        return {}
+
+    @property
+    def sends(self) -> Sends | None:
+        """What a forward pass of the partitioned layer exchanges; nothing by default."""
+        return None
+
+    def sum_partials(self, *partials: Tensor, cut_after: bool = False) -> tuple[Tensor, ...]:
+        """As :meth:`Share.sum`; of a layer that is whole, the partial results are the sums."""
+        return partials if self.share is None else self.share.sum(*partials, cut_after=cut_after)
+
+    def own_dense(self, dense: Tensor) -> Tensor:
+        """Numeric features ``[B, N]`` that enter the cut side of a layer: whoever has field 0 has them, others none."""
+        return dense if self.share is None or 0 in self.share.fields else dense[:, :0]
+
+    def _replace(self, name: str, values: Tensor) -> None:
+        old = self.get_parameter(name)
+        setattr(self, name, nn.Parameter(values, requires_grad=old.requires_grad))
+
+
+class FieldGather(FieldLayer):
+    """Pooled embeddings of all fields on every process: for layers whose partial results would be larger than those.
+
+    Does nothing until it is cut.
+
+    Args:
+        num_fields: Fields ``F`` of all processes.
+        embedding_dim: Width ``D``.
+
+    Shape:
+        - input: ``[B, f, D]``, own fields; output: ``[B, F, D]``.
+    """
+
+    def __init__(self, num_fields: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.num_fields = num_fields
+        self.embedding_dim = embedding_dim
+        self._fields_of_all: list[list[int]] = []
+
+    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
+        """Learn who has which fields.
+
+        Raises:
+            ValueError: a field belongs to no process, or to several.
+        """
+        super().partition(fields, group)
+        own = torch.zeros(self.num_fields, dtype=torch.int64)
+        own[list(fields)] = 1
+        masks = [torch.empty_like(own) for _ in range(group.size())]
+        group.allgather([masks], [own]).wait()
+        self._fields_of_all = [mask.nonzero().flatten().tolist() for mask in masks]
+        if any(count != 1 for count in torch.stack(masks).sum(0).tolist()):
+            raise ValueError(f"each of {self.num_fields} fields needs one process, got {self._fields_of_all}.")
+
+    @property
+    def sends(self) -> Sends:  # noqa: D102 - inherited
+        return Sends("all-gather", self.num_fields * self.embedding_dim)
+
+    def forward(self, embeddings_BfD: Tensor) -> Tensor:
+        """All fields; see the class for shapes."""
+        if self.share is None or self.share.group.size() == 1:
+            return embeddings_BfD
+        gathered: Tensor = _Gather.apply(embeddings_BfD, self._fields_of_all, self.share)  # type: ignore[no-untyped-call]
+        return gathered
+
+
+def input_columns(fields: Sequence[int], *, in_features: int, embedding_dim: int, num_dense: int) -> Tensor:
+    """Which of ``[embeddings, numeric features]`` side by side belong to some fields; numeric ones go with field 0.
+
+    >>> input_columns((0, 2), in_features=7, embedding_dim=2, num_dense=1).tolist()
+    [0, 1, 4, 5, 6]
+    """
+    embedded = in_features - num_dense
+    columns = torch.arange(embedded).view(-1, embedding_dim)[list(fields)].flatten()
+    return torch.cat([columns, torch.arange(embedded, in_features)]) if 0 in fields else columns
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce of several tensors as one; backward the identity, or the same again."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, cut_after: bool, *partials: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group if cut_after else None
+        return _all_reduce(group, partials)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(grads if ctx.group is None else _all_reduce(ctx.group, grads))
+
+
+def _all_reduce(group: ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
+    group.allreduce([flat]).wait()
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return tuple(part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along the fields; every process has the whole gradient, of which its own fields' part goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, own_BfD: Tensor, fields_of_all: list[list[int]], share: Share) -> Tensor:
+        batch_size, num_own, dim = own_BfD.shape
+        ctx.fields = torch.tensor(share.fields, dtype=torch.int64, device=own_BfD.device)
+        most = max(map(len, fields_of_all))
+        padded = torch.cat([own_BfD, own_BfD.new_zeros(batch_size, most - num_own, dim)], 1)
+        parts = [torch.empty_like(padded) for _ in fields_of_all]
+        share.group.allgather([parts], [padded]).wait()
+        whole = own_BfD.new_empty(batch_size, sum(map(len, fields_of_all)), dim)
+        for fields, part in zip(fields_of_all, parts, strict=True):
+            whole[:, fields] = part[:, : len(fields)]
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad_BFD: Tensor) -> tuple[Tensor, None, None]:
+        return grad_BFD.index_select(1, ctx.fields), None, None
