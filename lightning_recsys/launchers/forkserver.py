@@ -28,6 +28,7 @@ from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.processes import end_processes, start_process
 from lightning_recsys.launchers.results import load_results, results_path
 from lightning_recsys.launchers.sidecars import Sidecars, no_servers
@@ -111,10 +112,9 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         job = Job(self._strategy, trainer, function, args, kwargs)
         with (
             _sigterm_raises(),
-            tempfile.TemporaryDirectory(prefix="lightning_recsys-") as name,
+            RunFolder(Path(tempfile.gettempdir())) as folder,
             self._serving() as sidecars,
         ):
-            folder = Path(name)
             self._save_job(job, folder)
             try:
                 workers = self._start(folder, sidecars)

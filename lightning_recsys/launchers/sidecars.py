@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.processes import end_processes, end_with_parent, start_process
 from lightning_recsys.runtime import ProcessState
 
@@ -53,7 +54,8 @@ class Sidecars:
     """The servers of a run on this machine. A context manager: they run inside, and nothing of them is left after it.
 
     Each server is a process that keeps its stores in files below one folder. One that dies is started again with the
-    same files at the same port. If this process dies, however it does, the servers end and the folder goes.
+    same files at the same port. If this process dies, however it does, the servers end and the folder goes; if all are
+    killed at once, with the next run (:class:`~lightning_recsys.launchers.folders.RunFolder`).
 
     Args:
         specs: The servers; with none, nothing happens.
@@ -84,12 +86,14 @@ class Sidecars:
         self.store_folder = store_folder
         self.max_restarts = max_restarts
         self.folder: Path | None = None
+        self._run_folder: RunFolder | None = None
         self._servers: list[_Server] = []
         self._processes: list[ForkServerProcess] = []  # all that were ever started
 
     def __enter__(self) -> Sidecars:
         if self.specs:
-            self.folder = Path(tempfile.mkdtemp(prefix=f"lightning_recsys-{os.getpid()}-", dir=self._parent_folder()))
+            self._run_folder = RunFolder(self._parent_folder())
+            self.folder = self._run_folder.path
             try:
                 self._start()
             except BaseException:
@@ -134,16 +138,16 @@ class Sidecars:
             end_processes(self._processes, signal.SIGTERM)
         finally:
             self._servers, self._processes = [], []
-            if self.folder is not None:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                self.folder = None
+            if self._run_folder is not None:
+                self._run_folder.remove()
+                self._run_folder = self.folder = None
 
-    def _parent_folder(self) -> Path | None:
+    def _parent_folder(self) -> Path:
         if self.store_folder is not None:
             folder = Path(self.store_folder).absolute()
             folder.mkdir(parents=True, exist_ok=True)
             return folder
-        return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
     def _start(self) -> None:
         """All at once: each takes a while before it is ready."""
