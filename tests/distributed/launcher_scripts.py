@@ -11,6 +11,8 @@ from served_strategy import ServedStrategy
 
 from lightning_recsys.strategies import ForkserverDDPStrategy
 
+STRATEGIES = {"plain": ForkserverDDPStrategy, "served": ServedStrategy}
+
 
 def launch(function, *args, devices=2, strategy=ForkserverDDPStrategy):
     trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy(), logger=False)
@@ -32,33 +34,17 @@ def work_for_ever():
     time.sleep(1000)
 
 
-def served_signals():
-    signals(strategy=ServedStrategy)
-
-
-def signals(strategy=ForkserverDDPStrategy):
-    """A run for each line that is read: interrupted, then terminated, then killed, each in its middle."""
+def signals():
+    """A run for each line that is read, which names its strategy; somebody signals this process in its middle."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-    for _ in sys.stdin:
+    for line in sys.stdin:
         try:
-            launch(work_for_ever, strategy=strategy)
+            launch(work_for_ever, strategy=STRATEGIES[line.strip()])
         except BaseException as error:
             server, tracker = forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid
             handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
             assert handlers == [signal.default_int_handler, signal.SIG_DFL]
             say("raised", type(error).__name__, *error.args, "server", server, tracker)
-
-
-def joblib():
-    """A run in a process of joblib, whose start method workers do not know."""
-    from joblib.externals.loky import get_reusable_executor
-    from launcher_scripts import launch, pids  # not from __main__, which is joblib's own over there
-
-    executor = get_reusable_executor(max_workers=1)
-    worker, server = executor.submit(launch, pids).result()
-    executor.shutdown(wait=True)
-    assert len({os.getpid(), worker, server}) == 3
-    say("done")
 
 
 if __name__ == "__main__":

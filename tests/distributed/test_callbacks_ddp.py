@@ -1,8 +1,6 @@
-"""The callbacks on two workers of Lightning's own ddp_spawn: what they report is what both workers saw together."""
+"""The callbacks on two workers: what they report is what both workers saw together."""
 
-import os
 import warnings
-from unittest.mock import patch
 
 import pytest
 import pytorch_lightning as pl
@@ -42,7 +40,7 @@ def labels(batch):
     return batch[1]
 
 
-class SpawnedModule(pl.LightningModule):
+class Recorded(pl.LightningModule):
     """Logistic regression that records what it predicts; its worker has a clock that only steps advance."""
 
     def __init__(self, folder):
@@ -101,7 +99,7 @@ def fit(folder, epochs, ckpt_path=None) -> list[dict]:
     ]
     trainer = pl.Trainer(
         accelerator="cpu",
-        strategy="ddp_spawn",
+        strategy="ddp_forkserver",
         devices=WORLD,
         max_epochs=epochs,
         callbacks=callbacks,
@@ -110,9 +108,9 @@ def fit(folder, epochs, ckpt_path=None) -> list[dict]:
         enable_model_summary=False,
         reload_dataloaders_every_n_epochs=1,
     )
-    with patch.dict(os.environ), warnings.catch_warnings():  # ddp_spawn leaves MASTER_PORT behind
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the main process; the worker's are errors
-        trainer.fit(SpawnedModule(str(folder)), ckpt_path=ckpt_path, weights_only=True)
+        trainer.fit(Recorded(str(folder)), ckpt_path=ckpt_path, weights_only=True)
     ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
     assert [rank["world_size"] for rank in ranks] == [WORLD] * WORLD
     return ranks

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import run_processes
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.checkpoints import StoredTensor, folder, read_checkpoint, read_extras, read_stored, save_folder
@@ -44,7 +44,7 @@ def save_as_rank(rank: int, path: str) -> None:
 @pytest.mark.distributed
 def test_checkpoint_when_three_ranks_save_then_two_and_one_can_read(tmp_path):
     path = tmp_path / "x.ckpt"
-    mp.spawn(save_as_rank, args=(str(path),), nprocs=WORLD)
+    run_processes(save_as_rank, str(path), nprocs=WORLD)
     version = path / (path / "current").read_text()
     assert len(list(version.glob("*.distcp"))) == WORLD, "every rank wrote its share"
     rows = torch.zeros_like(ROWS)
@@ -67,7 +67,7 @@ def test_checkpoint_when_rank_0_refuses_then_every_rank_says_so(tmp_path):
     path = tmp_path / "thesis"
     path.mkdir()
     (path / "thesis.tex").touch()
-    mp.spawn(refused_as_rank, args=(str(path),), nprocs=2)
+    run_processes(refused_as_rank, str(path), nprocs=2)
 
 
 def save_and_die(_: int, path: str) -> None:
@@ -81,7 +81,7 @@ def test_checkpoint_when_the_process_is_killed_while_saving_then_the_previous_on
     path = tmp_path / "x.ckpt"
     save_folder(path, checkpoint(1))
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        mp.spawn(save_and_die, args=(str(path),), nprocs=1)
+        run_processes(save_and_die, str(path), nprocs=1)
     rows = torch.zeros_like(ROWS)
     read_stored(path, {"table": share(rows)})
     assert torch.equal(rows, ROWS + 1)

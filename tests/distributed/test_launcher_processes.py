@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -41,10 +42,10 @@ def read(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     return match
 
 
-def start_run(process: subprocess.Popen[str]) -> list[int]:
+def start_run(process: subprocess.Popen[str], strategy: str) -> list[int]:
     """The process ids of two workers of a new run."""
     assert process.stdin is not None
-    process.stdin.write("\n")
+    process.stdin.write(f"{strategy}\n")
     process.stdin.flush()
     return [int(read(process, r"worker (\d+)")[1]) for _ in range(2)]
 
@@ -60,36 +61,54 @@ def all_end(pids: list[int]) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("script", "num_servers"), [("signals", 0), ("served_signals", 3)])
-def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_path, script, num_servers):
-    with main_process(str(SCRIPTS), script, TMPDIR=str(tmp_path)) as process:
+def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_path):
+    with main_process(str(SCRIPTS), "signals", TMPDIR=str(tmp_path)) as process:
 
         def stores():
             return list(SHARED_MEMORY.glob(f"lightning_recsys-{process.pid}-*"))
 
-        def run():
+        def run(strategy):
             """All that runs below the main process but for the fork server."""
-            workers = start_run(process)
+            num_servers = {"plain": 0, "served": 3}[strategy]
+            workers = start_run(process, strategy)
             below = psutil.Process(psutil.Process(workers[0]).ppid()).children()
             assert len(below) == len(workers) + num_servers
             assert sum(len(list(folder.iterdir())) for folder in stores()) == num_servers
             return [x.pid for x in below]
 
-        for number, said in ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SIGTERMException 143")):
-            processes = run()
+        signals = ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SIGTERMException 143"))
+        for (number, said), strategy in product(signals, ("plain", "served")):
+            processes = run(strategy)
             process.send_signal(number)
             raised = read(process, rf"raised {said} server (\d+) (\d+)")
             assert all_end(processes)
             assert list(tmp_path.glob("lightning_recsys-*")) == stores() == []
-        processes = run()
+        processes = run("served")
         assert len(list(tmp_path.glob("lightning_recsys-*"))) == 1
         process.kill()
         assert all_end([*processes, int(raised[1]), int(raised[2])])
     assert list(tmp_path.glob("lightning_recsys-*")) == stores() == []
 
 
+IN_JOBLIB = """
+import os
+from joblib.externals.loky import get_reusable_executor
+
+def run():
+    from launcher_scripts import launch, pids
+    return launch(pids)
+
+executor = get_reusable_executor(max_workers=1)
+worker, server = executor.submit(run).result()
+executor.shutdown(wait=True)
+assert len({os.getpid(), worker, server}) == 3
+print("done")
+"""
+
+
 def test_joblib_when_a_run_starts_in_its_process_then_it_works():
-    with main_process(str(SCRIPTS), "joblib") as process:
+    """Its start method is one that workers do not know."""
+    with main_process("-c", IN_JOBLIB, PYTHONPATH=os.pathsep.join([str(SCRIPTS.parent), *sys.path])) as process:
         read(process, "done")
         assert process.wait(timeout=60) == 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from forked import fork_context, run_processes
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
@@ -53,7 +53,7 @@ def train_own_rows(rank: int, stores_folder: str, meeting: str) -> None:
 
 def test_two_processes_when_they_train_different_rows_then_every_update_arrives(tmp_path):
     (tmp_path / "stores").mkdir()
-    mp.spawn(train_own_rows, args=(str(tmp_path / "stores"), str(tmp_path)), nprocs=WORLD)
+    run_processes(train_own_rows, str(tmp_path / "stores"), str(tmp_path), nprocs=WORLD)
     assert (tmp_path / "up1").exists()
     stores = MappedStores(tmp_path / "stores")
     store = stores.embedding_store("t")
@@ -81,7 +81,7 @@ def train_until_killed(folder: str) -> None:
 def test_process_when_killed_then_its_updates_and_the_count_are_still_there(tmp_path):
     stores = MappedStores(tmp_path)
     store = stores.create_embedding_store("t", LAYOUT, SGD(1.0), seed=0)
-    process = mp.get_context("spawn").Process(target=train_until_killed, args=(str(tmp_path),))
+    process = fork_context().Process(target=train_until_killed, args=(str(tmp_path),))
     process.start()
     assert process.pid is not None
     wait_for(tmp_path / "progress")
@@ -106,7 +106,7 @@ def create_and_report(rank: int, stores_folder: str, meeting: str) -> None:
 
 def test_two_processes_when_they_create_one_store_then_they_share_it(tmp_path):
     (tmp_path / "stores").mkdir()
-    mp.spawn(create_and_report, args=(str(tmp_path / "stores"), str(tmp_path)), nprocs=WORLD)
+    run_processes(create_and_report, str(tmp_path / "stores"), str(tmp_path), nprocs=WORLD)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(WORLD))
     assert torch.equal(first, second)
     assert [path.name for path in (tmp_path / "stores").iterdir()] == ["t"], "the loser's attempt is gone"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import run_processes
 
 from lightning_recsys.metrics import Calibration, LogLoss, NormalizedEntropy, StreamingAUROC
 
@@ -48,7 +48,7 @@ def measure_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.distributed
 def test_metrics_on_two_processes_then_they_equal_one_process_on_the_concatenation(tmp_path):
-    mp.spawn(measure_rank, args=(str(tmp_path),), nprocs=WORLD)
+    run_processes(measure_rank, str(tmp_path), nprocs=WORLD)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
     alone = make()
     for step in range(STEPS):

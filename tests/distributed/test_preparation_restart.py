@@ -19,7 +19,7 @@ Run = Callable[..., dict]
 END = ("never", 0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Prepares in a process of its own; see ``preparation_script.py``."""
     script = Path(__file__).with_name("preparation_script.py")

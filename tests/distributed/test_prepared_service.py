@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from forked import fork_context, run_processes
 from pytorch_lightning import LightningModule, Trainer
 
 from lightning_recsys.data.preparation.shards import GROUP_ROWS, IdBags, Rows, ShardWriter, shard_schema
@@ -136,26 +135,29 @@ def test_shared_reader_when_killed_then_the_worker_is_told(folder):
     data.teardown()
 
 
+def own_a_reader(folder: Path, told: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    data = module(folder, reader="shared")
+    batches = iter(data.train_dataloader())
+    next(batches)
+    told.send(data._reader._process.pid)
+    time.sleep(100)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_shared_reader_when_its_owner_dies_then_ends_too(folder, how):
-    program = f"""
-        import sys, time
-        from lightning_recsys.data.prepared import PreparedDataModule
-        data = PreparedDataModule(root={str(folder)!r}, batch_size=16, reader="shared")
-        data.setup()
-        batches = iter(data.train_dataloader())
-        next(batches)
-        print(data._reader._process.pid, flush=True)
-        time.sleep(100)
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True) as owner:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    owner = fork_context().Process(target=own_a_reader, args=(folder, sender))
+    owner.start()
+    with receiver, sender:
         try:
-            reader = psutil.Process(int(owner.stdout.readline()))
+            reader = psutil.Process(receiver.recv())
             maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in (owner.pid, reader.pid)]
-            owner.send_signal(how)
-            owner.wait()
+            os.kill(owner.pid, how)
+            owner.join(20)
         finally:
             owner.kill()
+    assert owner.exitcode == -how
     shared = [line for lines in maps for line in lines if "/memfd:lightning-recsys" in line or "/dev/shm/" in line]
     assert shared
     assert all(line.endswith("(deleted)") for line in shared)  # memory without a name, which cannot be left behind
@@ -163,24 +165,58 @@ def test_shared_reader_when_its_owner_dies_then_ends_too(folder, how):
     assert not alive
 
 
+class Teller(LightningModule):
+    """Trains nothing; tells what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.told: dict = {"rows": []}
+
+    def on_train_start(self) -> None:
+        data = self.trainer.datamodule
+        self.told |= {
+            "world_size": self.trainer.world_size,
+            "node": self.trainer.node_rank,
+            "address": data._address,
+            "reader": data._reader._process.pid,
+        }
+
+    def training_step(self, batch, batch_idx):
+        self.told["rows"] += batch.sparse.values[: len(batch)].tolist()
+        return self.layer(batch.dense).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_on_a_node(rank: int, port: str, folder: Path, out: Path) -> None:
+    """What a launcher of clusters would start on the node of this number."""
+    place = {
+        "RANK": rank,
+        "GROUP_RANK": rank,
+        "NODE_RANK": rank,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 1,
+    }
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **{key: str(x) for key, x in place.items()}})
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy="ddp", max_epochs=1, **off)
+    model = Teller()
+    trainer.fit(model, datamodule=PreparedDataModule(root=folder, batch_size=16, reader="shared"))
+    torch.distributed.destroy_process_group()
+    (out / f"node-{rank}").write_text(json.dumps(model.told))
+
+
 @pytest.mark.timeout(240)
-def test_shared_reader_when_workers_are_on_two_nodes_then_each_node_has_its_own(folder):
+def test_shared_reader_when_workers_are_on_two_nodes_then_each_node_has_its_own(folder, tmp_path):
     """Two processes on this host that believe to be on two machines, as a launcher of clusters would start them."""
-    script = Path(__file__).with_name("two_nodes_script.py")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    with ExitStack() as stack:
-        workers = []
-        for rank in ("0", "1"):
-            own = environment | {"RANK": rank, "GROUP_RANK": rank, "NODE_RANK": rank}
-            worker = subprocess.Popen([sys.executable, script, folder], env=own, stdout=subprocess.PIPE, text=True)
-            stack.enter_context(worker)
-            stack.callback(worker.kill)
-            workers.append(worker)
-        told = [json.loads(worker.communicate(timeout=200)[0].splitlines()[-1]) for worker in workers]
+    run_processes(train_on_a_node, port, folder, tmp_path, nprocs=2)
+    told = [json.loads((tmp_path / f"node-{rank}").read_text()) for rank in range(2)]
     assert [(x["world_size"], x["node"]) for x in told] == [(2, 0), (2, 1)]
     assert len({x["address"] for x in told}) == len({x["reader"] for x in told}) == 2
     assert sorted(row for x in told for row in x["rows"]) == list(range(300))

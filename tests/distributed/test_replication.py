@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import run_processes
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import Adagrad
@@ -48,7 +48,7 @@ def train_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.distributed
 def test_training_on_two_ranks_then_replicas_are_bit_equal_and_equal_one_process(tmp_path):
-    mp.spawn(train_rank, args=(str(tmp_path),), nprocs=WORLD)
+    run_processes(train_rank, str(tmp_path), nprocs=WORLD)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
     assert [rank["world"] for rank in ranks] == [WORLD, WORLD]
     alone = make()
