@@ -200,8 +200,8 @@ class CachedBackend(StoreBackend):
                 return self._waiting.pop(index)
         if self._planned is not None:
             self._settle(self._planned)  # they may share rows
-        self._waiting.clear()
         batch = self._begin(sparse.to("cpu"), validate=False)
+        self._waiting.clear()
         self._settle(batch)
         return batch
 

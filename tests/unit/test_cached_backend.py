@@ -1,0 +1,524 @@
+"""A collection over stores with a cache: whatever is kept here, no update is lost, doubled or seen too late."""
+
+import copy
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.parameter_server import CachedBackend, MappedStores, StoreBackend
+from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
+from lightning_recsys.placement import PlacementPlan, TablePart
+
+TABLES = [
+    EmbeddingBagConfig("users", 40, 4, ("user", "friend"), init_std=0.5),
+    EmbeddingBagConfig("movies", 30, 4, ("movie",), "mean", init_std=0.5),
+    EmbeddingBagConfig("genres", 10, 4, ("genre",), init_std=0.5),
+]
+FEATURES = ("user", "friend", "movie", "genre")
+SIZES = {"users": 40, "movies": 30, "genres": 10}
+RULES = [SGD(0.125), Adagrad(0.1), RowwiseAdagrad(0.1)]
+
+
+def part(table: str, first: int, stop: int, server: int) -> TablePart:
+    return TablePart("net", table, first, stop - first, server, 0, 0.0)
+
+
+BY_ROWS = PlacementPlan(
+    "size",
+    2,
+    (
+        part("users", 0, 13, 1),
+        part("users", 13, 20, 0),
+        part("users", 20, 40, 1),
+        part("movies", 0, 29, 0),
+        part("movies", 29, 30, 1),
+        part("genres", 0, 10, 0),
+    ),
+)
+
+
+def batch(kind: str = "single", size: int = 6) -> SparseFeatures:
+    lengths = torch.ones(4 * size).long() if kind == "single" else torch.randint(0, 4, (4 * size,))
+    bounds = [0, *lengths.view(4, -1).sum(1).cumsum(0).tolist()]
+    limits = (40, 40, 30, 10)
+    values = torch.cat([torch.randint(0, n, (bounds[f + 1] - bounds[f],)) for f, n in enumerate(limits)])
+    weights = torch.rand(values.numel()) if kind == "weighted" else None
+    return SparseFeatures(FEATURES, values, lengths=None if kind == "single" else lengths, weights=weights)
+
+
+def batches(count: int) -> list[SparseFeatures]:
+    kinds = ["single", "bags", "weighted"]
+    return [batch(kinds[step % 3], size=0 if step == 7 else 6) for step in range(count)]
+
+
+def train(collection: EmbeddingBagCollection, steps: list[SparseFeatures], *, prefetch: bool) -> None:
+    for sparse, coming in zip(steps, [*steps[1:], None], strict=True):
+        pooled = collection(sparse)
+        if prefetch and coming is not None:
+            collection.prefetch(coming)
+        (pooled - 1).square().sum().backward()
+
+
+@pytest.fixture
+def servers(tmp_path):
+    folders = [tmp_path / str(server) for server in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    opened = [MappedStores(folder) for folder in folders]
+    yield opened
+    for server in opened:
+        server.close()
+
+
+def bind(collection, servers, *, name="net", plan=None, copy_rows=True, **options) -> CachedBackend:
+    """With a cache that holds everything for ever, unless told otherwise."""
+    options = {"cache_rows": 1000, "staleness": None} | options
+    make = CachedBackend if options["cache_rows"] is not None else StoreBackend
+    if make is StoreBackend:
+        options = {}
+    backend = make.create(
+        name if plan is None else "net",
+        collection.layout,
+        collection.optimizer,
+        servers=servers if plan else servers[:1],
+        plan=plan,
+        **options,
+    )
+    collection.bind(backend, copy_rows=copy_rows)
+    return backend
+
+
+class Recorded(MappedEmbeddingStore):
+    """Keeps the requests that it gets."""
+
+    requests: ClassVar[list] = []
+
+    def begin_exchange(self, request):
+        self.requests.append(request)
+        return super().begin_exchange(request)
+
+
+class Late(MappedEmbeddingStore):
+    """Does what it is asked for when somebody waits for it, as a busy server would; in the order it was asked."""
+
+    waiting: ClassVar[list] = []
+
+    def begin_exchange(self, request):
+        entry = [request]
+        self.waiting.append((self, entry))
+
+        def answer():
+            while len(entry) < 2:
+                store, first = self.waiting.pop(0)
+                first.append(MappedEmbeddingStore.begin_exchange(store, first[0])())
+            return entry[1]
+
+        return answer
+
+    def flush(self):
+        while self.waiting:
+            store, first = self.waiting.pop(0)
+            first.append(MappedEmbeddingStore.begin_exchange(store, first[0])())
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.setattr("lightning_recsys.parameter_server.mapped.MappedEmbeddingStore", Recorded)
+    Recorded.requests.clear()
+    return Recorded.requests
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+@pytest.mark.parametrize("cache_rows", [0, 7, 1000])
+@pytest.mark.parametrize("rule", RULES, ids=lambda x: type(x).__name__)
+def test_one_worker_when_rows_are_cached_then_20_steps_equal_those_without(servers, rule, cache_rows, prefetch):
+    plain = EmbeddingBagCollection(TABLES, optimizer=rule)
+    start, steps = copy.deepcopy(plain), batches(20)
+    train(plain, steps, prefetch=False)
+    for staleness in (0, 3, None):
+        for plan in (None, BY_ROWS):
+            cached = copy.deepcopy(start)
+            backend = bind(cached, servers, plan=plan, cache_rows=cache_rows, staleness=staleness)
+            train(cached, steps, prefetch=prefetch)
+            assert backend.step == 20
+            trained = cached.state_dict()
+            assert list(trained) == list(plain.state_dict())
+            for key, tensor in plain.state_dict().items():
+                torch.testing.assert_close(trained[key], tensor, rtol=1e-5, atol=1e-6)
+                if isinstance(rule, SGD) and staleness == 0:  # its rate is a power of 2: a product is not rounded
+                    assert torch.equal(trained[key], tensor), key
+            for server in servers:
+                if "net" in server._stored():
+                    server.remove("net")
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda x: type(x).__name__)
+def test_one_worker_when_nothing_may_be_stale_then_it_equals_no_cache_bit_for_bit(servers, rule, prefetch):
+    uncached = EmbeddingBagCollection(TABLES, optimizer=rule)
+    cached, steps = copy.deepcopy(uncached), batches(20)
+    bind(uncached, servers, name="uncached", cache_rows=0, staleness=0)
+    bind(cached, servers, name="cached", cache_rows=20, staleness=0)
+    train(uncached, steps, prefetch=False)
+    train(cached, steps, prefetch=prefetch)
+    assert all(torch.equal(tensor, uncached.state_dict()[key]) for key, tensor in cached.state_dict().items())
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+@pytest.mark.parametrize("staleness", [0, 2, None])
+def test_messages_when_a_server_takes_its_time_then_they_say_what_they_said_when_they_were_sent(
+    servers, monkeypatch, staleness, prefetch
+):
+    plain = EmbeddingBagCollection(TABLES, optimizer=Adagrad(0.1))
+    cached, steps = copy.deepcopy(plain), batches(20)
+    monkeypatch.setattr("lightning_recsys.parameter_server.mapped.MappedEmbeddingStore", Late)
+    bind(cached, servers, plan=BY_ROWS, cache_rows=15, staleness=staleness)
+    train(plain, steps, prefetch=False)
+    train(cached, steps, prefetch=prefetch)
+    for key, tensor in cached.state_dict().items():
+        torch.testing.assert_close(plain.state_dict()[key], tensor, rtol=1e-5, atol=1e-6)
+    assert not Late.waiting
+
+
+def one_table(servers, count, *, rows=12, **options) -> list[EmbeddingBagCollection]:
+    """Workers of one table of zeros; each trains a column of its own, and every update subtracts exactly 1."""
+    table = EmbeddingBagConfig("t", rows, count, ("x",), init_std=0.0)
+    workers = [EmbeddingBagCollection([table], optimizer=SGD(1.0)) for _ in range(count)]
+    for index, worker in enumerate(workers):
+        bind(worker, servers, copy_rows=not index, **options)
+    return workers
+
+
+def ids(*values: int) -> SparseFeatures:
+    return SparseFeatures(("x",), torch.tensor(values, dtype=torch.int64))
+
+
+def update(worker: EmbeddingBagCollection, index: int, sparse: SparseFeatures, *, check=None) -> torch.Tensor:
+    """One step of worker ``index``; each occurrence of an id subtracts 1 from its column."""
+    pooled = worker(sparse)
+    if check is not None:
+        check(worker.embedding_bags)
+    pooled[..., index].sum().backward()
+    return pooled.detach()[:, 0]
+
+
+STEP = st.tuples(
+    st.integers(0, 2),
+    st.lists(st.integers(0, 11), min_size=0, max_size=5),
+    st.sampled_from(["step"] * 8 + ["flush", "invalidate", "evaluate", "skip", "announce"]),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(STEP, max_size=40),
+    st.sampled_from([0, 1, 3, None]),
+    st.sampled_from([0, 2, 5, 100]),
+    st.sampled_from(["max", "sum"]),
+    st.sampled_from(["lru", "lfu", "light_lfu"]),
+)
+def test_workers_when_they_interleave_then_no_update_is_lost_or_doubled_and_each_sees_its_own(
+    servers, events, staleness, cache_rows, clock, policy
+):
+    options = {"staleness": staleness, "cache_rows": cache_rows, "clock": clock, "policy": policy}
+    workers = one_table(servers, 3, **options)
+    (server_clocks,) = (store.clocks for store in workers[0].embedding_bags.stores)
+    done = torch.zeros(12, 3)
+    announced = set()
+
+    def check_clocks(backend):
+        cache, plan = backend._cache, backend._waiting[-1].plan
+        start, current, server = (
+            cache.start[plan.slots_U],
+            cache.current[plan.slots_U],
+            server_clocks.numpy()[plan.keys_U],
+        )
+        assert staleness is None or ((current - start <= staleness) & (server - current <= staleness)).all()
+
+    for index, values, kind in events:
+        worker, sparse = workers[index], ids(*values)
+        if kind == "step":
+            looked_up = update(worker, index, sparse, check=None if index in announced else check_clocks)
+            assert torch.equal(looked_up[:, index], -done[values, index]), "read my updates"
+            assert (looked_up >= -done[values]).all(), "what others did at most"
+            announced.discard(index)
+            done[:, index] += torch.bincount(sparse.values, minlength=12)
+        elif kind == "announce":
+            worker.prefetch(sparse)
+            announced.add(index)  # its checks are older than its lookup
+        elif kind == "evaluate":
+            with torch.no_grad():
+                assert torch.equal(worker(sparse)[:, 0, index], -done[values, index])
+        elif kind == "skip":
+            worker(sparse)  # and no gradient comes
+        else:
+            getattr(worker.embedding_bags, kind)()
+    for worker in workers:
+        worker.flush()
+    assert torch.equal(workers[0].embedding_bags.read("t", "weight"), -done)
+    servers[0].remove("net")
+
+
+def test_synchronous_workers_when_nothing_may_be_stale_then_they_equal_no_cache(servers):
+    plain = EmbeddingBagCollection(TABLES, optimizer=RowwiseAdagrad(0.1))
+    start, steps = copy.deepcopy(plain), [(batch(), batch("weighted")) for _ in range(10)]
+    results = []
+    for name, cache_rows in (("without", 0), ("with", 25)):
+        workers = [copy.deepcopy(start), copy.deepcopy(start)]
+        for index, worker in enumerate(workers):
+            bind(worker, servers, name=name, copy_rows=not index, cache_rows=cache_rows, staleness=0)
+        for parts in steps:
+            pooled = [worker(sparse) for worker, sparse in zip(workers, parts, strict=True)]
+            for result in pooled:
+                (result - 1).square().sum().backward()
+            for worker in workers:
+                worker.flush()
+        results.append(workers[1].state_dict())
+    for key, tensor in results[0].items():
+        torch.testing.assert_close(results[1][key], tensor, rtol=0, atol=1e-6)
+
+
+def kinds(request) -> tuple[int, int, int]:
+    """Rows pushed, fetched and checked."""
+    return request.push_rows.numel(), request.fetch_rows.numel(), request.check_rows.numel()
+
+
+def test_messages_when_there_is_no_bound_then_rows_travel_once_and_when_evicted_only(servers, recorded):
+    (worker,) = one_table(servers, 1, cache_rows=12, staleness=None)
+    recorded.clear()
+    for values in [(0, 1, 2), (1, 1, 0), (2, 2), (), (0, 1, 2)] * 3:
+        update(worker, 0, ids(*values))
+    assert list(map(kinds, recorded)) == [(0, 3, 0)]
+    worker.flush()
+    assert list(map(kinds, recorded[1:])) == [(3, 0, 0)]
+    worker.flush()
+    assert len(recorded) == 2
+    (small,) = one_table(servers, 1, name="small", cache_rows=2, staleness=None)
+    recorded.clear()
+    for values in [(0, 1), (1, 2), (1, 2), (1, 0)]:
+        update(small, 0, ids(*values))
+    # 0 was evicted after the second step, 2 after the fourth: it has to be sent yet
+    assert list(map(kinds, recorded)) == [(0, 2, 0), (0, 1, 0), (1, 0, 0), (0, 1, 0)]
+    small.flush()
+    assert sum(kinds(request)[0] for request in recorded[4:]) == 3
+    assert sum(request.num_steps for request in recorded) == 4
+
+
+def test_messages_when_rows_are_bounded_then_one_a_step_has_everything_fused(servers, recorded):
+    (worker,) = one_table(servers, 1, cache_rows=3, staleness=1)
+    recorded.clear()
+    for values in [(0, 1, 2), (0, 1, 3), (0, 4)]:
+        update(worker, 0, ids(*values))
+    # 2 left after the second step. 0 was updated twice and may be one ahead: it is pushed and fetched.
+    assert list(map(kinds, recorded)) == [(0, 3, 0), (0, 1, 2), (2, 2, 0)]
+    assert recorded[2].push_rows.tolist() == [2, 0]
+    assert recorded[2].fetch_rows.tolist() == [4, 0]
+
+
+def test_messages_when_the_next_batch_is_announced_then_they_leave_before_the_update(servers, recorded):
+    (worker,) = one_table(servers, 1, cache_rows=4, staleness=1)
+    recorded.clear()
+    pooled = worker(ids(0, 1))
+    worker.prefetch(ids(0, 2))
+    assert list(map(kinds, recorded)) == [(0, 2, 0), (0, 1, 1)]
+    pooled.sum().backward()
+    pooled = worker(ids(0, 2))
+    assert len(recorded) == 2, "one update ahead is allowed"
+    assert pooled.flatten().tolist() == [-1, 0]
+    worker.prefetch(ids(0))
+    pooled.sum().backward()
+    assert list(map(kinds, recorded[2:])) == [(0, 0, 1)]
+    assert worker(ids(0)).flatten().tolist() == [-2]
+    assert list(map(kinds, recorded[3:])) == [(1, 1, 0)], "two are not, and only now it is known"
+
+
+def test_stale_copy_when_it_is_found_then_a_second_message_brings_the_row_with_both_updates(servers, recorded):
+    first, second = one_table(servers, 2, cache_rows=12, staleness=1)
+    update(first, 0, ids(5))
+    for _ in range(5):
+        update(second, 1, ids(5))
+    second.flush()
+    recorded.clear()
+    assert update(first, 0, ids(5, 6)).tolist() == [[-1, -5], [0, 0]]
+    assert list(map(kinds, recorded)) == [(0, 1, 1), (1, 1, 0)]
+    assert first.embedding_bags.telemetry()["cache/stale_rate"] == 1 / 3
+
+
+@pytest.mark.parametrize("cache_rows", [0, 100])
+def test_duplicates_when_a_batch_repeats_a_row_then_it_travels_once(servers, recorded, cache_rows):
+    (worker,) = one_table(servers, 1, cache_rows=cache_rows, staleness=0)
+    recorded.clear()
+    for _ in range(3):
+        update(worker, 0, ids(*[7] * 50, *[3] * 20))
+    worker.flush()
+    for request in recorded:
+        for rows in (request.push_rows, request.fetch_rows, request.check_rows):
+            assert rows.unique().numel() == rows.numel() <= 2
+    counts = worker.embedding_bags.telemetry()
+    # 3 x 2 rows, each a number of 4 bytes and one float each way; a clock with every row
+    assert (counts["comm/rows_bytes"], counts["comm/gradients_bytes"], counts["comm/clocks_bytes"]) == (48, 48, 48)
+
+
+def test_batch_when_announced_but_not_the_next_then_its_rows_are_there_all_the_same(servers, recorded):
+    (worker,) = one_table(servers, 1, cache_rows=6, staleness=None)
+    pooled = worker(ids(0))
+    worker.prefetch(ids(1, 2))
+    pooled.sum().backward()
+    recorded.clear()
+    with torch.no_grad():
+        worker(ids(2, 9))
+    assert [kinds(request)[1:] for request in recorded] == [(0, 0), (2, 0)], "evaluation flushes, then reads past it"
+    recorded.clear()
+    update(worker, 0, ids(0, 1))
+    assert not recorded
+    pooled = worker(ids(2))
+    worker.prefetch(ids(3))
+    worker.prefetch(ids(3))
+    worker.prefetch(ids(4))
+    assert list(map(kinds, recorded)) == [(0, 1, 0), (0, 1, 0)]
+    worker.embedding_bags.invalidate()
+    pooled.sum().backward()
+    assert update(worker, 0, ids(0, 1, 2, 3, 4)).flatten().tolist() == [-2, -1, -1, 0, 0]
+
+
+def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_and_clocks_alone(servers, recorded):
+    plain = EmbeddingBagCollection(TABLES, optimizer=SGD(0.125))
+    cached = copy.deepcopy(plain)
+    backend = bind(cached, servers, plan=BY_ROWS, cache_rows=1000, staleness=5)
+    train(plain, steps := batches(4), prefetch=False)
+    train(cached, steps, prefetch=False)
+    held = len(backend._cache)
+    backend.flush()
+    clocks, counts = [store.clocks.clone() for store in backend.stores], backend.telemetry()
+    recorded.clear()
+    for sparse in batches(9):
+        with torch.no_grad():
+            torch.testing.assert_close(cached(sparse), plain(sparse))
+    assert len(backend._cache) == held
+    assert all(torch.equal(store.clocks, before) for store, before in zip(backend.stores, clocks, strict=True))
+    assert {name: backend.telemetry()[name] for name in ("cache/hit_rate", "cache/miss_rate")} == {
+        name: counts[name] for name in ("cache/hit_rate", "cache/miss_rate")
+    }
+    assert all(kinds(request)[::2] == (0, 0) for request in recorded), "only fetches"
+    frozen = cached.requires_grad_(False)(sparse)
+    assert not frozen.requires_grad
+    assert len(backend._cache) == held
+
+
+def test_gradient_accumulation_when_rows_are_cached_then_micro_batches_make_one_update(servers, recorded):
+    (worker,) = one_table(servers, 1, cache_rows=1, staleness=1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    worker.attach_to(optimizer)
+    recorded.clear()
+    for values in [(0, 1), (1, 2), (3, 3)]:
+        worker(ids(*values)).sum().backward()
+    optimizer.step()
+    assert list(map(kinds, recorded)) == [(0, 2, 0), (0, 1, 1), (0, 1, 0)], "rows wait for their gradients"
+    worker.flush()
+    assert worker.embedding_bags.read("t", "weight")[:4].flatten().tolist() == [-1, -2, -1, -2]
+    assert worker.embedding_bags.stores[0].clocks[:4].tolist() == [1, 1, 1, 1]
+    assert worker.embedding_bags.step == 1
+
+
+def test_lookups_when_their_gradients_never_come_then_the_cache_keeps_its_size(servers):
+    (worker,) = one_table(servers, 1, cache_rows=3, staleness=None)
+    for first in range(10):
+        pooled = worker(ids(first, first + 1))
+    assert len(worker.embedding_bags._cache) <= 5
+    pooled.sum().backward()
+    worker.flush()
+    assert worker.embedding_bags.read("t", "weight").flatten().tolist() == [0] * 9 + [-1, -1, 0]
+
+
+def test_two_lookups_when_of_one_step_then_each_gets_its_gradient(servers):
+    (worker,) = one_table(servers, 1, cache_rows=1, staleness=0)
+    for _ in range(3):
+        (worker(ids(0, 1)).sum() + 2 * worker(ids(1, 2)).sum()).backward()
+    worker.flush()
+    assert worker.embedding_bags.read("t", "weight")[:3].flatten().tolist() == [-3, -9, -6]
+
+
+def test_rows_when_written_or_loaded_then_copies_are_dropped_and_updates_come_before(servers):
+    source = EmbeddingBagCollection(TABLES, optimizer=Adagrad(0.1))
+    cached = copy.deepcopy(source)
+    backend = bind(cached, servers, plan=BY_ROWS, cache_rows=1000, staleness=None)
+    train(source, steps := batches(6), prefetch=False)
+    train(cached, steps, prefetch=True)
+    saved = cached.state_dict()
+    assert saved["embedding_bags.users.step"] == 6
+    torch.testing.assert_close(saved, source.state_dict())
+    other = EmbeddingBagCollection(TABLES, optimizer=Adagrad(0.1))
+    cached.load_state_dict(other.state_dict())
+    train(other, steps, prefetch=False)
+    train(cached, steps, prefetch=True)
+    backend.write_rows("genres", "weight", 2, torch.full((2, 4), 7.0))
+    assert cached(SparseFeatures(FEATURES, torch.tensor([0, 0, 0, 3])))[0, 3].tolist() == [7.0] * 4
+    other.embedding_bags.write("users", "weight", torch.zeros(40, 4))
+    backend.write("users", "weight", torch.zeros(40, 4))
+    other.state_dict()["embedding_bags.genres.weight"][2:4] = 7.0
+    backend.step = 6
+    torch.testing.assert_close(cached.state_dict(), other.state_dict())
+
+
+def test_copy_when_a_bound_collection_is_copied_then_no_update_is_pushed_twice(servers):
+    (worker,) = one_table(servers, 1, cache_rows=12, staleness=None)
+    pooled = worker(ids(1, 2))
+    worker.prefetch(ids(3))
+    pooled.sum().backward()
+    copied = copy.deepcopy(worker)
+    for collection in (copied, worker):
+        update(collection, 0, ids(1))
+        collection.flush()
+    assert worker.embedding_bags.read("t", "weight")[:3].flatten().tolist() == [0, -3, -1]
+
+
+def test_telemetry_when_three_steps_are_done_then_it_counts_them(servers):
+    (worker,) = one_table(servers, 1, cache_rows=2, staleness=1)
+    for values in [(0, 0, 1), (0, 2), (0, 2)]:
+        update(worker, 0, ids(*values))
+    told = worker.embedding_bags.telemetry()
+    assert told["cache/clock_lag"].tolist() == [0, 1]
+    assert {name: value for name, value in told.items() if name.startswith("cache") and "lag" not in name} == {
+        "cache/hit_rate": 3 / 6,
+        "cache/miss_rate": 3 / 6,
+        "cache/stale_rate": 0,
+        "cache/refresh_rate": 1 / 6,
+        "cache/evictions": 1,
+    }
+    assert told["comm/messages"] == 3
+
+
+@pytest.mark.parametrize("rule", [Adam(), FTRL()], ids=lambda x: type(x).__name__)
+def test_rule_when_its_state_is_no_sum_then_it_is_refused_by_name(servers, rule):
+    collection = EmbeddingBagCollection(TABLES, optimizer=rule)
+    with pytest.raises(TypeError, match=f"{type(rule).__name__}.*SGD"):
+        bind(collection, servers)
+
+
+def test_numbers_when_negative_then_they_are_refused(servers):
+    collection = EmbeddingBagCollection(TABLES, optimizer=SGD())
+    with pytest.raises(ValueError, match=r"staleness must be at least 0.*got -1"):
+        bind(collection, servers, staleness=-1)
+    with pytest.raises(ValueError, match=r"-2"):
+        bind(collection, servers, cache_rows=-2)
+    assert "cache_rows=1000, staleness=None" in repr(bind(collection, servers))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rule", RULES, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("staleness", [0, 3, None])
+def test_training_when_the_copies_are_on_a_gpu_then_it_equals_the_one_on_the_cpu(servers, rule, staleness):
+    on_cpu = EmbeddingBagCollection(TABLES, optimizer=rule)
+    on_gpu, steps = copy.deepcopy(on_cpu), batches(12)
+    backend = bind(on_gpu, servers, plan=BY_ROWS, cache_rows=20, staleness=staleness, device="cuda")
+    assert backend._cache.rows.is_cuda
+    train(on_cpu, steps, prefetch=False)
+    train(on_gpu, [sparse.to("cuda") for sparse in steps], prefetch=True)
+    trained = on_gpu.state_dict()
+    for key, tensor in on_cpu.state_dict().items():
+        torch.testing.assert_close(trained[key], tensor, rtol=1e-5, atol=1e-5)
