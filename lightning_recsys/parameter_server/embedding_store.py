@@ -20,7 +20,7 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.parameter_server import counters
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
-from lightning_recsys.parameter_server.exchange_loops import add_rows, compare_clocks, copy_rows, move_clocks
+from lightning_recsys.parameter_server.exchange_loops import add_rows, compare_clocks, move_clocks
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.parameter_server.plain import (
@@ -153,16 +153,12 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     def fetch_and_check(self, request: RowExchange) -> RowValues:
         """The fetches and checks of a request that was checked; changes nothing."""
-        all_clocks = self.clocks
-        clocks_M = all_clocks.index_select(0, request.fetch_rows)
-        rows_M, values = request.fetch_rows.contiguous().numpy(), {}
-        for name, shape in self.row_shapes.items():
-            values[name] = torch.empty(len(rows_M), *shape)
-            copy_rows(rows_M, _as_matrix(self._arrays[name]), _as_matrix(values[name]))
+        clocks_M = self.clocks.index_select(0, request.fetch_rows)
+        values = {name: self._arrays[name].index_select(0, request.fetch_rows) for name in self.row_shapes}
         stale_C = torch.zeros(request.check_rows.numel(), dtype=torch.bool)
         if request.staleness is not None:
             rows_C, own_C = (x.contiguous().numpy() for x in (request.check_rows, request.check_clocks))
-            compare_clocks(rows_C, own_C, all_clocks.numpy(), request.staleness, stale_C.numpy())
+            compare_clocks(rows_C, own_C, _as_matrix(self.clocks), request.staleness, stale_C.numpy())
         return RowValues(values, clocks_M, stale_C)
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited

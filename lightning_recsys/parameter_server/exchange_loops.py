@@ -1,4 +1,4 @@
-"""The work of an exchange as compiled loops: add to rows, move their clocks, copy rows out, compare clocks.
+"""The work of an exchange as compiled loops: add to rows, move their clocks, compare clocks.
 
 Rows are written before their clocks and read after them: who runs beside it without a lock may take a row for older
 than it is, never for newer.
@@ -54,17 +54,6 @@ def add_rows(touched, amounts, array, sign):  # noqa: ANN001, ANN201
 
 
 @compile_loop
-def copy_rows(wanted, array, copies):  # noqa: ANN001, ANN201
-    """``copies = array[wanted]``; shapes as in :func:`add_rows`."""
-    last = wanted.shape[0] - 1
-    for i in range(wanted.shape[0]):
-        prefetch_row(array, wanted[min(i + AHEAD, last)])
-        row = wanted[i]
-        for d in range(array.shape[1]):
-            copies[i, d] = array[row, d]
-
-
-@compile_loop
 def move_clocks(touched, sent, clocks, by_sum):  # noqa: ANN001, ANN201
     """Let the clocks of rows hear of a push.
 
@@ -89,9 +78,11 @@ def compare_clocks(checked, own, clocks, staleness, stale):  # noqa: ANN001, ANN
     Args:
         checked: Row numbers, int64 ``[C]``.
         own: Clocks of the copies, int32 ``[C]``.
-        clocks: Of all rows, int32 ``[R]``.
+        clocks: Of all rows, int32 ``[R, 1]``.
         staleness: How far a row's clock may be ahead of its copy's.
         stale: Result, bool ``[C]``.
     """
+    last = checked.shape[0] - 1
     for i in range(checked.shape[0]):
-        stale[i] = np.int64(clocks[checked[i]]) - np.int64(own[i]) > staleness
+        prefetch_row(clocks, checked[min(i + AHEAD, last)])
+        stale[i] = np.int64(clocks[checked[i], 0]) - np.int64(own[i]) > staleness

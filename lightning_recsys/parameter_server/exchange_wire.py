@@ -68,7 +68,7 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
         check_rows=check_rows,
         check_clocks=check_clocks,
         staleness=staleness,
-        clock=clock,  # type: ignore[arg-type]  # looked at below
+        clock=clock,
     )
     exchange.check(num_rows, row_shapes)
     reply_bytes = fetch_rows.numel() * (4 + 4 * sum(torch.Size(shape).numel() for shape in row_shapes.values()))
