@@ -7,6 +7,7 @@ import sys
 import pytorch_lightning as pl
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.strategies import RecsysStrategy
@@ -51,6 +52,26 @@ class Model(pl.LightningModule):
 
     def train_dataloader(self):
         return Batches()
+
+
+class Ratings(pl.LightningModule):
+    """Somebody's own model, with plain embedding modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items, self.kinds, self.out = nn.Embedding(64, 4), nn.Embedding(5, 4), nn.Linear(8, 1)
+
+    def training_step(self, ids, batch_idx):
+        features = torch.cat([self.items(ids), self.kinds(ids % 5)], dim=1)
+        return nn.functional.mse_loss(self.out(features).squeeze(1), ids / 64)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(64), batch_size=8)
 
 
 def say(*words):

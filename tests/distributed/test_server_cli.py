@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from served_strategy import Ratings, make_trainer
 from server_helpers import stop_collector
 
 from lightning_recsys.parameter_server import JobKeys, cli, connect
+from lightning_recsys.strategies import ShadowSyncStrategy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -40,12 +42,21 @@ def server(*arguments):
         process.stdout.close()
 
 
+def train_through(endpoint, keys):
+    """Two trainers, for whom no server is started; whether rows and dense part have learned."""
+    options = {"servers": [endpoint], "key_file": keys, "transport": "tcp", "min_rows": 60}
+    model, fresh = Ratings(), Ratings()
+    make_trainer(strategy=ShadowSyncStrategy(num_trainers=2, **options)).fit(model)
+    pairs = ((model.items.weight, fresh.items.weight), (model.out.weight, fresh.out.weight))
+    return not any(torch.equal(before, after) for after, before in pairs)
+
+
 def test_console_script_when_installed_then_is_this_one():
     project = tomllib.loads((Path(cli.__file__).parents[2] / "pyproject.toml").read_text())
     assert project["project"]["scripts"]["lightning-recsys-server"] == f"{cli.__name__}:{cli.main.__name__}"
 
 
-def test_server_when_started_in_a_shell_then_serves_tells_and_stops_on_sigterm(tmp_path, capsys):
+def test_server_when_started_in_a_shell_then_serves_trainers_tells_and_stops_on_sigterm(tmp_path, capsys):
     keys = tmp_path / "job.keys"
     assert cli.main(["--make-keys", str(keys)]) == 0
     with server("--folder", tmp_path / "stores", "--bind", "tcp://0.0.0.0:0", "--keys", keys) as (process, bound):
@@ -63,6 +74,12 @@ def test_server_when_started_in_a_shell_then_serves_tells_and_stops_on_sigterm(t
         assert all(re.search(rf"\b{name}\b", shown) for name in status)
         assert cli.main(["--status", endpoint, "--timeout", "0.3"]) == 1
         assert f"{endpoint} did not answer 'status' in 1 attempts" in capsys.readouterr().err
+        for _ in range(2):  # the second run replaces what the first one left
+            assert train_through(endpoint, keys)
+        assert cli.main(["--status", endpoint, "--keys", str(keys), "--timeout", "60", "--json"]) == 0
+        trained = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert trained["stores"] == 3  # rows and the trainers' centre beside what was there
+        assert trained["pushes"] > 2 * 2 * 4  # runs, trainers, batches
         # What has arrived before the signal is answered.
         store = stores.dense_store("center")
         waiting = [store.begin_elastic_average(torch.zeros(5), alpha=0.5) for _ in range(20)]

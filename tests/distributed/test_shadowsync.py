@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,11 +16,13 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from served_strategy import Ratings
 from torch import nn
 
 from lightning_recsys.callbacks import StalenessMonitor
 from lightning_recsys.checkpoints import read_checkpoint, read_extras
 from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.models import DLRM, WideDeep
 from lightning_recsys.optim import SGD, Adagrad
 from lightning_recsys.runtime import configure_worker
@@ -137,26 +142,6 @@ def test_foreground_averaging_at_every_step_when_trained_with_sgd_then_equals_dd
     make_trainer(ForkserverDDPStrategy(), devices=2).fit(reduced)
     assert not torch.allclose(parameters(reduced), parameters(Regression((5, 5))), atol=1e-3)  # it did train
     torch.testing.assert_close(parameters(averaged), parameters(reduced), rtol=0, atol=1e-6)
-
-
-class Ratings(pl.LightningModule):
-    """Somebody's own model, with plain embedding modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.items, self.kinds, self.out = nn.Embedding(64, 4), nn.Embedding(5, 4), nn.Linear(8, 1)
-
-    def training_step(self, ids, batch_idx):
-        features = torch.cat([self.items(ids), self.kinds(ids % 5)], dim=1)
-        return nn.functional.mse_loss(self.out(features).squeeze(1), ids / 64)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.arange(64), batch_size=8)
 
 
 @pytest.mark.parametrize("options", [{"min_rows": 60}, {"embeddings": ["items", "kinds"], "num_embedding_servers": 2}])
@@ -451,6 +436,38 @@ def test_worker_when_it_fails_then_nothing_is_left_and_the_trainer_is_usable(alg
     trainer.callbacks.clear()
     trainer.fit(model)
     assert trainer.state.finished
+
+
+class Tells(Callback):
+    """Says which process trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        (self.folder / f"rank-{trainer.global_rank}-{os.getpid()}").touch()
+
+
+def test_run_when_interrupted_then_nothing_is_left(tmp_path):
+    """Ctrl-C reaches all processes of a terminal's foreground group at once."""
+
+    def interrupt() -> None:
+        while len(workers := [int(path.name.rpartition("-")[2]) for path in tmp_path.iterdir()]) < 2:
+            time.sleep(0.01)
+        assert len(list(SHARED_MEMORY.glob(f"lightning_recsys-{os.getpid()}-*"))) == 1
+        for pid in (*workers, os.getpid()):
+            os.kill(pid, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ThreadPoolExecutor() as threads:
+            interrupted = threads.submit(interrupt)
+            with pytest.raises(SystemExit):  # Lightning's answer to Ctrl-C
+                make_trainer(ShadowSyncStrategy(num_trainers=2), Tells(tmp_path)).fit(EndlessRegression((2, 2)))
+            interrupted.result()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert list(SHARED_MEMORY.glob(f"lightning_recsys-{os.getpid()}-*")) == []  # processes, ports, ...: conftest.py
 
 
 # --- What it tells ---------------------------------------------------------------------------------------------------

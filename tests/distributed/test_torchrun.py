@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from served_strategy import Ratings
 from two_hosts import two_hosts
 
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
@@ -115,7 +116,9 @@ def test_job_when_it_is_ended_from_outside_then_no_server_is_left(number):
         assert soon(lambda: folders(pids) == [])
 
 
-def test_job_when_it_spans_two_nodes_then_servers_listen_where_others_reach_them():
+@pytest.fixture(scope="module")
+def two_nodes():
+    """What the processes of a job said on each of two nodes, and the nodes' addresses; one job for the tests below."""
     with two_hosts() as hosts, ExitStack() as stack:
         port = free_port()
         processes = [
@@ -135,9 +138,27 @@ def test_job_when_it_spans_two_nodes_then_servers_listen_where_others_reach_them
         outputs = [process.communicate(timeout=150)[0] for process in processes]
         for process, output in zip(processes, outputs, strict=True):
             assert process.returncode == 0, output
-            (endpoints,) = lines(output, "endpoints")
-            addresses = [x.removeprefix("tcp://").partition(":")[0] for x in endpoints.split()]
-            assert addresses == [hosts[0].address, hosts[1].address, hosts[0].address]
-            assert lines(output, "types") == [" ".join(["RemoteStores"] * 3)]
-            assert lines(output, "counted") == ["8 8 8"]
-            assert folders(lines(output, "pid")) == []
+        yield outputs, [host.address for host in hosts]
+
+
+def test_job_when_it_spans_two_nodes_then_servers_listen_where_others_reach_them(two_nodes):
+    outputs, nodes = two_nodes
+    for output in outputs:
+        (endpoints,) = lines(output, "endpoints")
+        addresses = [x.removeprefix("tcp://").partition(":")[0] for x in endpoints.split()]
+        assert addresses == [nodes[0], nodes[1], nodes[0]]
+        assert lines(output, "types") == [" ".join(["RemoteStores"] * 3)]
+        assert lines(output, "counted") == ["8 8 8"]
+        assert folders(lines(output, "pid")) == []
+
+
+def test_shadowsync_when_its_trainers_are_on_two_nodes_then_both_end_with_one_model(two_nodes):
+    outputs, _ = two_nodes
+    for output in outputs:
+        assert lines(output, "shadowsync-types") == [" ".join(["RemoteStores"] * 4)]
+        assert lines(output, "shadowsync-keys") == ["True"]
+        assert lines(output, "shadowsync-told") == ["True True True"]
+    first, second = (lines(output, "shadowsync-final") for output in outputs)
+    assert first == second
+    (untrained,) = {" ".join(f"{x.double().sum().item():.12f}" for x in Ratings().state_dict().values())}
+    assert not set(first[0].split()) & set(untrained.split())  # every tensor was trained

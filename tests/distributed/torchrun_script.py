@@ -5,9 +5,10 @@ import sys
 import time
 
 import torch
-from served_strategy import Model, ServedStrategy, make_trainer, say
+from served_strategy import Model, Ratings, ServedStrategy, make_trainer, say
 
 from lightning_recsys.optim import SGD
+from lightning_recsys.strategies import ShadowSyncStrategy
 
 
 class Counting(Model):
@@ -60,8 +61,33 @@ def train(num_nodes):
     torch.distributed.destroy_process_group()
 
 
+class Synchronised(Ratings):
+    """Trained by ShadowSync until both trainers have had a round, at least."""
+
+    def on_train_start(self):
+        strategy = self.trainer.strategy
+        stores = [opened for kind in ("embedding", "sync") for opened in strategy.stores(kind)]
+        say("shadowsync-types", *(type(x).__name__ for x in stores))
+        say("shadowsync-keys", strategy._node_servers.keys is not None)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        deadline = time.monotonic() + 30
+        while "sync/gap" not in (told := self.trainer.strategy.telemetry()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self.trainer.is_last_batch:
+            say("shadowsync-told", "sync/gap" in told, told["comm/sent_bytes"] > 0, told["load/embedding-1"] > 0)
+
+    def on_fit_end(self):
+        say("shadowsync-final", *(f"{x.double().sum().item():.12f}" for x in self.state_dict().values()))
+
+
 def train_over_the_wire(num_nodes):
+    """Two runs in one job: servers and nothing else, then ShadowSync."""
     fit(Counting(), num_nodes)
+    options = {"num_embedding_servers": 2, "num_sync_servers": 2, "min_rows": 60, "transport": "tcp"}
+    make_trainer(strategy=ShadowSyncStrategy(num_trainers=2, **options), devices=1, num_nodes=num_nodes).fit(
+        Synchronised()
+    )
     torch.distributed.destroy_process_group()
 
 
