@@ -11,7 +11,10 @@ from torchmetrics import SumMetric
 
 def should_log(trainer: pl.Trainer) -> bool:
     """Whether this training batch ends a step that ``Trainer(log_every_n_steps=...)`` logs."""
-    return trainer._logger_connector.should_update_logs and not trainer.fit_loop._should_accumulate()
+    # Lightning's rule for training steps, written out: its own takes longer than all else that a callback does here.
+    every, steps = trainer.log_every_n_steps, trainer.fit_loop.epoch_loop._batches_that_stepped + 1  # type: ignore[attr-defined]
+    is_due = every and (steps % every == 0 or trainer.should_stop)
+    return bool(is_due) and not trainer.fit_loop._should_accumulate()
 
 
 def log_step(trainer: pl.Trainer, values: Mapping[str, float], *, prog_bar: Collection[str] = ()) -> None:

@@ -13,6 +13,7 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities.data import extract_batch_size
 
 from lightning_recsys.callbacks._logging import log_epoch, log_step, should_log
+from lightning_recsys.data import Batch
 
 
 class ExamplesPerSecond(Callback):
@@ -100,7 +101,7 @@ class ExamplesPerSecond(Callback):
         seconds = None if self._last_time is None else now - self._last_time
         self._count(self.batch_size_fn(batch), seconds)
         self._last_time = now
-        if self._window and trainer.is_global_zero and should_log(trainer):
+        if should_log(trainer) and self._window and trainer.is_global_zero:
             name = "eps" if trainer.world_size == 1 else "eps/rank_0"
             examples, seconds = map(sum, zip(*self._window, strict=True))
             log_step(trainer, {name: examples / seconds}, prog_bar=[name])
@@ -136,6 +137,8 @@ class ExamplesPerSecond(Callback):
 
 
 def _batch_size(batch: Any) -> int:
+    if isinstance(batch, Batch):  # asked first, for it is asked at every step
+        return len(batch)
     if hasattr(batch, "__len__") and not isinstance(batch, (tuple, list, Mapping)):
         return len(batch)
     return extract_batch_size(batch)

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 
+from lightning_recsys.callbacks._collected import CollectedEntropy
 from lightning_recsys.callbacks._logging import log_epoch, log_step, should_log
 from lightning_recsys.metrics import NormalizedEntropy
 
@@ -31,13 +32,16 @@ class NormalizedEntropyMonitor(Callback):
     at the end of an epoch they are those of all processes, as evaluation values always are. All of them can be
     monitored by ``ModelCheckpoint`` and ``EarlyStopping``.
 
+    Logits and labels are collected and scored many batches at a time, before any value is read; a label that is not 0
+    or 1 is therefore refused up to 64 steps late.
+
     Args:
         window_size: Examples in the window, over all processes.
         labels_fn: Takes a batch and returns its labels, 0 or 1, in the shape of the logits. By default
             ``batch.labels``.
 
     Raises:
-        ValueError: ``window_size`` is less than 1, or logits and labels differ in shape.
+        ValueError: ``window_size`` is less than 1, logits and labels differ in shape, or a label is not 0 or 1.
         TypeError: a step does not return a dict with ``logits``, or the batch has no ``labels``.
 
     Communication: a gather of the sums at the end of each epoch or evaluation and whenever a checkpoint is saved, which
@@ -51,26 +55,28 @@ class NormalizedEntropyMonitor(Callback):
 
     def __init__(self, window_size: int = 100_000, *, labels_fn: Callable[[Any], Tensor] | None = None) -> None:
         self.labels_fn = labels_fn
-        self._train = NormalizedEntropy(window_size, from_logits=True)
-        self._evaluation = NormalizedEntropy(from_logits=True)
+        self._train = CollectedEntropy(NormalizedEntropy(window_size, from_logits=True))
+        self._evaluation = CollectedEntropy(NormalizedEntropy(from_logits=True))
         self._is_restored = False
 
     def state_dict(self) -> dict[str, Any]:
         """The training sums of all processes."""
-        with self._train.sync_context():
-            return {"train": dict(self._train.state_dict())}
+        metric = self._train.metric()
+        with metric.sync_context():
+            return {"train": dict(metric.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from saved sums."""
-        self._train.load_state_dict(state_dict["train"])
+        self._train.forget()
+        self._train.metric().load_state_dict(state_dict["train"])
         self._is_restored = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave restored sums to rank 0: they are those of all processes, and will be added up again."""
         if self._is_restored and not trainer.is_global_zero:
-            self._train.reset()
+            self._train.metric().reset()
         self._is_restored = False
-        self._train.to(pl_module.device)
+        self._train.metric().to(pl_module.device)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -80,19 +86,21 @@ class NormalizedEntropyMonitor(Callback):
             return  # training_step returned None, which skips the batch
         self._update(self._train, pl_module, outputs, batch, "training_step")
         if should_log(trainer):
-            values = {"train/ne": self._train.lifetime().item(), "train/window_ne": self._train.window().item()}
+            metric = self._train.metric()
+            values = {"train/ne": metric.lifetime().item(), "train/window_ne": metric.window().item()}
             log_step(trainer, {k: v for k, v in values.items() if not isnan(v)}, prog_bar=["train/ne"])
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the values of all processes."""
-        lifetime = self._train.compute().item()
-        with self._train.sync_context():
-            window = self._train.window().item()
+        metric = self._train.metric()
+        lifetime = metric.compute().item()
+        with metric.sync_context():
+            window = metric.window().item()
         log_epoch(pl_module, {"train/ne": lifetime, "train/window_ne": window}, prog_bar=["train/ne"])
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start over."""
-        self._evaluation.to(pl_module.device).reset()
+        self._start_evaluation(pl_module)
 
     def on_validation_batch_end(
         self,
@@ -110,11 +118,11 @@ class NormalizedEntropyMonitor(Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the value of all processes."""
         if not trainer.sanity_checking:
-            log_epoch(pl_module, {"val/ne": self._evaluation.compute().item()}, prog_bar=["val/ne"])
+            log_epoch(pl_module, {"val/ne": self._evaluation.metric().compute().item()}, prog_bar=["val/ne"])
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start over."""
-        self._evaluation.to(pl_module.device).reset()
+        self._start_evaluation(pl_module)
 
     def on_test_batch_end(
         self,
@@ -130,10 +138,14 @@ class NormalizedEntropyMonitor(Callback):
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the value of all processes."""
-        log_epoch(pl_module, {"test/ne": self._evaluation.compute().item()})
+        log_epoch(pl_module, {"test/ne": self._evaluation.metric().compute().item()})
+
+    def _start_evaluation(self, pl_module: pl.LightningModule) -> None:
+        self._evaluation.forget()
+        self._evaluation.metric().to(pl_module.device).reset()
 
     def _update(
-        self, metric: NormalizedEntropy, pl_module: pl.LightningModule, outputs: Any, batch: Any, step: str
+        self, entropy: CollectedEntropy, pl_module: pl.LightningModule, outputs: Any, batch: Any, step: str
     ) -> None:
         if not isinstance(outputs, Mapping) or "logits" not in outputs:
             got = f"a dict with {sorted(outputs)}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
@@ -141,7 +153,7 @@ class NormalizedEntropyMonitor(Callback):
                 f"NormalizedEntropyMonitor reads outputs['logits'], but {type(pl_module).__name__}.{step} returned "
                 f"{got}. Return {{'loss': loss, 'logits': logits.detach()}}."
             )
-        metric.update(outputs["logits"], self._labels(batch))
+        entropy.add(outputs["logits"], self._labels(batch))
 
     def _labels(self, batch: Any) -> Tensor:
         if self.labels_fn is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.metrics._binary_metric import BinaryMetric
-from lightning_recsys.metrics.functional._inputs import check_inputs, cross_entropy_sum
+from lightning_recsys.metrics.functional._inputs import check_inputs, cross_entropy
 
 
 class LogLoss(BinaryMetric):
@@ -47,8 +47,8 @@ class LogLoss(BinaryMetric):
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add a batch of predictions and their labels."""
         check_inputs(preds, target, from_logits=self.from_logits)
-        total = cross_entropy_sum(preds, target.double(), from_logits=self.from_logits)
-        self.cross_entropy_sum = self.cross_entropy_sum + total
+        losses = cross_entropy(preds, target.double(), from_logits=self.from_logits)
+        self.cross_entropy_sum = self.cross_entropy_sum + losses.sum()
         self.num_examples = self.num_examples + target.numel()
 
     def compute(self) -> Tensor:

@@ -228,6 +228,30 @@ def test_window_when_batches_fill_slots_then_it_is_the_latest_batches(window_siz
         assert metric.window().item() == pytest.approx(latest(batches, window_size).item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("window_size", [6, 13, 64, 600, None])
+def test_update_with_sizes_then_it_is_one_update_for_each_batch(window_size):
+    one_by_one, together = (NormalizedEntropy(window_size, from_logits=True) for _ in range(2))
+    for round_sizes in ([6, 1, 0, 9, 3], [4], [2] * 150):  # more batches than the window has slots
+        batches = [(*batch(size), torch.rand(size)) for size in round_sizes]
+        for each in batches:
+            one_by_one.update(*each)
+        together.update(*(torch.cat(parts) for parts in zip(*batches, strict=True)), sizes=round_sizes)
+        for name, state in states(one_by_one).items():
+            torch.testing.assert_close(together.metric_state[name], state, rtol=1e-13, atol=0)
+
+
+def test_update_when_sizes_do_not_add_up_then_it_raises():
+    with pytest.raises(ValueError, match=r"sizes must add up to the 40 examples, got \[20, 19\]"):
+        NormalizedEntropy(from_logits=True).update(*batch(), sizes=[20, 19])
+
+
+@pytest.mark.parametrize("make", METRICS)
+@pytest.mark.parametrize("label", [2.0, -1.0, torch.nan])
+def test_update_when_a_label_is_none_then_the_error_tells_the_range(make, label):
+    with pytest.raises(ValueError, match=r"target must be labels 0 or 1, got values from (-1|0|nan) to (0|2|nan)\."):
+        make(from_logits=True).update(torch.zeros(3), torch.tensor([0.0, label, 0.0]))
+
+
 @pytest.mark.parametrize("size", [1, 3, 40, 700])
 def test_window_after_many_batches_then_it_covers_no_less_and_little_more_than_asked(size):
     metric = NormalizedEntropy(1000, from_logits=True)

@@ -56,6 +56,73 @@ def test_fit_then_training_values_are_progressive_and_evaluation_values_are_of_t
     assert metrics["val/ne"].item() == model.entropy("val", slice(-3, None))
 
 
+def test_many_batches_between_log_steps_then_no_value_depends_on_when_they_are_scored(tmp_path):
+    logger, model = CSVLogger(tmp_path, name="", version=""), Recorder()
+    sizes = (5,) * 150 + (9_000,) * 3  # more than are collected, by number and by examples
+    callback = NormalizedEntropyMonitor(12_000)
+    trainer = make_trainer(tmp_path, callbacks=callback, logger=logger, log_every_n_steps=70)
+    trainer.fit(model, make_loader(*sizes))
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = [(int(row["step"]), float(row["train/ne"])) for row in csv.DictReader(file)]
+    assert rows == [(step, model.entropy("train", slice(step + 1))) for step in (69, 139, 152)]
+    assert trainer.callback_metrics["train/window_ne"].item() == model.entropy("train", slice(-2, None))
+
+
+def test_state_dict_between_log_steps_then_it_has_every_batch(tmp_path):
+    callback, model = NormalizedEntropyMonitor(), Recorder()
+    states = []
+
+    class Saver(pl.Callback):
+        def on_train_batch_end(self, *_):
+            states.append(callback.state_dict()["train"]["weight_sum"].item())
+
+    trainer = make_trainer(tmp_path, callbacks=[callback, Saver()], log_every_n_steps=100)
+    trainer.fit(model, make_loader(*SIZES))
+    assert states == [16, 32, 48, 55]
+
+
+def test_reader_that_fills_the_same_tensors_again_then_each_batch_is_scored_as_it_was(tmp_path):
+    class Reusing(Loader):
+        def __iter__(self):
+            held = make_batch(16)
+            for batch in self.batches:
+                held.dense.copy_(batch.dense)
+                held.labels.copy_(batch.labels)
+                yield held
+
+    class Copying(Recorder):
+        def record(self, stage, batch):
+            outputs = super().record(stage, batch)
+            self.seen[stage][-1] = tuple(tensor.clone() for tensor in self.seen[stage][-1])
+            return outputs
+
+    model = Copying()
+    trainer = make_trainer(tmp_path, callbacks=NormalizedEntropyMonitor(), log_every_n_steps=100)
+    trainer.fit(model, Reusing([make_batch(16) for _ in range(5)]))
+    assert trainer.callback_metrics["train/ne"].item() == model.entropy("train")
+
+
+def test_label_that_is_none_then_the_error_comes_with_the_next_value_and_says_where_to_look(tmp_path):
+    batches = [make_batch(8) for _ in range(5)]
+    batches[1].labels[3] = 2.0
+    trainer = make_trainer(tmp_path, callbacks=NormalizedEntropyMonitor(), log_every_n_steps=4)
+    with pytest.raises(ValueError, match=r"labels 0 or 1, got values from 0 to 2\. It is in one of the last 4 batches"):
+        trainer.fit(ClickModule(), Loader(batches))
+    assert trainer.global_step == 4
+
+
+def test_logits_of_another_shape_then_the_error_comes_at_once(tmp_path):
+    class Column(ClickModule):
+        def training_step(self, batch, batch_idx):
+            outputs = self.step(batch)
+            return outputs | {"logits": outputs["logits"].unsqueeze(1)}
+
+    trainer = make_trainer(tmp_path, callbacks=NormalizedEntropyMonitor(), log_every_n_steps=100)
+    with pytest.raises(ValueError, match=r"same shape, got \(8, 1\) and \(8,\)"):
+        trainer.fit(Column(), make_loader(8, 8))
+    assert trainer.global_step == 1
+
+
 def test_first_step_then_its_prediction_was_made_before_it_was_trained_on(tmp_path):
     model = Recorder()
     batch = make_batch(64)

@@ -14,16 +14,18 @@ def check_inputs(preds: Tensor, target: Tensor, weight: Tensor | None = None, *,
     """Refuse inputs that would broadcast, and logits where probabilities are expected.
 
     Raises:
-        ValueError: the shapes differ, a label is outside [0, 1], or ``preds`` leaves [0, 1] without ``from_logits``.
+        ValueError: the shapes differ, a label is NaN or outside [0, 1], or ``preds`` leaves [0, 1] without
+            ``from_logits``.
     """
     if preds.shape != target.shape:
         raise ValueError(
             f"preds and target must have the same shape, got {tuple(preds.shape)} and {tuple(target.shape)}. "
             "Squeeze a trailing dimension of 1 before the update."
         )
-    if bool(((target < 0) | (target > 1)).any()):
-        low, high = target.min().item(), target.max().item()
-        raise ValueError(f"target must be labels 0 or 1, got values from {low:.4g} to {high:.4g}.")
+    if target.numel():
+        low, high = torch.stack(target.aminmax()).tolist()  # one wait for an accelerator
+        if not (low >= 0 and high <= 1):  # NaN is neither
+            raise ValueError(f"target must be labels 0 or 1, got values from {low:.4g} to {high:.4g}.")
     if weight is not None and weight.shape != target.shape:
         raise ValueError(f"weight must have the shape of target, got {tuple(weight.shape)} and {tuple(target.shape)}.")
     if not from_logits and bool(((preds < 0) | (preds > 1)).any()):
@@ -34,22 +36,21 @@ def check_inputs(preds: Tensor, target: Tensor, weight: Tensor | None = None, *,
         )
 
 
-def cross_entropy_sum(preds: Tensor, target: Tensor, weight: Tensor | None = None, *, from_logits: bool) -> Tensor:
-    """Sum of the binary cross entropy in nats, in float64 whatever the inputs are.
+def cross_entropy(preds: Tensor, target: Tensor, *, from_logits: bool) -> Tensor:
+    """Binary cross entropy of each example in nats, in float64 whatever the inputs are.
 
     Args:
         preds: Probabilities, or logits with ``from_logits``; any floating dtype.
         target: Labels in [0, 1], float64, same shape.
-        weight: Example weights, float64, same shape; 1 where absent.
         from_logits: Work from logits, where nothing saturates: a probability that was rounded to 1 has lost its loss.
 
     Returns:
-        Scalar, float64.
+        Float64, same shape.
     """
     preds = preds.double()
     if from_logits:
-        return binary_cross_entropy_with_logits(preds, target, weight, reduction="sum")
+        return binary_cross_entropy_with_logits(preds, target, reduction="none")
     preds = preds.clamp(PROBABILITY_FLOOR, 1 - PROBABILITY_FLOOR)
     # Not torch's binary_cross_entropy, which refuses to run under autocast.
     losses: Tensor = -(torch.xlogy(target, preds) + torch.special.xlog1py(1 - target, -preds))
-    return losses.sum() if weight is None else (losses * weight).sum()
+    return losses

@@ -1,27 +1,39 @@
 """Normalized entropy as functions."""
 
+# Shape suffixes: K batches.
+
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torchmetrics.utilities import rank_zero_warn
 
-from lightning_recsys.metrics.functional._inputs import check_inputs, cross_entropy_sum
+from lightning_recsys.metrics.functional._inputs import check_inputs, cross_entropy
 
 
-def _normalized_entropy_update(
-    preds: Tensor, target: Tensor, weight: Tensor | None = None, *, from_logits: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over one batch: cross entropy, positive labels, weights; scalars, float64."""
+def _normalized_entropy_sums(
+    preds: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    from_logits: bool,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Sums over each of K batches that lie behind each other: cross entropy, positive labels, weights; float64 [K, 3].
+
+    Without ``sizes`` all of it is one batch.
+    """
     check_inputs(preds, target, weight, from_logits=from_logits)
-    target = target.double()
-    if weight is None:
-        positive_sum = target.sum()
-        weight_sum = positive_sum.new_full((), target.numel())
-    else:
-        weight = weight.double()
-        positive_sum, weight_sum = (target * weight).sum(), weight.sum()
-    return cross_entropy_sum(preds, target, weight, from_logits=from_logits), positive_sum, weight_sum
+    sizes = [target.numel()] if sizes is None else list(sizes)
+    if sum(sizes) != target.numel():
+        raise ValueError(f"sizes must add up to the {target.numel()} examples, got {sizes}.")
+    labels = target.flatten().double()
+    losses = cross_entropy(preds.flatten(), labels, from_logits=from_logits)
+    weights = torch.ones_like(labels) if weight is None else weight.flatten().double()
+    columns = torch.stack((losses * weights, labels * weights, weights))
+    return torch.stack([batch.sum(1) for batch in columns.split(sizes, dim=1)])
 
 
 def _normalized_entropy_compute(cross_entropy_sum: Tensor, positive_sum: Tensor, weight_sum: Tensor) -> Tensor:
@@ -70,7 +82,7 @@ def normalized_entropy(
     >>> normalized_entropy(torch.tensor([0.2, 0.3]), torch.tensor([1.0, 0.0]))
     tensor(1.4183, dtype=torch.float64)
     """
-    sums = _normalized_entropy_update(preds, target, weight, from_logits=from_logits)
-    if message := _one_class_message(*sums[1:]):
+    (sums,) = _normalized_entropy_sums(preds, target, weight, from_logits=from_logits)
+    if message := _one_class_message(sums[1], sums[2]):
         rank_zero_warn(message, UserWarning)
-    return _normalized_entropy_compute(*sums)
+    return _normalized_entropy_compute(sums[0], sums[1], sums[2])
