@@ -2,6 +2,7 @@
 
 from lightning_recsys.strategies.base import RecsysStrategy
 from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
+from lightning_recsys.strategies.het import HETStrategy
 from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
 
-__all__ = ["ForkserverDDPStrategy", "RecsysStrategy", "ShadowSyncStrategy"]
+__all__ = ["ForkserverDDPStrategy", "HETStrategy", "RecsysStrategy", "ShadowSyncStrategy"]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import cycle
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.backend import StoreBackend, table_costs
@@ -20,8 +22,8 @@ from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.parameter_server.substitution import Substitution, substitute_embeddings
 from lightning_recsys.placement import PlacementMethod, PlacementPlan, TableCost, place_tables
 
-PROFILE_BATCH = 1024  # examples
-PROFILE_ROUNDS = 5  # the fastest counts
+PROFILE_BATCH = 1024  # examples, where there are none of the run's own
+PROFILE_ROUNDS = 5  # the median counts
 PROFILE_ROWS = 1_000_000  # of a table at most: more would miss the processor's caches no more often
 
 
@@ -67,13 +69,22 @@ class ServedTables:
             self._substitution = substitute_embeddings(model, optimizer=optimizer, min_rows=min_rows, names=names)
             self.collections |= self._substitution.collections
 
-    def bind(self, servers: Sequence[Stores], plan: PlacementPlan, *, make_backend: MakeBackend, first: bool) -> None:
+    def bind(
+        self,
+        servers: Sequence[Stores],
+        plan: PlacementPlan,
+        *,
+        make_backend: MakeBackend,
+        gradient_scale: float,
+        first: bool,
+    ) -> None:
         """Look rows up on the servers from now on.
 
         Args:
             servers: In the order of the plan.
             plan: The same on all ranks.
             make_backend: What each collection looks its rows up in.
+            gradient_scale: As in :meth:`EmbeddingBagCollection.bind`.
             first: Bring the rows, in place of what an earlier run left there; otherwise they are there.
         """
         seed = torch.initial_seed() % 2**31
@@ -82,7 +93,7 @@ class ServedTables:
                 with suppress(KeyError):
                     server.remove(name)
             backend = make_backend(name, collection, servers=servers, plan=plan, seed=seed)
-            collection.bind(backend, copy_rows=first)
+            collection.bind(backend, copy_rows=first, gradient_scale=gradient_scale)
 
     def attach_to(self, optimizer: Optimizer) -> None:
         """Let the rows of plain modules follow an optimizer's steps and schedules."""
@@ -103,39 +114,61 @@ class ServedTables:
 
 
 def plan_placement(
-    collections: Mapping[str, EmbeddingBagCollection], num_servers: int, *, method: PlacementMethod
+    collections: Mapping[str, EmbeddingBagCollection],
+    num_servers: int,
+    *,
+    method: PlacementMethod,
+    samples: Callable[[int], Sequence[SparseFeatures]] = lambda _: (),
 ) -> PlacementPlan:
-    """Spread the tables of all collections over servers; ``profiled`` measures them first, if there is a choice."""
+    """Spread the tables of all collections over servers; ``profiled`` measures them first, if there is a choice.
+
+    Args:
+        collections: By name.
+        num_servers: Of them.
+        method: How.
+        samples: Gives the features of so many training batches to measure with, or of none.
+    """
     if num_servers == 1:
         method = "size"
     costs: list[TableCost] = []
+    seen = samples(PROFILE_ROUNDS + 1) if method == "profiled" else ()
     for name, collection in collections.items():
-        measured = measure_costs(collection) if method == "profiled" else None
+        measured = measure_costs(collection, seen) if method == "profiled" else None
         costs += table_costs(name, collection.layout, collection.optimizer, measured)
     return place_tables(costs, num_servers, method=method)
 
 
-def measure_costs(collection: EmbeddingBagCollection) -> dict[str, float]:
-    """What each table costs its server: seconds for lookup and update of a batch, one random id for each feature."""
-    return {table.name: _seconds(collection, TableLayout((table,))) for table in collection.tables}
+def measure_costs(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures] = ()) -> dict[str, float]:
+    """What each table costs its server: seconds for lookup and update of a batch.
+
+    Args:
+        collection: Whose tables.
+        samples: Features of training batches; where none has the collection's, one random id for each feature is taken.
+    """
+    wanted = {feature for table in collection.tables for feature in table.feature_names}
+    resolved = [collection.resolve(x) for x in samples if wanted <= set(x.keys)]
+    return {table.name: _seconds(collection, table, resolved or _random_batch(table)) for table in collection.tables}
 
 
-def _seconds(collection: EmbeddingBagCollection, layout: TableLayout) -> float:
-    (table,) = layout.tables
+def _random_batch(table: EmbeddingBagConfig) -> list[SparseFeatures]:
+    generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
+    shape = (len(table.feature_names) * PROFILE_BATCH,)
+    return [SparseFeatures(table.feature_names, torch.randint(table.num_embeddings, shape, generator=generator))]
+
+
+def _seconds(collection: EmbeddingBagCollection, table: EmbeddingBagConfig, batches: Sequence[SparseFeatures]) -> float:
     rows = min(table.num_embeddings, PROFILE_ROWS)
     layout = TableLayout((dataclasses.replace(table, num_embeddings=rows),))
     weight = torch.zeros(rows, layout.embedding_dim)
     state = collection.optimizer.initial_state(weight)
     kernel = choose_kernel("auto", layout, collection.optimizer, weight.device)
-    generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
-    ids = torch.randint(rows, (len(table.feature_names) * PROFILE_BATCH,), generator=generator)
-    sparse = SparseFeatures(table.feature_names, ids)
-    gradient = torch.ones(PROFILE_BATCH, len(table.feature_names), layout.embedding_dim)
-    fastest = float("inf")
-    for step in range(1, PROFILE_ROUNDS + 2):  # the first one compiles and touches the memory
+    seconds = []
+    for step, batch in zip(range(1, PROFILE_ROUNDS + 2), cycle(batches), strict=False):
+        sparse = batch.select(table.feature_names)
+        sparse = dataclasses.replace(sparse, values=sparse.values % rows)
+        gradient = torch.ones(sparse.batch_size, len(table.feature_names), layout.embedding_dim)
         began = time.perf_counter()
         kernel.lookup(weight, sparse)
         kernel.apply_gradients(weight, state, sparse, gradient, learning_rate=0.01, step=step)
-        if step > 1:
-            fastest = min(fastest, time.perf_counter() - began)
-    return fastest
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])  # the first one compiles and touches the memory

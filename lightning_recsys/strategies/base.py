@@ -141,6 +141,11 @@ class RecsysStrategy(DDPStrategy):
         What the main process gets is read afterwards. Also called without :meth:`bind_backends`, and repeatedly.
         """
 
+    def binds_rows(self) -> bool:
+        """Whether the rows of this run are where :meth:`bind_backends` brings them: a folder's then wait for it."""
+        assert self.lightning_module is not None
+        return bool(self.server_specs()) and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
     def telemetry(self) -> Mapping[str, Any]:
         """What ``StalenessMonitor`` logs: numbers or tensors of many observations, by name. Must not communicate."""
         return {}
@@ -367,21 +372,25 @@ class RecsysStrategy(DDPStrategy):
         return None
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file or a folder; a folder's rows wait for the stores, if the run has any."""
+        """Load a file or a folder; a folder's rows wait for :meth:`bind_backends` where that brings them elsewhere."""
         assert self.lightning_module is not None
         keys = row_keys(self.lightning_module)
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if not (fits and keys and self.server_specs() and is_folder(checkpoint_path)):
+        if not (keys and self.binds_rows() and is_folder(checkpoint_path)):
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             return loaded
         self._rows_to_load = Path(checkpoint_path)
         return read_checkpoint(checkpoint_path, without=keys, weights_only=weights_only is not False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights; not the rows that wait for the stores."""
+        """Load the weights; not the rows that wait."""
         assert self.lightning_module is not None
         with rows_left_out(self.lightning_module) if self._rows_to_load is not None else nullcontext():
             super().load_model_state_dict(checkpoint, strict=strict)
+
+    @property
+    def sees_own_examples(self) -> bool:
+        """Whether this rank's batches are its own; where several ranks see the same, those of one count."""
+        return True
 
     def _stored_tensors(self) -> dict[str, StoredTensor]:
         if self.lightning_module is None:

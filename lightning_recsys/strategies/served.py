@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, get_args
 
 import pytorch_lightning as pl
@@ -16,6 +17,7 @@ from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import PlacementMethod, PlacementPlan
 from lightning_recsys.strategies._embedding_servers import ServedTables, plan_placement
+from lightning_recsys.strategies._samples import sample_features
 from lightning_recsys.strategies.base import RecsysStrategy
 
 EMBEDDING = "embedding"  # the kind of the servers that have the rows
@@ -31,7 +33,7 @@ class ServedStrategy(RecsysStrategy):
 
     Args:
         placement: How tables are spread over the embedding servers: ``round_robin``, by ``size``, or ``profiled``, by
-            the time that lookups and updates take.
+            the time that lookups and updates of a few training batches take.
         min_rows: Plain ``nn.Embedding`` and ``nn.EmbeddingBag`` of at least so many rows are served, too. Default:
             none.
         embeddings: Plain embedding modules to take whatever their size, by their paths in the model.
@@ -67,6 +69,11 @@ class ServedStrategy(RecsysStrategy):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_tables": None}
 
+    @property
+    def gradient_scale(self) -> float:
+        """How much of a worker's row gradients is applied; all of it, where workers make updates of their own."""
+        return 1.0
+
     def make_backend(
         self,
         name: str,
@@ -90,14 +97,16 @@ class ServedStrategy(RecsysStrategy):
         if not tables.collections:
             return
         servers = self.stores(EMBEDDING)
+        options: Any = {"make_backend": self.make_backend, "gradient_scale": self.gradient_scale}
         if self.is_global_zero:
-            self.plan = plan_placement(tables.collections, len(servers), method=self.placement)
+            samples = partial(sample_features, self.lightning_module.trainer)
+            self.plan = plan_placement(tables.collections, len(servers), method=self.placement, samples=samples)
             log.info("Embedding tables on servers:\n%s", self.plan)
-            tables.bind(servers, self.plan, make_backend=self.make_backend, first=True)
+            tables.bind(servers, self.plan, first=True, **options)
         self.plan = self.broadcast(self.plan)
         assert self.plan is not None
         if not self.is_global_zero:
-            tables.bind(servers, self.plan, make_backend=self.make_backend, first=False)
+            tables.bind(servers, self.plan, first=False, **options)
         self.barrier("rows are where they belong")
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -326,3 +326,16 @@ def test_backend_when_a_batch_is_announced_or_frozen_then_it_is_told_so_with_res
     assert all(values == [3, 4] for _, values in backend.asked)
     with pytest.raises(IndexError, match=r"id 9 is outside \[0, 9\)"):
         collection.requires_grad_().prefetch(SparseFeatures(("x",), torch.tensor([9])))
+
+
+def test_gradients_when_bound_with_a_scale_then_the_backend_gets_so_much_of_them_until_unbound():
+    table = EmbeddingBagConfig("t", 9, 2, ("x",), init_std=0.0)
+    collection = EmbeddingBagCollection([table], optimizer=SGD(1.0))
+    sparse = SparseFeatures(("x",), torch.tensor([3]))
+    backend = LocalBackend(collection.layout, collection.optimizer, kernel="torch")
+    collection.bind(backend, gradient_scale=0.25)
+    collection(sparse).sum().backward()
+    assert collection(sparse).tolist() == [[[-0.25, -0.25]]]
+    collection.unbind()
+    collection(sparse).sum().backward()
+    assert collection(sparse).tolist() == [[[-1.25, -1.25]]]

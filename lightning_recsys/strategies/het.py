@@ -1,0 +1,312 @@
+"""HET: embedding rows on servers, copies of the busy ones in every worker's cache, with bounded staleness per row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast, get_args
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from lightning_fabric.strategies.registry import _StrategyRegistry
+from pytorch_lightning.trainer.connectors.data_connector import _auto_add_worker_init_fn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.embeddings.cache import CachePolicy
+from lightning_recsys.launchers import ServerSpec
+from lightning_recsys.parameter_server.cached import CachedBackend
+from lightning_recsys.parameter_server.interfaces import Stores
+from lightning_recsys.placement import PlacementPlan
+from lightning_recsys.strategies._dense_servers import ServedDensePart, ServedStep
+from lightning_recsys.strategies._peeking import LookAhead, peekable
+from lightning_recsys.strategies._schedules import refuse_clocks, refuse_different_schedules
+from lightning_recsys.strategies.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
+from lightning_recsys.sync import ClockName, ClockRule
+
+Mode = Literal["het", "hybrid", "ps", "allreduce"]
+
+DEFAULT_FRACTION = 0.1
+
+
+class HETStrategy(ServedStrategy):
+    r"""DDP for the dense part; rows on servers, and in each worker a cache of those that it needs most.
+
+    A worker reads and trains its copy of a row without asking anybody, as long as the copy is at most ``staleness``
+    updates ahead of what was fetched and at most as many behind the server; then its updates go to the server and the
+    row is fetched again. Popular rows, which make up most of the traffic, so travel once in many steps.
+
+    Args:
+        mode: ``het`` is the above. The others are what it is compared with: ``hybrid`` has no cache, every row is
+            fetched and pushed at every step; ``ps`` has the dense part on the servers as well, and workers run free;
+            ``allreduce`` has no servers, every worker has all rows, as in ``ddp_forkserver``.
+        cache_rows: Rows that a worker keeps of each collection.
+        cache_fraction: The same as a share of the collection's rows, in ``(0, 1]``; 0.1 where neither is given.
+        staleness: :math:`s`, in updates of a row; 0 gives the result of no cache, ``None`` or ``"inf"`` no bound.
+        policy: Which rows leave a full cache: ``lru``, ``lfu`` or ``light_lfu``.
+        clock: What a push makes of a row's clock on its server: ``max``, as in the paper, or ``sum``.
+        num_servers: Servers for rows.
+        prefetch: Look at the next batch one step early, and let its rows travel while the present one computes.
+        **kwargs: As for :class:`~lightning_recsys.strategies.served.ServedStrategy`, and for
+            ``DistributedDataParallel``.
+
+    Raises:
+        ValueError: an argument is out of range, or both cache sizes are given.
+
+    Communication: per step, one all-reduce of the dense gradients, and one message to each server with what the batch
+    lacks, the clocks of what it has, and the updates of rows that left the cache; a second message for rows that are
+    too stale. Without staleness, or without a cache, workers also meet at the end of each step.
+    Reference: Miao et al. 2022, "HET: scaling out huge embedding model training via cache-enabled distributed
+    framework".
+    Differs from the paper: updates that are left in a cache at the end are pushed, not dropped; rows train by Adagrad
+    and rowwise Adagrad as well; with ``prefetch`` clocks are compared one step early.
+
+    >>> from pytorch_lightning import Trainer
+    >>> strategy = HETStrategy(cache_fraction=0.05, staleness=10)
+    >>> Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False).world_size
+    2
+    """
+
+    strategy_name = "het"
+
+    def __init__(
+        self,
+        *,
+        mode: Mode = "het",
+        cache_rows: int | None = None,
+        cache_fraction: float | None = None,
+        staleness: int | float | str | None = 100,
+        policy: CachePolicy = "lru",
+        clock: ClockName = "max",
+        num_servers: int = 1,
+        prefetch: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        require_one_of("mode", mode, get_args(Mode))
+        self.asynchronous = mode == "ps"
+        self.wraps_model = mode != "ps"
+        super().__init__(**kwargs)
+        require_one_of("policy", policy, get_args(CachePolicy))
+        require_positive("cache_rows", cache_rows)
+        require_positive("num_servers", num_servers)
+        if cache_rows is not None and cache_fraction is not None:
+            raise ValueError(
+                f"give strategy.cache_rows or strategy.cache_fraction, not both; got {cache_rows} and {cache_fraction}."
+            )
+        if cache_fraction is not None and not 0 < cache_fraction <= 1:
+            raise ValueError(
+                f"strategy.cache_fraction must be in (0, 1], got {cache_fraction}. strategy.mode=hybrid has no cache."
+            )
+        self.mode: Mode = mode
+        self.cache_rows = cache_rows
+        self.cache_fraction = (cache_fraction or DEFAULT_FRACTION) if cache_rows is None else None
+        self.staleness = _number(staleness)
+        ClockRule(staleness=self.staleness, clock=clock)  # which refuses what it cannot be
+        self.policy: CachePolicy = policy
+        self.clock: ClockName = clock
+        self.num_servers = num_servers
+        self.prefetch = prefetch
+        self._reset()
+
+    def _reset(self) -> None:
+        self._dense: ServedDensePart | None = None
+        self._ahead: LookAhead | None = None
+        self._training = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_dense": None, "_ahead": None, "_training": False}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make ``het`` and one name for each baseline known to ``Trainer(strategy=...)``."""
+        super().register_strategies(strategy_registry)
+        for mode in get_args(Mode)[1:]:
+            description = f"HET's baseline with mode={mode}"
+            strategy_registry.register(f"het_{mode}", cls, description=description, override=True, mode=mode)
+
+    def server_specs(self) -> list[ServerSpec]:
+        """Servers for rows, but for ``allreduce``."""
+        return [ServerSpec(EMBEDDING, index) for index in range(0 if self.mode == "allreduce" else self.num_servers)]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether workers meet at the end of each step, so that all see every update of it in the next."""
+        exact = self.mode == "hybrid" or (self.mode == "het" and self.staleness == 0)
+        return exact and self.world_size > 1
+
+    # --- Rows --------------------------------------------------------------------------------------------------------
+
+    @property
+    def gradient_scale(self) -> float:
+        """Workers that train together make one update with their mean gradient, as the dense part has it."""
+        return 1.0 if self.asynchronous else 1.0 / self.world_size
+
+    def make_backend(
+        self,
+        name: str,
+        collection: EmbeddingBagCollection,
+        *,
+        servers: Sequence[Stores],
+        plan: PlacementPlan,
+        seed: int,
+    ) -> CachedBackend:
+        """A cache in front of the stores, empty but for the batch at hand where the mode has none."""
+        caches = self.mode == "het"
+        return CachedBackend.create(
+            name,
+            collection.layout,
+            collection.optimizer,
+            servers=servers,
+            plan=plan,
+            seed=seed,
+            cache_rows=self._rows_kept(collection.layout.num_rows) if caches else 0,
+            staleness=self.staleness if caches else 0,
+            policy=self.policy,
+            clock=self.clock,
+            device=self.root_device,
+        )
+
+    def _rows_kept(self, num_rows: int) -> int:
+        if self.cache_rows is not None:
+            return min(self.cache_rows, num_rows)
+        assert self.cache_fraction is not None
+        return math.ceil(self.cache_fraction * num_rows)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Make the training loader one that the next batch can be seen of."""
+        assert self.lightning_module is not None
+        if not (self._peeks and self.lightning_module.trainer.training):
+            return dataloader
+        _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does to what this returns
+        return peekable(dataloader)
+
+    @property
+    def _peeks(self) -> bool:
+        return self.prefetch and self.mode == "het" and not self.in_step
+
+    # --- Training ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Bring the dense part to the servers where they train it, and begin to look ahead."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self.asynchronous:
+            refuse_clocks(trainer)
+            refuse_different_schedules(trainer)
+            self._dense = ServedDensePart(self.optimizers)
+            if self.is_global_zero:
+                self._dense.bind(self.stores(EMBEDDING), first=True)
+            self.barrier("the dense part is there")
+            if not self.is_global_zero:
+                self._dense.bind(self.stores(EMBEDDING), first=False)
+            self._dense.pull()
+        if self._peeks and self._tables is not None:
+            self._ahead = LookAhead(trainer, self._tables.collections.values())
+        self._training = True
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let the lookups of this batch be followed by word of the next."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._ahead is not None:
+            self._ahead.begin_batch()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, on the servers where they train the dense part; wait for the others where workers go in step."""
+        if self._dense is not None:
+            optimizer = cast(Optimizer, ServedStep(optimizer, self._dense))
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.in_step and self._tables is not None:
+            self._tables.flush()
+            self.barrier("every update of this step is in the stores")
+        return output
+
+    def _settle(self) -> None:
+        """Wait until every update of every rank is on the servers, and take the dense part that they have."""
+        if self._tables is not None:
+            self._tables.flush()
+        if self._dense is not None:
+            self._dense.flush()
+        self.barrier("every update is on the servers")
+        if self._dense is not None:
+            assert self.lightning_module is not None
+            self._dense.pull()
+            for buffer in self.lightning_module.buffers():  # each worker's own until now, as statistics of batch norms
+                dist.broadcast(buffer, src=0)
+
+    def on_validation_start(self) -> None:
+        """Let validation see every update."""
+        super().on_validation_start()
+        if self._training:
+            self._settle()
+
+    def on_train_end(self) -> None:
+        """Let the trained model have every update."""
+        if self._training:
+            self._settle()
+            self._training = False
+        super().on_train_end()
+
+    # --- Checkpoints -------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As the base class, with every update of every rank; all ranks call this."""
+        if self._training:
+            self._settle()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, from the servers where they train the dense part."""
+        if self._dense is not None and self.is_global_zero:
+            self._dense.pull_state(optimizer)
+        return super().optimizer_state(optimizer)
+
+    # --- Telemetry and the end ---------------------------------------------------------------------------------------
+
+    def telemetry(self) -> dict[str, Any]:
+        """Cache, clocks and traffic of this process so far; see ``docs/het.md`` for each name."""
+        values = super().telemetry()
+        if self._tables is not None:
+            backends = [x.embedding_bags for x in self._tables.collections.values()]
+            values |= _merged([x.telemetry() for x in backends if isinstance(x, CachedBackend)])
+        return values
+
+    def teardown(self) -> None:
+        """Look ahead no more; then all that the base class does."""
+        if self._ahead is not None:
+            self._ahead.close()
+        super().teardown()
+        self._reset()
+
+
+def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all collections: shares averaged by what they are shares of, numbers added up, observations joined."""
+    reads = sum(part["cache/reads"] for part in parts)
+    merged: dict[str, Any] = {}
+    for name in parts[0] if parts else ():
+        values = [part[name] for part in parts]
+        if isinstance(values[0], Tensor):
+            merged[name] = torch.cat(values)
+        elif name.endswith("_rate"):
+            merged[name] = sum(part[name] * part["cache/reads"] for part in parts) / max(reads, 1)
+        else:
+            merged[name] = sum(values)
+    return merged
+
+
+def _number(staleness: int | float | str | None) -> int | None:
+    if staleness is None or staleness in (math.inf, "inf"):
+        return None
+    if not isinstance(staleness, int) or isinstance(staleness, bool):
+        raise ValueError(
+            f"strategy.staleness must be a whole number of updates, or null or inf for no bound, got {staleness!r}."
+        )
+    return staleness

@@ -1,0 +1,259 @@
+"""Loaders that tell the next batch: everything else about them stays as it was."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.utilities.types import _Stateful
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_recsys.data.loader import BatchLoader
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.strategies._peeking import LookAhead, PeekableLoader, find, peekable
+
+
+class Numbers:
+    """Rows that are their own numbers."""
+
+    def __len__(self):
+        return 10
+
+    def take(self, rows):
+        return rows.tolist()
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+def batch_loader(**arguments) -> BatchLoader:
+    return BatchLoader(Numbers(), batch_size=2, shuffle="rows", seed=3, **arguments)
+
+
+# --- The loader ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [batch_loader, lambda: DataLoader(range(10), batch_size=2), lambda: [4, 5, 6]])
+@pytest.mark.parametrize("peeks", ["never", "always", "sometimes"])
+def test_iteration_when_peeked_at_then_serves_the_same_batches_in_every_epoch(make, peeks):
+    plain, loader = make(), peekable(make())
+    assert len(loader) == len(plain)
+    for _ in range(2):
+        expected, seen = list(plain), []
+        for number, batch in enumerate(loader):
+            seen.append(batch)
+            if peeks == "always" or (peeks == "sometimes" and number % 2):
+                following = loader.peek()
+                assert str(loader.peek()) == str(following), "looking twice takes nothing"
+                assert str(following) == str(expected[number + 1] if number + 1 < len(expected) else None)
+            assert str(loader.served) == str(batch)
+        assert str(seen) == str(expected)
+
+
+def test_position_when_peeked_at_then_is_that_of_the_batches_served():
+    loader, twin = peekable(batch_loader()), batch_loader()
+    peeked, plain = iter(loader), iter(twin)
+    for _ in range(5):
+        next(peeked), next(plain)
+        loader.peek()
+        assert loader.state_dict() == twin.state_dict()
+
+
+@pytest.mark.parametrize("served", [1, 3, 5])
+def test_training_when_resumed_from_a_peeked_loader_then_goes_on_with_the_very_next_batch(served):
+    loader = peekable(batch_loader())
+    batches, expected = iter(loader), list(batch_loader()) + list(iter(batch_loader()))
+    for _ in range(served):
+        next(batches)
+        loader.peek()
+    resumed = peekable(batch_loader())
+    resumed.load_state_dict(copy.deepcopy(loader.state_dict()))
+    following = next(iter(resumed))
+    epochs = batch_loader()
+    expected = [*epochs, *epochs]
+    assert following == expected[served]
+
+
+def test_state_when_no_batch_was_served_then_is_the_loaders_own():
+    assert peekable(batch_loader()).state_dict() == batch_loader().state_dict()
+
+
+def test_loader_when_it_has_no_state_or_no_length_then_pretends_to_none():
+    loader = peekable(DataLoader(Endless(), batch_size=2))
+    assert isinstance(peekable(batch_loader()), _Stateful)
+    assert not isinstance(loader, _Stateful)
+    with pytest.raises(TypeError):
+        len(loader)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+def test_attributes_when_read_or_set_then_are_the_loaders():
+    inner = DataLoader(range(4), batch_size=2)
+    loader = peekable(inner)
+    loader.worker_init_fn = print
+    assert inner.worker_init_fn is print
+    assert (loader.sampler, loader.dataset) == (inner.sampler, range(4))
+    assert not hasattr(peekable([1]), "sampler")
+    assert copy.copy(loader).batch_size == 2
+
+
+def test_shorter_loader_of_a_cycle_when_at_its_end_then_begins_again():
+    loaders = {"long": peekable([1, 2, 3]), "short": peekable([7, 8])}
+    seen, following = [], []
+    for batch, _, _ in CombinedLoader(loaders, "max_size_cycle"):
+        seen.append(batch)
+        following.append({name: loader.peek() for name, loader in loaders.items()})
+    assert seen == [{"long": 1, "short": 7}, {"long": 2, "short": 8}, {"long": 3, "short": 7}]
+    assert following == [{"long": 2, "short": 8}, {"long": 3, "short": None}, {"long": None, "short": 8}]
+
+
+def test_error_when_the_next_batch_raises_then_comes_through():
+    def batches():
+        yield 1
+        raise OSError("no such file")
+
+    class Failing:
+        def __iter__(self):
+            return batches()
+
+    loader = peekable(Failing())
+    assert next(iter(loader)) == 1
+    with pytest.raises(OSError, match="no such file"):
+        loader.peek()
+
+
+@dataclass(frozen=True)
+class Pair:
+    one: object
+    other: object
+
+
+def test_find_when_nested_then_finds_all():
+    sparse = [SparseFeatures((name,), torch.tensor([1])) for name in "abc"]
+    tree = {"x": [sparse[0], Pair(sparse[1], 3)], "y": ({"z": sparse[2]}, None)}
+    assert [found.keys for found in find(tree, SparseFeatures)] == [("a",), ("b",), ("c",)]
+
+
+# --- Who hears of it -------------------------------------------------------------------------------------------------
+
+
+class Recording(EmbeddingBagCollection):
+    """Knows what was looked up and announced."""
+
+    def __init__(self, *features: str) -> None:
+        super().__init__([EmbeddingBagConfig("t", 100, 2, features)])
+        self.log: list[str] = []
+
+    def forward(self, sparse):
+        self.log.append(f"look up {sparse.values.tolist()}")
+        return super().forward(sparse)
+
+    def prefetch(self, sparse):
+        self.resolve(sparse)
+        self.log.append(f"announce {sparse.values.tolist()}")
+
+
+class Model(pl.LightningModule):
+    """Looks every batch up, and trains nothing but rows."""
+
+    def __init__(self, *features: str) -> None:
+        super().__init__()
+        self.rows = Recording(*(features or ("x",)))
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def on_train_start(self):
+        self.ahead = LookAhead(self.trainer, [self.rows])
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.ahead.begin_batch()
+
+    def on_train_end(self):
+        self.ahead.close()
+
+    def training_step(self, batch, batch_idx):
+        return sum(self.rows(x).sum() for x in find(batch, SparseFeatures)) + self.bias
+
+    def validation_step(self, batch, batch_idx):
+        self.rows(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.bias], lr=0.1)
+
+
+class Ids:
+    """Batches of one id each."""
+
+    def __init__(self, *ids: int, name: str = "x") -> None:
+        self.batches = [SparseFeatures((name,), torch.tensor([i])) for i in ids]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class CountedIds(Ids):
+    def __len__(self):
+        return len(self.batches)
+
+
+def train(model: Model, loaders, **arguments) -> list[str]:
+    settings = {"max_epochs": 1, "limit_val_batches": 0, **arguments}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **settings,
+    )
+    trainer.fit(model, loaders, CountedIds(90))
+    return model.rows.log
+
+
+@pytest.mark.parametrize("kind", [CountedIds, Ids], ids=["with a length", "without"])
+def test_next_batch_when_training_then_is_announced_after_each_lookup_but_the_last(kind):
+    log = train(Model(), peekable(kind(1, 2, 3)))
+    assert log == ["look up [1]", "announce [2]", "look up [2]", "announce [3]", "look up [3]"]
+
+
+def test_batches_when_limited_then_nothing_is_announced_that_will_not_be_trained_on():
+    log = train(Model(), peekable(CountedIds(1, 2, 3)), limit_train_batches=2, max_epochs=2)
+    assert log == ["look up [1]", "announce [2]", "look up [2]"] * 2
+
+
+def test_validation_when_it_looks_up_then_nothing_is_announced():
+    log = train(Model(), peekable(CountedIds(1, 2, 3)), limit_val_batches=1, val_check_interval=1)
+    assert [x for x in log if x != "look up [90]"] == train(Model(), peekable(CountedIds(1, 2, 3)))
+
+
+def test_parts_of_a_batch_when_several_could_be_meant_then_nothing_is_announced():
+    log = train(Model(), {"a": peekable(CountedIds(1, 2)), "b": peekable(CountedIds(3, 4))})
+    assert log == ["look up [1]", "look up [3]", "look up [2]", "look up [4]"]
+
+
+def test_ids_when_wrong_then_their_own_lookup_says_so():
+    with pytest.raises(IndexError, match="id 100 is outside"):
+        train(model := Model(), peekable(CountedIds(1, 100)))
+    assert model.rows.log == ["look up [1]", "look up [100]"]
+
+
+class Shifts(Model):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return SparseFeatures(batch.keys, batch.values + 10)
+
+
+def test_batches_when_a_hook_changes_them_then_nothing_is_announced():
+    assert train(Shifts(), peekable(CountedIds(1, 2))) == ["look up [11]", "look up [12]"]
+
+
+def test_loader_when_wrapped_then_is_what_the_trainer_gives():
+    trainer = pl.Trainer(accelerator="cpu", barebones=True, max_steps=1, num_sanity_val_steps=0)
+    loader = peekable(CountedIds(1, 2))
+    trainer.fit(Model(), loader, CountedIds(90))
+    assert list(find(trainer.train_dataloader, PeekableLoader)) == [loader]
