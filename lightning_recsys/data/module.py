@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from typing import Literal
 
 import pytorch_lightning as pl
+import torch
 
+from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.loader import BatchLoader, RowSource
 
 Split = Literal["train", "validation", "test"]
@@ -74,6 +76,12 @@ class CTRDataModule(pl.LightningDataModule, ABC):
     @abstractmethod
     def rows(self, split: Split) -> RowSource | None:
         """The rows of a split; ``None`` where there is no such split."""
+
+    def sample_batches(self, count: int) -> list[Batch]:
+        """A few batches of training rows to measure with: no order is drawn, and no loader's position moves."""
+        rows = self.rows("train")
+        numbers = torch.arange(0 if rows is None else min(count * self.batch_size, len(rows)))
+        return [rows.take(part) for part in numbers.split(self.batch_size) if rows is not None and len(part)]
 
     def train_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """Batches of the training rows in a new order each epoch (always the same one under ``overfit_batches``)."""

@@ -165,7 +165,8 @@ def _seconds(collection: EmbeddingBagCollection, table: EmbeddingBagConfig, batc
     seconds = []
     for step, batch in zip(range(1, PROFILE_ROUNDS + 2), cycle(batches), strict=False):
         sparse = batch.select(table.feature_names)
-        sparse = dataclasses.replace(sparse, values=sparse.values % rows)
+        offsets = None if sparse.is_single_hot else sparse.bag_offsets()
+        sparse = dataclasses.replace(sparse, values=sparse.values % rows, offsets=offsets)
         gradient = torch.ones(sparse.batch_size, len(table.feature_names), layout.embedding_dim)
         began = time.perf_counter()
         kernel.lookup(weight, sparse)

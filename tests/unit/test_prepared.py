@@ -370,3 +370,11 @@ def _first(rows, group: int) -> int:
 
 def test_prefetching_when_nobody_iterates_then_nothing_starts():
     prefetched(iter([1]), depth=1)
+
+
+def test_samples_when_taken_then_are_the_first_rows_and_the_order_of_training_stays(folder):
+    data = module(folder)
+    expected, loader = epoch_of([data.train_dataloader()]), data.train_dataloader()
+    assert [numbers(batch) for batch in data.sample_batches(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sum(map(len, data.sample_batches(100))) == sum(UNEVEN)
+    assert epoch_of([loader]) == expected

@@ -11,7 +11,8 @@ import torch
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
+from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import SGD
 from lightning_recsys.parameter_server.mapped import MappedStores
 from lightning_recsys.strategies import ShadowSyncStrategy
@@ -19,6 +20,7 @@ from lightning_recsys.strategies._drivers import ForegroundHook, ShadowThread
 from lightning_recsys.strategies._embedding_servers import ServedTables, measure_costs, plan_placement
 from lightning_recsys.strategies._replica import Replica, share_optimizer_state
 from lightning_recsys.strategies._rounds import CenterRounds, Rounds
+from lightning_recsys.strategies._samples import sample_features
 from lightning_recsys.sync import BMUF, EASGD, ModelAveraging, register_algorithm, registry
 
 
@@ -354,3 +356,83 @@ def test_placement_when_profiled_then_measures_every_table_and_leaves_the_random
     assert {part.server for part in plan.parts} == {0, 1}
     assert "imbalance" in str(plan)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_placement_when_profiled_then_measures_with_the_bags_of_the_batches_that_have_them(monkeypatch):
+    looked_up: dict[str, list[SparseFeatures]] = {}
+
+    class Kernel:
+        def lookup(self, weight, sparse):
+            looked_up.setdefault(sparse.keys[0], []).append(sparse)
+
+        def apply_gradients(self, weight, state, sparse, gradient, **_):
+            assert gradient.shape == (sparse.batch_size, len(sparse.keys), 4)
+
+    monkeypatch.setattr("lightning_recsys.strategies._embedding_servers.choose_kernel", lambda *_: Kernel())
+    tables = [EmbeddingBagConfig("a", 10, 4, ("a",)), EmbeddingBagConfig("b", 3_000_000, 4, ("b",), pooling="mean")]
+    collection = EmbeddingBagCollection(tables, device="meta")
+    bags = SparseFeatures(("b", "a"), torch.tensor([7, 2_000_001, 3, 4]), lengths=torch.tensor([2, 0, 1, 1]))
+    other = SparseFeatures(("c",), torch.tensor([5]))
+    assert measure_costs(collection, [other, bags]).keys() == {"a", "b"}
+    assert [x.values.tolist() for x in looked_up["a"]] == [[3, 4]] * 6
+    for sparse in looked_up["b"]:  # a large table is measured with fewer rows
+        assert (sparse.values.tolist(), sparse.bag_offsets().tolist()) == ([7, 1], [0, 2, 2])
+        assert sparse.weights.tolist() == [0.5, 0.5]
+
+
+class SparseDataset(torch.utils.data.Dataset):
+    """Examples with an id each; making one draws a random number, as augmentation does."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, row):
+        torch.rand(1)
+        return row
+
+
+def collate(rows):
+    return {"features": SparseFeatures(("a",), torch.tensor(rows)), "labels": torch.ones(len(rows))}
+
+
+def source_of(trainer, **source):
+    """Let the trainer have the loader, or the data module."""
+    trainer._data_connector.attach_data(pl.LightningModule(), **source)
+    return trainer
+
+
+@pytest.fixture
+def trainer():
+    return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+def test_samples_when_the_data_module_is_ours_then_are_training_rows_and_its_loaders_stay(trainer):
+    def rows(loader):
+        return [batch.sparse.values.tolist() for batch in loader]
+
+    data = SyntheticDataModule(batch_size=8, train_rows=20, val_rows=8, test_rows=8, cardinalities=(50, 7), num_dense=1)
+    data.setup("fit")
+    expected, loader = rows(data.train_dataloader()), data.train_dataloader()
+    state = torch.get_rng_state()
+    samples = sample_features(source_of(trainer, datamodule=data), 9)
+    assert [x.batch_size for x in samples] == [8, 8, 4]
+    assert {x.keys for x in samples} == {tuple(data.fields)}
+    assert rows(loader) == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_samples_when_there_is_a_loader_then_its_sampler_and_random_numbers_stay(trainer):
+    generator = torch.Generator().manual_seed(0)
+    loader = torch.utils.data.DataLoader(
+        SparseDataset(), batch_size=2, shuffle=True, generator=generator, collate_fn=collate
+    )
+    states = torch.get_rng_state(), generator.get_state()
+    samples = sample_features(source_of(trainer, train_dataloaders=loader), 2)
+    assert [x.values.tolist() for x in samples] == [[0, 1], [2, 3]]
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(generator.get_state(), states[1])
+
+
+def test_samples_when_only_an_iteration_or_a_hook_could_give_them_then_there_are_none(trainer):
+    assert sample_features(source_of(trainer, train_dataloaders=iter([])), 2) == []
+    assert sample_features(source_of(trainer, datamodule=pl.LightningDataModule()), 2) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +101,23 @@ class PreparedDataModule(CTRDataModule):
     def rows(self, split: Split) -> PreparedRows | None:
         """The rows of a split; ``None`` if it has none."""
         return self._rows[split] if self.has(split) else None
+
+    def sample_batches(self, count: int) -> list[Batch]:
+        """The first rows of the first shard, read in this process."""
+        if not self.has("train"):
+            return []
+        request = StreamRequest(
+            split="train",
+            seed=self.seed,
+            epoch=0,
+            window=0,
+            start=0,
+            batch_size=self.batch_size,
+            drop_last=False,
+            rank=0,
+            world_size=1,
+        )
+        return list(islice(read_batches(request, self._rows["train"]), count))
 
     def train_dataloader(self) -> PreparedLoader | list[PreparedLoader]:  # type: ignore[override]
         """Batches of the training rows in a new order each epoch (always the same one under ``overfit_batches``)."""

@@ -1,0 +1,54 @@
+"""A look at what a run will train on, before it begins and without taking anything from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_recsys.embeddings import SparseFeatures
+
+
+def sample_features(trainer: pl.Trainer, count: int) -> list[SparseFeatures]:
+    """The features of a few of the trainer's training batches; none where only an iteration could give them.
+
+    Samplers, readers and random generators stay where they are, and ``train_dataloader()`` is not called: the data
+    module's ``sample_batches`` is, or the first rows of the dataset of a ``DataLoader`` given to ``fit`` are taken.
+
+    Args:
+        trainer: A trainer that fits.
+        count: Batches.
+    """
+    source = trainer.fit_loop._data_source.instance
+    if not hasattr(source, "sample_batches") and not isinstance(source, DataLoader):
+        return []
+    with isolate_rng():
+        batches = _of_loader(source, count) if isinstance(source, DataLoader) else source.sample_batches(count)
+        return [features for batch in batches for features in _features_in(batch)]
+
+
+def _of_loader(loader: DataLoader[Any], count: int) -> list[Any]:
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return []
+    dataset: Any = loader.dataset
+    starts = range(0, min(count * loader.batch_size, len(dataset)), loader.batch_size)
+    rows = [range(start, min(start + loader.batch_size, len(dataset))) for start in starts]
+    return [loader.collate_fn([dataset[row] for row in batch]) for batch in rows]
+
+
+def _features_in(batch: Any) -> Iterator[SparseFeatures]:
+    if isinstance(batch, SparseFeatures):
+        yield batch
+        return
+    if isinstance(batch, Mapping):
+        parts = list(batch.values())
+    elif dataclasses.is_dataclass(batch):
+        parts = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    else:
+        parts = list(batch) if isinstance(batch, (tuple, list)) else []
+    for part in parts:
+        yield from _features_in(part)
