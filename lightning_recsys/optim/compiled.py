@@ -25,6 +25,9 @@ from lightning_recsys.optim.row_optimizers import FTRL, SGD, Adagrad, Adam, RowO
 # Sums may be reordered and fused (they are short, and FBGEMM does the same); NaN and infinity keep their meaning.
 compile_loop = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
+# A step is rounded before it is taken from the row, and not fused with that: so whoever takes the same step from the
+# same row later, as the server of a cached row does, comes to the same bits.
+compile_rule = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 AHEAD = 32
 """How many rows before its use a loop asks for a row: on one thread, 4 hid half of the waiting and 32 nearly all."""
@@ -57,7 +60,7 @@ def prefetch_row(rows, row):  # noqa: ANN001, ANN201
         _prefetch(rows, row * rows.shape[1] + d)
 
 
-@compile_loop
+@compile_rule
 def _sgd(touched, grads, rows, learning_rate):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
@@ -67,7 +70,7 @@ def _sgd(touched, grads, rows, learning_rate):  # noqa: ANN001, ANN202
             rows[row, d] -= learning_rate * grads[i, d]
 
 
-@compile_loop
+@compile_rule
 def _adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
@@ -83,6 +86,15 @@ def _adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, A
 
 
 @compile_loop
+def sum_of_squares(grads, i):  # noqa: ANN001, ANN201
+    """Of a row of a float32 ``[U, D]``."""
+    squares = np.float32(0)
+    for d in range(grads.shape[1]):
+        squares += grads[i, d] * grads[i, d]
+    return squares
+
+
+@compile_rule
 def _rowwise_adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, ANN202
     dim, last = rows.shape[1], touched.shape[0] - 1
     for i in range(touched.shape[0]):
@@ -90,10 +102,7 @@ def _rowwise_adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: A
         prefetch_row(rows, coming)
         _prefetch(sums, coming)
         row = touched[i]
-        squares = np.float32(0)
-        for d in range(dim):
-            squares += grads[i, d] * grads[i, d]
-        total = sums[row] + squares / np.float32(dim)
+        total = sums[row] + sum_of_squares(grads, i) / np.float32(dim)
         sums[row] = total
         scale = learning_rate / (np.sqrt(total) + eps)
         for d in range(dim):

@@ -1,17 +1,35 @@
 """Which rows a cache holds, where, and which of them go when it is full."""
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
 # Shape suffixes: N ids of a batch, U distinct ones, V victims, S slots.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recsys.embeddings.cache import hash_table, order
+from lightning_recsys.embeddings.cache.hash_table import EMPTY, find, home, make_table
+from lightning_recsys.embeddings.cache.order import COUNT, HELD, LIST, NOWHERE, PLANNED, POSITION
+from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
+
 CachePolicy = Literal["lru", "lfu", "light_lfu"]
 Integers = NDArray[np.int64]
+
+REMEMBERED = 8
+"""For how many dropped rows, as a multiple of those that stay, LFU remembers how often they were used."""
+
+LIGHT_BOUND = 64
+"""From this many uses on, light LFU no longer keeps a row in order."""
+
+_NO_BOUND = np.iinfo(np.int32).max
+
+# Places in the array of numbers that the loops share.
+_PLANS, _ROWS, _SLOTS, _FREE, _MEMORIES = range(5)
 
 
 @dataclass(frozen=True)
@@ -35,37 +53,241 @@ class BatchPlan:
     new_U: NDArray[np.bool_]
 
 
+@compile_loop
+def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, slots_N, distinct_N, slots_U, new_U):  # noqa: ANN001, ANN202
+    """Fill the last four; returns ``U``."""
+    numbers[_PLANS] += 1
+    number, count, last = numbers[_PLANS], 0, keys_N.shape[0] - 1
+    for i in range(keys_N.shape[0]):
+        prefetch_row(table, home(table, keys_N[min(i + AHEAD, last)]))
+        key = keys_N[i]
+        cell = find(table, key)
+        slot = table[cell, 1]
+        is_new = slot < 0
+        if is_new:
+            uses = EMPTY - slot  # what is remembered of a dropped row; 0 for an empty cell
+            if uses:
+                numbers[_MEMORIES] -= 1
+            if numbers[_FREE]:
+                numbers[_FREE] -= 1
+                slot = free[numbers[_FREE]]
+            else:
+                slot = numbers[_SLOTS]
+                numbers[_SLOTS] += 1
+            numbers[_ROWS] += 1
+            table[cell, 0], table[cell, 1] = key, slot
+            slot_keys[slot] = key
+            slots[slot, HELD], slots[slot, COUNT] = 1, uses
+        if is_new or slots[slot, PLANNED] != number:
+            slots[slot, PLANNED], slots[slot, POSITION] = number, count
+            slots_U[count], new_U[count] = slot, is_new
+            count += 1
+        slots_N[i], distinct_N[i] = slot, slots[slot, POSITION]
+    for u in range(count):
+        slot = slots_U[u]
+        if new_U[u]:
+            order.add(slots, lists, slot, slots[slot, COUNT] + step, bound)
+        else:
+            order.use(slots, lists, slot, step, bound)
+    return count
+
+
+@compile_loop
+def _forget(slot, table, slots, slot_keys, free, numbers, remembers):  # noqa: ANN001, ANN202
+    cell = find(table, slot_keys[slot])
+    if remembers and slots[slot, COUNT]:
+        table[cell, 1] = EMPTY - slots[slot, COUNT]
+        numbers[_MEMORIES] += 1
+    else:
+        hash_table.erase(table, cell)
+    slots[slot, HELD] = 0
+    free[numbers[_FREE]] = slot
+    numbers[_FREE] += 1
+    numbers[_ROWS] -= 1
+
+
+@compile_loop
+def _evict(table, slots, slot_keys, lists, free, numbers, limit, spare_from, remembers, victims):  # noqa: ANN001, ANN202
+    """Fill the slots of victims from those in lists; returns how many, which may be too few."""
+    count, at = 0, order.lowest_list(lists)
+    while at != NOWHERE and numbers[_ROWS] > limit:
+        slot, higher = lists[at, order.FIRST], order.next_list(lists, at)
+        while slot != NOWHERE and numbers[_ROWS] > limit:
+            after = slots[slot, order.AFTER]
+            if slots[slot, PLANNED] < spare_from:
+                order.remove(slots, lists, slot)
+                _forget(slot, table, slots, slot_keys, free, numbers, remembers)
+                victims[count] = slot
+                count += 1
+            slot = after
+        at = higher
+    return count
+
+
+@compile_loop
+def _halve_counts(table, halved, slots, lists, numbers, in_order):  # noqa: ANN001, ANN202
+    """Halve all counts, forget dropped rows that come to 0, and put every row back into a list, in the same order."""
+    count, at = 0, order.lowest_list(lists)
+    while at != NOWHERE:
+        slot = lists[at, order.FIRST]
+        while slot != NOWHERE:
+            in_order[count] = slot
+            count += 1
+            slot = slots[slot, order.AFTER]
+        at = order.next_list(lists, at)
+    for slot in range(numbers[_SLOTS]):
+        if slots[slot, HELD] and slots[slot, LIST] == NOWHERE:
+            in_order[count] = slot
+            count += 1
+    order.reset_lists(lists)
+    for i in range(count):
+        order.add_last(slots, lists, in_order[i], slots[in_order[i], COUNT] // 2)
+    numbers[_MEMORIES] = 0
+    for cell in range(table.shape[0]):
+        value = table[cell, 1]
+        if value < EMPTY:
+            value = EMPTY - (EMPTY - value) // 2
+            numbers[_MEMORIES] += value != EMPTY
+        if value != EMPTY:
+            target = find(halved, table[cell, 0])
+            halved[target, 0], halved[target, 1] = table[cell, 0], value
+
+
 class CacheIndex:
     """Key -> slot, and the order in which rows go. Holds no rows.
 
+    ``lru``
+        The row whose last batch is the longest ago goes first; of one batch, the row that occurred first.
+    ``lfu``
+        The row that the fewest batches had goes first, of equal ones as in ``lru``. Dropped rows are remembered: one
+        that comes back goes on counting. Where there are more than ``REMEMBERED * limit`` of them, all counts are
+        halved and those that come to 0 forgotten, so that memory stays bounded and old glory fades.
+    ``light_lfu``
+        The same, but from ``LIGHT_BOUND`` batches on a row is no longer counted and goes only when nothing else is
+        left; then, too, all counts are halved. Such rows, often most of a batch, cost no upkeep.
+
     Args:
-        policy: Which rows go first: ``lru`` those whose last batch is the longest ago, ``lfu`` those that the fewest
-            batches had, ``light_lfu`` the same without keeping order among rows that many batches had.
+        limit: Rows that outlast :meth:`evict`.
+        policy: One of the above.
+
+    Raises:
+        ValueError: ``limit`` is negative, or the policy is unknown.
+
+    >>> index = CacheIndex(2, policy="lru")
+    >>> plan = index.plan(np.array([70, -5, 70, 8]))
+    >>> plan.slots_N.tolist(), plan.keys_U.tolist(), plan.new_U.tolist()
+    ([0, 1, 0, 2], [70, -5, 8], [True, True, True])
+    >>> keys, slots = index.evict(spare_from=2)
+    >>> keys.tolist(), slots.tolist(), len(index)
+    ([70], [0], 2)
     """
 
-    def __init__(self, *, policy: CachePolicy) -> None:
-        raise NotImplementedError
+    def __init__(self, limit: int, *, policy: CachePolicy) -> None:
+        if limit < 0:
+            raise ValueError(f"strategy.cache_rows must be at least 0, got {limit}. 0 keeps no rows.")
+        if policy not in get_args(CachePolicy):
+            raise ValueError(f"strategy.policy must be one of {list(get_args(CachePolicy))}, got {policy!r}.")
+        self.limit, self.policy = limit, policy
+        self._step = 0 if policy == "lru" else 1
+        self._bound = LIGHT_BOUND if policy == "light_lfu" else _NO_BOUND
+        self._remembers = bool(self._step and limit)
+        self._numbers = np.zeros(5, dtype=np.int64)
+        self._make_room(0)
+
+    def _make_room(self, num_slots: int) -> None:
+        self._slots = np.zeros((num_slots, order.SLOT_COLUMNS), dtype=np.int32)
+        self._slot_keys = np.zeros(num_slots, dtype=np.int64)
+        self._free = np.zeros(num_slots, dtype=np.int64)
+        self._lists = order.make_lists(num_slots)
+        self._table = make_table(num_slots)
 
     def __len__(self) -> int:
         """Rows held."""
-        raise NotImplementedError
+        return int(self._numbers[_ROWS])
 
     @property
     def num_slots(self) -> int:
-        """Slots in use so far are all below this; it only grows."""
-        raise NotImplementedError
+        """All slots in use so far are below this; it only grows."""
+        return int(self._numbers[_SLOTS])
+
+    @property
+    def num_plans(self) -> int:
+        """The number of the last plan."""
+        return int(self._numbers[_PLANS])
 
     def plan(self, keys_N: Integers) -> BatchPlan:
-        """Find a batch's keys, give the new ones slots, and note that they were used."""
-        raise NotImplementedError
+        """Find a batch's keys, give the new ones slots, and note that they were used.
 
-    def evict(self, limit: int, *, spare_from: int) -> tuple[Integers, Integers]:
-        """Forget rows until at most ``limit`` are held: keys and slots, int64 ``[V]`` each, in the order they went.
-
-        Rows of the plans ``spare_from`` and later stay, though they be more than ``limit``.
+        Args:
+            keys_N: int64 ``[N]``, any numbers, repeated as the batch repeats them.
         """
-        raise NotImplementedError
+        self._reserve(keys_N.size)
+        slots_N, distinct_N, slots_U = (np.empty(keys_N.size, dtype=np.int64) for _ in range(3))
+        new_U = np.empty(keys_N.size, dtype=np.bool_)
+        policy = self._step, self._bound
+        count = _plan(keys_N, self._table, *self._arrays(), self._numbers, *policy, slots_N, distinct_N, slots_U, new_U)
+        slots_U, new_U = slots_U[:count], new_U[:count]
+        return BatchPlan(self.num_plans, slots_N, distinct_N, self._slot_keys[slots_U], slots_U, new_U)
+
+    def evict(self, *, spare_from: int) -> tuple[Integers, Integers]:
+        """Drop rows until at most ``limit`` are held.
+
+        Args:
+            spare_from: Number of a plan. Rows of it and of later plans stay, though they be more than ``limit``.
+
+        Returns:
+            Keys and slots of the dropped rows, int64 ``[V]`` each, in the order of the policy. The slots are free: the
+            next plan may give them away.
+        """
+        victims = np.empty(max(len(self) - self.limit, 0), dtype=np.int64)
+        arguments = self._numbers, self.limit, spare_from, self._remembers
+        count = _evict(self._table, *self._arrays(), *arguments, victims)
+        if count < victims.size and self._only_unordered_left(spare_from):
+            self._halve_counts()
+            count += _evict(self._table, *self._arrays(), *arguments, victims[count:])
+        victims = victims[:count]
+        if self._numbers[_MEMORIES] > REMEMBERED * self.limit:
+            self._halve_counts()
+        return self._slot_keys[victims], victims
 
     def slots(self) -> Integers:
         """The slots of all rows held, in ascending order."""
-        raise NotImplementedError
+        return np.flatnonzero(self._slots[: self.num_slots, HELD])
+
+    def keys(self, slots: Integers) -> Integers:
+        """The keys of slots that hold rows."""
+        return self._slot_keys[slots]
+
+    def clear(self) -> None:
+        """Forget all rows, remembered ones included; numbers of plans go on."""
+        plans = self._numbers[_PLANS]
+        self._numbers[:] = 0
+        self._numbers[_PLANS] = plans
+        self._make_room(0)
+
+    def _arrays(self) -> tuple[NDArray[np.generic], ...]:
+        return self._slots, self._slot_keys, self._lists, self._free
+
+    def _only_unordered_left(self, spare_from: int) -> bool:
+        slots = self._slots[: self.num_slots]
+        return bool(((slots[:, LIST] == NOWHERE) & (slots[:, HELD] > 0) & (slots[:, PLANNED] < spare_from)).any())
+
+    def _halve_counts(self) -> None:
+        halved = make_table(self._table.shape[0] // 2)
+        in_order = np.empty(self.num_slots, dtype=np.int64)
+        _halve_counts(self._table, halved, self._slots, self._lists, self._numbers, in_order)
+        self._table = halved
+
+    def _reserve(self, num_new: int) -> None:
+        """Room for as many new rows as a batch may bring."""
+        rows, slots, free, memories = (int(self._numbers[i]) for i in (_ROWS, _SLOTS, _FREE, _MEMORIES))
+        num_slots = slots + max(num_new - free, 0)
+        if num_slots > self._slots.shape[0]:
+            extra = num_slots + num_slots // 4 - self._slots.shape[0]
+            self._slots = np.pad(self._slots, ((0, extra), (0, 0)))
+            self._slot_keys, self._free = np.pad(self._slot_keys, (0, extra)), np.pad(self._free, (0, extra))
+            self._lists = order.grow_lists(self._lists, extra)
+        if 2 * (rows + memories + num_new) > self._table.shape[0]:
+            bigger = make_table(2 * (rows + memories + num_new))
+            hash_table.copy_into(self._table, bigger)
+            self._table = bigger

@@ -1,6 +1,8 @@
 """A worker's copies of rows: trained in place, with what they have not sent yet."""
 
-# Shape suffixes: N ids of a batch, U distinct ones, M rows fetched, P rows with updates, C slots, D embedding dim.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+# Shape suffixes: B batch, F features, N ids, U distinct rows, M rows fetched, P rows with updates, C slots, D dim.
 
 from __future__ import annotations
 
@@ -11,15 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.embeddings.cache.index import BatchPlan, CachePolicy, Integers
+from lightning_recsys.embeddings.cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
 from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.optim.accumulating import apply_and_accumulate, check_additive
+from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
 
 Clocks = NDArray[np.int32]
+
+_NO_WEIGHTS = np.empty(0, dtype=np.float32)
+_NO_OFFSETS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class RowUpdates:
-    """What rows owe their server; every row has something.
+    """What rows owe their server; every row owes something.
 
     Attributes:
         keys: int64 ``[P]``.
@@ -35,17 +42,36 @@ class RowUpdates:
     values: dict[str, Tensor]
 
 
+@compile_loop
+def _sum_by_position(distinct_N, offsets, weights, grad_BFD, sums_UD):  # noqa: ANN001, ANN202
+    batch_size, num_features, dim = grad_BFD.shape
+    last_id = distinct_N.shape[0] - 1
+    sums_UD[:] = np.float32(0)
+    for f in range(num_features):
+        for b in range(batch_size):
+            bag = f * batch_size + b
+            first, end = bag, bag + 1
+            if offsets.shape[0]:
+                first, end = offsets[bag], offsets[bag + 1]
+            for position in range(first, end):
+                prefetch_row(sums_UD, distinct_N[min(position + AHEAD, last_id)])
+                row = distinct_N[position]
+                weight = weights[position] if weights.shape[0] else np.float32(1)
+                for d in range(dim):
+                    sums_UD[row, d] += weight * grad_BFD[b, f, d]
+
+
 class RowCache:
     """A bounded set of rows with optimizer state and clocks, trained here and sent later.
 
     The slots may exceed ``limit`` for the rows of the batch at hand and of a batch planned ahead; :meth:`evict`, after
-    the update, brings them back to it.
+    the update, brings them back to it. All steps of a batch work on arrays; nothing is done key by key in Python.
 
     Args:
         limit: Rows that outlast a step; 0 keeps none.
         embedding_dim: ``D``.
         optimizer: The update rule: one whose state is a sum (SGD, Adagrad, RowwiseAdagrad).
-        policy: As in :class:`CacheIndex`.
+        policy: Which rows go first, as in :class:`CacheIndex`.
         device: Where rows, state and updates are; index and clocks are on the CPU.
 
     Attributes:
@@ -56,15 +82,20 @@ class RowCache:
         unsent: Updates of each slot that its server does not have yet, int32 ``[C]``.
 
     Raises:
-        ValueError: ``limit`` is negative.
+        ValueError: ``limit`` is negative, or the policy is unknown.
         TypeError: a rule whose updates of several workers cannot be added.
-    """
 
-    rows: Tensor
-    row_state: dict[str, Tensor]
-    start: Clocks
-    current: Clocks
-    unsent: Clocks
+    >>> from lightning_recsys.optim import SGD
+    >>> cache = RowCache(1, 2, SGD())
+    >>> plan = cache.plan(np.array([9, 5, 9]))
+    >>> cache.install(plan.slots_U, {"weight": torch.zeros(2, 2)}, np.array([3, 0], dtype=np.int32))
+    >>> cache.update(plan.slots_U, torch.ones(2, 2), learning_rate=0.5)
+    >>> cache.rows[plan.slots_N].tolist()
+    [[-0.5, -0.5], [-0.5, -0.5], [-0.5, -0.5]]
+    >>> updates, num_dropped = cache.evict(spare_from=plan.number + 1)
+    >>> updates.keys.tolist(), updates.current.tolist(), updates.values["weight"].tolist()
+    ([9], [4], [[0.5, 0.5]])
+    """
 
     def __init__(
         self,
@@ -72,14 +103,26 @@ class RowCache:
         embedding_dim: int,
         optimizer: RowOptimizer,
         *,
-        policy: CachePolicy = "lru",
+        policy: CachePolicy = "lfu",
         device: torch.device | str | None = None,
     ) -> None:
-        raise NotImplementedError
+        check_additive(optimizer)
+        self.limit, self.optimizer = limit, optimizer
+        self._index = CacheIndex(limit, policy=policy)
+        self.rows = torch.empty(0, embedding_dim, device=device)
+        self.row_state = optimizer.initial_state(self.rows)
+        self._owed = {name: torch.empty_like(x) for name, x in {"weight": self.rows, **self.row_state}.items()}
+        self.start, self.current, self.unsent = (np.zeros(0, dtype=np.int32) for _ in range(3))
+        self._sums = self.rows
 
     def __len__(self) -> int:
         """Rows held."""
-        raise NotImplementedError
+        return len(self._index)
+
+    @property
+    def num_plans(self) -> int:
+        """The number of the last plan."""
+        return self._index.num_plans
 
     def plan(self, keys_N: Integers) -> BatchPlan:
         """Find a batch's rows; new ones get slots whose content :meth:`install` has to bring before any lookup.
@@ -87,7 +130,23 @@ class RowCache:
         Args:
             keys_N: int64 ``[N]``, any numbers, repeated as the batch repeats them.
         """
-        raise NotImplementedError
+        plan = self._index.plan(keys_N)
+        if self._index.num_slots > self.rows.shape[0]:
+            self._grow(max(self._index.num_slots * 5 // 4, self.limit))
+        self.unsent[plan.slots_U[plan.new_U]] = 0
+        return plan
+
+    def _grow(self, num_slots: int) -> None:
+        def grown(tensor: Tensor) -> Tensor:
+            larger = tensor.new_empty(num_slots, *tensor.shape[1:])
+            larger[: tensor.shape[0]] = tensor
+            return larger
+
+        self.rows = grown(self.rows)
+        self.row_state = {name: grown(tensor) for name, tensor in self.row_state.items()}
+        self._owed = {name: grown(tensor) for name, tensor in self._owed.items()}
+        extra = num_slots - self.start.shape[0]
+        self.start, self.current, self.unsent = (np.pad(x, (0, extra)) for x in (self.start, self.current, self.unsent))
 
     def install(self, slots_M: Integers, values: dict[str, Tensor], clocks_M: Clocks) -> None:
         """Fetch: put rows as a server sent them into their slots; ``c_s`` and ``c_c`` become the server's clock.
@@ -97,20 +156,47 @@ class RowCache:
             values: ``weight`` and every state, float32 ``[M, ...]``, on any device.
             clocks_M: The server's clocks, int32 ``[M]``.
         """
-        raise NotImplementedError
+        assert not self.unsent[slots_M].any(), "a row with unsent updates would lose them"
+        where = self._indices(slots_M)
+        for name, tensor in {"weight": self.rows, **self.row_state}.items():
+            tensor.index_copy_(0, where, values[name].to(tensor.device))
+        self.start[slots_M] = self.current[slots_M] = clocks_M
 
     def sum_gradients(
-        self, plan: BatchPlan, offsets: Tensor | None, weights: Tensor | None, grad_BFD: Tensor
+        self,
+        plan: BatchPlan,
+        grad_BFD: Tensor,
+        *,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of each distinct row of a batch, float32 ``[U, D]``.
+        """The gradient of each distinct row of a batch, float32 ``[U, D]``; valid until the next call.
 
         Args:
             plan: The batch's.
-            offsets: Of its bags, int64 ``[F * B + 1]``; ``None`` where each holds one id.
-            weights: Of its ids, float32 ``[N]``; ``None`` where all are 1.
-            grad_BFD: The gradient of the pooled lookup.
+            grad_BFD: The gradient of the pooled lookup, ``[B, F, D]``.
+            offsets: Of the batch's bags, int64 ``[F * B + 1]``; without it each bag holds one id.
+            weights: Of its ids, float32 ``[N]``; without it all are 1.
         """
-        raise NotImplementedError
+        num_rows, dim = plan.slots_U.size, self.rows.shape[1]
+        if self._sums.shape[0] < num_rows:
+            self._sums = self.rows.new_empty(num_rows * 5 // 4, dim)  # kept: fresh pages would cost more than the sums
+        sums_UD = self._sums[:num_rows]
+        if self.rows.device.type == "cpu":
+            _sum_by_position(
+                plan.distinct_N,
+                _NO_OFFSETS if offsets is None else offsets.numpy(),
+                _NO_WEIGHTS if weights is None else weights.numpy(),
+                grad_BFD.contiguous().numpy(),
+                sums_UD.numpy(),
+            )
+            return sums_UD
+        per_id = grad_BFD.transpose(0, 1).reshape(-1, dim)
+        if offsets is not None:
+            per_id = per_id.repeat_interleave(offsets.diff(), dim=0)
+        if weights is not None:
+            per_id = per_id * weights.unsqueeze(1)
+        return sums_UD.zero_().index_add_(0, self._indices(plan.distinct_N), per_id)
 
     def update(self, slots_U: Integers, grads_UD: Tensor, *, learning_rate: float) -> None:
         """Train rows in place, accumulate the same update for the server, and tick their clocks once.
@@ -120,14 +206,31 @@ class RowCache:
             grads_UD: Their summed gradients, float32 ``[U, D]``.
             learning_rate: Step size of this update.
         """
-        raise NotImplementedError
+        apply_and_accumulate(
+            self.optimizer,
+            slots_U,
+            grads_UD,
+            self.rows,
+            self.row_state,
+            self._owed,
+            self.unsent > 0,
+            learning_rate=learning_rate,
+        )
+        self.current[slots_U] += 1
+        self.unsent[slots_U] += 1
 
     def take(self, slots: Integers) -> RowUpdates:
         """Take the updates of those of the given slots that have some; the rows stay, and owe nothing afterwards.
 
-        ``c_s`` stays as well: a row that was updated since it was fetched does not have what others sent meanwhile.
+        ``c_s`` stays as well: a row that was updated since it was fetched lacks what others sent meanwhile, so it still
+        counts as ahead of where it started.
         """
-        raise NotImplementedError
+        slots_P = slots[self.unsent[slots] > 0]
+        where = self._indices(slots_P)
+        values = {name: tensor.index_select(0, where) for name, tensor in self._owed.items()}
+        updates = RowUpdates(self._index.keys(slots_P), self.current[slots_P], self.unsent[slots_P], values)
+        self.unsent[slots_P] = 0
+        return updates
 
     def evict(self, *, spare_from: int) -> tuple[RowUpdates, int]:
         """Drop rows by policy until ``limit`` are left, but none of the plans ``spare_from`` and later.
@@ -135,12 +238,17 @@ class RowCache:
         Returns:
             What the dropped rows owed, and how many were dropped. (Rows without updates owe nothing.)
         """
-        raise NotImplementedError
+        slots_V = self._index.evict(spare_from=spare_from)[1]
+        return self.take(slots_V), slots_V.size
 
     def dirty_slots(self) -> Integers:
         """Slots of all rows with unsent updates, in ascending order."""
-        raise NotImplementedError
+        return np.flatnonzero(self.unsent[: self._index.num_slots])
 
     def clear(self) -> None:
         """Drop all rows, unsent updates included."""
-        raise NotImplementedError
+        self._index.clear()
+        self.unsent[:] = 0
+
+    def _indices(self, numbers: Integers) -> Tensor:
+        return torch.from_numpy(numbers).to(self.rows.device)

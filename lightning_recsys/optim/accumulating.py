@@ -1,0 +1,161 @@
+"""Updates that are applied here and owed elsewhere: a rule's step on local rows, with the step itself accumulated.
+
+Works for rules whose state is a sum, so that updates of several workers can be added: SGD, Adagrad, RowwiseAdagrad. The
+arithmetic is that of :mod:`lightning_recsys.optim.compiled`: who subtracts what one step accumulated from the same rows
+gets the same bits as who takes the step.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+# Shape suffixes: U distinct rows of an update, C rows at hand, D embedding dim.
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recsys.optim.compiled import AHEAD, compile_rule, prefetch_row, sum_of_squares
+from lightning_recsys.optim.row_optimizers import SGD, Adagrad, RowOptimizer, RowwiseAdagrad
+
+
+def check_additive(optimizer: RowOptimizer) -> None:
+    """Refuse a rule whose steps cannot be added to those of other workers.
+
+    Raises:
+        TypeError: names the rule and those that can.
+    """
+    if type(optimizer) not in (SGD, Adagrad, RowwiseAdagrad):
+        raise TypeError(
+            f"{type(optimizer).__name__} cannot train cached rows: its state is no sum of what each update adds, so"
+            " updates of several workers cannot be added up. Use SGD, Adagrad or RowwiseAdagrad."
+        )
+
+
+@compile_rule
+def _sgd(touched, grads, owes, rows, owed, learning_rate):  # noqa: ANN001, ANN202
+    last = touched.shape[0] - 1
+    for i in range(touched.shape[0]):
+        coming = touched[min(i + AHEAD, last)]
+        prefetch_row(rows, coming)
+        prefetch_row(owed, coming)
+        row = touched[i]
+        if owes[row]:
+            for d in range(rows.shape[1]):
+                change = learning_rate * grads[i, d]
+                rows[row, d] -= change
+                owed[row, d] += change
+        else:
+            for d in range(rows.shape[1]):
+                change = learning_rate * grads[i, d]
+                rows[row, d] -= change
+                owed[row, d] = change
+
+
+@compile_rule
+def _adagrad(touched, grads, owes, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
+    last = touched.shape[0] - 1
+    for i in range(touched.shape[0]):
+        coming = touched[min(i + AHEAD, last)]
+        for array in (rows, sums, owed, owed_sums):
+            prefetch_row(array, coming)
+        row = touched[i]
+        if not owes[row]:
+            for d in range(rows.shape[1]):
+                owed[row, d] = np.float32(0)
+                owed_sums[row, d] = np.float32(0)
+        for d in range(rows.shape[1]):
+            gradient = grads[i, d]
+            square = gradient * gradient
+            total = sums[row, d] + square
+            change = learning_rate * gradient / (np.sqrt(total) + eps)
+            sums[row, d] = total
+            owed_sums[row, d] += square
+            rows[row, d] -= change
+            owed[row, d] += change
+
+
+@compile_rule
+def _rowwise_adagrad(touched, grads, owes, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
+    last = touched.shape[0] - 1
+    for i in range(touched.shape[0]):
+        coming = touched[min(i + AHEAD, last)]
+        prefetch_row(rows, coming)
+        prefetch_row(owed, coming)
+        row = touched[i]
+        square = sum_of_squares(grads, i) / np.float32(rows.shape[1])
+        total = sums[row] + square
+        sums[row] = total
+        scale = learning_rate / (np.sqrt(total) + eps)
+        if owes[row]:
+            owed_sums[row] += square
+            for d in range(rows.shape[1]):
+                change = scale * grads[i, d]
+                rows[row, d] -= change
+                owed[row, d] += change
+        else:
+            owed_sums[row] = square
+            for d in range(rows.shape[1]):
+                change = scale * grads[i, d]
+                rows[row, d] -= change
+                owed[row, d] = change
+
+
+def apply_and_accumulate(
+    optimizer: RowOptimizer,
+    touched: NDArray[np.int64],
+    grads: Tensor,
+    rows: Tensor,
+    state: dict[str, Tensor],
+    owed: dict[str, Tensor],
+    owes: NDArray[np.bool_],
+    *,
+    learning_rate: float,
+) -> None:
+    r"""Update rows and state in place, and add the update to what is owed.
+
+    .. math:: w \leftarrow w - u, \quad U \leftarrow U + u, \qquad h \leftarrow h + v, \quad S \leftarrow S + v
+
+    where :math:`u` and :math:`v` are the rule's step for the rows and state at hand.
+
+    Args:
+        optimizer: A rule that :func:`check_additive` accepts.
+        touched: Row indices, int64 ``[U]``, no duplicates.
+        grads: Summed gradients, float32 ``[U, D]``, on the rows' device.
+        rows: All rows, float32 ``[C, D]``.
+        state: All rows' state, as :meth:`RowOptimizer.initial_state` makes it.
+        owed: ``weight`` and every state: :math:`U` and :math:`S`, shaped as ``rows`` and ``state``.
+        owes: Which rows owe anything yet, bool ``[C]``; of others :math:`U` and :math:`S` are not read but set.
+        learning_rate: Step size of this update.
+    """
+    if rows.device.type == "cpu":
+        arrays = [tensor.numpy() for tensor in (rows, *state.values(), *owed.values())]
+        loop = {SGD: _sgd, Adagrad: _adagrad, RowwiseAdagrad: _rowwise_adagrad}[type(optimizer)]
+        numbers = (learning_rate, optimizer.eps) if isinstance(optimizer, Adagrad) else (learning_rate,)
+        loop(touched, grads.numpy(), owes, *arrays, *(np.float32(number) for number in numbers))
+        return
+    where = torch.from_numpy(touched).to(rows.device)
+    clean = torch.from_numpy(touched[~owes[touched]]).to(rows.device)
+    changes = _changes(optimizer, grads, {name: x.index_select(0, where) for name, x in state.items()}, learning_rate)
+    for name, change in changes.items():
+        owed[name].index_fill_(0, clean, 0.0).index_add_(0, where, change)
+        if name == "weight":
+            rows.index_add_(0, where, change, alpha=-1)
+        else:
+            state[name].index_add_(0, where, change)
+
+
+def _changes(
+    optimizer: RowOptimizer, grads_UD: Tensor, state: dict[str, Tensor], learning_rate: float
+) -> dict[str, Tensor]:
+    """The step of each row, and what it adds to the row's state."""
+    if not isinstance(optimizer, Adagrad):
+        return {"weight": grads_UD * learning_rate}
+    squares = grads_UD.square()
+    if isinstance(optimizer, RowwiseAdagrad):
+        squares = squares.mean(1)
+    roots = (state["sum"] + squares).sqrt_().add_(optimizer.eps)
+    if isinstance(optimizer, RowwiseAdagrad):
+        return {"weight": grads_UD * (learning_rate / roots).unsqueeze(1), "sum": squares}
+    return {"weight": grads_UD * learning_rate / roots, "sum": squares}
