@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,14 @@ class Batch:
             self.sparse.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
         )
+
+    def select(self, features: Sequence[str]) -> Batch:
+        """The same examples with some of the categorical features only.
+
+        Raises:
+            KeyError: a feature is not in the batch.
+        """
+        return Batch(self.dense, self.sparse.select(features), self.labels)
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 import pytorch_lightning as pl
@@ -10,6 +11,7 @@ import torch
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.loader import BatchLoader, RowSource
+from lightning_recsys.data.rows import select_features
 
 Split = Literal["train", "validation", "test"]
 _LIMITS: dict[str, Split] = {
@@ -39,6 +41,7 @@ class CTRDataModule(pl.LightningDataModule, ABC):
         self.batch_size = batch_size
         self.seed = seed or 0
         self.drop_last = drop_last
+        self.selected_fields: tuple[str, ...] | None = None
         self._limits: dict[str, int | float] = {}
 
     def setup(self, stage: str | None = None) -> None:
@@ -63,6 +66,21 @@ class CTRDataModule(pl.LightningDataModule, ABC):
     @abstractmethod
     def fields(self) -> dict[str, int]:
         """Number of embeddings of each categorical feature, in the order of the batches."""
+
+    def select_fields(self, names: Sequence[str] | None) -> None:
+        """Let the batches of loaders that are made from now on have some of the categorical features only.
+
+        Args:
+            names: Their names, at least one; ``None`` for all.
+
+        Raises:
+            ValueError: no name, or one of no feature.
+        """
+        if names is not None and (not names or not set(names) <= set(self.fields)):
+            raise ValueError(
+                f"the data has the fields {list(self.fields)}: select one or more of them, got {list(names)}."
+            )
+        self.selected_fields = None if names is None else tuple(names)
 
     @property
     def best_normalized_entropy(self) -> float | None:
@@ -109,7 +127,7 @@ class CTRDataModule(pl.LightningDataModule, ABC):
         # The strategy knows how many ranks get rows of their own; Lightning's samplers ask it the same question.
         share = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
         return BatchLoader(
-            rows,
+            select_features(rows, self.selected_fields),
             batch_size=self.batch_size,
             shuffle=shuffle,
             seed=self.seed,

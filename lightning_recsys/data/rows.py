@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_recsys.data.batch import Batch
+from lightning_recsys.data.loader import RowSource
 from lightning_recsys.embeddings import SparseFeatures
 
 
@@ -43,6 +44,13 @@ class InMemoryRows:
     def __len__(self) -> int:
         return self.labels.shape[0]
 
+    def select(self, features: Sequence[str]) -> InMemoryRows:
+        """The same rows with some of the features only; their ids are copied."""
+        single_hot = tuple(name for name in features if name in self.single_hot)
+        columns = [self.single_hot.index(name) for name in single_hot]
+        bags = {name: self.bags[name] for name in features if name in self.bags}
+        return InMemoryRows(self.dense, single_hot, self.ids[:, columns].contiguous(), bags, self.labels)
+
     def take(self, rows: Tensor) -> Batch:
         """The rows with these numbers, int64 ``[B]``; single-hot features come first."""
         values = [self.ids.index_select(0, rows).t().reshape(-1).long()]
@@ -57,6 +65,32 @@ class InMemoryRows:
             sparse=SparseFeatures((*self.single_hot, *self.bags), torch.cat(values), lengths=lengths),
             labels=self.labels.index_select(0, rows),
         )
+
+
+@dataclass(frozen=True)
+class SelectedRows:
+    """Rows of which only some features are passed on."""
+
+    rows: RowSource
+    features: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, rows: Tensor) -> Batch:
+        """The rows with these numbers, int64 ``[B]``."""
+        return self.rows.take(rows).select(self.features)
+
+
+def select_features(rows: RowSource, features: Sequence[str] | None) -> RowSource:
+    """The same rows with some of the categorical features; ``None`` for all.
+
+    In memory the others' ids are not touched. Other rows are taken whole first: synthetic ones must be, as a label
+    depends on all features.
+    """
+    if features is None:
+        return rows
+    return rows.select(features) if isinstance(rows, InMemoryRows) else SelectedRows(rows, tuple(features))
 
 
 def _take_bags(offsets: Tensor, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,8 +59,10 @@ def save_results(value: Any, trainer: pl.Trainer | None, folder: Path, *, rank: 
         return
     fitted = trainer.state.fn == TrainerFn.FITTING
     weights = trainer.strategy.lightning_module_state_dict() if fitted or trainer.ckpt_path is not None else None
-    if trainer.state.fn == TrainerFn.PREDICTING and value is not None and trainer.predict_loop.num_dataloaders == 1:
-        value = [value]
+    if trainer.state.fn == TrainerFn.PREDICTING and value is not None:
+        value = [value] if trainer.predict_loop.num_dataloaders == 1 else value
+        if not getattr(trainer.strategy, "sees_own_examples", True):
+            value = [[] for _ in value]
     callbacks = _call_callbacks_state_dict(trainer)  # on all ranks, as for a checkpoint: some gather over them
     if rank == 0 and weights is not None:
         torch.save(weights, folder / "weights.pt")

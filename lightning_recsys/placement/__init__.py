@@ -9,13 +9,18 @@ from lightning_recsys.placement.bin_packing import (
     place_tables,
 )
 from lightning_recsys.placement.cluster_layout import ClusterLayout
+from lightning_recsys.placement.fields import FieldCost, FieldMethod, FieldPlan, place_fields
 
 __all__ = [
     "ClusterLayout",
+    "FieldCost",
+    "FieldMethod",
+    "FieldPlan",
     "PlacementMethod",
     "PlacementPlan",
     "TableCost",
     "TablePart",
     "chunk_evenly",
+    "place_fields",
     "place_tables",
 ]

@@ -2,7 +2,8 @@
 
 from lightning_recsys.strategies.base import RecsysStrategy
 from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
+from lightning_recsys.strategies.des import DESStrategy
 from lightning_recsys.strategies.het import HETStrategy
 from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
 
-__all__ = ["ForkserverDDPStrategy", "HETStrategy", "RecsysStrategy", "ShadowSyncStrategy"]
+__all__ = ["DESStrategy", "ForkserverDDPStrategy", "HETStrategy", "RecsysStrategy", "ShadowSyncStrategy"]

@@ -159,6 +159,7 @@ class PreparedDataModule(CTRDataModule):
             drop_last=drop_last,
             rank=share["rank"],
             world_size=share["num_replicas"],
+            features=self.selected_fields,
         )
         return PreparedLoader(len(rows), first, stream=self._stream)
 

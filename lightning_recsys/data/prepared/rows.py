@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +116,8 @@ class PreparedRows:
         self._manifest = manifest
         self._shards = tuple(shards)
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        weighted = [name + WEIGHTS_SUFFIX for name, feature in manifest.features.items() if feature.weighted]
+        self._columns = [LABEL, *manifest.dense, *manifest.features, *weighted]
         self._lock = threading.Lock()  # or one thread would close the file that another reads from
         for shard in self._shards:
             path = root / shard.path
@@ -136,6 +138,11 @@ class PreparedRows:
 
     def __len__(self) -> int:
         return int(self.group_rows.sum())
+
+    def select(self, features: Sequence[str]) -> PreparedRows:
+        """The same rows with some of the categorical features only: no other column is read."""
+        kept = {name: self._manifest.features[name] for name in features}
+        return PreparedRows(self._root, replace(self._manifest, features=kept), self._shards)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": OrderedDict(), "_lock": None}
@@ -205,7 +212,9 @@ class PreparedRows:
         shard = self._shards[position]
         try:
             with self._lock:
-                table = self._file(position).read_row_group(self._group_number[group], use_threads=False)
+                table = self._file(position).read_row_group(
+                    self._group_number[group], columns=self._columns, use_threads=False
+                )
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{self._root / shard.path} is damaged: {error} Prepare the rows again.") from error
         if len(table) != self.group_rows[group]:

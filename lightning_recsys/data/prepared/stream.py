@@ -33,6 +33,7 @@ class StreamRequest:
         drop_last: Leave out what does not fill a step of all ranks.
         rank: Whose batches.
         world_size: How many ranks share the rows.
+        features: Categorical features to read; ``None`` for all.
     """
 
     split: str
@@ -44,6 +45,7 @@ class StreamRequest:
     drop_last: bool
     rank: int
     world_size: int
+    features: tuple[str, ...] | None = None
 
     def steps(self, num_rows: int) -> Steps:
         """How the rows are dealt out."""
@@ -95,14 +97,15 @@ def read_batches(request: StreamRequest, rows: PreparedRows, windows: Windows | 
     Args:
         request: Which.
         rows: The rows of the split.
-        windows: The epoch's windows, where others read them too.
+        windows: The epoch's windows, where others read them too; of all features then.
     """
     if windows is None:
         order = EpochOrder(rows.group_rows, seed=request.seed, epoch=request.epoch, window=request.window)
-        windows = Windows(rows, order)
+        windows = Windows(rows if request.features is None else rows.select(request.features), order)
     steps = request.steps(len(rows))
     for step in range(len(steps)):
-        yield windows.take(*steps.slice(step, rank=request.rank))
+        batch = windows.take(*steps.slice(step, rank=request.rank))
+        yield batch if request.features is None else batch.select(request.features)
 
 
 @dataclass(frozen=True)
