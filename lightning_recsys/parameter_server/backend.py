@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -17,6 +18,8 @@ from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, Tabl
 from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
+from lightning_recsys.parameter_server.dynamic_tables import IDS, DynamicTables, keep_keys
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore, Stores
 from lightning_recsys.parameter_server.row_ranges import keep_rows
 from lightning_recsys.placement import PlacementPlan, TableCost, TablePart
@@ -114,6 +117,7 @@ class StoreBackend(TableBackend):
         servers: Sequence[Stores],
         plan: PlacementPlan | None = None,
         seed: int = 0,
+        dynamic: DynamicRows | None = None,
         **options: Any,
     ) -> Self:
         """Make, or open, a collection's stores where a plan puts them.
@@ -125,6 +129,7 @@ class StoreBackend(TableBackend):
             servers: In the order of the plan's server indices.
             plan: Where the rows go; by default all to the first server.
             seed: Of the rows that the servers draw.
+            dynamic: Make rows when they are first trained. They start the same wherever the plan puts them.
             options: Further arguments of the class.
 
         Raises:
@@ -143,8 +148,10 @@ class StoreBackend(TableBackend):
             here = _in_order(layout, [part for part in own if part.server == index])
             if here:
                 store_layout = part_layout(layout, here)
-                # Parts of one table on two servers must not start with the same rows.
-                store = server.create_embedding_store(name, store_layout, optimizer, seed=seed + index)
+                # Parts of one table on two servers must not start with the same rows. Dynamic ones are drawn by keys.
+                own_seed = seed if dynamic else seed + index
+                keyed = dynamic and keep_keys(dynamic, layout, here)
+                store = server.create_embedding_store(name, store_layout, optimizer, seed=own_seed, dynamic=keyed)
                 stores.append((store, here))
         return cls(layout, optimizer, stores=stores, **options)
 
@@ -152,6 +159,12 @@ class StoreBackend(TableBackend):
     def stores(self) -> list[EmbeddingStore]:
         """The stores that hold the rows."""
         return [share.store for share in self._shares]
+
+    @cached_property
+    def dynamic(self) -> DynamicTables | None:
+        """Access by id to rows that exist only once they are trained; ``None`` where all rows exist."""
+        parts = [(share.store, [piece.part for piece in share.pieces]) for share in self._shares]
+        return DynamicTables.over(self.layout, self.row_shapes, parts)
 
     def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         device, sparse = sparse.device, sparse.to("cpu")
@@ -220,6 +233,25 @@ class StoreBackend(TableBackend):
                     last = min(end, part.first_row + part.num_rows)
                     for row in range(max(first, part.first_row), last, block_rows):
                         yield share.store, start + row - part.first_row, slice(row, min(row + block_rows, last))
+
+    @property
+    def row_keys(self) -> list[str]:  # noqa: D102 - inherited
+        ids = [f"{table.name}.{IDS}" for table in self.layout.tables] if self.dynamic else []
+        return ids + super().row_keys
+
+    def _save_rows(self, destination: dict[str, Any], prefix: str) -> None:
+        if self.dynamic:
+            self.dynamic.save(destination, prefix)
+        else:
+            super()._save_rows(destination, prefix)
+
+    def _load_rows(
+        self, state_dict: Mapping[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
+    ) -> None:
+        if self.dynamic:
+            self.dynamic.load(state_dict, prefix, missing_keys, error_msgs)
+        else:
+            super()._load_rows(state_dict, prefix, missing_keys, error_msgs)
 
     def extra_repr(self) -> str:
         """Names the tables, the rule and how many stores there are."""

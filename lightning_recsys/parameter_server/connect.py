@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.interfaces import Stores
@@ -28,7 +29,8 @@ def connect(
     """The stores behind an endpoint.
 
     * ``shm:///folder``: the folder's files are mapped into this process; no server is asked, none need run.
-    * ``tcp://host:port``: a server is asked. Where its folder is on this machine, its files are mapped all the same.
+    * ``tcp://host:port``: a server is asked. Where its folder is on this machine, its files are mapped all the same,
+      except for those of stores with dynamic rows, which the server alone may open.
 
     Args:
         endpoint: One of the two.
@@ -55,7 +57,8 @@ def connect(
         return MappedStores(endpoint.removeprefix("shm://"))
     if re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*", endpoint) is None:
         raise ValueError(f"an endpoint is shm:///folder or tcp://host:port, got {endpoint!r}.")
-    connection = Connection(endpoint, keys=client_keys(keys), timeout=timeout, retries=retries, window=window)
+    options: dict[str, Any] = {"keys": client_keys(keys), "timeout": timeout, "retries": retries, "window": window}
+    connection = Connection(endpoint, **options)
     try:
         hello = connection.request("hello").value
     except BaseException:
@@ -64,7 +67,8 @@ def connect(
     folder = Path(hello["folder"])
     if shared_memory == "auto" and read_nonce(folder) == hello["nonce"]:
         connection.close()
-        return MappedStores(folder)
+        server = partial(connect, endpoint, **options, shared_memory="never")
+        return MappedStores(folder, server=server)
     return RemoteStores(connection)
 
 

@@ -21,16 +21,18 @@ from lightning_recsys.parameter_server.checks import (
     check_rate,
     check_rows,
     take_arguments,
+    take_array,
     take_arrays,
     take_nothing,
 )
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain
 from lightning_recsys.parameter_server.exchange import RowValues
 from lightning_recsys.parameter_server.exchange_wire import pack_reply
 from lightning_recsys.parameter_server.journal import Journal, Undo
-from lightning_recsys.parameter_server.mapped import MappedStores
+from lightning_recsys.parameter_server.mapped import MappedStores, check_same
 from lightning_recsys.parameter_server.mapped_arrays import META, check_name
 from lightning_recsys.parameter_server.plain import layout_from_plain, optimizer_from_plain
-from lightning_recsys.parameter_server.served import ServedDense, ServedEmbedding, open_served
+from lightning_recsys.parameter_server.served import ServedDense, ServedDynamic, ServedEmbedding, open_served
 from lightning_recsys.parameter_server.wire import (
     Frame,
     Limits,
@@ -100,16 +102,23 @@ class RequestHandler:
             "pooled_lookup": self._pooled_lookup,
             "exchange": self._fetch_and_check,
             "read": self._read,
+            "read_rows": self._read_rows,
+            "live_rows": self._live_rows,
+            "size": self._size,
             "pull": self._pull,
         }
         self._pushes: dict[str, Callable[[Request], _Push]] = {
             "create_embedding_store": self._create_embedding_store,
+            "create_dynamic_store": self._create_dynamic_store,
             "create_dense_store": self._create_dense_store,
             "remove": self._remove,
             "apply_gradients": self._apply_gradients,
             "apply_row_gradients": self._apply_row_gradients,
             "exchange": self._exchange,
             "write": self._write,
+            "insert": self._insert,
+            "write_rows": self._write_rows,
+            "clear": self._clear,
             "set_step": self._set_step,
             "assign": self._assign,
             "elastic_average": self._elastic_average,
@@ -244,12 +253,29 @@ class RequestHandler:
 
     def _create_embedding_store(self, request: Request) -> _Push:
         tables, rule, seed = take_arguments(request, tables=list, optimizer=dict, seed=int)
+        return self._create_rows(request, tables, rule, seed, None)
+
+    def _create_dynamic_store(self, request: Request) -> _Push:
+        tables, rule, seed, dynamic = take_arguments(request, tables=list, optimizer=dict, seed=int, dynamic=dict)
+        return self._create_rows(request, tables, rule, seed, dynamic_from_plain(dynamic))
+
+    def _create_rows(
+        self, request: Request, tables: object, rule: object, seed: int, dynamic: DynamicRows | None
+    ) -> _Push:
         take_arrays(request)
         layout, optimizer = layout_from_plain(tables), optimizer_from_plain(rule)
         if layout.embedding_dim > MAX_EMBEDDING_DIM or not 0 <= seed < 2**63:
             raise ValueError(f"embedding_dim must be at most {MAX_EMBEDDING_DIM} and seed in [0, 2**63)")
         name = check_name(request.store)
-        return _Push(lambda: self.stores.create_embedding_store(name, layout, optimizer, seed=seed).close())
+
+        def apply() -> None:
+            served = self._open.get(name)
+            if isinstance(served, ServedDynamic):  # it cannot be opened twice
+                check_same(name, served.store, layout, optimizer, dynamic)
+            else:
+                self.stores.create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic).close()
+
+        return _Push(apply)
 
     def _create_dense_store(self, request: Request) -> _Push:
         (rule,) = take_arguments(request, optimizer=(dict, type(None)))
@@ -375,6 +401,54 @@ class RequestHandler:
         if not 0 <= step < 2**62:
             raise ValueError(f"step must be in [0, 2**62), got {step}")
         return _Push(partial(setattr, served.store, "step", step))
+
+    def _dynamic(self, request: Request) -> ServedDynamic:
+        served = self._embedding(request)
+        if not isinstance(served, ServedDynamic):
+            raise KeyError(f"{request.store!r} has no dynamic rows, which {request.operation} is for")
+        return served
+
+    def _size(self, request: Request) -> object:
+        served = self._dynamic(request)
+        take_nothing(request)
+        return [served.store.num_live, served.store.num_slots]
+
+    def _live_rows(self, request: Request) -> object:
+        served = self._dynamic(request)
+        first, count = take_arguments(request, first_slot=int, num_slots=int)
+        take_arrays(request)
+        if first < 0 or not 0 <= count <= self.limits.rows:
+            raise ValueError(f"a request names at most {self.limits.rows} slots from 0 on, got {count} from {first}")
+        return served.store.rows_in_slots(first, count)
+
+    def _read_rows(self, request: Request) -> object:
+        served = self._dynamic(request)
+        (name,) = take_arguments(request, array=str)
+        (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
+        self._check_rows(served, rows_U)
+        self._check_reply(rows_U.numel() * served.dim)
+        return served.store.read_rows(name, rows_U)
+
+    def _write_rows(self, request: Request) -> _Push:
+        served = self._dynamic(request)
+        (name,) = take_arguments(request, array=str)
+        if len(request.arrays) != 2 or request.arrays[1].dtype != torch.float32:
+            raise ValueError("write_rows takes rows and one float32 array of values")
+        rows_U = take_array(request.arrays[:1], "rows", torch.int64, 1)
+        self._check_rows(served, rows_U)
+        return _Push(partial(served.store.write_rows, name, rows_U, request.arrays[1]))
+
+    def _insert(self, request: Request) -> _Push:
+        served = self._dynamic(request)
+        take_arguments(request)
+        (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
+        self._check_rows(served, rows_U)
+        return _Push(partial(served.store.insert, rows_U))
+
+    def _clear(self, request: Request) -> _Push:
+        served = self._dynamic(request)
+        take_nothing(request)
+        return _Push(served.store.clear)
 
     def _check_rows(self, served: ServedEmbedding, rows_U: Tensor) -> None:
         if rows_U.numel() > self.limits.rows:

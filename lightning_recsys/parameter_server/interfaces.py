@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 
 
@@ -100,6 +101,40 @@ class EmbeddingStore(ABC):
         """Let go of memory and connections; the rows stay."""
 
 
+class DynamicEmbeddingStore(EmbeddingStore):
+    """Rows that exist from their first update on (:class:`DynamicRows`): the three operations on a hash table.
+
+    *Lookup* (:meth:`lookup`, :meth:`pooled_lookup`, :meth:`read`) gives a row that does not exist as what it would be
+    made as. *Insert* makes rows, *update* (gradients, exchanges, :meth:`write`) makes those that it needs. Reference:
+    DES, section 5, where a lookup of a new id inserts it; here its first update does, which trains to the same rows.
+    """
+
+    @abstractmethod
+    def insert(self, rows_U: Tensor) -> None:
+        """Make rows, int64 ``[U]``, where they do not exist, however rarely they were seen."""
+
+    @abstractmethod
+    def live_rows(self) -> Tensor:
+        """The rows that exist, int64, rising."""
+
+    @abstractmethod
+    def read_rows(self, name: str, rows_U: Tensor) -> Tensor:
+        """``weight`` or a state of rows, by its name: ``[U, ...]``. For checkpoints: they do not count as seen."""
+
+    @abstractmethod
+    def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:
+        """The reverse of :meth:`read_rows`; makes rows that do not exist, and returns when it is done."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all rows, and all counts of ids without one."""
+
+    @property
+    @abstractmethod
+    def num_live(self) -> int:
+        """Rows that take room: those that exist, and expired ones whose room is not free yet."""
+
+
 class DenseStore(ABC):
     """One flat float32 vector with a version, such as the centre of elastic averaging.
 
@@ -159,9 +194,22 @@ class Stores(ABC):
 
     @abstractmethod
     def create_embedding_store(
-        self, name: str, layout: TableLayout, optimizer: RowOptimizer, *, seed: int
+        self,
+        name: str,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        seed: int,
+        dynamic: DynamicRows | None = None,
     ) -> EmbeddingStore:
         """Make a store whose rows are drawn as each table's ``init_std`` says; state starts as the rule says.
+
+        Args:
+            name: Its name.
+            layout: Its tables.
+            optimizer: The update rule.
+            seed: Of the rows.
+            dynamic: Make rows when they are first trained instead of all at once: a :class:`DynamicEmbeddingStore`.
 
         Raises:
             ValueError: a store of that name is there, with other tables or another rule.

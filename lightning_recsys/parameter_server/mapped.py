@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.parameter_server import dense_store, embedding_store
+from lightning_recsys.parameter_server import dense_store, embedding_store, hash_store
 from lightning_recsys.parameter_server.dense_store import MappedDenseStore
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
-from lightning_recsys.parameter_server.interfaces import Stores
+from lightning_recsys.parameter_server.hash_store import HashEmbeddingStore
+from lightning_recsys.parameter_server.interfaces import EmbeddingStore, Stores
 from lightning_recsys.parameter_server.mapped_arrays import META, check_name, remove_arrays, total_bytes
 
 
@@ -22,10 +26,13 @@ class MappedStores(Stores):
     """All stores of a folder, in shared memory (``/dev/shm/...``) or on disk for tables larger than memory.
 
     Any number of processes may open the same folder, and any may create: a second one that asks for the same store
-    gets the first one's.
+    gets the first one's. Only stores with dynamic rows are open in one process at a time: the folder's server, where
+    there is one.
 
     Args:
         folder: An existing folder.
+        server: Connects to the folder's server, which stores with dynamic rows are then left to; without it this
+            process opens them itself.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -40,7 +47,7 @@ class MappedStores(Stores):
     >>> MappedStores(folder).remove("center")
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, server: Callable[[], Stores] | None = None) -> None:
         self.folder = Path(folder).absolute()
         if not self.folder.is_dir():
             raise FileNotFoundError(
@@ -48,22 +55,33 @@ class MappedStores(Stores):
                 " run that made it ends."
             )
         self.endpoint = f"shm://{self.folder}"
-        self._opened: list[MappedEmbeddingStore | MappedDenseStore] = []
+        self._opened: list[MappedEmbeddingStore | HashEmbeddingStore | MappedDenseStore] = []
+        self._connect = server
+        self._connected: Stores | None = None
 
     def create_embedding_store(  # noqa: D102 - inherited
-        self, name: str, layout: TableLayout, optimizer: RowOptimizer, *, seed: int
-    ) -> MappedEmbeddingStore:
-        path, store = self.folder / check_name(name), None
+        self,
+        name: str,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        seed: int,
+        dynamic: DynamicRows | None = None,
+    ) -> EmbeddingStore:
+        if dynamic is not None and self._connect is not None:
+            return self._server().create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic)
+        path = self.folder / check_name(name)
+        created: MappedEmbeddingStore | HashEmbeddingStore
         if not path.exists():
             with suppress(FileExistsError):  # another process was faster
-                store = MappedEmbeddingStore.create(path, layout, optimizer, seed=seed)
-                self._opened.append(store)
-        store = store or self.embedding_store(name)
-        if store.layout != layout or store.optimizer != optimizer:
-            raise ValueError(
-                f"a store {name!r} is in {self.folder} with other tables or another rule: it has {store.layout.tables} "
-                f"and {store.optimizer}, asked were {layout.tables} and {optimizer}. Choose another name or remove it."
-            )
+                if dynamic is None:
+                    created = MappedEmbeddingStore.create(path, layout, optimizer, seed=seed)
+                else:
+                    created = HashEmbeddingStore.create(path, layout, optimizer, seed=seed, dynamic=dynamic)
+                self._opened.append(created)
+                return created
+        store = self.embedding_store(name)
+        check_same(name, store, layout, optimizer, dynamic)
         return store
 
     def create_dense_store(  # noqa: D102 - inherited
@@ -82,8 +100,12 @@ class MappedStores(Stores):
             )
         return store
 
-    def embedding_store(self, name: str) -> MappedEmbeddingStore:  # noqa: D102 - inherited
-        store = MappedEmbeddingStore(self._path(name, embedding_store.KIND))
+    def embedding_store(self, name: str) -> EmbeddingStore:  # noqa: D102 - inherited
+        path = self._path(name, embedding_store.KIND, hash_store.KIND)
+        is_dynamic = self._stored()[name]["meta"]["kind"] == hash_store.KIND
+        if is_dynamic and self._connect is not None:
+            return self._server().embedding_store(name)
+        store = HashEmbeddingStore(path) if is_dynamic else MappedEmbeddingStore(path)
         self._opened.append(store)
         return store
 
@@ -93,22 +115,50 @@ class MappedStores(Stores):
         return store
 
     def remove(self, name: str) -> None:  # noqa: D102 - inherited
-        remove_arrays(self._path(name))
+        path = self._path(name)
+        if self._connect is not None and self._stored()[name]["meta"]["kind"] == hash_store.KIND:
+            self._server().remove(name)
+        else:
+            remove_arrays(path)
 
     def status(self) -> dict[str, Any]:
-        """Stores, rows and bytes of the folder; a folder sees no requests."""
+        """Stores, rows, how many of them exist, and bytes of the folder; a folder sees no requests."""
         stored = self._stored()
-        embedding = [found for found in stored.values() if found["meta"]["kind"] == embedding_store.KIND]
+        tables = {name: found["meta"]["tables"] for name, found in stored.items() if "tables" in found["meta"]}
+        rows = {name: sum(table["num_embeddings"] for table in tables[name]) for name in tables}
+        dynamic = [name for name, found in stored.items() if found["meta"]["kind"] == hash_store.KIND]
+        live = rows | {name: self._live_rows(name) for name in dynamic}
         return {
             "stores": len(stored),
-            "rows": sum(found["arrays"]["weight"][1][0] for found in embedding),
-            "bytes": sum(total_bytes(found["arrays"]) for found in stored.values()),
+            "rows": sum(rows.values()),
+            "live_rows": sum(live.values()),
+            "bytes": sum(
+                self._file_bytes(name) if name in dynamic else total_bytes(found["arrays"])
+                for name, found in stored.items()
+            ),
         }
 
     def close(self) -> None:  # noqa: D102 - inherited
         for store in self._opened:
             store.close()
         self._opened.clear()
+        if self._connected is not None:
+            self._connected.close()
+            self._connected = None
+
+    def _server(self) -> Stores:
+        if self._connected is None:
+            assert self._connect is not None
+            self._connected = self._connect()
+        return self._connected
+
+    def _live_rows(self, name: str) -> int:
+        with suppress(FileNotFoundError):  # one that is being removed
+            return int(np.fromfile(self.folder / name / "counters", dtype=np.int64)[hash_store.LIVE_COUNTER])
+        return 0
+
+    def _file_bytes(self, name: str) -> int:
+        return sum(path.stat().st_size for path in (self.folder / name).glob("*") if path.name != META)
 
     def _stored(self) -> dict[str, dict[str, Any]]:
         """What every store's JSON says, by name."""
@@ -119,9 +169,26 @@ class MappedStores(Stores):
                     found[path.parent.name] = json.loads(path.read_text())
         return found
 
-    def _path(self, name: str, kind: str | None = None) -> Path:
-        names = [key for key, found in self._stored().items() if kind in (None, found["meta"]["kind"])]
+    def _path(self, name: str, *kinds: str) -> Path:
+        names = [key for key, found in self._stored().items() if not kinds or found["meta"]["kind"] in kinds]
         if check_name(name) not in names:
-            what = "store" if kind is None else f"{kind} store"
+            what = f"{kinds[0]} store" if kinds else "store"
             raise KeyError(f"no {what} {name!r} in {self.folder}, which has {names}.")
         return self.folder / name
+
+
+def check_same(
+    name: str, store: EmbeddingStore, layout: TableLayout, optimizer: RowOptimizer, dynamic: DynamicRows | None
+) -> None:
+    """Refuse to take a store for another one.
+
+    Raises:
+        ValueError: it has other tables or another rule than asked for, or makes its rows otherwise.
+    """
+    has = getattr(store, "dynamic", None)
+    if store.layout != layout or store.optimizer != optimizer or has != dynamic:
+        raise ValueError(
+            f"a store {name!r} is there with other tables or another rule: it has {store.layout.tables}, "
+            f"{store.optimizer} and dynamic={has}, asked were {layout.tables}, {optimizer} and dynamic={dynamic}. "
+            "Choose another name or remove it."
+        )

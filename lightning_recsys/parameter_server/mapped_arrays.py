@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -44,12 +44,22 @@ class MappedArrays:
         self.folder = folder
         stored = json.loads((folder / META).read_text())
         self.meta: dict[str, Any] = stored["meta"]
+        self._growing: list[str] = stored.get("growing", [])
         self._tensors: dict[str, Tensor] | None = {
-            name: _map_file(folder / name, dtype, tuple(shape)) for name, (dtype, shape) in stored["arrays"].items()
+            name: (_map_ahead if name in self._growing else _map_file)(folder / name, dtype, tuple(shape))
+            for name, (dtype, shape) in stored["arrays"].items()
         }
 
     @classmethod
-    def create(cls, folder: Path, meta: dict[str, Any], shapes: Shapes, fill: Callable[[Self], None]) -> Self:
+    def create(
+        cls,
+        folder: Path,
+        meta: dict[str, Any],
+        shapes: Shapes,
+        fill: Callable[[Self], None],
+        *,
+        growing: Collection[str] = (),
+    ) -> Self:
         """Make a folder of arrays; the others see it once it is filled, or never.
 
         Args:
@@ -57,18 +67,22 @@ class MappedArrays:
             meta: Plain data to keep beside the arrays.
             shapes: The arrays.
             fill: Writes the first values.
+            growing: Arrays whose files begin empty: their shapes are what they may become, and only what
+                :meth:`grow` has made room for may be touched.
 
         Raises:
             FileExistsError: the folder is there, perhaps made by another process meanwhile.
             OSError: there is no room for the arrays.
         """
-        check_free_space(folder.parent, total_bytes(shapes), what=folder.name)
+        fixed = {name: shape for name, shape in shapes.items() if name not in growing}
+        check_free_space(folder.parent, total_bytes(fixed), what=folder.name)
         building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             for name, (dtype, shape) in shapes.items():
                 with (building / name).open("wb") as file:
-                    file.truncate(math.prod(shape) * _ITEM_BYTES[dtype])
-            (building / META).write_text(json.dumps({"meta": meta, "arrays": dict(shapes)}, indent=1))
+                    file.truncate(0 if name in growing else math.prod(shape) * _ITEM_BYTES[dtype])
+            stored = {"meta": meta, "arrays": dict(shapes), "growing": sorted(growing)}
+            (building / META).write_text(json.dumps(stored, indent=1))
             arrays = cls(building)
             fill(arrays)
             try:
@@ -91,9 +105,34 @@ class MappedArrays:
     def __contains__(self, name: object) -> bool:
         return self._tensors is not None and name in self._tensors
 
+    def grow(self, first: int, stop: int) -> None:
+        """Make room for rows ``first`` to ``stop`` of the growing arrays.
+
+        What is there stays where it is, in the file and in memory: nothing is copied or mapped anew.
+
+        Raises:
+            OSError: there is no room.
+        """
+        for name in self._growing:
+            array = self[name]
+            row_bytes = math.prod(array.shape[1:]) * array.itemsize
+            with (self.folder / name).open("r+b") as file:
+                # An error now instead of a bus error later.
+                os.posix_fallocate(file.fileno(), first * row_bytes, (stop - first) * row_bytes)
+
     def close(self) -> None:
         """Let go of the mapping, once nobody holds a tensor of it; the files stay."""
         self._tensors = None
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What is kept beside the arrays of a folder.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    meta: dict[str, Any] = json.loads((folder / META).read_text())["meta"]
+    return meta
 
 
 def remove_arrays(folder: Path) -> None:
@@ -154,3 +193,14 @@ def _map_file(path: Path, dtype: str, shape: tuple[int, ...]) -> Tensor:
             f"Remove {path.parent} and start from a checkpoint."
         )
     return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=_DTYPES[dtype]).view(shape)
+
+
+def _map_ahead(path: Path, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Map what a file may become; what lies behind its end must not be touched before the file is longer."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.truncate(math.prod(shape) * _ITEM_BYTES[dtype])  # takes no room, and torch insists
+        try:
+            return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=_DTYPES[dtype]).view(shape)
+        finally:
+            file.truncate(size)

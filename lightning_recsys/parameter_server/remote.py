@@ -16,9 +16,10 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.client import Connection, Pending
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.exchange_wire import pack_request, unpack_reply
-from lightning_recsys.parameter_server.interfaces import DenseStore, EmbeddingStore, Stores
+from lightning_recsys.parameter_server.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Stores
 from lightning_recsys.parameter_server.plain import (
     layout_from_plain,
     layout_to_plain,
@@ -117,6 +118,52 @@ class RemoteEmbeddingStore(EmbeddingStore):
         """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""
 
 
+class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
+    """Dynamic rows on a server; arguments as for :class:`RemoteEmbeddingStore`."""
+
+    def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
+        super().__init__(connection, name, description)
+        self.dynamic = dynamic_from_plain(description["dynamic"])
+
+    def live_rows(self) -> Tensor:  # noqa: D102 - inherited
+        step, parts = CHUNK_BYTES // 8, []
+        for first in range(0, self._size()[1], step):
+            arguments = {"first_slot": first, "num_slots": step}
+            parts.append(self._connection.request("live_rows", store=self.name, arguments=arguments).arrays[0])
+        return torch.cat(parts).sort().values if parts else torch.empty(0, dtype=torch.int64)
+
+    def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
+        connection, pending, chunks = self._connection, deque[Pending](), []
+        for rows in rows_U.split(self._chunk_rows()):
+            arguments = {"array": name}
+            pending.append(connection.begin("read_rows", store=self.name, arguments=arguments, arrays=[_ready(rows)]))
+            if len(pending) == _CHUNKS_IN_FLIGHT:
+                chunks.append(connection.wait(pending.popleft()).arrays[0])
+        chunks += [connection.wait(x).arrays[0] for x in pending]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:  # noqa: D102 - inherited
+        step = self._chunk_rows()
+        for rows, chunk in zip(rows_U.split(step), values.split(step), strict=True):
+            arrays = [_own(rows), _own(chunk)]
+            self._connection.push("write_rows", store=self.name, arguments={"array": name}, arrays=arrays)
+        self._connection.flush()
+
+    def insert(self, rows_U: Tensor) -> None:  # noqa: D102 - inherited
+        self._connection.push("insert", store=self.name, arrays=[_own(rows_U)])
+
+    def clear(self) -> None:  # noqa: D102 - inherited
+        self._connection.wait(self._connection.push("clear", store=self.name))
+
+    @property
+    def num_live(self) -> int:  # noqa: D102 - inherited
+        return self._size()[0]
+
+    def _size(self) -> tuple[int, int]:
+        live, slots = self._connection.request("size", store=self.name).value
+        return int(live), int(slots)
+
+
 class RemoteDenseStore(DenseStore):
     """A vector on a server.
 
@@ -175,14 +222,23 @@ class RemoteStores(Stores):
         self.endpoint = connection.endpoint
 
     def create_embedding_store(  # noqa: D102 - inherited
-        self, name: str, layout: TableLayout, optimizer: RowOptimizer, *, seed: int
+        self,
+        name: str,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        seed: int,
+        dynamic: DynamicRows | None = None,
     ) -> RemoteEmbeddingStore:
         arguments = {
             "tables": layout_to_plain(layout),
             "optimizer": optimizer_to_plain(optimizer),
             "seed": int(seed),
         }
-        return RemoteEmbeddingStore(self.connection, name, self._create("embedding", name, arguments))
+        if dynamic is None:
+            return RemoteEmbeddingStore(self.connection, name, self._create("embedding", name, arguments))
+        arguments["dynamic"] = dynamic_to_plain(dynamic)
+        return RemoteDynamicStore(self.connection, name, self._create("dynamic", name, arguments))
 
     def create_dense_store(  # noqa: D102 - inherited
         self, name: str, initial: Tensor, *, optimizer: RowOptimizer | None = None
@@ -196,14 +252,16 @@ class RemoteStores(Stores):
         return self._describe(kind, name)
 
     def embedding_store(self, name: str) -> RemoteEmbeddingStore:  # noqa: D102 - inherited
-        return RemoteEmbeddingStore(self.connection, name, self._describe("embedding", name))
+        description = self._describe("embedding", name, "dynamic")
+        kind = RemoteEmbeddingStore if description["kind"] == "embedding" else RemoteDynamicStore
+        return kind(self.connection, name, description)
 
     def dense_store(self, name: str) -> RemoteDenseStore:  # noqa: D102 - inherited
         return RemoteDenseStore(self.connection, name, self._describe("dense", name))
 
-    def _describe(self, kind: str, name: str) -> dict[str, Any]:
+    def _describe(self, kind: str, name: str, *others: str) -> dict[str, Any]:
         description: dict[str, Any] = self.connection.request("describe", store=name).value
-        if description["kind"] != kind:
+        if description["kind"] not in (kind, *others):
             raise KeyError(f"{self.endpoint}: {name!r} is a store of the kind {description['kind']}, not {kind}.")
         return description
 

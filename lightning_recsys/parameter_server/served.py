@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
-from lightning_recsys.parameter_server import embedding_store
+from lightning_recsys.parameter_server import embedding_store, hash_store
 from lightning_recsys.parameter_server.checks import check_bags, check_single, take_array
 from lightning_recsys.parameter_server.dense_store import MappedDenseStore
+from lightning_recsys.parameter_server.dynamic_rows import dynamic_to_plain
 from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
 from lightning_recsys.parameter_server.exchange import RowExchange
 from lightning_recsys.parameter_server.exchange_wire import unpack_request
+from lightning_recsys.parameter_server.hash_store import HashEmbeddingStore
 from lightning_recsys.parameter_server.journal import Undo
-from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
+from lightning_recsys.parameter_server.mapped_arrays import MappedArrays, read_meta
 from lightning_recsys.parameter_server.plain import layout_to_plain, optimizer_to_plain
 from lightning_recsys.parameter_server.wire import Limits, Request
 
@@ -31,8 +33,13 @@ class ServedEmbedding:
         arrays: Its files.
     """
 
+    store: MappedEmbeddingStore | HashEmbeddingStore
+
     def __init__(self, arrays: MappedArrays) -> None:
-        self.store = MappedEmbeddingStore(arrays.folder)
+        self._serve(MappedEmbeddingStore(arrays.folder), arrays)
+
+    def _serve(self, store: MappedEmbeddingStore | HashEmbeddingStore, arrays: MappedArrays) -> None:
+        self.store = store
         self._arrays = arrays
         layout = self.store.layout
         self.keys = tuple(feature for table in layout.tables for feature in table.feature_names)
@@ -94,6 +101,27 @@ class ServedEmbedding:
         self._arrays.close()
 
 
+class ServedDynamic(ServedEmbedding):
+    """An open store with dynamic rows.
+
+    Args:
+        store: It.
+    """
+
+    store: HashEmbeddingStore
+
+    def __init__(self, store: HashEmbeddingStore) -> None:
+        self._serve(store, store.arrays)
+
+    def describe(self) -> dict[str, Any]:  # noqa: D102 - inherited
+        return super().describe() | {"kind": hash_store.KIND, "dynamic": dynamic_to_plain(self.store.dynamic)}
+
+    def undo(self, rows: Tensor, *, clocks: bool = False) -> Undo:
+        """As for other stores, by slots: the rows that the update will make are made here, and need no undoing."""
+        slots = self.store.admit(rows.contiguous().numpy())
+        return super().undo(torch.from_numpy(slots[slots >= 0]), clocks=clocks)
+
+
 class ServedDense:
     """An open vector.
 
@@ -126,5 +154,8 @@ def open_served(folder: Path) -> ServedEmbedding | ServedDense:
     Raises:
         FileNotFoundError: there is none.
     """
+    kind = read_meta(folder)["kind"]
+    if kind == hash_store.KIND:
+        return ServedDynamic(HashEmbeddingStore(folder))
     arrays = MappedArrays(folder)
-    return ServedEmbedding(arrays) if arrays.meta["kind"] == embedding_store.KIND else ServedDense(arrays)
+    return ServedEmbedding(arrays) if kind == embedding_store.KIND else ServedDense(arrays)

@@ -1,0 +1,79 @@
+"""What makes rows dynamic: made when they are first trained, and perhaps forgotten again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicRows:
+    """Rows that exist from their first update on, for ids without bound: ``num_embeddings`` may be astronomical.
+
+    A row that does not exist is looked up as what it would be made as, a function of seed and key. So lookups make no
+    rows, evaluation takes no memory, and it matters neither in which order ids come nor which process makes their rows.
+
+    Args:
+        admission: A row exists from the update on that is the ``admission``-th to name its id; earlier updates of it
+            are dropped. Rare ids then take 16 to 32 bytes for their count, and none for a row. Counts are kept in
+            memory only: they begin again where a server is started again.
+        expire_after: A row, or a count, that no lookup and no update named during so many updates of the store is
+            forgotten, its state too, and its room used for another. ``None``: never.
+        first_keys: For each table of a store the key of its first row; what a row is made as depends on its key. By
+            default the tables lie behind each other. Whoever cuts tables over several stores gives each part the keys
+            of its own rows.
+
+    Raises:
+        ValueError: a number is too small, or too large to be counted.
+    """
+
+    admission: int = 1
+    expire_after: int | None = None
+    first_keys: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.admission < 2**31:
+            raise ValueError(f"admission must be from 1 to 2**31 - 1 updates, got {self.admission}.")
+        if self.expire_after is not None and not 1 <= self.expire_after < 2**30:
+            raise ValueError(f"expire_after must be None or from 1 to 2**30 updates, got {self.expire_after}.")
+        if self.first_keys is not None and not all(0 <= key < 2**63 for key in self.first_keys):
+            raise ValueError(f"first_keys must be numbers from 0 to 2**63 - 1, got {self.first_keys}.")
+
+
+def dynamic_to_plain(dynamic: DynamicRows | None) -> dict[str, Any] | None:
+    """As plain data, for files and for the wire."""
+    if dynamic is None:
+        return None
+    keys = dynamic.first_keys
+    return {
+        "admission": dynamic.admission,
+        "expire_after": dynamic.expire_after,
+        "first_keys": None if keys is None else list(keys),
+    }
+
+
+def dynamic_from_plain(value: object) -> DynamicRows | None:
+    """The reverse of :func:`dynamic_to_plain`.
+
+    Raises:
+        ValueError: a field is missing, unknown, of another type or out of range.
+
+    >>> dynamic_from_plain(dynamic_to_plain(DynamicRows(admission=3)))
+    DynamicRows(admission=3, expire_after=None, first_keys=None)
+    """
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.keys() != {"admission", "expire_after", "first_keys"}:
+        raise ValueError(f"dynamic rows take admission, expire_after and first_keys, got {value!r:.200}.")
+    admission, expire_after, first_keys = value["admission"], value["expire_after"], value["first_keys"]
+    keys = [] if first_keys is None else first_keys
+    numbers = [
+        admission,
+        *([] if expire_after is None else [expire_after]),
+        *(keys if isinstance(keys, list) else [""]),
+    ]
+    if any(type(number) is not int for number in numbers):
+        raise ValueError(f"admission, expire_after and first_keys must be whole numbers, got {value!r:.200}.")
+    return DynamicRows(
+        admission=admission, expire_after=expire_after, first_keys=None if first_keys is None else tuple(keys)
+    )

@@ -1,0 +1,341 @@
+"""Dynamic rows: made alike in any order, trained like mapped ones, stored only where they were trained."""
+
+import copy
+import itertools
+import pickle
+import resource
+import statistics
+
+import pytest
+import torch
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.parameter_server import DynamicRows, MappedStores, StoreBackend
+from lightning_recsys.parameter_server.dynamic_rows import dynamic_from_plain
+from lightning_recsys.parameter_server.exchange import RowExchange
+
+LAYOUT = TableLayout(
+    (
+        EmbeddingBagConfig("a", 40, 8, ("x", "y"), init_std=0.5),
+        EmbeddingBagConfig("b", 30, 8, ("z",), init_std=0.1),
+    )
+)
+HUGE = TableLayout((EmbeddingBagConfig("huge", 2**48, 16, ("h",), init_std=1.0),))
+RULES = [
+    SGD(0.1),
+    Adagrad(0.1, initial_accumulator=0.5),
+    RowwiseAdagrad(0.1),
+    Adam(0.1),
+    FTRL(0.1, l1=0.01),
+]
+
+
+@pytest.fixture
+def stores(tmp_path):
+    opened = MappedStores(tmp_path)
+    yield opened
+    opened.close()
+
+
+def dynamic_store(stores, layout=LAYOUT, rule=RULES[0], *, name="dynamic", seed=0, **options):
+    return stores.create_embedding_store(name, layout, rule, seed=seed, dynamic=DynamicRows(**options))
+
+
+def file_bytes(folder):
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+
+
+def test_rows_when_asked_for_then_they_are_normal_and_depend_on_seed_and_key_only(stores):
+    store, other = dynamic_store(stores, HUGE), dynamic_store(stores, HUGE, name="other", seed=1)
+    ids = torch.randint(2**48, (4000,))
+    rows = store.lookup(ids)
+    assert torch.equal(rows.flip(0), store.lookup(ids.flip(0)))
+    assert not torch.equal(rows, other.lookup(ids))
+    assert store.num_live == 0
+    normal = statistics.NormalDist()
+    values = rows.flatten().sort().values
+    for p in (0.0005, 0.02, 0.1, 0.5, 0.8, 0.99, 0.9999):
+        expected = (values > normal.inv_cdf(p)).float().mean()
+        assert expected == pytest.approx(1 - p, abs=5 * (p * (1 - p) / len(values)) ** 0.5)
+    covariance = rows.T.cov()
+    assert (covariance - torch.eye(16)).abs().max() < 0.1
+    assert rows[1:].mul(rows[:-1]).mean().abs() < 0.02
+
+
+def test_rows_when_they_are_made_in_another_order_then_they_are_the_same(stores):
+    first, second = dynamic_store(stores, rule=FTRL(0.1)), dynamic_store(stores, rule=FTRL(0.1), name="second")
+    for row in range(70):
+        first.insert(torch.tensor([row]))
+    second.insert(torch.randperm(70))
+    second.insert(torch.tensor([3, 3]))
+    assert first.num_live == second.num_live == 70
+    for name in ("weight", "accumulator", "linear"):
+        assert torch.equal(first.read(name, 0, 70), second.read(name, 0, 70))
+    assert 0.4 < first.read("weight", 0, 40).std() < 0.6
+    assert 0.08 < first.read("weight", 40, 30).std() < 0.12
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_training_when_a_mapped_store_starts_alike_then_rows_and_state_stay_equal(stores, rule):
+    dynamic = dynamic_store(stores, rule=rule)
+    mapped = stores.create_embedding_store("mapped", LAYOUT, rule, seed=0)
+    for name in dynamic.row_shapes:
+        mapped.write(name, 0, dynamic.read(name, 0, 70))
+    assert dynamic.num_live == 0
+    touched = set()
+    for step in range(30):
+        if step % 3 == 0:
+            lengths = torch.randint(0, 4, (3 * 5,))
+            ids = torch.cat([torch.randint(20 + step // 3, (int(lengths[5 * f : 5 * f + 5].sum()),)) for f in range(3)])
+            sparse = SparseFeatures(("x", "y", "z"), ids, lengths=lengths, weights=torch.rand(len(ids)))
+        else:
+            sparse = SparseFeatures(("x", "y", "z"), torch.randint(20, (3 * 5,)))
+        pooled = dynamic.pooled_lookup(sparse)
+        assert torch.equal(pooled, mapped.pooled_lookup(sparse))
+        gradient = torch.randn_like(pooled)
+        touched |= set(dynamic.rows_of(sparse).tolist())
+        for store in (dynamic, mapped):
+            store.apply_gradients(sparse, gradient, learning_rate=0.1)
+        rows, grads = torch.randperm(70)[:2], torch.randn(2, 8)
+        touched |= set(rows.tolist())
+        for store in (dynamic, mapped):
+            store.apply_row_gradients(rows, grads, learning_rate=0.1)
+    for name in dynamic.row_shapes:
+        assert torch.allclose(dynamic.read(name, 0, 70), mapped.read(name, 0, 70), rtol=1e-6, atol=1e-7)
+    assert dynamic.step == mapped.step == 60
+    assert dynamic.live_rows().tolist() == sorted(touched)
+    assert dynamic.num_live == len(touched)
+
+
+@pytest.mark.parametrize("clock", ["max", "sum"])
+def test_exchange_when_a_mapped_store_starts_alike_then_the_answers_are_equal(stores, clock):
+    dynamic = dynamic_store(stores, rule=Adagrad(0.1, initial_accumulator=0.1))
+    mapped = stores.create_embedding_store("mapped", LAYOUT, Adagrad(0.1, initial_accumulator=0.1), seed=0)
+    for name in dynamic.row_shapes:
+        mapped.write(name, 0, dynamic.read(name, 0, 70))
+    for _ in range(20):
+        push, fetch, check = (torch.randperm(70)[:size] for size in (4, 6, 5))
+        request = RowExchange(
+            push_rows=push,
+            push_clocks=torch.randint(9, (4,), dtype=torch.int32),
+            updates={"weight": torch.randn(4, 8), "sum": torch.rand(4, 8)},
+            num_steps=2,
+            fetch_rows=fetch,
+            check_rows=check,
+            check_clocks=torch.randint(4, (5,), dtype=torch.int32),
+            staleness=2,
+            clock=clock,
+        )
+        ours, theirs = dynamic.begin_exchange(request)(), mapped.begin_exchange(request)()
+        assert torch.equal(ours.clocks, theirs.clocks)
+        assert torch.equal(ours.stale, theirs.stale)
+        assert all(torch.equal(ours.values[name], theirs.values[name]) for name in ("weight", "sum"))
+    assert dynamic.step == mapped.step == 40
+
+
+def test_memory_when_rows_are_touched_then_it_grows_with_them_only(stores, tmp_path):
+    store = dynamic_store(stores, HUGE, Adam(0.1))
+    empty = file_bytes(tmp_path / "dynamic")
+    assert empty < 5 << 20
+    store.lookup(torch.randint(2**48, (100_000,)))
+    assert file_bytes(tmp_path / "dynamic") == empty
+    for batch in range(20):
+        ids = torch.arange(4000) * 1_000_003 + batch
+        store.apply_row_gradients(ids, torch.ones(4000, 16), learning_rate=0.1)
+    row_bytes = 3 * 16 * 4 + 12
+    assert 80_000 * row_bytes <= file_bytes(tmp_path / "dynamic") < 81_000 * row_bytes + (6 << 20)
+    assert store.num_live == 80_000
+    assert store.index_bytes < 64 * 80_000
+    assert torch.allclose(store.lookup(torch.tensor([5]))[0], store.read("weight", 5, 1)[0])
+    status = stores.status()
+    assert (status["rows"], status["live_rows"]) == (2**48, 80_000)
+    assert status["bytes"] < 81_000 * row_bytes + (6 << 20)
+
+
+def test_memory_when_a_trillion_parameters_are_opened_and_trained_then_it_stays_small(stores, tmp_path):
+    tables = [EmbeddingBagConfig(f"t{i}", 33_760_000, 4096, (f"f{i}",)) for i in range(8)]
+    assert sum(table.num_embeddings * table.embedding_dim for table in tables) > 1.1e12
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    collection = EmbeddingBagCollection(tables, optimizer=SGD(0.1), device="meta")
+    backend = StoreBackend.create("net", collection.layout, SGD(0.1), servers=[stores], dynamic=DynamicRows())
+    collection.bind(backend)
+    ids = SparseFeatures(collection.feature_names, torch.randint(33_760_000, (8 * 16,)))
+    for _ in range(3):
+        collection(ids).sum().backward()
+    after = backend.lookup(collection.resolve(ids))
+    assert torch.allclose(after.mean(), torch.tensor(-0.3), atol=0.01)
+    assert file_bytes(tmp_path / "net") < 64 << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
+    collection.unbind()
+
+
+def test_admission_when_a_row_is_named_often_enough_then_it_trains_from_that_update_on(stores):
+    store = dynamic_store(stores, admission=3)
+    initial = store.read("weight", 0, 70)
+    sparse = SparseFeatures(("x", "y", "z"), torch.tensor([1, 1, 2, 1, 5, 6]))  # row 1 thrice in one update
+    store.apply_gradients(sparse, torch.ones(2, 3, 8), learning_rate=1.0)
+    store.apply_row_gradients(torch.tensor([1, 2]), torch.ones(2, 8), learning_rate=1.0)
+    assert torch.equal(store.read("weight", 0, 70), initial)
+    assert store.num_live == 0
+    store.apply_gradients(sparse, torch.ones(2, 3, 8), learning_rate=1.0)
+    expected = initial.clone()
+    expected[1] -= 3
+    expected[2] -= 1
+    assert torch.allclose(store.read("weight", 0, 70), expected)
+    assert store.live_rows().tolist() == [1, 2]
+    assert torch.allclose(store.pooled_lookup(sparse)[0, :, 0], expected[[1, 2, 45], 0])
+    exchange = RowExchange(
+        push_rows=torch.tensor([45, 60]),
+        push_clocks=torch.tensor([7, 7], dtype=torch.int32),
+        updates={"weight": torch.ones(2, 8)},
+        fetch_rows=torch.tensor([45, 60]),
+    )
+    values = store.begin_exchange(exchange)()
+    assert torch.equal(values.values["weight"], torch.stack([initial[45] - 1, initial[60]]))
+    assert values.clocks.tolist() == [7, 0]
+    store.insert(torch.tensor([45, 60]))
+    assert store.live_rows().tolist() == [1, 2, 45, 60]
+    store.clear()
+    assert (store.num_live, store.live_rows().tolist()) == (0, [])
+    assert torch.equal(store.read("weight", 0, 70), initial)
+
+
+def test_expiry_when_a_row_was_not_named_for_long_then_it_starts_anew(stores):
+    store = dynamic_store(stores, rule=Adagrad(1.0), expire_after=4)
+    initial = store.read("weight", 0, 70)
+    push = RowExchange(
+        push_rows=torch.tensor([0, 1]),
+        push_clocks=torch.tensor([5, 5], dtype=torch.int32),
+        updates={"weight": torch.ones(2, 8), "sum": torch.ones(2, 8)},
+        num_steps=1,
+    )
+    store.begin_exchange(push)()
+    for _ in range(3):
+        store.apply_row_gradients(torch.tensor([2]), torch.ones(1, 8), learning_rate=0.1)
+        store.lookup(torch.tensor([1]))
+        store.read("weight", 0, 1)  # a checkpoint does not count
+    assert torch.equal(store.read("weight", 0, 1), initial[:1] - 1)
+    store.apply_row_gradients(torch.tensor([2]), torch.ones(1, 8), learning_rate=0.1)
+    assert torch.equal(store.read("weight", 0, 1), initial[:1])
+    assert store.read("sum", 0, 2)[:, 0].tolist() == [0, 1]
+    assert store.live_rows().tolist() == [1, 2]
+    store.apply_row_gradients(torch.tensor([0]), torch.ones(1, 8), learning_rate=1.0)
+    assert torch.allclose(store.read("weight", 0, 1), initial[:1] - 1)
+    values = store.begin_exchange(RowExchange(fetch_rows=torch.tensor([0, 1])))()
+    assert values.clocks.tolist() == [0, 5]
+
+
+def test_expiry_when_ids_keep_changing_then_room_is_used_again(stores, tmp_path):
+    store = dynamic_store(stores, HUGE, expire_after=5)
+    sizes = []
+    for step in range(60):
+        ids = torch.arange(5000) + 5000 * step
+        store.apply_row_gradients(ids, torch.ones(5000, 16), learning_rate=0.1)
+        sizes.append(file_bytes(tmp_path / "dynamic"))
+    assert store.num_live <= 12 * 5000
+    assert sizes[-1] == sizes[14] < 13 * 5000 * 76 + (10 << 20)
+    assert len(store.live_rows()) == 5 * 5000
+
+
+@pytest.mark.parametrize(("rule", "dim"), [(SGD(0.5), 1), (Adam(0.1), 3), (Adagrad(0.1), 64)])
+def test_store_when_closed_and_opened_again_then_every_row_is_there(stores, tmp_path, rule, dim):
+    layout = TableLayout((EmbeddingBagConfig("t", 1000, dim, ("t",), init_std=0.1),))
+    store = dynamic_store(stores, layout, rule, seed=4)
+    store.apply_row_gradients(torch.arange(0, 1000, 3), torch.randn(334, dim), learning_rate=0.5)
+    before = {name: store.read(name, 0, 1000) for name in store.row_shapes}
+    stores.close()
+    again = MappedStores(tmp_path)
+    store = dynamic_store(again, layout, rule, seed=4)
+    assert (store.num_live, store.step) == (334, 1)
+    assert all(torch.equal(store.read(name, 0, 1000), values) for name, values in before.items())
+    store.apply_row_gradients(torch.arange(1000), torch.ones(1000, dim), learning_rate=0.5)
+    assert store.num_live == 1000
+    again.close()
+
+
+def test_written_rows_when_read_then_they_are_back_and_exist(stores):
+    store = dynamic_store(stores, rule=Adagrad(), admission=5)
+    rows, values = torch.tensor([50, 3, 69]), torch.randn(3, 8)
+    store.write_rows("sum", rows, values)
+    assert torch.equal(store.read_rows("sum", rows), values)
+    assert store.live_rows().tolist() == [3, 50, 69]
+    store.write("weight", 10, values)
+    assert torch.equal(store.lookup(torch.tensor([12, 11, 10])), values.flip(0))
+
+
+def test_store_when_misused_then_the_error_says_what_to_do(stores):
+    store = dynamic_store(stores)
+    with pytest.raises(RuntimeError, match=r"dynamic is open already.*go through its server"):
+        stores.embedding_store("dynamic")
+    with pytest.raises(TypeError, match="one process at a time"):
+        pickle.dumps(store)
+    assert copy.deepcopy(store) is store
+    with pytest.raises(ValueError, match=r"has \['weight'\], got 'sum'"):
+        store.read("sum", 0, 1)
+    with pytest.raises(IndexError, match="not within the store's 70"):
+        store.read("weight", 69, 2)
+    with pytest.raises(IndexError, match=r"rows must be in \[0, 70\), got 3 to 70"):
+        store.apply_row_gradients(torch.tensor([3, 70]), torch.ones(2, 8), learning_rate=1.0)
+    with pytest.raises(ValueError, match=r"shape \[2, 8\], got \[1, 8\]"):
+        store.write_rows("weight", torch.tensor([1, 2]), torch.ones(1, 8))
+    store.close()
+    with pytest.raises(ValueError, match=r"with other tables or another rule.*DynamicRows"):
+        dynamic_store(stores, admission=2)
+    with pytest.raises(ValueError, match="one key for each of 2 tables"):
+        dynamic_store(stores, name="other", first_keys=(1,))
+    endless = TableLayout(tuple(EmbeddingBagConfig(f"t{i}", 2**60, 4, (f"f{i}",)) for i in range(8)))
+    with pytest.raises(ValueError, match=r"at most 2\*\*63 - 1 rows"):
+        dynamic_store(stores, endless, name="endless")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"admission": 0}, "admission must be from 1"),
+        ({"expire_after": 0}, "expire_after must be None or from 1"),
+        ({"first_keys": (-1,)}, "first_keys must be numbers from 0"),
+    ],
+)
+def test_dynamic_rows_when_out_of_range_then_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DynamicRows(**options)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {"admission": 1},
+        {"admission": 1.5, "expire_after": None, "first_keys": None},
+        {"admission": True, "expire_after": None, "first_keys": None},
+        {"admission": 1, "expire_after": "2", "first_keys": None},
+        {"admission": 1, "expire_after": None, "first_keys": 3},
+        {"admission": 1, "expire_after": None, "first_keys": [0, "1"]},
+    ],
+)
+def test_plain_dynamic_rows_when_they_are_none_then_refused(value):
+    with pytest.raises(ValueError, match=r"take admission|whole numbers"):
+        dynamic_from_plain(value)
+
+
+def test_room_when_there_is_none_then_the_error_says_so_and_nothing_is_changed(stores, monkeypatch):
+    store = dynamic_store(stores, HUGE)
+    store.apply_row_gradients(torch.arange(10), torch.ones(10, 16), learning_rate=1.0)
+    before = store.lookup(torch.arange(10))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    for batch in itertools.count():
+        ids = torch.arange(10_000) + 10_000 * batch + 10
+        if store.num_live + 10_000 > (4 << 20) // 76:
+            break
+        store.apply_row_gradients(ids, torch.ones(10_000, 16), learning_rate=1.0)
+    live = store.num_live
+    with pytest.raises(OSError, match=r"no room for more rows in .*dynamic.*No space left.*expire_after"):
+        store.apply_row_gradients(ids, torch.ones(10_000, 16), learning_rate=1.0)
+    assert store.num_live == live
+    assert torch.equal(store.lookup(torch.arange(10)), before)
