@@ -26,6 +26,7 @@ REMEMBERED = 8
 LIGHT_BOUND = 64
 """From this many uses on, light LFU no longer keeps a row in order."""
 
+_SOON = AHEAD // 2
 _NO_BOUND = np.iinfo(np.int32).max
 
 # Places in the array of numbers that the loops share.
@@ -60,6 +61,7 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, sl
     number, count, last = numbers[_PLANS], 0, keys_N.shape[0] - 1
     for i in range(keys_N.shape[0]):
         prefetch_row(table, home(table, keys_N[min(i + AHEAD, last)]))
+        prefetch_row(slots, table[home(table, keys_N[min(i + _SOON, last)]), 1])  # nearly always the key's own cell
         key = keys_N[i]
         cell = find(table, key)
         slot = table[cell, 1]
@@ -84,6 +86,10 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, sl
             count += 1
         slots_N[i], distinct_N[i] = slot, slots[slot, POSITION]
     for u in range(count):
+        prefetch_row(slots, slots_U[min(u + AHEAD, count - 1)])
+        soon = slots_U[min(u + _SOON, count - 1)]
+        prefetch_row(slots, slots[soon, order.BEFORE])
+        prefetch_row(slots, slots[soon, order.AFTER])
         slot = slots_U[u]
         if new_U[u]:
             order.add(slots, lists, slot, slots[slot, COUNT] + step, bound)
@@ -93,34 +99,38 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, sl
 
 
 @compile_loop
-def _forget(slot, table, slots, slot_keys, free, numbers, remembers):  # noqa: ANN001, ANN202
-    cell = find(table, slot_keys[slot])
-    if remembers and slots[slot, COUNT]:
-        table[cell, 1] = EMPTY - slots[slot, COUNT]
-        numbers[_MEMORIES] += 1
-    else:
-        hash_table.erase(table, cell)
-    slots[slot, HELD] = 0
-    free[numbers[_FREE]] = slot
-    numbers[_FREE] += 1
-    numbers[_ROWS] -= 1
+def _forget(victims, table, slots, slot_keys, free, numbers, remembers):  # noqa: ANN001, ANN202
+    last = victims.shape[0] - 1
+    for i in range(victims.shape[0]):
+        prefetch_row(table, home(table, slot_keys[victims[min(i + _SOON, last)]]))
+        slot = victims[i]
+        cell = find(table, slot_keys[slot])
+        if remembers and slots[slot, COUNT]:
+            table[cell, 1] = EMPTY - slots[slot, COUNT]
+            numbers[_MEMORIES] += 1
+        else:
+            hash_table.erase(table, cell)
+        slots[slot, HELD] = 0
+        free[numbers[_FREE]] = slot
+        numbers[_FREE] += 1
+    numbers[_ROWS] -= victims.shape[0]
 
 
 @compile_loop
-def _evict(table, slots, slot_keys, lists, free, numbers, limit, spare_from, remembers, victims):  # noqa: ANN001, ANN202
+def _evict(table, slots, slot_keys, lists, free, numbers, spare_from, remembers, victims):  # noqa: ANN001, ANN202
     """Fill the slots of victims from those in lists; returns how many, which may be too few."""
     count, at = 0, order.lowest_list(lists)
-    while at != NOWHERE and numbers[_ROWS] > limit:
+    while at != NOWHERE and count < victims.shape[0]:
         slot, higher = lists[at, order.FIRST], order.next_list(lists, at)
-        while slot != NOWHERE and numbers[_ROWS] > limit:
+        while slot != NOWHERE and count < victims.shape[0]:
             after = slots[slot, order.AFTER]
             if slots[slot, PLANNED] < spare_from:
                 order.remove(slots, lists, slot)
-                _forget(slot, table, slots, slot_keys, free, numbers, remembers)
                 victims[count] = slot
                 count += 1
             slot = after
         at = higher
+    _forget(victims[:count], table, slots, slot_keys, free, numbers, remembers)
     return count
 
 
@@ -240,7 +250,7 @@ class CacheIndex:
             next plan may give them away.
         """
         victims = np.empty(max(len(self) - self.limit, 0), dtype=np.int64)
-        arguments = self._numbers, self.limit, spare_from, self._remembers
+        arguments = self._numbers, spare_from, self._remembers
         count = _evict(self._table, *self._arrays(), *arguments, victims)
         if count < victims.size and self._only_unordered_left(spare_from):
             self._halve_counts()

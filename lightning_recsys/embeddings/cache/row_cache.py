@@ -163,20 +163,15 @@ class RowCache:
         self.start[slots_M] = self.current[slots_M] = clocks_M
 
     def sum_gradients(
-        self,
-        plan: BatchPlan,
-        grad_BFD: Tensor,
-        *,
-        offsets: Tensor | None = None,
-        weights: Tensor | None = None,
+        self, plan: BatchPlan, offsets: Tensor | None, weights: Tensor | None, grad_BFD: Tensor
     ) -> Tensor:
         """The gradient of each distinct row of a batch, float32 ``[U, D]``; valid until the next call.
 
         Args:
             plan: The batch's.
+            offsets: Of its bags, int64 ``[F * B + 1]``; ``None`` where each holds one id.
+            weights: Of its ids, float32 ``[N]``; ``None`` where all are 1.
             grad_BFD: The gradient of the pooled lookup, ``[B, F, D]``.
-            offsets: Of the batch's bags, int64 ``[F * B + 1]``; without it each bag holds one id.
-            weights: Of its ids, float32 ``[N]``; without it all are 1.
         """
         num_rows, dim = plan.slots_U.size, self.rows.shape[1]
         if self._sums.shape[0] < num_rows:

@@ -1,0 +1,182 @@
+"""Which rows a cache keeps: against simulations of each policy in dicts."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from lightning_recsys.embeddings.cache import CacheIndex
+from lightning_recsys.embeddings.cache import index as index_module
+
+
+class SimulatedLRU:
+    def __init__(self, limit):
+        self.limit, self.held = limit, OrderedDict()
+
+    def use(self, key):
+        self.held[key] = True
+        self.held.move_to_end(key)
+
+    def evict(self, spared):
+        victims = [key for key in self.held if key not in spared][: max(len(self.held) - self.limit, 0)]
+        for key in victims:
+            del self.held[key]
+        return victims
+
+
+class SimulatedLFU:
+    """Counts in a dict; the order among equals is that of a time stamp, which halving leaves in the old order."""
+
+    def __init__(self, limit, memory):
+        self.limit, self.memory = limit, memory
+        self.uses, self.stamp, self.held, self.time = {}, {}, {}, 0
+
+    def use(self, key):
+        self.time += 1
+        self.uses[key] = self.uses.get(key, 0) + 1
+        self.stamp[key], self.held[key] = self.time, True
+
+    def order(self, keys):
+        return sorted(keys, key=lambda key: (self.uses[key], self.stamp[key]))
+
+    def evict(self, spared):
+        over = max(len(self.held) - self.limit, 0)
+        victims = self.order(key for key in self.held if key not in spared)[:over]
+        for key in victims:
+            del self.held[key]
+            if not self.uses[key] or not self.memory:
+                del self.uses[key]
+        if len(self.uses) - len(self.held) > self.memory:
+            in_order = self.order(self.held)
+            self.uses = {key: n // 2 for key, n in self.uses.items() if n > 1 or key in self.held}
+            self.stamp = {key: self.time + i for i, key in enumerate(in_order)}
+            self.time += len(in_order)
+        return victims
+
+
+def zipf_batches(num_batches, size, *, num_keys=3000, seed=0):
+    generator = np.random.default_rng(seed)
+    weights = np.arange(1, num_keys + 1) ** -1.1
+    keys = generator.integers(-(2**63), 2**63 - 1, num_keys)
+    return [keys[generator.choice(num_keys, size, p=weights / weights.sum())] for _ in range(num_batches)]
+
+
+def run_against(simulation, cache, batches, *, prefetches):
+    """Every step: misses and victims, with or without the next batch planned ahead."""
+    misses = []
+    coming = [*batches[1:], None] if prefetches else [None] * len(batches)
+    planned = None
+    for keys, ahead in zip(batches, coming, strict=True):
+        for batch in [keys] if planned is None else []:
+            planned = check_plan(simulation, cache, batch)
+        misses.append(int(planned.new_U.sum()))
+        after, spared, spare_from = None, set(), planned.number + 1
+        if ahead is not None:
+            after = check_plan(simulation, cache, ahead)
+            spared, spare_from = set(after.keys_U.tolist()), after.number
+        victims, _ = cache.evict(spare_from=spare_from)
+        assert victims.tolist() == simulation.evict(spared)
+        assert len(cache) == len(simulation.held)
+        planned = after
+    return misses
+
+
+def check_plan(simulation, cache, keys):
+    plan = cache.plan(keys)
+    distinct = list(dict.fromkeys(keys.tolist()))
+    assert plan.keys_U.tolist() == distinct
+    assert plan.new_U.tolist() == [key not in simulation.held for key in distinct]
+    assert (plan.slots_U[plan.distinct_N] == plan.slots_N).all()
+    assert (plan.keys_U[plan.distinct_N] == keys).all()
+    for key in distinct:
+        simulation.use(key)
+    assert cache.keys(plan.slots_U).tolist() == distinct
+    assert np.unique(cache.slots()).size == len(simulation.held)
+    assert set(cache.keys(cache.slots()).tolist()) == set(simulation.held)
+    return plan
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize("limit", [0, 1, 100, 400, 5000])
+def test_lru_when_run_against_a_simulation_then_the_same_rows_go_in_the_same_order(limit, prefetches):
+    batches = zipf_batches(60, 150)
+    misses = run_against(SimulatedLRU(limit), CacheIndex(limit, policy="lru"), batches, prefetches=prefetches)
+    distinct = len(set(np.concatenate(batches).tolist()))
+    assert sum(misses) == distinct if limit == 5000 else sum(misses) > distinct
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize(("limit", "remembered"), [(0, 8), (1, 8), (100, 8), (100, 1), (400, 2), (400, 1), (5000, 8)])
+def test_lfu_when_run_against_a_simulation_then_the_same_rows_go_in_the_same_order(
+    limit, remembered, prefetches, monkeypatch
+):
+    monkeypatch.setattr(index_module, "REMEMBERED", remembered)
+    simulation = SimulatedLFU(limit, remembered * limit)
+    run_against(simulation, CacheIndex(limit, policy="lfu"), zipf_batches(80, 150), prefetches=prefetches)
+
+
+def test_lfu_when_compared_then_it_misses_less_than_lru_and_light_lfu_about_as_much():
+    batches = zipf_batches(300, 300, num_keys=20_000, seed=3)
+    misses = {}
+    for policy in ("lru", "lfu", "light_lfu"):
+        cache = CacheIndex(500, policy=policy)
+        counts = []
+        for keys in batches:
+            plan = cache.plan(keys)
+            counts.append(plan.new_U.sum() / plan.new_U.size)
+            cache.evict(spare_from=plan.number + 1)
+        misses[policy] = np.mean(counts[100:])
+    assert misses["lfu"] < misses["lru"] - 0.03
+    assert abs(misses["light_lfu"] - misses["lfu"]) < 0.01
+
+
+def test_light_lfu_when_a_row_passes_the_bound_then_it_goes_only_when_nothing_else_is_left(monkeypatch):
+    monkeypatch.setattr(index_module, "LIGHT_BOUND", 3)
+    cache = CacheIndex(2, policy="light_lfu")
+    for _ in range(3):
+        cache.plan(np.array([1, 2]))
+    cache.plan(np.array([7]))  # used later than the others, but less often
+    assert cache.evict(spare_from=99)[0].tolist() == [7]
+    for _ in range(3):
+        cache.plan(np.array([8]))
+    assert cache.evict(spare_from=99)[0].tolist() == [1]  # all are past the bound: halved, they go by slot
+    cache.plan(np.array([9]))
+    assert cache.evict(spare_from=99)[0].tolist() == [2]  # 2 and 8 have counts again, 3 // 2, and so has 9
+
+
+def test_light_lfu_when_no_row_reaches_the_bound_then_it_is_lfu(monkeypatch):
+    monkeypatch.setattr(index_module, "LIGHT_BOUND", 10_000)
+    run_against(SimulatedLFU(100, 800), CacheIndex(100, policy="light_lfu"), zipf_batches(60, 150), prefetches=True)
+
+
+def test_evict_when_the_spared_rows_alone_exceed_the_limit_then_they_stay():
+    for policy in ("lru", "lfu", "light_lfu"):
+        cache = CacheIndex(2, policy=policy)
+        cache.plan(np.array([1, 2, 3]))
+        ahead = cache.plan(np.array([3, 4, 5, 6]))
+        keys, slots = cache.evict(spare_from=ahead.number)
+        assert keys.tolist() == [1, 2]
+        assert slots.tolist() == [0, 1]
+        assert len(cache) == 4
+        assert cache.plan(np.array([8, 9])).slots_U.tolist() == [1, 0]  # slots come back into use
+
+
+def test_clear_when_called_then_nothing_is_held_and_plans_count_on():
+    cache = CacheIndex(5, policy="lfu")
+    cache.plan(np.array([1, 2]))
+    cache.clear()
+    assert (len(cache), cache.num_slots, cache.slots().size) == (0, 0, 0)
+    plan = cache.plan(np.array([2, 2]))
+    assert (plan.number, plan.new_U.tolist(), plan.slots_N.tolist()) == (2, [True], [0, 0])
+
+
+def test_plan_when_the_batch_is_empty_then_so_is_the_plan():
+    plan = CacheIndex(5, policy="lru").plan(np.empty(0, dtype=np.int64))
+    assert (plan.slots_N.size, plan.keys_U.size, plan.new_U.size) == (0, 0, 0)
+
+
+def test_index_when_an_argument_is_wrong_then_refused():
+    with pytest.raises(ValueError, match=r"strategy\.cache_rows must be at least 0, got -1"):
+        CacheIndex(-1, policy="lru")
+    with pytest.raises(ValueError, match=r"strategy\.policy must be one of \['lru', 'lfu', 'light_lfu'\], got 'fifo'"):
+        CacheIndex(1, policy="fifo")
