@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,17 +14,20 @@ from typing import Any, Literal
 from benchmarks import shadowsync_quality, shadowsync_store
 from benchmarks.bars import Bar, Bars
 from benchmarks.report import Result, Row
-from benchmarks.shadowsync_jobs import Job, jobs_in_turns, python
+from benchmarks.shadowsync_jobs import Job, python, run_in_turns
 from benchmarks.shadowsync_link import NoLinkError, free_port, linked_hosts
+from benchmarks.turns import Measurement
 from rich.table import Table
 
-Part = Literal["link", "overhead", "scale", "store", "quality"]
+Part = Literal["link", "overhead", "scale", "straggler", "store", "quality"]
 Measured = tuple[list[Result], list[Bar]]
 
 NOT_SYNCHRONISED = "not synchronised"
 NEVER = {"mode": "foreground", "gap": 10**9}  # the same processes and servers, and no round
 LINK_DIM = 4  # of rows, so that it is synchronisation that fills the link
 BACKGROUND: dict[str, Any] = {"mode": "background"}
+SLOWED = (1, 5)  # a trainer, and how many times slower it is
+ALL_FAST = "no straggler"  # S-EASGD
 
 log = logging.getLogger("benchmark")
 
@@ -78,6 +81,7 @@ def run(
         "link": lambda: suite.link(rate),
         "overhead": suite.overhead,
         "scale": suite.scale,
+        "straggler": suite.straggler,
         "store": lambda: shadowsync_store.measure(**store),
         "quality": lambda: _quality(quality, cache=cache, data=data),
     }
@@ -131,6 +135,29 @@ class Suite:
         bar = Bar("two trainers / two processes", row.measured.ratio("two trainers", "two processes"), "at least", 0.95)
         return [row], [bar]
 
+    def straggler(self) -> Measured:
+        """What trainer 0 does while trainer 1 is slow, and while it is not."""
+        variants = {
+            ALL_FAST: self._on_one_machine(BACKGROUND),
+            "S-EASGD": self._on_one_machine(BACKGROUND, slowed=SLOWED),
+            "S-MA": self._on_one_machine({**BACKGROUND, "algorithm": "ma"}, slowed=SLOWED),
+            "FR-MA-5": self._on_one_machine({"mode": "foreground", "gap": 5, "algorithm": "ma"}, slowed=SLOWED),
+        }
+        with self._run(variants) as jobs:
+            first, slowed = (
+                Measurement({name: job.rates(self.batch_size, rank=rank) for name, job in jobs.items()})
+                for rank in (0, SLOWED[0])
+            )
+        rows = [
+            Row(f"trainer 0 beside a straggler, B={self.batch_size}", first, base=ALL_FAST),
+            Row(f"the straggler, B={self.batch_size}", slowed, base=ALL_FAST),
+        ]
+        bars = [
+            Bar(f"trainer 0 beside a straggler / without one, {name}", first.ratio(name, ALL_FAST), "at least", 0.9)
+            for name in ("S-EASGD", "S-MA")
+        ]
+        return list(rows), bars
+
     def link(self, rate: str) -> Measured:
         """A trainer on each of two hosts."""
         variants = {
@@ -157,20 +184,26 @@ class Suite:
     def _measure(
         self, workload: str, jobs: Mapping[str, Mapping[str, Any]], *, base: str = NOT_SYNCHRONISED
     ) -> tuple[Row, Gaps]:
-        with ExitStack() as stack:
-            named = {}
-            for name, arguments in jobs.items():
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                named[name] = Job(name, folder=folder, **arguments)
-            measured = jobs_in_turns(named, batch_size=self.batch_size, rounds=self.rounds, seconds=self.seconds)
+        with self._run(jobs) as named:
+            measured = Measurement({name: job.rates(self.batch_size) for name, job in named.items()})
         title = f"{workload}, B={self.batch_size}"
         told = {name: job.telemetry for name, job in named.items()}
         synchronised = {name: x for name, x in told.items() if any("sync/gap" in each for each in x.values())}
         return Row(title, measured, base=base), Gaps(title, synchronised)
 
-    def _on_one_machine(self, how: Mapping[str, Any], *, sync_over_tcp: bool = False) -> dict[str, Any]:
-        strategy = {"num_trainers": 2, **how}
-        settings = {"batch_size": self.batch_size, "strategy": strategy, "sync_over_tcp": sync_over_tcp}
+    @contextmanager
+    def _run(self, jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Job]]:
+        """The jobs when they have run, while their folders are there."""
+        with ExitStack() as stack:
+            named = {}
+            for name, arguments in jobs.items():
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                named[name] = Job(name, folder=folder, **arguments)
+            run_in_turns(named, rounds=self.rounds, seconds=self.seconds)
+            yield named
+
+    def _on_one_machine(self, how: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+        settings |= {"batch_size": self.batch_size, "strategy": {"num_trainers": 2, **how}}
         return {"launchers": [python()], "settings": [settings], "workers": 2}
 
     def _on_two_hosts(self, how: Mapping[str, Any], hosts: tuple[Any, Any]) -> dict[str, Any]:

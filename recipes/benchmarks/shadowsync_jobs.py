@@ -19,7 +19,6 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
-from benchmarks.turns import Measurement
 
 START_SECONDS = 300.0  # for a job to make its first steps on a busy machine
 END_SECONDS = 60.0  # for a job to end when it is asked to
@@ -112,16 +111,20 @@ class Job:
         for pid in descendants(*(process.pid for process in self._main)):
             _signal(pid, signal.SIGCONT)
 
-    def rates(self, batch_size: int) -> list[float]:
-        """Examples per second of all workers in each turn; after the job, which has finished its last steps then.
+    def rates(self, batch_size: int, *, rank: int | None = None) -> list[float]:
+        """Examples per second of all workers, or of one, in each turn that counts; after the job.
 
-        A step that is under way when a turn begins or ends counts in part.
+        The first turn warms up. A step that is under way when a turn begins or ends counts in part.
         """
-        return [rate * batch_size for rate in steps_per_second(self._step_times(), self._runs)]
+        times = self._step_times() if rank is None else self._times_in(f"steps-{rank}-*")
+        return [rate * batch_size for rate in steps_per_second(times, self._runs)][1:]
 
     def _step_times(self) -> list[np.ndarray]:
-        times = [np.fromfile(path) for path in self.folder.glob("steps-*")]
+        times = self._times_in("steps-*")
         return times if len(times) == self.workers else []
+
+    def _times_in(self, pattern: str) -> list[np.ndarray]:
+        return [np.fromfile(path) for path in self.folder.glob(pattern)]
 
     def _await(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
@@ -150,7 +153,7 @@ class Job:
             process.wait()
 
 
-def jobs_in_turns(jobs: Mapping[str, Job], *, batch_size: int, rounds: int, seconds: float) -> Measurement:
+def run_in_turns(jobs: Mapping[str, Job], *, rounds: int, seconds: float) -> None:
     """Let every job run for ``seconds`` in each of ``rounds`` rounds, one at a time, in rotating order.
 
     A first, uncounted round warms everything up.
@@ -168,7 +171,6 @@ def jobs_in_turns(jobs: Mapping[str, Job], *, batch_size: int, rounds: int, seco
                 jobs[name].resume()
                 time.sleep(seconds)
                 jobs[name].pause()
-    return Measurement({name: job.rates(batch_size)[1:] for name, job in jobs.items()})
 
 
 def steps_per_second(workers: Sequence[np.ndarray], runs: Sequence[tuple[float, float]]) -> list[float]:

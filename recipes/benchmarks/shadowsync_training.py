@@ -41,8 +41,8 @@ class StepTimes(pl.Callback):
         self.folder = folder
         self.asker = Path(f"/proc/{asker}")
 
-    def on_train_start(self, *_: Any) -> None:
-        self._file = (self.folder / f"steps-{os.getpid()}").open("wb", buffering=0)
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._file = (self.folder / f"steps-{trainer.global_rank}-{os.getpid()}").open("wb", buffering=0)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._file.write(struct.pack("d", time.monotonic()))
@@ -55,6 +55,30 @@ class StepTimes(pl.Callback):
         if isinstance(trainer.strategy, ShadowSyncStrategy):
             told = {name: value for name, value in trainer.strategy.telemetry().items() if isinstance(value, float)}
             (self.folder / f"telemetry-{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+class Slowed(pl.Callback):
+    """Makes a rank so many times slower: it does not wait, but computes, as much of the machine as ever is in use.
+
+    Args:
+        rank: Which.
+        factor: How many times.
+    """
+
+    def __init__(self, rank: int, factor: float) -> None:
+        self.rank, self.factor = rank, factor
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._began = time.thread_time()  # stands still while the job does
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        if trainer.global_rank == self.rank:
+            end = self._began + self.factor * (time.thread_time() - self._began)
+            with torch.no_grad():
+                while time.thread_time() < end:
+                    pl_module.training_step(batch, 0)
 
 
 class SyncServersOverTcp(ShadowSyncStrategy):
@@ -106,6 +130,7 @@ def train(
     sync_over_tcp: bool = False,
     num_nodes: int = 1,
     start: float = 0.0,
+    slowed: tuple[int, float] | None = None,
 ) -> None:
     """Train until told to stop.
 
@@ -118,6 +143,7 @@ def train(
         sync_over_tcp: Use :class:`SyncServersOverTcp`.
         num_nodes: Lightning's.
         start: As in :class:`Batches`.
+        slowed: Arguments of :class:`Slowed`, if a rank is to be.
     """
     be_quiet()
     warnings.filterwarnings("ignore")
@@ -130,7 +156,7 @@ def train(
         devices="auto" if strategy is not None and num_nodes == 1 else 1,
         num_nodes=num_nodes,
         strategy="auto" if strategy is None else kind(**strategy),
-        callbacks=[StepTimes(folder, asker=asker)],
+        callbacks=[*([Slowed(*slowed)] if slowed else []), StepTimes(folder, asker=asker)],
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,

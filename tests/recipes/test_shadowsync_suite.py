@@ -202,6 +202,15 @@ def test_scale_then_two_trainers_stand_beside_two_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_straggler_then_it_is_slow_and_both_trainers_have_a_row(tmp_path):
+    (first, slowed), bars = run_part("straggler", tmp_path)
+    assert set(first["examples_per_second"]) == set(slowed["examples_per_second"])
+    assert all(slowed["ratio_to_base"][name] < 0.5 for name in ("S-EASGD", "S-MA"))  # about a fifth
+    assert [bar.rpartition(" ")[2] for bar in bars] == ["S-EASGD", "S-MA"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_link_then_every_method_trains_on_two_hosts_with_its_gap(tmp_path):
     results, bars = run_part("link", tmp_path)
     if not results:
@@ -230,4 +239,6 @@ def test_store_then_every_comparison_has_its_bar(tmp_path):
 def test_suite_when_a_part_is_unknown_then_the_parts_are_named(tmp_path):
     done = run_recipe("benchmark.py", "suite=shadowsync", "suite.parts=[overheads]", folder=tmp_path)
     assert done.returncode == 1
-    assert "suite.parts must be some of link, overhead, scale, store, quality, got 'overheads'" in done.stderr
+    assert (
+        "suite.parts must be some of link, overhead, scale, straggler, store, quality, got 'overheads'" in done.stderr
+    )
