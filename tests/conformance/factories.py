@@ -1,6 +1,6 @@
 """Strategies with settings, for the table in test_strategies.py."""
 
-from lightning_recsys.strategies import RecsysStrategy
+from lightning_recsys.strategies import HETStrategy, RecsysStrategy
 from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
 
 
@@ -18,3 +18,8 @@ def free_workers() -> FreeStrategy:
 def shadowsync_trainers() -> ShadowSyncStrategy:
     """As many trainers of one worker as there are devices."""
     return ShadowSyncStrategy(placement="size")
+
+
+def het_without_staleness() -> HETStrategy:
+    """As exact as it gets: every update of a step is seen in the next."""
+    return HETStrategy(staleness=0)

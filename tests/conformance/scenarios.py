@@ -83,6 +83,8 @@ class UnevenRows(Rows):
 class Regression(pl.LightningModule):
     """Two layers, momentum and a schedule: state that a careless strategy would lose."""
 
+    momentum = 0.9
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -112,7 +114,7 @@ class Regression(pl.LightningModule):
         return self(rows)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=self.momentum)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
 
 
@@ -137,12 +139,26 @@ class Recommendation(Regression):
         return configured
 
 
-TASKS: dict[str, type[Regression]] = {"regression": Regression, "recommendation": Recommendation}
+class PlainRecommendation(Recommendation):
+    """Without momentum, which servers that train the dense part do not have."""
+
+    momentum = 0.0
+
+
+TASKS: dict[str, type[Regression]] = {
+    "regression": Regression,
+    "recommendation": Recommendation,
+    "plain": PlainRecommendation,
+}
 
 
 def by_steps(task: type[Regression]) -> type[Regression]:
     """The same with a learning rate that halves every third step."""
-    return {Regression: RegressionBySteps, Recommendation: RecommendationBySteps}[task]
+    return {
+        Regression: RegressionBySteps,
+        Recommendation: RecommendationBySteps,
+        PlainRecommendation: PlainRecommendationBySteps,
+    }[task]
 
 
 class RegressionBySteps(Regression):
@@ -151,6 +167,11 @@ class RegressionBySteps(Regression):
 
 
 class RecommendationBySteps(Recommendation):
+    def configure_optimizers(self) -> dict[str, Any]:
+        return _halve_every_third_step(super().configure_optimizers())
+
+
+class PlainRecommendationBySteps(PlainRecommendation):
     def configure_optimizers(self) -> dict[str, Any]:
         return _halve_every_third_step(super().configure_optimizers())
 

@@ -76,6 +76,13 @@ TABLE = (
     Row("factories:shadowsync_trainers", 1, OURS, task="recommendation"),
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}),
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}, task="recommendation"),
+    Row("factories:het_without_staleness", 2, OURS | {"refuses_uneven"}, task="recommendation"),
+    Row("het", 1, BASE | {"exact", "resume", "accumulate"}, task="recommendation"),
+    Row("het", 2, BASE | {"limits", "crash", "kill"}, task="recommendation"),
+    Row("het_hybrid", 2, BASE | {"exact", "resume"}, task="recommendation"),
+    Row("het_ps", 1, BASE | {"exact", "resume", "accumulate", "clipping", "schedules", "fit_again"}, task="plain"),
+    Row("het_ps", 2, BASE | {"test_best", "crash", "kill", "free"}, task="plain"),
+    Row("het_allreduce", 2, BASE | {"exact"}, task="recommendation"),
 )
 
 Observe = Callable[[Row, str], dict[str, Any]]

@@ -1,0 +1,312 @@
+"""HET on several workers: no update is lost or counted twice, and everybody sees what they are to see."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch import nn
+
+from lightning_recsys.callbacks import StalenessMonitor
+from lightning_recsys.checkpoints import is_folder, read_checkpoint, to_file
+from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.models import DLRM
+from lightning_recsys.optim import SGD, Adam, RowwiseAdagrad
+from lightning_recsys.strategies import HETStrategy
+from lightning_recsys.tasks import CTRTask
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(120),
+    # what saved a checkpoint need not watch the run that goes on from it
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+STEPS, IDS = 8, 40
+# Few ids are in most batches, as in life; the same for every step of a rank.
+BATCHES_RSB = (torch.rand(2, STEPS, 16, generator=torch.Generator().manual_seed(0)) ** 3 * IDS).long()
+
+
+class Batches:
+    """One rank's, with a position that a checkpoint can hold."""
+
+    def __init__(self, rank: int) -> None:
+        self.ids, self.position = BATCHES_RSB[rank], 0
+
+    def __iter__(self):
+        self.position %= STEPS
+        while self.position < STEPS:
+            self.position += 1
+            yield {"sparse": SparseFeatures(("a", "b"), self.ids[self.position - 1])}
+
+    def __len__(self):
+        return STEPS
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def counts(steps: int, ranks: int = 2) -> torch.Tensor:
+    """How often each row was looked up in so many steps of all ranks, epochs one after the other."""
+    times = [steps // STEPS + (step < steps % STEPS) for step in range(STEPS)]
+    ids = [BATCHES_RSB[rank, step] for rank in range(ranks) for step in range(STEPS) for _ in range(times[step])]
+    return torch.bincount(torch.cat(ids), minlength=IDS).float()
+
+
+class Counting(pl.LightningModule):
+    """Each lookup takes 1 from a row, or a worker's share of it: rows tell how many updates they have seen."""
+
+    def __init__(self, *, share: float = 0.5, rule=None) -> None:
+        super().__init__()
+        self.share = share
+        table = EmbeddingBagConfig("t", IDS, 4, ("a", "b"), init_std=0.0)
+        self.rows = EmbeddingBagCollection([table], optimizer=rule or SGD(1.0))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        self.log("world_size", dist.get_world_size())
+        return self.rows(batch["sparse"]).sum() + self.bias.sum()
+
+    def validation_step(self, ids, batch_idx):
+        seen = self.rows(SparseFeatures(("a", "b"), ids))[:, 0, 0]
+        if self.trainer.current_epoch == 0:
+            expected = -self.share * counts(self.trainer.global_step, self.trainer.world_size)
+            assert torch.equal(seen, expected), "validation sees every update of every worker"
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD([self.bias], lr=0.1)
+        self.rows.attach_to(optimizer)
+        return optimizer
+
+    def train_dataloader(self):
+        return Batches(self.trainer.global_rank)
+
+    def val_dataloader(self):
+        return torch.arange(IDS).repeat(2).unsqueeze(0)  # one batch
+
+    @property
+    def counted(self) -> torch.Tensor:
+        return self.rows.state_dict()["embedding_bags.t.weight"]
+
+
+def make_trainer(strategy, *callbacks, devices=2, **arguments) -> pl.Trainer:
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    settings = {"max_epochs": 1, "log_every_n_steps": 1, **arguments}
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=saves,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+def all_rows(values: torch.Tensor) -> torch.Tensor:
+    return values.unsqueeze(1).expand(IDS, 4)
+
+
+# --- Every update, once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"staleness": 0, "cache_rows": 5},
+        {"staleness": 2, "cache_rows": 3, "policy": "lfu", "clock": "sum", "num_servers": 2, "transport": "tcp"},
+        {"staleness": "inf", "policy": "light_lfu", "cache_fraction": 0.3, "transport": "tcp"},
+        {"mode": "hybrid", "num_servers": 2},
+        {"mode": "ps", "transport": "tcp"},
+    ],
+    ids=str,
+)
+def test_updates_when_two_workers_train_then_each_counts_once_at_validation_in_checkpoints_and_at_the_end(
+    tmp_path, arguments
+):
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = make_trainer(HETStrategy(placement="size", **arguments), saving, StalenessMonitor(), val_check_interval=2)
+    model = Counting(share=1.0 if trainer.strategy.mode == "ps" else 0.5)
+    trainer.fit(model)
+    assert trainer.callback_metrics["world_size"] == 2
+    torch.testing.assert_close(model.counted, all_rows(-model.share * counts(STEPS)), rtol=0, atol=0)
+    for step in (3, 6):
+        saved = read_checkpoint(tmp_path / f"step={step}.ckpt")["state_dict"]["rows.embedding_bags.t.weight"]
+        torch.testing.assert_close(saved, all_rows(-model.share * counts(step)), rtol=0, atol=0)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert (metrics["cache/hit_rate"] > 0) == (trainer.strategy.mode == "het")
+    assert (metrics["comm/sent_bytes"] > 0) == (trainer.strategy.transport == "tcp")
+    assert min(metrics["comm/rows_bytes"], metrics["comm/gradients_bytes"]) > 0
+    assert metrics["cache/clock_lag/max"] >= metrics["cache/clock_lag/mean"] >= 0
+    if arguments.get("staleness") == "inf":
+        assert metrics["comm/clocks_bytes"] == metrics["cache/stale_rate"] == 0
+
+
+class KillsServer(Callback):
+    """Before its fourth step rank 0 kills the server, which the main process starts again."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 0 and batch_idx == 3:
+            port = int(re.search(r":(\d+)$", trainer.strategy.endpoints["embedding"][0])[1])
+            (pid,) = {x.pid for x in psutil.net_connections("tcp") if x.status == "LISTEN" and x.laddr.port == port}
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_server_when_killed_in_the_middle_then_no_update_is_lost_and_none_counts_twice():
+    model, strategy = Counting(), HETStrategy(staleness=1, cache_rows=5, transport="tcp")
+    make_trainer(strategy, KillsServer(), limit_val_batches=0).fit(model)
+    torch.testing.assert_close(model.counted, all_rows(-model.share * counts(STEPS)), rtol=0, atol=0)
+    assert model.bias.item() == pytest.approx(-0.1 * STEPS)
+
+
+def test_checkpoint_when_other_numbers_of_workers_and_servers_go_on_then_all_updates_are_there(tmp_path):
+    saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
+    trainer = make_trainer(HETStrategy(num_servers=2, placement="size"), saving, limit_val_batches=0)
+    trainer.fit(Counting())
+    path = Path(saving.best_model_path)
+    assert is_folder(path)
+    half, whole = 0.5 * counts(STEPS), counts(STEPS, ranks=1)
+    for number, arguments in enumerate(
+        [{"num_servers": 3, "placement": "size"}, {"mode": "hybrid"}, {"mode": "ps"}, {"mode": "allreduce"}]
+    ):
+        model = Counting(share=1.0)
+        again = make_trainer(HETStrategy(**arguments), devices=1, max_epochs=2, limit_val_batches=0)
+        again.fit(model, ckpt_path=path)
+        assert again.global_step == 2 * STEPS, number
+        torch.testing.assert_close(model.counted, all_rows(-half - whole), rtol=0, atol=0)
+    to_file(path, tmp_path / "one.ckpt")
+    model = Counting()
+    model.load_state_dict(torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"])
+    torch.testing.assert_close(model.counted, all_rows(-half), rtol=0, atol=0)
+
+
+# --- What it equals --------------------------------------------------------------------------------------------------
+
+
+def train_dlrm(strategy, *, batch_size: int, devices: int) -> dict[str, torch.Tensor]:
+    pl.seed_everything(0, verbose=False)
+    rows = {"train_rows": 640, "val_rows": 64, "test_rows": 64}
+    data = SyntheticDataModule(
+        batch_size=batch_size, cardinalities=(50, 7, 300), multi_hot={"c2": 3}, num_dense=2, **rows
+    )
+    data.setup("fit")
+    model = DLRM(data.num_dense, data.fields, embedding_dim=8, row_optimizer=SGD(0.1))
+    task = CTRTask(model, optimizer=partial(torch.optim.SGD, lr=0.1))
+    trainer = make_trainer(strategy, devices=devices, use_distributed_sampler=False, limit_val_batches=0)
+    trainer.fit(task, datamodule=data)
+    return {name: value for name, value in task.state_dict().items() if value.is_floating_point()}
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.allclose(one[name], other[name], rtol=0, atol=atol)]
+
+
+def test_one_worker_when_no_staleness_is_allowed_then_equals_no_cache_bit_for_bit():
+    cached, uncached = (
+        train_dlrm(HETStrategy(**arguments), batch_size=32, devices=1)
+        for arguments in ({"staleness": 0, "cache_fraction": 0.2}, {"mode": "hybrid"})
+    )
+    assert differing(cached, uncached, atol=0.0) == []
+    assert differing(uncached, train_dlrm("auto", batch_size=32, devices=1), atol=1e-6) == []
+
+
+def test_two_workers_when_no_staleness_is_allowed_then_equal_no_cache_and_one_process_with_both_batches():
+    cached, uncached = (
+        train_dlrm(HETStrategy(num_servers=2, placement="size", **arguments), batch_size=16, devices=2)
+        for arguments in ({"staleness": 0, "cache_fraction": 0.2}, {"mode": "hybrid"})
+    )
+    assert differing(cached, uncached, atol=1e-6) == []
+    assert differing(uncached, train_dlrm("auto", batch_size=32, devices=1), atol=1e-6) == []
+
+
+class Ratings(pl.LightningModule):
+    """Somebody's own model, with plain embedding modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items, self.kinds, self.out = nn.Embedding(64, 4), nn.Embedding(5, 4), nn.Linear(8, 1)
+
+    def training_step(self, ids, batch_idx):
+        features = torch.cat([self.items(ids), self.kinds(ids % 5)], dim=1)
+        return nn.functional.mse_loss(self.out(features).squeeze(1), ids / 64)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.arange(64), batch_size=8)
+
+
+def test_plain_embeddings_when_cached_then_train_as_on_a_single_device():
+    expected, actual = Ratings(), Ratings()
+    settings = {"max_epochs": 3, "use_distributed_sampler": False, "devices": 1}
+    make_trainer("auto", **settings).fit(expected)
+    make_trainer(HETStrategy(min_rows=5, cache_fraction=0.5, row_optimizer=SGD(0.5)), **settings).fit(actual)
+    assert type(actual.items) is nn.Embedding
+    assert not torch.equal(actual.items.weight, Ratings().items.weight)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(actual.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+# --- What it looks at, and refuses -----------------------------------------------------------------------------------
+
+
+class Announced(Callback):
+    """Each batch but the first was announced one step before it came."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.announced, collection = [], pl_module.rows
+        prefetch = collection.prefetch
+
+        def remember(sparse):
+            self.announced.append(sparse.values)
+            prefetch(sparse)
+
+        object.__setattr__(collection, "prefetch", remember)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        assert len(self.announced) == batch_idx
+        assert batch_idx == 0 or torch.equal(self.announced[-1], batch["sparse"].values)
+
+    def on_train_end(self, trainer, pl_module):
+        del pl_module.rows.__dict__["prefetch"]
+        assert len(self.announced) == STEPS - 1
+
+
+def test_batches_when_training_then_are_announced_one_step_early():
+    make_trainer(HETStrategy(), Announced(), devices=1, limit_val_batches=0).fit(Counting(share=1.0))
+
+
+def test_update_rule_when_its_state_is_no_sum_then_refused_by_name():
+    with pytest.raises(TypeError, match="Adam"):
+        make_trainer(HETStrategy(), devices=1).fit(Counting(rule=Adam(0.01)))
+
+
+def test_rowwise_adagrad_when_two_workers_train_then_its_state_is_saved_and_comes_back(tmp_path):
+    saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
+    model = Counting(rule=RowwiseAdagrad(0.1))
+    make_trainer(HETStrategy(staleness=3, cache_rows=4), saving, limit_val_batches=0).fit(model)
+    state = model.rows.state_dict()["embedding_bags.t.sum"]
+    saved = read_checkpoint(saving.best_model_path)["state_dict"]["rows.embedding_bags.t.sum"]
+    assert torch.equal(state, saved)
+    # The square of each step's gradient: a row's count in a worker's batch, halved.
+    each = torch.stack([torch.bincount(ids, minlength=IDS) for ids in BATCHES_RSB.flatten(0, 1)]) / 2
+    torch.testing.assert_close(state, each.square().sum(0))
