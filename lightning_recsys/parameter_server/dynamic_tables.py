@@ -96,7 +96,7 @@ class DynamicTables:
                 continue
             first = place.part.first_row
             here = torch.nonzero((ids_U >= first) & (ids_U < first + place.part.num_rows)).flatten()
-            for positions in here.split(block_rows):
+            for positions in torch.split(here, block_rows):
                 if positions.numel():
                     yield place.store, positions, ids_U[positions] - first + place.start
 

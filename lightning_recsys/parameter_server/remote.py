@@ -134,7 +134,7 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
 
     def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         connection, pending, chunks = self._connection, deque[Pending](), []
-        for rows in rows_U.split(self._chunk_rows()):
+        for rows in torch.split(rows_U, self._chunk_rows()):
             arguments = {"array": name}
             pending.append(connection.begin("read_rows", store=self.name, arguments=arguments, arrays=[_ready(rows)]))
             if len(pending) == _CHUNKS_IN_FLIGHT:
@@ -144,7 +144,7 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
 
     def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:  # noqa: D102 - inherited
         step = self._chunk_rows()
-        for rows, chunk in zip(rows_U.split(step), values.split(step), strict=True):
+        for rows, chunk in zip(torch.split(rows_U, step), torch.split(values, step), strict=True):
             arrays = [_own(rows), _own(chunk)]
             self._connection.push("write_rows", store=self.name, arguments={"array": name}, arrays=arrays)
         self._connection.flush()

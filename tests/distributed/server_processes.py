@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from functools import partialmethod
@@ -14,7 +15,9 @@ from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.parameter_server import connect, serve
 from lightning_recsys.parameter_server.dense_store import MappedDenseStore
 from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
+from lightning_recsys.parameter_server.hash_store import HashEmbeddingStore
 from lightning_recsys.parameter_server.journal import Journal
+from lightning_recsys.parameter_server.key_index import KeyIndex
 
 ROWS, DIM = 300, 8
 TOUCHED = 12  # rows of one push
@@ -55,6 +58,19 @@ class Trap:
             die()
         real(store, rows, grads, learning_rate=learning_rate)
 
+    def push(self, real, store, request):
+        if self.is_at("half applied"):
+            half = len(request.push_rows) // 2
+            updates = {name: amounts[:half] for name, amounts in request.updates.items()}
+            rows, clocks = request.push_rows[:half], request.push_clocks[:half]
+            real(store, dataclasses.replace(request, push_rows=rows, push_clocks=clocks, updates=updates))
+            die()
+        real(store, request)
+
+    def publish(self, real, index, *rows):
+        self.spring("rows made, and not yet named")
+        real(index, *rows)
+
     def average(self, real, store, local, *, alpha):
         if self.is_at("half applied"):
             store.values[: store.size // 2].lerp_(local[: store.size // 2], alpha)
@@ -76,6 +92,11 @@ def run_server_that_dies(folder: Path, bind: str, ready: Pipe, where: str, at_pu
     MappedEmbeddingStore.apply_row_gradients = partialmethod(
         trap_call, trap.train, MappedEmbeddingStore.apply_row_gradients
     )
+    HashEmbeddingStore.apply_row_gradients = partialmethod(
+        trap_call, trap.train, HashEmbeddingStore.apply_row_gradients
+    )
+    KeyIndex.publish = partialmethod(trap_call, trap.publish, KeyIndex.publish)
+    MappedEmbeddingStore.push_updates = partialmethod(trap_call, trap.push, MappedEmbeddingStore.push_updates)
     MappedDenseStore.elastic_average = partialmethod(trap_call, trap.average, MappedDenseStore.elastic_average)
     serve(folder, bind=bind, ready=ready.send)
 

@@ -14,8 +14,9 @@ from server_processes import DIM, ROWS, TOUCHED, push_ones, run_server, run_serv
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import SGD
-from lightning_recsys.parameter_server import MappedStores, connect
+from lightning_recsys.optim import SGD, RowwiseAdagrad
+from lightning_recsys.parameter_server import DynamicRows, MappedStores, connect
+from lightning_recsys.parameter_server.exchange import RowExchange
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
@@ -138,6 +139,71 @@ def test_update_when_the_server_is_killed_inside_it_then_counts_once(tmp_path, w
     assert table.step == 10
     if where == "after the mark":  # applied and never acknowledged, so it came again
         assert status["duplicates"] >= 1
+
+
+@pytest.mark.parametrize("where", ["half applied", "after the mark"])
+def test_exchange_when_the_server_is_killed_inside_it_then_counts_once_and_is_answered(tmp_path, where):
+    table = MappedStores(tmp_path).create_embedding_store("ones", LAYOUT, RowwiseAdagrad(), seed=0)
+    with processes() as pool:
+        server, endpoint = pool.serve(tmp_path, target=run_server_that_dies, more=(where, 4))
+        guard = threading.Thread(target=lambda: (server.join(), pool.serve(tmp_path, endpoint)))
+        guard.start()
+        stores = connect(endpoint, shared_memory="never", timeout=60)
+        store = stores.embedding_store("ones")
+        expected, answers = torch.zeros(ROWS), []
+        for _ in range(8):
+            rows = torch.randperm(ROWS)[:TOUCHED]
+            expected[rows] += 1
+            request = RowExchange(
+                fetch_rows=rows,
+                push_rows=rows,
+                push_clocks=torch.ones(TOUCHED, dtype=torch.int32),
+                updates={"weight": -torch.ones(TOUCHED, DIM), "sum": torch.ones(TOUCHED)},
+                num_steps=1,
+                clock="sum",
+            )
+            answers.append((store.begin_exchange(request), expected[rows]))
+            if len(answers) % 3 == 0:
+                answers[-1][0]()
+        for answer, counts in answers[:3]:  # the third was awaited before the server died
+            assert torch.equal(answer().values["sum"], counts)
+        last, counts = answers[-1]
+        assert torch.equal(last().clocks, counts.int())
+        guard.join()
+        status = stores.status()
+        stores.close()
+    assert server.exitcode == -signal.SIGKILL
+    assert torch.equal(table.rows, expected.unsqueeze(1).expand(-1, DIM))
+    assert torch.equal(table.row_state["sum"], expected)
+    assert torch.equal(table.clocks, expected.int())
+    assert table.step == 8
+    if where == "after the mark":
+        assert status["duplicates"] >= 1
+
+
+@pytest.mark.parametrize("where", ["rows made, and not yet named", "half applied", "after the mark"])
+def test_dynamic_rows_when_the_server_is_killed_while_it_makes_them_then_they_are_whole_and_count_once(tmp_path, where):
+    layout = TableLayout((EmbeddingBagConfig("t", 2**45, DIM, ("x",), init_std=0.5),))
+    keys = torch.arange(ROWS) * 2**36
+    with processes() as pool:
+        server, endpoint = pool.serve(tmp_path, target=run_server_that_dies, more=(where, 4))
+        guard = threading.Thread(target=lambda: (server.join(), pool.serve(tmp_path, endpoint)))
+        guard.start()
+        stores = connect(endpoint, shared_memory="never", timeout=60)
+        store = stores.create_embedding_store("ones", layout, SGD(), seed=0, dynamic=DynamicRows())
+        expected, touched = store.lookup(keys), torch.zeros(ROWS, dtype=torch.bool)
+        for _ in range(10):
+            rows = torch.randperm(ROWS)[:TOUCHED]
+            expected[rows] += 1
+            touched[rows] = True
+            store.apply_row_gradients(keys[rows], -torch.ones(TOUCHED, DIM), learning_rate=1.0)
+        store.flush()
+        guard.join()
+        assert torch.equal(store.lookup(keys), expected)
+        assert torch.equal(store.live_rows(), keys[touched])
+        assert store.step == 10
+        stores.close()
+    assert server.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("where", WHERE)
