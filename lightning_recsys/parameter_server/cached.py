@@ -95,7 +95,7 @@ class CachedBackend(StoreBackend):
         stores: Sequence[tuple[EmbeddingStore, Sequence[TablePart]]],
         cache_rows: int,
         staleness: int | None,
-        policy: CachePolicy = "lru",
+        policy: CachePolicy = "lfu",
         clock: ClockName = "max",
         device: torch.device | str | None = None,
     ) -> None:
@@ -143,9 +143,10 @@ class CachedBackend(StoreBackend):
 
     def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
         cache, batch = self._cache, self._take_waiting(sparse)
-        weights = sparse.weights
-        offsets = None if sparse.is_single_hot else sparse.bag_offsets()
-        sums_UD = cache.sum_gradients(batch.plan, offsets, weights, grad_BFD)
+        device = cache.rows.device
+        there = sparse.to(device)
+        offsets = None if there.is_single_hot else there.bag_offsets()
+        sums_UD = cache.sum_gradients(batch.plan, offsets, there.weights, grad_BFD.to(device))
         cache.update(batch.plan.slots_U, sums_UD, learning_rate=learning_rate)
         self._unsent_steps = [steps + 1 for steps in self._unsent_steps]
         self._evict()
@@ -276,14 +277,14 @@ class CachedBackend(StoreBackend):
         splits = [self._places.split(keys) for keys in (keys_K, keys_U[fetch], keys_U[check])]
         for index, (store, *parts) in enumerate(zip(self.stores, *splits, strict=True)):
             (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows) = parts
-            steps = self._unsent_steps[index] if with_steps or len(pushed) else 0
-            if not (steps or len(pushed) or len(fetched) or len(checked)):
+            steps = self._unsent_steps[index] if with_steps or len(push_rows) else 0
+            if not (steps or len(push_rows) or len(fetch_rows) or len(check_rows)):
                 continue
             self._unsent_steps[index] -= steps
             request = RowExchange(
                 push_rows=torch.from_numpy(push_rows),
                 push_clocks=torch.from_numpy(heard_K[pushed]),
-                updates={name: values[torch.from_numpy(pushed)] for name, values in updates.items() if len(pushed)},
+                updates={name: values[pushed] for name, values in updates.items() if len(push_rows)},
                 num_steps=steps,
                 fetch_rows=torch.from_numpy(fetch_rows),
                 check_rows=torch.from_numpy(check_rows),
@@ -359,13 +360,14 @@ class CachedBackend(StoreBackend):
     def telemetry(self) -> dict[str, Any]:
         """What happened so far.
 
-        ``cache/hit_rate``, ``miss_rate`` and ``stale_rate`` (found too old by a store) are shares of the distinct rows
+        ``cache/reads`` counts the distinct rows of all batches. ``cache/hit_rate``, ``miss_rate`` and ``stale_rate`` (found too old by a store) are shares of the distinct rows
         of all batches; ``refresh_rate`` counts copies that were too far ahead of what was fetched.
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
         and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
         """
         counts, reads = self._counts, max(self._counts["reads"], 1)
         return {
+            "cache/reads": counts["reads"],
             "cache/hit_rate": counts["hits"] / reads,
             "cache/miss_rate": counts["misses"] / reads,
             "cache/stale_rate": counts["stale"] / reads,

@@ -41,10 +41,10 @@ class RowPlaces:
         self._num_stores = len(stores)
         self._first_keys_P, self._stores_P, self._shifts_P = np.array(sorted(places), dtype=np.int64).T.copy()
 
-    def split(self, keys_K: Integers) -> list[tuple[Integers, Integers]]:
-        """For each store: which of the keys are there, as positions in ``keys_K``, and their rows there."""
+    def split(self, keys_K: Integers) -> list[tuple[Integers | slice, Integers]]:
+        """For each store: which of the keys are there, as an index of ``keys_K``, and their rows there."""
         if self._num_stores == 1 and not self._shifts_P.any():
-            return [(np.arange(len(keys_K)), keys_K)]
+            return [(slice(None), keys_K)]
         parts_K = np.searchsorted(self._first_keys_P, keys_K, side="right") - 1
         rows_K, stores_K = keys_K + self._shifts_P[parts_K], self._stores_P[parts_K]
         which = [np.flatnonzero(stores_K == store) for store in range(self._num_stores)]

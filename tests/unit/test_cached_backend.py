@@ -484,6 +484,7 @@ def test_telemetry_when_three_steps_are_done_then_it_counts_them(servers):
     told = worker.embedding_bags.telemetry()
     assert told["cache/clock_lag"].tolist() == [0, 1]
     assert {name: value for name, value in told.items() if name.startswith("cache") and "lag" not in name} == {
+        "cache/reads": 6,
         "cache/hit_rate": 3 / 6,
         "cache/miss_rate": 3 / 6,
         "cache/stale_rate": 0,
