@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -172,9 +175,9 @@ class PreparedRows:
         dense, features = self._manifest.dense, self._manifest.features
         single = [name for name, feature in features.items() if not feature.bag]
         small = all(features[name].num_embeddings <= 1 << 31 for name in single)
-        labels_W = np.empty(size, dtype=np.float32)
-        dense_WI = np.empty((size, len(dense)), dtype=np.float32)
-        ids_FW = np.empty((len(single), size), dtype=np.int32 if small else np.int64)
+        labels_W = _pages((size,), np.float32)
+        dense_WI = _pages((size, len(dense)), np.float32)
+        ids_FW = _pages((len(single), size), np.int32 if small else np.int64)
         bag_names = [name for name, feature in features.items() if feature.bag]
         lists: dict[str, list[pa.ListArray]] = {
             name: []
@@ -241,14 +244,28 @@ class PreparedRows:
         return self._open[position]
 
 
-def _numbers(table: pa.Table, name: str) -> NDArray[np.generic]:
+def _pages(shape: tuple[int, ...], kind: type[Any]) -> NDArray[Any]:
+    """An uninitialised array that goes back to the system when it is let go.
+
+    The C library keeps freed memory of this size for later, where smaller pieces cut it up: ten megabytes nobody uses.
+    """
+    size = math.prod(shape) * np.dtype(kind).itemsize
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), kind, math.prod(shape)).reshape(shape)
+
+
+def _numbers(table: pa.Table, name: str) -> NDArray[Any]:
     chunks = table[name].chunks
-    values: NDArray[np.generic] = (chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)).to_numpy()
-    return values
+    return _array(chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks))
+
+
+def _array(values: pa.Array) -> NDArray[Any]:
+    """The same memory; ``to_numpy`` would import pandas where that is installed, which takes 16 MiB."""
+    array: NDArray[Any] = np.from_dlpack(values)
+    return array
 
 
 def _bag(ids: Sequence[pa.ListArray], weights: Sequence[pa.ListArray] | None) -> Bag:
-    lengths = np.concatenate([np.diff(part.offsets.to_numpy()) for part in ids]).astype(np.int64)
-    flat = np.concatenate([part.flatten().to_numpy() for part in ids])
-    flat_weights = None if weights is None else np.concatenate([part.flatten().to_numpy() for part in weights])
+    lengths = np.concatenate([np.diff(_array(part.offsets)) for part in ids]).astype(np.int64)
+    flat = np.concatenate([_array(part.flatten()) for part in ids])
+    flat_weights = None if weights is None else np.concatenate([_array(part.flatten()) for part in weights])
     return Bag(flat, np.concatenate([[0], np.cumsum(lengths)]), flat_weights)

@@ -33,7 +33,8 @@ def _normalized_entropy_sums(
     losses = cross_entropy(preds.flatten(), labels, from_logits=from_logits)
     weights = torch.ones_like(labels) if weight is None else weight.flatten().double()
     columns = torch.stack((losses * weights, labels * weights, weights))
-    return torch.stack([batch.sum(1) for batch in columns.split(sizes, dim=1)])
+    batches: tuple[Tensor, ...] = columns.split(sizes, dim=1)  # type: ignore[no-untyped-call]
+    return torch.stack([batch.sum(1) for batch in batches])
 
 
 def _normalized_entropy_compute(cross_entropy_sum: Tensor, positive_sum: Tensor, weight_sum: Tensor) -> Tensor:
