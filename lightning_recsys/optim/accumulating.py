@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.optim.compiled import AHEAD, compile_rule, prefetch_row, sum_of_squares
+from lightning_recsys.optim.compiled import AHEAD, Update, compile_rule, prefetch_row, sum_of_squares
 from lightning_recsys.optim.row_optimizers import SGD, Adagrad, RowOptimizer, RowwiseAdagrad
 
 
@@ -26,7 +26,7 @@ def check_additive(optimizer: RowOptimizer) -> None:
     Raises:
         TypeError: names the rule and those that can.
     """
-    if type(optimizer) not in (SGD, Adagrad, RowwiseAdagrad):
+    if type(optimizer) not in (SGD, Adagrad, RowwiseAdagrad):  # a subclass may have another rule
         raise TypeError(
             f"{type(optimizer).__name__} cannot train cached rows: its state is no sum of what each update adds, so"
             " updates of several workers cannot be added up. Use SGD, Adagrad or RowwiseAdagrad."
@@ -102,6 +102,9 @@ def _rowwise_adagrad(touched, grads, owes, rows, sums, owed, owed_sums, learning
                 owed[row, d] = change
 
 
+_LOOPS: dict[type[RowOptimizer], Update] = {SGD: _sgd, Adagrad: _adagrad, RowwiseAdagrad: _rowwise_adagrad}
+
+
 def apply_and_accumulate(
     optimizer: RowOptimizer,
     touched: NDArray[np.int64],
@@ -131,7 +134,7 @@ def apply_and_accumulate(
     """
     if rows.device.type == "cpu":
         arrays = [tensor.numpy() for tensor in (rows, *state.values(), *owed.values())]
-        loop = {SGD: _sgd, Adagrad: _adagrad, RowwiseAdagrad: _rowwise_adagrad}[type(optimizer)]
+        loop = _LOOPS[type(optimizer)]
         numbers = (learning_rate, optimizer.eps) if isinstance(optimizer, Adagrad) else (learning_rate,)
         loop(touched, grads.numpy(), owes, *arrays, *(np.float32(number) for number in numbers))
         return

@@ -275,7 +275,7 @@ class CacheIndex:
         self._numbers[_PLANS] = plans
         self._make_room(0)
 
-    def _arrays(self) -> tuple[NDArray[np.generic], ...]:
+    def _arrays(self) -> tuple[NDArray[np.int32], Integers, NDArray[np.int32], Integers]:
         return self._slots, self._slot_keys, self._lists, self._free
 
     def _only_unordered_left(self, spare_from: int) -> bool:

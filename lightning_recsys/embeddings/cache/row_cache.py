@@ -149,18 +149,26 @@ class RowCache:
         self.start, self.current, self.unsent = (np.pad(x, (0, extra)) for x in (self.start, self.current, self.unsent))
 
     def install(self, slots_M: Integers, values: dict[str, Tensor], clocks_M: Clocks) -> None:
-        """Fetch: put rows as a server sent them into their slots; ``c_s`` and ``c_c`` become the server's clock.
+        """Fetch: put rows as a server sent them into their slots; ``c_s`` becomes the server's clock.
+
+        Updates made here since the fetch was asked for are made again to what it brought, and count in ``c_c``. Those
+        from before it must have been taken, and sent ahead of it.
 
         Args:
-            slots_M: Distinct slots, int64 ``[M]``; none of them may have unsent updates (:meth:`take` them first).
+            slots_M: Distinct slots, int64 ``[M]``.
             values: ``weight`` and every state, float32 ``[M, ...]``, on any device.
             clocks_M: The server's clocks, int32 ``[M]``.
         """
-        assert not self.unsent[slots_M].any(), "a row with unsent updates would lose them"
-        where = self._indices(slots_M)
+        where, unsent_M = self._indices(slots_M), self.unsent[slots_M]
         for name, tensor in {"weight": self.rows, **self.row_state}.items():
             tensor.index_copy_(0, where, values[name].to(tensor.device))
-        self.start[slots_M] = self.current[slots_M] = clocks_M
+        self.start[slots_M], self.current[slots_M] = clocks_M, clocks_M + unsent_M
+        if unsent_M.any():
+            again = self._indices(slots_M[unsent_M > 0])
+            for name, tensor in {"weight": self.rows, **self.row_state}.items():
+                tensor.index_add_(
+                    0, again, self._owed[name].index_select(0, again), alpha=-1 if name == "weight" else 1
+                )
 
     def sum_gradients(
         self, plan: BatchPlan, offsets: Tensor | None, weights: Tensor | None, grad_BFD: Tensor
