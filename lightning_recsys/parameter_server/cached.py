@@ -129,7 +129,8 @@ class CachedBackend(StoreBackend):
     def prefetch(self, sparse: SparseFeatures) -> None:
         """Send the message of the batch that is looked up next, after the present one's lookup.
 
-        Rows that both batches have are not asked for: they are still to be trained here. Where several workers are to
+        Rows that both batches have are trained before their answer is taken; the update is then made to what it brings.
+        Where several workers are to
         see each other's last update (``staleness=0`` with a barrier between steps) this would read too early.
         """
         if not self.cache_rows:
@@ -165,6 +166,8 @@ class CachedBackend(StoreBackend):
 
     def flush(self) -> None:
         """Push every update that is still here, and return when all are in the stores. The copies stay."""
+        if self._planned is not None:
+            self._settle(self._planned)  # what it asked for must not lack what is pushed now
         dirty = self._cache.dirty_slots()
         row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
         for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
@@ -219,12 +222,12 @@ class CachedBackend(StoreBackend):
             self._send(batch, fetch=fetch)
             return batch
         slots = plan.slots_U[held]
-        too_far = self._rule.needs_push(cache.start[slots], cache.current[slots])
-        if too_far.any():
-            in_training = np.zeros(len(cache.current), dtype=np.bool_)
-            for waiting in self._waiting:
-                in_training[waiting.plan.slots_U] = True
-            too_far &= ~in_training[slots]  # what is still to be trained is refreshed when it is looked up
+        in_training = np.zeros(len(cache.current), dtype=np.int32)
+        for waiting in self._waiting:
+            in_training[waiting.plan.slots_U] = 1
+        # A copy that the update at hand takes too far is refreshed ahead of it; without any slack that is no use.
+        coming = in_training[slots] if self.staleness else np.zeros_like(held, dtype=np.int32)
+        too_far = self._rule.needs_push(cache.start[slots], cache.current[slots] + coming)
         refresh, check = held[too_far], held[~too_far]
         self._counts["refreshes"] += len(refresh)
         self._owed.append(cache.take(plan.slots_U[refresh]))
@@ -360,8 +363,8 @@ class CachedBackend(StoreBackend):
     def telemetry(self) -> dict[str, Any]:
         """What happened so far.
 
-        ``cache/reads`` counts the distinct rows of all batches. ``cache/hit_rate``, ``miss_rate`` and ``stale_rate`` (found too old by a store) are shares of the distinct rows
-        of all batches; ``refresh_rate`` counts copies that were too far ahead of what was fetched.
+        ``cache/reads`` counts the distinct rows of all batches. Shares of them are ``cache/hit_rate``, ``miss_rate``,
+        ``stale_rate`` (found too old by a store) and ``refresh_rate`` (too far ahead of what was fetched).
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
         and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
         """
