@@ -1,0 +1,204 @@
+"""What the tests of DES train, in one process and in several: many small runs in one launch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonitor
+from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
+from lightning_recsys.optim import FTRL, Adagrad, Adam
+from lightning_recsys.strategies import DESStrategy
+from lightning_recsys.tasks import CTRTask
+
+ROWS = {"row_optimizer": Adagrad(0.05), "first_order_optimizer": FTRL(0.05)}
+EMBEDDED = {"embedding_dim": 4, **ROWS}
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.05)
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on some data, and how it is trained.
+
+    ``cardinalities``: of the fields. The second one has bags of 0 to 3 ids.
+    ``batch_size``: does not divide the rows, so the last batch is a smaller one, of an even number of examples.
+    """
+
+    model: Callable[..., nn.Module]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    cardinalities: tuple[int, ...] = (50, 40, 7, 20, 60)
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAGRAD
+    batch_size: int = 32
+    steps: int = 50
+    num_dense: int = 3
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+    def data(self) -> SyntheticDataModule:
+        return SyntheticDataModule(
+            batch_size=self.batch_size,
+            train_rows=self.batch_size * self.steps - 18,
+            val_rows=0,
+            test_rows=0,
+            cardinalities=self.cardinalities,
+            multi_hot={"c1": 3},
+            num_dense=self.num_dense,
+        )
+
+    def task(self) -> CTRTask:
+        torch.manual_seed(1)
+        return CTRTask(self.model(self.num_dense, self.data().fields, **self.arguments), optimizer=self.optimizer)
+
+    def fit(
+        self, *, strategy: Any = "auto", devices: int = 1, task: CTRTask | None = None, **arguments: Any
+    ) -> CTRTask:
+        task = self.task() if task is None else task
+        ckpt_path = arguments.pop("ckpt_path", None)
+        settings = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **self.trainer, **arguments}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Lightning's advice on small runs
+            trainer = pl.Trainer(
+                accelerator="cpu",
+                strategy=strategy,
+                devices=devices,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+                **settings,
+            )
+            trainer.fit(task, datamodule=self.data(), ckpt_path=ckpt_path)
+        return task
+
+
+CASES = {
+    "lr": Case(LogisticRegression, ROWS),
+    "lr_without_numbers": Case(LogisticRegression, ROWS, num_dense=0),
+    "fm": Case(FactorizationMachine, EMBEDDED),
+    "wide_deep": Case(WideDeep, {"hidden": (8, 4), **EMBEDDED}, strategy={"placement": "balanced"}),
+    "deepfm": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}),
+    "deepfm_with_adam": Case(
+        DeepFM,
+        {"hidden": (8, 4), **EMBEDDED, "row_optimizer": Adam(0.01)},
+        optimizer=partial(torch.optim.Adam, lr=0.01),
+    ),
+    "dcn": Case(DCN, {"hidden": (8,), "batch_norm": True, **EMBEDDED}, optimizer=SGD),
+    "dcn_v2_parallel": Case(DCNv2, {"rank": 3, "hidden": (8,), **EMBEDDED}),
+    "dcn_v2_stacked": Case(DCNv2, {"rank": 3, "structure": "stacked", "hidden": (8,), **EMBEDDED}),
+    "dcn_v2_full": Case(DCNv2, {"hidden": (8,), **EMBEDDED}),
+    "dlrm": Case(DLRM, {"bottom_hidden": (5,), "top_hidden": (6,), **EMBEDDED}),
+    "two_fields": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}, cardinalities=(50, 40)),
+    "clipped": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}, optimizer=SGD, trainer={"gradient_clip_val": 0.02}),
+    "accumulated": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}, trainer={"accumulate_grad_batches": 4}),
+}
+NOISY = Case(
+    DCN,
+    {"hidden": (16, 8), "dropout": 0.3, "batch_norm": True, **EMBEDDED},
+    steps=200,
+    trainer={"precision": "bf16-mixed"},
+)
+
+
+class Shared(pl.Callback):
+    """Remembers what every process has as a whole, just as training leaves it."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        own = trainer.strategy._cut.cuts
+        named = [*pl_module.named_parameters(), *pl_module.named_buffers()]
+        self.seen = {name: x.detach().clone() for name, x in named if name not in own and "embedding_bags" not in name}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def join(rank: int, world: int, port: int) -> None:
+    """Become a process as ``torchrun`` would have started it."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "des",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+    }
+
+
+def state_of(task: CTRTask) -> dict[str, Tensor]:
+    return {name: value for name, value in task.state_dict().items() if name.startswith("model.")}
+
+
+def train_all(rank: int, world: int, port: int, folder: str, names: Sequence[str]) -> None:
+    """Fit one case after the other; what this process's own module holds afterwards goes to a file."""
+    join(rank, world, port)
+    states = {
+        name: state_of(CASES[name].fit(strategy=DESStrategy(**CASES[name].strategy), devices=world)) for name in names
+    }
+    torch.save(states, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def compare_processes(rank: int, world: int, port: int, folder: str) -> None:
+    """Dropout, batch norm and bfloat16; then loaders that do not give all processes the same batches."""
+    join(rank, world, port)
+    shared = Shared()
+    NOISY.fit(strategy=DESStrategy(), devices=world, callbacks=shared)
+    error = None
+    try:
+        CASES["lr"].fit(strategy=SharesOut(), devices=world)
+    except ValueError as raised:
+        error = str(raised)
+    torch.save({"shared": shared.seen, "error": error}, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+class SharesOut(DESStrategy):
+    """Batches by rank, as most strategies have it."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+
+SAVED = CASES["deepfm_with_adam"]
+
+
+def go_on(rank: int, world: int, port: int, folder: str, starts: dict[str, str | None], devices: int) -> None:
+    """Train to the end from each checkpoint, or from the start; save after 20 steps."""
+    join(rank, world, port)
+    states = {}
+    for name, path in starts.items():
+        saving = ModelCheckpoint(folder, filename=f"{name}-{{step}}", every_n_train_steps=20, save_top_k=-1)
+        arguments = {"callbacks": saving, "enable_checkpointing": True, "ckpt_path": path}
+        states[name] = state_of(SAVED.fit(strategy=DESStrategy(), devices=devices, **arguments))
+    torch.save(states, f"{folder}/{world}-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def train_groups(rank: int, world: int, port: int, folder: str, name: str) -> None:
+    """Two groups, each with half of every batch."""
+    join(rank, world, port)
+    case = replace(CASES[name], batch_size=CASES[name].batch_size // 2, steps=2 * CASES[name].steps)
+    entropy = NormalizedEntropyMonitor()
+    speed = ExamplesPerSecond(warmup_steps=0)
+    task = case.fit(strategy=DESStrategy(replicas=2), devices=world, callbacks=[entropy, speed])
+    metrics = {"train/ne": task.trainer.callback_metrics["train/ne"], "examples": speed.global_examples}
+    torch.save({"state": state_of(task), "metrics": metrics}, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()

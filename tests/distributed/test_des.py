@@ -1,0 +1,88 @@
+"""DES in several processes: what it trains is what one process trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from des_runs import CASES, SAVED, compare_processes, free_port, go_on, state_of, train_all, train_groups
+from forked import run_processes
+
+from lightning_recsys.checkpoints import to_file
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(200),
+    # Lightning 2.6 on torch 2.13
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process trains, by case."""
+    return {name: state_of(case.fit()) for name, case in CASES.items()}
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_same(state, expected, name=""):
+    """Equal but for the order in which float32 partial results are added up.
+
+    Each of them may be off by 2^-24 of its size, 6e-8, in every step; weights are of order 1, steps of size 0.05, and
+    50 such errors of either sign come to 4e-7. Five times that is allowed, and no mistake is so small. Adam divides by
+    the root of a mean that forgets: where gradients vanish, their rounding errors make steps of full size, so it gets
+    another factor of ten.
+    """
+    assert state.keys() == expected.keys()
+    atol = 2e-5 if name.endswith("adam") else 2e-6
+    for key in expected:
+        torch.testing.assert_close(state[key], expected[key], rtol=0, atol=atol, msg=lambda x, key=key: f"{key}: {x}")
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [(2, list(CASES)), (3, ["deepfm", "dcn", "dcn_v2_stacked", "dlrm", "two_fields", "lr_without_numbers"])],
+    ids=["2", "3"],
+)
+def test_models_when_cut_over_processes_then_train_as_in_one(alone, tmp_path, world, names):
+    """Fields that do not divide evenly, empty bags, a last batch that is smaller, a process without any field."""
+    run_processes(train_all, world, free_port(), str(tmp_path), names, nprocs=world)
+    for rank in range(world):
+        for name, state in load(tmp_path / f"{rank}.pt").items():
+            assert_same(state, alone[name], name)
+
+
+def test_layers_that_are_whole_when_trained_with_dropout_and_bfloat16_then_are_the_same_bit_for_bit(tmp_path):
+    run_processes(compare_processes, 2, free_port(), str(tmp_path), nprocs=2)
+    first, second = (load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert {"model.deep.rest.0.running_mean", "model.deep.rest.4.weight"} <= first["shared"].keys()
+    assert "model.deep.first.weight" not in first["shared"], "is cut"
+    for name, tensor in first["shared"].items():
+        assert torch.equal(tensor, second["shared"][name]), name
+    for seen in (first, second):
+        assert "same batch on all processes" in seen["error"]
+
+
+def test_checkpoint_when_saved_by_two_processes_then_any_number_goes_on(alone, tmp_path):
+    plain = tmp_path / "plain.ckpt"
+    at_20 = tmp_path / "start-step=20.ckpt"
+    run_processes(go_on, 2, free_port(), str(tmp_path), {"start": None, "again": str(at_20)}, 2, nprocs=2)
+    run_processes(go_on, 3, free_port(), str(tmp_path), {"more": str(at_20)}, 3, nprocs=3)
+    to_file(at_20, plain)
+    expected = alone["deepfm_with_adam"]
+    assert_same(state_of(SAVED.fit(ckpt_path=plain)), expected, "adam")
+    states = load(tmp_path / "2-1.pt") | load(tmp_path / "3-2.pt")
+    for name in ("start", "again", "more"):
+        assert_same(states[name], expected, "adam")
+    for key, value in states["start"].items():
+        assert torch.equal(states["again"][key], value), key
+
+
+def test_groups_when_each_has_half_of_a_batch_then_train_as_one_process_with_all(alone, tmp_path):
+    run_processes(train_groups, 4, free_port(), str(tmp_path), "dcn_v2_stacked", nprocs=4)
+    ranks = [load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    for seen in ranks:
+        assert_same(seen["state"], alone["dcn_v2_stacked"])
+        assert seen["metrics"]["examples"] == len(CASES["dcn_v2_stacked"].data().rows("train"))
