@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-ClockName: TypeAlias = Literal["max", "sum"]
-CLOCK_NAMES: tuple[ClockName, ...] = ("max", "sum")
-
-MAX_CLOCK = 2**31 - 1
-"""Where a clock stops."""
+from lightning_recsys.sync.clocks import ClockName
 
 _MAX_STEPS = 2**31
 _NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -75,8 +71,8 @@ class RowExchange:
             IndexError: a row is not in the store.
         """
         pushed = self.push_rows.numel()
-        if self.clock not in CLOCK_NAMES:
-            raise ValueError(f"clock must be one of {list(CLOCK_NAMES)}, got {self.clock!r:.100}")
+        if self.clock not in get_args(ClockName):
+            raise ValueError(f"clock must be one of {list(get_args(ClockName))}, got {self.clock!r:.100}")
         if self.staleness is not None and not 0 <= self.staleness < 2**62:
             raise ValueError(f"staleness must be None or from 0 to 2**62, got {self.staleness}")
         if not 0 <= self.num_steps < _MAX_STEPS:
