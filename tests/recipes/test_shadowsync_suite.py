@@ -6,18 +6,24 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
-from benchmarks import shadowsync_link, shadowsync_quality
+from benchmarks import shadowsync, shadowsync_link, shadowsync_quality, shadowsync_training
 from benchmarks.shadowsync_jobs import Job, descendants, steps_per_second
-from benchmarks.shadowsync_link import NoLinkError, linked_hosts
+from benchmarks.shadowsync_link import Host, NoLinkError, linked_hosts
 from benchmarks.shadowsync_quality import Quality
 from hydra import initialize_config_dir
+from omegaconf import OmegaConf
 from recipe_helpers import CONF, TINY, run_recipe
 from recipe_tools.quiet import be_quiet
+
+from lightning_recsys.strategies import ShadowSyncStrategy
 
 CHAIN = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
 
@@ -161,6 +167,81 @@ def test_quality_when_run_again_then_only_what_was_not_finished_is_trained(tmp_p
     assert 0 < second.runs["FR-EASGD-2"][0]["test/ne"] < 2
 
 
+# --- Parts whose jobs only pretend to train --------------------------------------------------------------------------
+
+
+class Pretended:
+    """A job of which nothing is started; what it is asked to do is checked."""
+
+    def __init__(self, name, launchers, *, settings, folder, workers, environment=({},)) -> None:
+        assert len(launchers) == len(settings)
+        for own in settings:
+            assert own.keys() <= signature(shadowsync_training.train).parameters.keys()
+            if own["strategy"] is not None:
+                ShadowSyncStrategy(**own["strategy"])
+        self.slowed = settings[0].get("slowed")
+        self.telemetry = {rank: {"sync/gap": 5.0 + rank, "sync/rounds": 2.0} for rank in range(workers)}
+
+    def rates(self, batch_size, *, rank=None):
+        slow = self.slowed is not None and rank == self.slowed[0]
+        return [batch_size * (0.2 if slow else 0.95 if self.slowed else 1.0)]
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    monkeypatch.setattr(shadowsync, "Job", Pretended)
+    monkeypatch.setattr(shadowsync, "run_in_turns", lambda jobs, *, rounds, seconds: None)
+    return shadowsync.Suite(batch_size=100, rounds=1, seconds=0.0)
+
+
+def verdicts(bars):
+    return {bar.name: (bar.value, bar.verdict) for bar in bars}
+
+
+def test_scale_then_two_trainers_stand_beside_two_processes(suite):
+    (row,), bars = suite.scale()
+    assert row.to_dict()["ratio_to_base"] == {"two processes": 1.0, "two trainers": 1.0}
+    assert verdicts(bars) == {"two trainers / two processes": (1.0, "pass")}
+
+
+def test_straggler_then_the_bars_are_about_the_other_trainer(suite):
+    (first, slowed), bars = suite.straggler()
+    variants = ("S-EASGD", "S-MA", "FR-MA-5")
+    assert first.to_dict()["ratio_to_base"] == {"no straggler": 1.0, **dict.fromkeys(variants, 0.95)}
+    assert slowed.to_dict()["ratio_to_base"] == {"no straggler": 1.0, **dict.fromkeys(variants, 0.2)}
+    beside = "trainer 0 beside a straggler / without one"
+    assert verdicts(bars) == {f"{beside}, {name}": (0.95, "pass") for name in ("S-EASGD", "S-MA")}
+
+
+def test_link_then_the_gap_is_that_of_the_trainer_that_waits_longest(suite, monkeypatch):
+    hosts = tuple(Host(name, f"10.0.0.{i}", f"link-{name}") for i, name in enumerate("ab"))
+    monkeypatch.setattr(shadowsync, "linked_hosts", lambda rate: nullcontext(hosts))
+    (row, gaps), bars = suite.link("1gbit")
+    assert set(row.to_dict()["examples_per_second"]) == {"not synchronised", "FR-EASGD-5", "FR-EASGD-30", "S-EASGD"}
+    assert gaps.gap("S-EASGD") == 6.0
+    assert verdicts(bars)["sync gap of S-EASGD, 1gbit link"] == (6.0, "pass")
+
+
+def test_link_when_there_can_be_none_then_its_bars_say_not_measured(suite, monkeypatch):
+    monkeypatch.setattr(shadowsync_link.os, "geteuid", lambda: 1000)
+    results, bars = suite.link("1gbit")
+    assert results == []
+    assert {bar.verdict for bar in bars} == {"not measured"}
+
+
+def test_slowed_then_only_its_rank_computes_so_many_times_as_long(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(shadowsync_training.time, "thread_time", lambda: next(clock))
+    for rank, expected in ((1, 3), (0, 0)):
+        computed = []
+        module = SimpleNamespace(training_step=lambda batch, i, computed=computed: computed.append(batch))
+        callback = shadowsync_training.Slowed(1, 5.0)
+        callback.on_train_batch_start()
+        callback.on_train_batch_end(SimpleNamespace(global_rank=rank), module, None, "batch", 0)
+        # A tick for each look at the clock: begun, done, and one before each computation.
+        assert computed == ["batch"] * expected
+
+
 # --- The command line ------------------------------------------------------------------------------------------------
 
 SHORT = ("suite=shadowsync", "suite.rounds=1", "suite.seconds=0.5", "suite.batch_size=64")
@@ -194,38 +275,6 @@ def test_overhead_then_both_jobs_train_and_one_of_them_synchronises(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_scale_then_two_trainers_stand_beside_two_processes(tmp_path):
-    (row,), bars = run_part("scale", tmp_path)
-    assert row["ratio_to_base"]["two processes"] == 1.0
-    assert bars["two trainers / two processes"]["value"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_straggler_then_it_is_slow_and_both_trainers_have_a_row(tmp_path):
-    (first, slowed), bars = run_part("straggler", tmp_path)
-    assert set(first["examples_per_second"]) == set(slowed["examples_per_second"])
-    assert all(slowed["ratio_to_base"][name] < 0.5 for name in ("S-EASGD", "S-MA"))  # about a fifth
-    assert [bar.rpartition(" ")[2] for bar in bars] == ["S-EASGD", "S-MA"]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_link_then_every_method_trains_on_two_hosts_with_its_gap(tmp_path):
-    results, bars = run_part("link", tmp_path)
-    if not results:
-        assert {bar["verdict"] for bar in bars.values()} == {"not measured"}
-        pytest.skip("no network namespaces here")
-    row, gaps = results
-    assert set(row["examples_per_second"]) == {"not synchronised", "FR-EASGD-5", "FR-EASGD-30", "S-EASGD"}
-    assert set(gaps["telemetry"]["FR-EASGD-5"]) == {"0", "1"}
-    for trainer in gaps["telemetry"]["FR-EASGD-5"].values():
-        assert 5 <= trainer["sync/gap"] < 10
-    assert "lrb" not in namespaces()
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
 def test_store_then_every_comparison_has_its_bar(tmp_path):
     small = ("suite.store.shapes=[[16,64]]", "suite.store.rounds=1", "suite.store.seconds=0.02")
     results, bars = run_part("store", tmp_path, *small)
@@ -237,8 +286,9 @@ def test_store_then_every_comparison_has_its_bar(tmp_path):
 
 
 def test_suite_when_a_part_is_unknown_then_the_parts_are_named(tmp_path):
-    done = run_recipe("benchmark.py", "suite=shadowsync", "suite.parts=[overheads]", folder=tmp_path)
-    assert done.returncode == 1
-    assert (
-        "suite.parts must be some of link, overhead, scale, straggler, store, quality, got 'overheads'" in done.stderr
-    )
+    settings = OmegaConf.to_container(OmegaConf.load(CONF / "suite" / "shadowsync.yaml"), resolve=False)
+    settings |= {"parts": ["overheads"], "cache": str(tmp_path), "data": str(tmp_path)}
+    del settings["_target_"]
+    parts = "link, overhead, scale, straggler, store, quality"
+    with pytest.raises(ValueError, match=f"suite.parts must be some of {parts}, got 'overheads'"):
+        shadowsync.run(**settings)
