@@ -150,6 +150,11 @@ class RecsysStrategy(DDPStrategy):
         """What ``StalenessMonitor`` logs: numbers or tensors of many observations, by name. Must not communicate."""
         return {}
 
+    @property
+    def maps_stores(self) -> bool:
+        """Whether files of servers on the same machine are written without asking the server, and without a lock."""
+        return self.transport == "auto"
+
     def stores(self, kind: str) -> list[Stores]:
         """The servers of a kind, in index order, connected on first use and until :meth:`teardown`.
 
@@ -162,7 +167,7 @@ class RecsysStrategy(DDPStrategy):
             from lightning_recsys.parameter_server.connect import connect
 
             keys = self._node_servers.keys if self._node_servers is not None else self.key_file
-            shared_memory: Literal["auto", "never"] = "auto" if self.transport == "auto" else "never"
+            shared_memory: Literal["auto", "never"] = "auto" if self.maps_stores else "never"
             self._stores[kind] = [
                 connect(endpoint, keys=keys, shared_memory=shared_memory) for endpoint in self.endpoints[kind]
             ]

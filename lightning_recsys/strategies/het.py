@@ -136,6 +136,11 @@ class HETStrategy(ServedStrategy):
         exact = self.mode == "hybrid" or (self.mode == "het" and self.staleness == 0)
         return exact and self.world_size > 1
 
+    @property
+    def maps_stores(self) -> bool:
+        """Not where workers go in step: two that write a row at the same instant could lose one of the updates."""
+        return super().maps_stores and not self.in_step
+
     # --- Rows --------------------------------------------------------------------------------------------------------
 
     @property

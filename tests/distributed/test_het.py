@@ -151,11 +151,14 @@ def test_updates_when_two_workers_train_then_each_counts_once_at_validation_in_c
         torch.testing.assert_close(saved, all_rows(-model.share * counts(step)), rtol=0, atol=0)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert (metrics["cache/hit_rate"] > 0) == (trainer.strategy.mode == "het")
-    assert (metrics["comm/sent_bytes"] > 0) == (trainer.strategy.transport == "tcp")
+    through_servers = (
+        trainer.strategy.transport == "tcp" or trainer.strategy.mode == "hybrid" or not arguments["staleness"]
+    )
+    assert (metrics["comm/sent_bytes"] > 0) == through_servers
     assert min(metrics["comm/rows_bytes"], metrics["comm/gradients_bytes"]) > 0
     assert metrics["cache/clock_lag/max"] >= metrics["cache/clock_lag/mean"] >= 0
     if arguments.get("staleness") == "inf":
-        assert metrics["comm/clocks_bytes"] == metrics["cache/stale_rate"] == 0
+        assert metrics["cache/stale_rate"] == metrics["cache/refresh_rate"] == 0
 
 
 class KillsServer(Callback):
@@ -215,7 +218,11 @@ def train_dlrm(strategy, *, batch_size: int, devices: int) -> dict[str, torch.Te
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float) -> list[str]:
     assert one.keys() == other.keys()
-    return [name for name in one if not torch.allclose(one[name], other[name], rtol=0, atol=atol)]
+    return [
+        f"{name} by {(one[name] - other[name]).abs().max():.1e}"
+        for name in one
+        if not torch.allclose(one[name], other[name], rtol=0, atol=atol)
+    ]
 
 
 def test_one_worker_when_no_staleness_is_allowed_then_equals_no_cache_bit_for_bit():
