@@ -114,6 +114,24 @@ def test_clocks_when_a_row_is_fetched_updated_and_taken_then_they_follow_the_pap
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_install_when_a_row_was_updated_since_it_was_asked_for_then_the_update_is_made_again(rule, device):
+    server, cache = Server(rule, 3), RowCache(10, 3, rule, device=device)
+    plan = cache.plan(np.array([4, 6]))
+    server.fill(cache, plan)
+    cache.update(plan.slots_U[:1], torch.ones(1, 3, device=device), learning_rate=0.5)
+    other = {name: tensor[[4, 6]] + 2 for name, tensor in server.values.items()}  # trained by somebody else
+    cache.install(plan.slots_U, other, np.array([20, 30], dtype=np.int32))
+    assert (cache.start[plan.slots_U].tolist(), cache.current[plan.slots_U].tolist()) == ([20, 30], [21, 30])
+    owed = cache.take(plan.slots_U)
+    assert owed.keys.tolist() == [4]
+    for name, tensor in {"weight": cache.rows, **cache.row_state}.items():
+        expected = other[name].clone()
+        expected[:1] += owed.values[name].cpu() * (-1 if name == "weight" else 1)
+        torch.testing.assert_close(tensor[plan.slots_U].cpu(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("bags", [False, True])
 def test_gradients_when_summed_by_row_then_they_are_those_of_autograd(bags, weighted, device):

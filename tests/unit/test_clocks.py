@@ -76,6 +76,7 @@ class Caches(RuleBasedStateMachine):
         sent = self.rule.sent(self.current[worker, rows], unsent)
         self.server[rows] = self.rule.after_push(self.server[rows], sent)
         assert (self.server >= before).all()
+        assert (self.server[rows] >= self.current[worker, rows]).all()  # or others would not learn of the push
         self.applied[rows, worker] += unsent
         self.unsent[worker, rows] = 0
 

@@ -23,7 +23,7 @@ Integers = NDArray[np.int64]
 REMEMBERED = 8
 """For how many dropped rows, as a multiple of those that stay, LFU remembers how often they were used."""
 
-LIGHT_BOUND = 64
+LIGHT_BOUND = 16
 """From this many uses on, light LFU no longer keeps a row in order."""
 
 _SOON = AHEAD // 2
