@@ -12,23 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache, RowUpdates
+from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache
 from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
-from lightning_recsys.optim import SGD, RowOptimizer
+from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.backend import StoreBackend
-from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
+from lightning_recsys.parameter_server.exchange import RowValues
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore
-from lightning_recsys.parameter_server.row_places import RowPlaces
+from lightning_recsys.parameter_server.row_messages import NO_KEYS, RowMessages
+from lightning_recsys.parameter_server.row_places import Integers, RowPlaces
 from lightning_recsys.placement import TablePart
 from lightning_recsys.sync import ClockName, ClockRule
 
-Integers = NDArray[np.int64]
-_NO_POSITIONS = np.empty(0, dtype=np.int64)
-_NO_CLOCKS = np.empty(0, dtype=np.int32)
 _FLUSH_BYTES = 16 << 20  # of updates in one message, when all of them go
 
 
@@ -105,13 +102,12 @@ class CachedBackend(StoreBackend):
         self._rule = ClockRule(staleness=staleness, clock=clock)
         self._cache = RowCache(cache_rows, layout.embedding_dim, optimizer, policy=policy, device=device)
         self._passing = RowCache(0, layout.embedding_dim, optimizer, device=device)  # rows of evaluation
-        self._places = RowPlaces(layout, [parts for _, parts in stores])
+        places = RowPlaces(layout, [parts for _, parts in stores])
+        self._messages = RowMessages(self.stores, places, self._rule, self.row_shapes)
         self._starts = np.array(layout.feature_starts, dtype=np.int64)
-        self._kernels: dict[int, Kernel] = {}
+        self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
         self._planned: _Batch | None = None
         self._waiting: list[_Batch] = []  # looked up, not trained yet
-        self._owed: list[RowUpdates] = []  # of rows that have gone; they ride on the next message
-        self._unsent_steps = [0] * len(stores)
         self._counts: Counter[str] = Counter()
         self._lags_U = np.empty(0, dtype=np.int32)
 
@@ -149,16 +145,16 @@ class CachedBackend(StoreBackend):
         offsets = None if there.is_single_hot else there.bag_offsets()
         sums_UD = cache.sum_gradients(batch.plan, offsets, there.weights, grad_BFD.to(device))
         cache.update(batch.plan.slots_U, sums_UD, learning_rate=learning_rate)
-        self._unsent_steps = [steps + 1 for steps in self._unsent_steps]
+        self._messages.count_step()
         self._evict()
         if not self.cache_rows:  # nothing else is sent before the next lookup, which need not wait behind this
-            self._send()
+            self._messages.send()
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
         """As :meth:`lookup`, past the cache: rows as the stores have them, with every update of this worker."""
         self.flush()
         batch = _Batch(sparse, lambda: None, self._passing.plan(self._keys(sparse.to("cpu"))))
-        self._send(batch, fetch=np.arange(len(batch.plan.keys_U)))
+        self._ask(batch, fetch=np.arange(len(batch.plan.keys_U)))
         self._settle(batch, self._passing)
         pooled_BFD = self._pool(self._passing, batch.plan, sparse)
         self._passing.evict(spare_from=batch.plan.number + 1)
@@ -171,9 +167,9 @@ class CachedBackend(StoreBackend):
         dirty = self._cache.dirty_slots()
         row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
         for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
-            self._owed.append(self._cache.take(dirty[first : first + block]))
-            self._send()
-        self._send(with_steps=True)
+            self._messages.owe(self._cache.take(dirty[first : first + block]))
+            self._messages.send()
+        self._messages.send(with_steps=True)
         super().flush()
 
     def invalidate(self) -> None:
@@ -219,7 +215,7 @@ class CachedBackend(StoreBackend):
         fetch, held = np.flatnonzero(plan.new_U), np.flatnonzero(~plan.new_U)
         self._counts.update(reads=len(plan.keys_U), hits=len(held), misses=len(fetch))
         if not validate or self.staleness is None:
-            self._send(batch, fetch=fetch)
+            self._ask(batch, fetch=fetch)
             return batch
         slots = plan.slots_U[held]
         in_training = np.zeros(len(cache.current), dtype=np.int32)
@@ -230,8 +226,8 @@ class CachedBackend(StoreBackend):
         too_far = self._rule.needs_push(cache.start[slots], cache.current[slots] + coming)
         refresh, check = held[too_far], held[~too_far]
         self._counts["refreshes"] += len(refresh)
-        self._owed.append(cache.take(plan.slots_U[refresh]))
-        self._send(batch, fetch=np.concatenate([fetch, refresh]), check=check)
+        self._messages.owe(cache.take(plan.slots_U[refresh]))
+        self._ask(batch, fetch=np.concatenate([fetch, refresh]), check=check)
         return batch
 
     def _refresh(self, batch: _Batch) -> None:
@@ -248,8 +244,8 @@ class CachedBackend(StoreBackend):
             again_U[positions] = True
         again = np.flatnonzero(again_U)
         if len(again):
-            self._owed.append(cache.take(slots_U[again]))
-            self._send(batch, fetch=again)
+            self._messages.owe(cache.take(slots_U[again]))
+            self._ask(batch, fetch=again)
             self._settle(batch)
 
     def _evict(self) -> None:
@@ -258,47 +254,14 @@ class CachedBackend(StoreBackend):
             needed = [batch.plan.number for batch in (*self._waiting, self._planned) if batch is not None]
             updates, dropped = self._cache.evict(spare_from=min(needed, default=np.iinfo(np.int64).max))
             self._counts["evictions"] += dropped
-            self._owed.append(updates)
+            self._messages.owe(updates)
 
-    def _send(
-        self,
-        batch: _Batch | None = None,
-        *,
-        fetch: Integers = _NO_POSITIONS,
-        check: Integers = _NO_POSITIONS,
-        with_steps: bool = False,
-    ) -> None:
-        """One message to each store that has to hear something: what rows left behind, fetches, checks."""
-        owed, self._owed = [updates for updates in self._owed if len(updates.keys)], []
-        keys_K = np.concatenate([updates.keys for updates in owed]) if owed else _NO_POSITIONS
-        heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [_NO_CLOCKS])
-        updates = {name: torch.cat([x.values[name] for x in owed]).to("cpu") for name in self.row_shapes if owed}
-        keys_U = slots_U = _NO_POSITIONS
-        if batch is not None:
-            keys_U, slots_U = batch.plan.keys_U, batch.plan.slots_U
-        clocks_C = self._cache.current[slots_U[check]]
-        splits = [self._places.split(keys) for keys in (keys_K, keys_U[fetch], keys_U[check])]
-        for index, (store, *parts) in enumerate(zip(self.stores, *splits, strict=True)):
-            (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows) = parts
-            steps = self._unsent_steps[index] if with_steps or len(push_rows) else 0
-            if not (steps or len(push_rows) or len(fetch_rows) or len(check_rows)):
-                continue
-            self._unsent_steps[index] -= steps
-            request = RowExchange(
-                push_rows=torch.from_numpy(push_rows),
-                push_clocks=torch.from_numpy(heard_K[pushed]),
-                updates={name: values[pushed] for name, values in updates.items() if len(push_rows)},
-                num_steps=steps,
-                fetch_rows=torch.from_numpy(fetch_rows),
-                check_rows=torch.from_numpy(check_rows),
-                check_clocks=torch.from_numpy(clocks_C[checked]),
-                staleness=self.staleness,
-                clock=self._rule.clock,
-            )
-            answer = store.begin_exchange(request)
-            self._counts.update(request.bytes_by_kind(store.layout.num_rows, self.row_shapes), messages=1)
-            if batch is not None:
-                batch.answers.append((answer, fetch[fetched], check[checked]))
+    def _ask(self, batch: _Batch, *, fetch: Integers, check: Integers = NO_KEYS) -> None:
+        """Fetch and check rows of a batch, by their positions in its plan; what is owed goes ahead of it."""
+        plan = batch.plan
+        clocks = self._cache.current[plan.slots_U[check]]
+        for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks):
+            batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked]))
 
     def _settle(self, batch: _Batch, cache: RowCache | None = None) -> None:
         """Wait for what was asked for a batch, and put it into the cache."""
@@ -326,16 +289,16 @@ class CachedBackend(StoreBackend):
             offsets=None if sparse.is_single_hot else sparse.bag_offsets(),
             weights=sparse.weights,
         )
-        return self._kernel(rows).lookup(rows, slots.to(rows.device)).to(sparse.device)
+        return self._kernel(cache).lookup(rows, slots.to(rows.device)).to(sparse.device)
 
-    def _kernel(self, rows: Tensor) -> Kernel:
+    def _kernel(self, cache: RowCache) -> Kernel:
         """A kernel for all slots as one table that every feature shares."""
-        kernel = self._kernels.get(len(rows))
-        if kernel is None:
+        num_slots, kernel = self._kernels.get(cache, (0, None))
+        if kernel is None or num_slots != len(cache.rows):
             features = tuple(name for table in self.layout.tables for name in table.feature_names)
-            slots = EmbeddingBagConfig("slots", max(len(rows), 1), self.layout.embedding_dim, features)
-            kernel = choose_kernel("auto", TableLayout((slots,)), SGD(), rows.device)
-            self._kernels[len(rows)] = kernel
+            slots = EmbeddingBagConfig("slots", max(len(cache.rows), 1), self.layout.embedding_dim, features)
+            kernel = choose_kernel("auto", TableLayout((slots,)), self.optimizer, cache.rows.device)
+            self._kernels[cache] = len(cache.rows), kernel
         return kernel
 
     # --- What others see ---------------------------------------------------------------------------------------------
@@ -343,7 +306,8 @@ class CachedBackend(StoreBackend):
     @property
     def step(self) -> int:
         """Updates that the tables have seen, from all workers; what this one has not sent yet included."""
-        return super().step + max(self._unsent_steps)
+        unsent = self._messages.unsent_steps
+        return max(store.step + steps for store, steps in zip(self.stores, unsent, strict=True))
 
     @step.setter
     def step(self, value: int) -> None:
@@ -368,7 +332,7 @@ class CachedBackend(StoreBackend):
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
         and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
         """
-        counts, reads = self._counts, max(self._counts["reads"], 1)
+        counts, sent, reads = self._counts, self._messages.counts, max(self._counts["reads"], 1)
         return {
             "cache/reads": counts["reads"],
             "cache/hit_rate": counts["hits"] / reads,
@@ -377,8 +341,8 @@ class CachedBackend(StoreBackend):
             "cache/refresh_rate": counts["refreshes"] / reads,
             "cache/evictions": counts["evictions"],
             "cache/clock_lag": torch.from_numpy(self._lags_U.astype(np.float32)),
-            "comm/messages": counts["messages"],
-            **{f"comm/{kind}_bytes": counts[kind] for kind in ("rows", "clocks", "gradients")},
+            "comm/messages": sent["messages"],
+            **{f"comm/{kind}_bytes": sent[kind] for kind in ("rows", "clocks", "gradients")},
         }
 
     def __getstate__(self) -> dict[str, Any]:

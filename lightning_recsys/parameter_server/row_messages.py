@@ -1,0 +1,117 @@
+"""What a cache says to the stores of a collection: one message to each that has to hear something."""
+
+# Shape suffixes: K pushed rows, M fetched rows, C checked rows.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_recsys.embeddings.cache import RowUpdates
+from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
+from lightning_recsys.parameter_server.interfaces import EmbeddingStore
+from lightning_recsys.parameter_server.row_places import Integers, RowPlaces
+from lightning_recsys.sync import ClockRule
+
+Clocks = NDArray[np.int32]
+NO_KEYS: Integers = np.empty(0, dtype=np.int64)
+NO_CLOCKS: Clocks = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one store will say.
+
+    Args:
+        wait: Returns it, once it is there.
+        fetched: Which of the keys to fetch it brings, as an index of them.
+        checked: Which of the keys to check it judges, as an index of them.
+    """
+
+    wait: Callable[[], RowValues]
+    fetched: Integers | slice
+    checked: Integers | slice
+
+
+class RowMessages:
+    """Cuts what is to be said by store, and says it in one message each, all of them on their way at once.
+
+    Args:
+        stores: The collection's stores.
+        places: Which of them has which row.
+        rule: What a push tells the stores' clocks, and when a copy is too old.
+        row_shapes: Shape of what one row has of ``weight`` and of each state.
+
+    Attributes:
+        counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``.
+        unsent_steps: Updates of the whole collection that each store has not heard of.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[EmbeddingStore],
+        places: RowPlaces,
+        rule: ClockRule,
+        row_shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.unsent_steps = [0] * len(stores)
+        self._stores, self._places, self._rule, self._row_shapes = stores, places, rule, row_shapes
+        self._owed: list[RowUpdates] = []
+
+    def count_step(self) -> None:
+        """Note an update; the stores hear of it with the next push or flush."""
+        self.unsent_steps = [steps + 1 for steps in self.unsent_steps]
+
+    def owe(self, updates: RowUpdates) -> None:
+        """Let updates of rows ride on the next message, ahead of its fetches."""
+        if len(updates.keys):
+            self._owed.append(updates)
+
+    def send(
+        self,
+        fetch_M: Integers = NO_KEYS,
+        check_C: Integers = NO_KEYS,
+        clocks_C: Clocks = NO_CLOCKS,
+        *,
+        with_steps: bool = False,
+    ) -> list[Answer]:
+        """Send what is owed, ask for rows, have copies checked; nothing to a store that this does not concern.
+
+        Args:
+            fetch_M: Keys of rows to get.
+            check_C: Keys of copies to check.
+            clocks_C: Their clocks.
+            with_steps: Let every store know of all steps.
+        """
+        owed, self._owed = self._owed, []
+        keys_K = np.concatenate([x.keys for x in owed] or [NO_KEYS])
+        heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [NO_CLOCKS])
+        updates = {name: torch.cat([x.values[name] for x in owed]).to("cpu") for name in self._row_shapes if owed}
+        answers = []
+        splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C)]
+        for index, (store, *parts) in enumerate(zip(self._stores, *splits, strict=True)):
+            (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows) = parts
+            steps = self.unsent_steps[index] if with_steps or len(push_rows) else 0
+            if not (steps or len(push_rows) or len(fetch_rows) or len(check_rows)):
+                continue
+            self.unsent_steps[index] -= steps
+            request = RowExchange(
+                push_rows=torch.from_numpy(push_rows),
+                push_clocks=torch.from_numpy(heard_K[pushed]),
+                updates={name: values[pushed] for name, values in updates.items() if len(push_rows)},
+                num_steps=steps,
+                fetch_rows=torch.from_numpy(fetch_rows),
+                check_rows=torch.from_numpy(check_rows),
+                check_clocks=torch.from_numpy(clocks_C[checked]),
+                staleness=self._rule.staleness,
+                clock=self._rule.clock,
+            )
+            answers.append(Answer(store.begin_exchange(request), fetched, checked))
+            self.counts.update(request.bytes_by_kind(store.layout.num_rows, self._row_shapes), messages=1)
+        return answers
