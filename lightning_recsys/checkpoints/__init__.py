@@ -3,10 +3,11 @@
 from lightning_recsys.checkpoints.folder import is_folder, read_checkpoint, read_extras, read_stored, save_folder
 from lightning_recsys.checkpoints.plugin import FolderCheckpointIO
 from lightning_recsys.checkpoints.single_file import to_file, to_folder
-from lightning_recsys.checkpoints.stored import StoredTensor
+from lightning_recsys.checkpoints.stored import StoredRows, StoredTensor
 
 __all__ = [
     "FolderCheckpointIO",
+    "StoredRows",
     "StoredTensor",
     "is_folder",
     "read_checkpoint",

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_recsys.checkpoints.stored import StoredTensor
+from lightning_recsys.checkpoints.stored import StoredRows, StoredTensor
 
 POINTER = "current"
 _STATE = "state_dict"
@@ -57,8 +57,8 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
 
     Args:
         path: The folder; made where it is missing.
-        checkpoint: Lightning's dict. Its ``state_dict`` may hold :class:`StoredTensor`, of which each rank writes its
-            share; everything else in it is rank 0's.
+        checkpoint: Lightning's dict. Its ``state_dict`` may hold :class:`StoredTensor` and :class:`StoredRows`, of
+            which each rank writes its share; everything else in it is rank 0's.
         extras: What this rank adds; nothing if ``None``.
 
     Raises:
@@ -69,7 +69,9 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
     rank, folder = _rank(), Path(path)
     version = folder.parent / _agree_on(_new_version(folder, checkpoint) if rank == 0 else None)
     version.mkdir(parents=True, exist_ok=True)
-    state = checkpoint["state_dict"]
+    state: dict[str, Any] = {}
+    for key, value in checkpoint["state_dict"].items():
+        state |= value.to_save(key) if isinstance(value, StoredRows) else {key: value}
     own = {key: value for key, value in state.items() if isinstance(value, StoredTensor if rank else _SAVED_BY_TORCH)}
     with _without_warning():
         writer = FileSystemWriter(version)
@@ -115,7 +117,7 @@ def read_checkpoint(
     return checkpoint
 
 
-def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor]) -> None:
+def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor | StoredRows]) -> None:
     """Write saved rows into their stores, each process its share, a block at a time.
 
     Args:
@@ -129,7 +131,10 @@ def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor
     """
     version = _version(path)
     saved = FileSystemReader(version).read_metadata().state_dict_metadata
-    for key, target in targets.items():
+    whole: dict[str, StoredTensor] = {}
+    for key, value in targets.items():
+        whole |= _rows_to_load(version, key, value) if isinstance(value, StoredRows) else {key: value}
+    for key, target in whole.items():
         entry = saved.get(f"{_STATE}.{key}")
         if not isinstance(entry, TensorStorageMetadata):
             raise KeyError(f"{path} has no {key!r}.")
@@ -141,6 +146,27 @@ def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor
             with _without_warning():
                 load({}, storage_reader=FileSystemReader(version), planner=planner, no_dist=True)
             target.write(first, block)
+
+
+def _rows_to_load(version: Path, prefix: str, rows: StoredRows) -> dict[str, StoredTensor]:
+    """What the saved ids of tables, or the lack of ids where all rows were saved, make of them."""
+    saved = FileSystemReader(version).read_metadata().state_dict_metadata
+    targets: dict[str, StoredTensor] = {}
+    for table in rows.tables:
+        entry = saved.get(f"{_STATE}.{prefix}.{table}.ids")
+        if isinstance(entry, TensorStorageMetadata):
+            ids = torch.empty(entry.size, dtype=torch.int64)
+            tensors = {f"{_STATE}.{prefix}.{table}.ids": ids}
+            with _without_warning():
+                planner = DefaultLoadPlanner(flatten_state_dict=False)
+                load(tensors, storage_reader=FileSystemReader(version), planner=planner, no_dist=True)
+        else:
+            entry = saved.get(f"{_STATE}.{prefix}.{table}.weight")
+            if not isinstance(entry, TensorStorageMetadata):
+                raise KeyError(f"{version.parent} has no '{prefix}.{table}.weight'.")
+            ids = torch.arange(entry.size[0])
+        targets |= rows.to_load(prefix, table, ids)
+    return targets
 
 
 def read_extras(path: str | os.PathLike[str], index: int, *, weights_only: bool = True) -> Any:

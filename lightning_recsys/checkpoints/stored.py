@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import torch
@@ -66,3 +67,61 @@ class StoredTensor:
         assert index.offset is not None
         first = index.offset[0]
         return self.read(first, dict(self.blocks())[first])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """Tables of which only some rows exist: they are saved with their ids, under ``<table>.ids``.
+
+    In a state dict it stands, under their common prefix, for all of its tables. The first process saves them, for rows
+    may come and go meanwhile; all processes share the loading.
+
+    Args:
+        tables: Their names.
+        row_shapes: Shape of what one row has of ``weight`` and of each state.
+        live_ids: The ids of the rows that exist, by table.
+        read: ``read(table, name, ids)`` returns ``weight`` or a state of rows.
+        write: ``write(table, name, ids, values)`` overwrites it, and makes the rows that do not exist.
+        rank: This process, of those that share the work.
+        world_size: How many share it.
+    """
+
+    tables: tuple[str, ...]
+    row_shapes: Mapping[str, tuple[int, ...]]
+    live_ids: Callable[[], Mapping[str, Tensor]] = field(repr=False)
+    read: Callable[[str, str, Tensor], Tensor] = field(repr=False)
+    write: Callable[[str, str, Tensor, Tensor], None] = field(repr=False)
+    rank: int = 0
+    world_size: int = 1
+
+    def to_save(self, prefix: str) -> dict[str, Tensor | StoredTensor]:
+        """What this process saves, by keys of the state dict."""
+        saved: dict[str, Tensor | StoredTensor] = {}
+        for table, ids in self.live_ids().items() if self.rank == 0 else ():
+            saved[f"{prefix}.{table}.ids"] = ids
+            if ids.numel():
+                saved |= self._tensors(prefix, table, ids, rank=0, world_size=1)
+        return saved
+
+    def to_load(self, prefix: str, table: str, ids: Tensor) -> dict[str, StoredTensor]:
+        """Where this process's share of the saved rows of a table goes, by keys of the state dict."""
+        return self._tensors(prefix, table, ids, rank=self.rank, world_size=self.world_size) if ids.numel() else {}
+
+    def _tensors(self, prefix: str, table: str, ids: Tensor, *, rank: int, world_size: int) -> dict[str, StoredTensor]:
+        return {
+            f"{prefix}.{table}.{name}": StoredTensor(
+                shape=torch.Size((ids.numel(), *shape)),
+                dtype=torch.float32,
+                read=partial(self._read_stretch, table, name, ids),
+                write=partial(self._write_stretch, table, name, ids),
+                rank=rank,
+                world_size=world_size,
+            )
+            for name, shape in self.row_shapes.items()
+        }
+
+    def _read_stretch(self, table: str, name: str, ids: Tensor, first: int, num_rows: int) -> Tensor:
+        return self.read(table, name, ids[first : first + num_rows])
+
+    def _write_stretch(self, table: str, name: str, ids: Tensor, first: int, values: Tensor) -> None:
+        self.write(table, name, ids[first : first + values.shape[0]], values)

@@ -271,7 +271,7 @@ class RequestHandler:
         def apply() -> None:
             served = self._open.get(name)
             if isinstance(served, ServedDynamic):  # it cannot be opened twice
-                check_same(name, served.store, layout, optimizer, dynamic)
+                check_same(self.stores.folder / name, served.store, layout, optimizer, dynamic)
             else:
                 self.stores.create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic).close()
 

@@ -81,7 +81,7 @@ class MappedStores(Stores):
                 self._opened.append(created)
                 return created
         store = self.embedding_store(name)
-        check_same(name, store, layout, optimizer, dynamic)
+        check_same(path, store, layout, optimizer, dynamic)
         return store
 
     def create_dense_store(  # noqa: D102 - inherited
@@ -178,7 +178,7 @@ class MappedStores(Stores):
 
 
 def check_same(
-    name: str, store: EmbeddingStore, layout: TableLayout, optimizer: RowOptimizer, dynamic: DynamicRows | None
+    path: Path, store: EmbeddingStore, layout: TableLayout, optimizer: RowOptimizer, dynamic: DynamicRows | None
 ) -> None:
     """Refuse to take a store for another one.
 
@@ -188,7 +188,7 @@ def check_same(
     has = getattr(store, "dynamic", None)
     if store.layout != layout or store.optimizer != optimizer or has != dynamic:
         raise ValueError(
-            f"a store {name!r} is there with other tables or another rule: it has {store.layout.tables}, "
-            f"{store.optimizer} and dynamic={has}, asked were {layout.tables}, {optimizer} and dynamic={dynamic}. "
-            "Choose another name or remove it."
+            f"a store {path.name!r} is in {path.parent} with other tables or another rule: it has "
+            f"{store.layout.tables}, {store.optimizer} and dynamic={has}, asked were {layout.tables}, {optimizer} and "
+            f"dynamic={dynamic}. Choose another name or remove it."
         )

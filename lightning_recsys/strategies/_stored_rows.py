@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from lightning_recsys.checkpoints import StoredTensor
+from lightning_recsys.checkpoints import StoredRows, StoredTensor
 from lightning_recsys.embeddings import TableBackend
 from lightning_recsys.parameter_server.backend import StoreBackend
+from lightning_recsys.parameter_server.dynamic_tables import IDS
 
 
 def row_keys(model: nn.Module) -> set[str]:
@@ -20,26 +21,38 @@ def row_keys(model: nn.Module) -> set[str]:
         f"{place}.{table.name}.{name}"
         for place, backend in _backends_of(model).items()
         for table in backend.layout.tables
-        for name in backend.row_shapes
+        for name in (*backend.row_shapes, IDS)
     }
 
 
-def stored_tensors(model: nn.Module, *, rank: int, world_size: int) -> dict[str, StoredTensor]:
+def stored_tensors(model: nn.Module, *, rank: int, world_size: int) -> dict[str, StoredTensor | StoredRows]:
     """Rows and their optimizer state in stores, by their keys in the state dict, as one of several ranks saves them."""
-    return {
-        f"{place}.{table.name}.{name}": StoredTensor(
-            shape=torch.Size((table.num_embeddings, *row_shape)),
-            dtype=torch.float32,
-            read=partial(backend.read_rows, table.name, name),
-            write=partial(backend.write_rows, table.name, name),
-            rank=rank,
-            world_size=world_size,
-        )
-        for place, backend in _backends_of(model).items()
-        if isinstance(backend, StoreBackend)
-        for table in backend.layout.tables
-        for name, row_shape in backend.row_shapes.items()
-    }
+    found: dict[str, StoredTensor | StoredRows] = {}
+    for place, backend in _backends_of(model).items():
+        if isinstance(backend, StoreBackend) and backend.dynamic is not None:
+            found[place] = StoredRows(
+                tables=tuple(backend.dynamic.tables),
+                row_shapes=backend.row_shapes,
+                live_ids=backend.dynamic.live_ids,
+                read=backend.dynamic.read,
+                write=backend.dynamic.write,
+                rank=rank,
+                world_size=world_size,
+            )
+        elif isinstance(backend, StoreBackend):
+            found |= {
+                f"{place}.{table.name}.{name}": StoredTensor(
+                    shape=torch.Size((table.num_embeddings, *row_shape)),
+                    dtype=torch.float32,
+                    read=partial(backend.read_rows, table.name, name),
+                    write=partial(backend.write_rows, table.name, name),
+                    rank=rank,
+                    world_size=world_size,
+                )
+                for table in backend.layout.tables
+                for name, row_shape in backend.row_shapes.items()
+            }
+    return found
 
 
 @contextmanager

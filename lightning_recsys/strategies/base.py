@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp
 
 from lightning_recsys.checkpoints import (
     FolderCheckpointIO,
+    StoredRows,
     StoredTensor,
     is_folder,
     read_checkpoint,
@@ -397,7 +398,7 @@ class RecsysStrategy(DDPStrategy):
         """Whether this rank's batches are its own; where several ranks see the same, those of one count."""
         return True
 
-    def _stored_tensors(self) -> dict[str, StoredTensor]:
+    def _stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:
         if self.lightning_module is None:
             return {}
         return stored_tensors(self.lightning_module, rank=self.global_rank, world_size=self.world_size)

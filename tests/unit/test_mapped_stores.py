@@ -130,7 +130,7 @@ def test_dense_gradients_when_pushed_then_the_rule_moves_the_vector(stores, rule
 def test_names_when_open_or_not_there_then_errors_say_what_is_there(stores, tmp_path):
     stores.create_embedding_store("model.tables", LAYOUT, SGD(), seed=0)
     stores.create_dense_store("center", torch.zeros(1))
-    assert stores.status() == {"stores": 2, "rows": 10, "bytes": 10 * (16 + 4) + 8 + 4 + 8}
+    assert stores.status() == {"stores": 2, "rows": 10, "live_rows": 10, "bytes": 10 * (16 + 4) + 8 + 4 + 8}
     with pytest.raises(KeyError, match=r"no embedding store 'center' in .*\['model.tables'\]"):
         stores.embedding_store("center")
     with pytest.raises(KeyError, match=r"no dense store 'x' in .*\['center'\]"):
