@@ -152,7 +152,7 @@ def test_lemma_1_when_workers_interleave_at_random_then_it_holds():
         Caches,
         settings=settings(
             max_examples=5_000,
-            stateful_step_count=12,
+            stateful_step_count=10,
             deadline=None,
             database=None,
             derandomize=True,
