@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import lightning_recsys  # noqa: F401 - registers the strategies
 from lightning_recsys.checkpoints import is_folder, to_file
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.models.layers import FieldwiseLinear
 from lightning_recsys.optim import SGD
 
 GLOBAL_BATCH = 8  # examples per step over all workers, so that every strategy trains on the same ones
@@ -34,10 +35,10 @@ ROWS_ND = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 
 
 class Share:
-    """Batches, dealt out to the workers in turn; a checkpoint knows the position."""
+    """Batches, in turn to all that get batches of their own from the strategy; a checkpoint knows the position."""
 
-    def __init__(self, rows: Tensor, batch_size: int, trainer: pl.Trainer) -> None:
-        self.batches = rows.split(batch_size)[trainer.global_rank :: trainer.world_size]
+    def __init__(self, rows: Tensor, batch_size: int, share: dict[str, int]) -> None:
+        self.batches = rows.split(batch_size)[share["rank"] :: share["num_replicas"]]
         self.position = 0
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -57,7 +58,7 @@ class Share:
 
 
 class Rows(pl.LightningDataModule):
-    """64 examples, as many batches for every worker; ``batch_size`` counts one worker's."""
+    """64 examples, as many batches for all who share them; ``batch_size`` counts those of all."""
 
     rows = ROWS_ND
 
@@ -66,18 +67,19 @@ class Rows(pl.LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> Share:
-        return Share(self.rows, self.batch_size, self.trainer)
+        share = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        return Share(self.rows, self.batch_size // share["num_replicas"], share)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 class UnevenRows(Rows):
-    """61 examples in batches of 10 and one of 1: two workers get 4 batches with 31 examples, and 3 with 30."""
+    """61 examples; of two workers one gets 4 batches with 31 of them, the other 3 with 30."""
 
     rows = ROWS_ND[:61]
 
     def __init__(self) -> None:
-        super().__init__(10)
+        super().__init__(20)
 
 
 class Regression(pl.LightningModule):
@@ -145,10 +147,46 @@ class PlainRecommendation(Recommendation):
     momentum = 0.0
 
 
+class Machine(nn.Module):
+    """A layer over fields, cut by them where a strategy asks for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig("first", 7, 4, ("a", "b")), EmbeddingBagConfig("second", 5, 4, ("c",))]
+        self.embeddings = EmbeddingBagCollection(tables, optimizer=SGD(learning_rate=0.05))
+        self.head = FieldwiseLinear(3, num_fields=3, embedding_dim=4, out_features=1)
+
+    def partition(self, fields: Sequence[int], group: Any) -> None:
+        self.embeddings.partition(fields)
+        self.head.partition(fields, group)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        ids_FB = (rows.T * 3).long() % torch.tensor([[7], [7], [5]])
+        return self.head(rows, self.embeddings(SparseFeatures(("a", "b", "c"), ids_FB.flatten())))
+
+
+class Fields(Regression):
+    """Embedding rows, and a layer that can be cut by the fields they belong to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = Machine()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layers(rows) + self.machine(rows)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        configured = super().configure_optimizers()
+        self.machine.embeddings.attach_to(configured["optimizer"])
+        configured["lr_scheduler"] = torch.optim.lr_scheduler.StepLR(configured["optimizer"], 1, gamma=0.5)
+        return configured
+
+
 TASKS: dict[str, type[Regression]] = {
     "regression": Regression,
     "recommendation": Recommendation,
     "plain": PlainRecommendation,
+    "fields": Fields,
 }
 
 
@@ -158,6 +196,7 @@ def by_steps(task: type[Regression]) -> type[Regression]:
         Regression: RegressionBySteps,
         Recommendation: RecommendationBySteps,
         PlainRecommendation: PlainRecommendationBySteps,
+        Fields: FieldsBySteps,
     }[task]
 
 
@@ -179,6 +218,11 @@ class PlainRecommendationBySteps(PlainRecommendation):
 def _halve_every_third_step(configured: dict[str, Any]) -> dict[str, Any]:
     schedule = torch.optim.lr_scheduler.StepLR(configured["optimizer"], 1, gamma=0.5)
     return configured | {"lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 3}}
+
+
+class FieldsBySteps(Fields):
+    def configure_optimizers(self) -> dict[str, Any]:
+        return _halve_every_third_step(super().configure_optimizers())
 
 
 class FailsOnRank(Callback):
@@ -253,7 +297,7 @@ class Stage:
         )
 
     def rows(self, *, accumulate: int = 1) -> Rows:
-        return Rows(GLOBAL_BATCH // self.devices // accumulate)
+        return Rows(GLOBAL_BATCH // accumulate)
 
 
 def parameters(task: pl.LightningModule) -> Tensor:

@@ -40,7 +40,8 @@ class Row:
     """A strategy, the number of its workers, and its promises.
 
     ``strategy``: a registered name, or ``module:function`` for what the function returns.
-    ``task``: what it trains, ``regression`` (dense layers) or ``recommendation`` (with embedding tables).
+    ``task``: what it trains, ``regression`` (dense layers), ``recommendation`` (with embedding tables), or ``fields``
+    (with tables and a layer that can be cut by fields).
     ``elsewhere``: the scenarios that are played in a main process of their own, all at once.
     """
 
@@ -69,6 +70,8 @@ TABLE = (
     Row("ddp_forkserver", 1, OURS),
     Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}),
     Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}, task="recommendation"),
+    Row("des", 1, OURS, task="fields"),
+    Row("des", 2, OURS, task="fields"),
     Row("factories:free_workers", 1, OURS),
     # Each worker goes its own way and is evaluated with its own weights.
     Row("factories:free_workers", 2, (COMPLETE | HOME | {"kill", "free"}) - {"test_best", "weights_only"}),
@@ -78,10 +81,10 @@ TABLE = (
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}, task="recommendation"),
     Row("factories:het_without_staleness", 2, OURS | {"refuses_uneven"}, task="recommendation"),
     Row("het", 1, BASE | {"exact", "resume", "accumulate"}, task="recommendation"),
-    Row("het", 2, BASE | {"limits", "crash", "kill"}, task="recommendation"),
-    Row("het_hybrid", 2, BASE | {"exact", "resume"}, task="recommendation"),
+    Row("het", 2, BASE | {"test_best", "weights_only"}, task="recommendation"),
+    Row("het_hybrid", 2, BASE | {"exact"}, task="recommendation"),
     Row("het_ps", 1, BASE | {"exact", "resume", "accumulate", "clipping", "schedules", "fit_again"}, task="plain"),
-    Row("het_ps", 2, BASE | {"test_best", "crash", "kill", "free"}, task="plain"),
+    Row("het_ps", 2, BASE | {"test_best", "crash", "free"}, task="plain"),
     Row("het_allreduce", 2, BASE | {"exact"}, task="recommendation"),
 )
 
