@@ -126,8 +126,8 @@ class CachedBackend(StoreBackend):
         """Send the message of the batch that is looked up next, after the present one's lookup.
 
         Rows that both batches have are trained before their answer is taken; the update is then made to what it brings.
-        Where several workers are to
-        see each other's last update (``staleness=0`` with a barrier between steps) this would read too early.
+        Where each step of a worker must see the last one of all others (``staleness=0`` with a barrier between steps),
+        this would read too early.
         """
         if not self.cache_rows:
             return
@@ -153,12 +153,14 @@ class CachedBackend(StoreBackend):
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
         """As :meth:`lookup`, past the cache: rows as the stores have them, with every update of this worker."""
         self.flush()
-        batch = _Batch(sparse, lambda: None, self._passing.plan(self._keys(sparse.to("cpu"))))
-        self._ask(batch, fetch=np.arange(len(batch.plan.keys_U)))
-        self._settle(batch, self._passing)
-        pooled_BFD = self._pool(self._passing, batch.plan, sparse)
-        self._passing.evict(spare_from=batch.plan.number + 1)
-        return pooled_BFD
+        with torch.inference_mode(False):  # memory that is made here is written to again, perhaps outside of that mode
+            features = sparse.to("cpu")
+            batch = _Batch(features, lambda: None, self._passing.plan(self._keys(features)))
+            self._ask(batch, fetch=np.arange(len(batch.plan.keys_U)))
+            self._settle(batch, self._passing)
+            pooled_BFD = self._pool(self._passing, batch.plan, sparse)
+            self._passing.evict(spare_from=batch.plan.number + 1)
+            return pooled_BFD
 
     def flush(self) -> None:
         """Push every update that is still here, and return when all are in the stores. The copies stay."""
@@ -175,8 +177,6 @@ class CachedBackend(StoreBackend):
     def invalidate(self) -> None:
         """Flush, then drop all copies: the next lookup fetches. After somebody has written to the stores."""
         self.flush()
-        for batch in filter(None, (self._planned, *self._waiting)):
-            self._settle(batch)
         self._planned = None
         self._waiting.clear()
         self._cache.clear()
@@ -206,14 +206,20 @@ class CachedBackend(StoreBackend):
         return batch
 
     def _begin(self, features: SparseFeatures, *, validate: bool = True) -> _Batch:
-        """Plan a batch and send its message: fetch what is missing, refresh or check what is here."""
+        """Plan a batch and send its message: fetch what is missing, refresh or check what is here.
+
+        Args:
+            features: Of the batch.
+            validate: ``False`` where rows are only to be trained: the copies that are here will do.
+        """
         self._waiting = [batch for batch in self._waiting if batch.origin() is not None]
         self._evict()
         cache = self._cache
         plan = cache.plan(self._keys(features))
         batch = _Batch(features, lambda: None, plan)
         fetch, held = np.flatnonzero(plan.new_U), np.flatnonzero(~plan.new_U)
-        self._counts.update(reads=len(plan.keys_U), hits=len(held), misses=len(fetch))
+        if validate:
+            self._counts.update(reads=len(plan.keys_U), hits=len(held), misses=len(fetch))
         if not validate or self.staleness is None:
             self._ask(batch, fetch=fetch)
             return batch
@@ -265,7 +271,7 @@ class CachedBackend(StoreBackend):
 
     def _settle(self, batch: _Batch, cache: RowCache | None = None) -> None:
         """Wait for what was asked for a batch, and put it into the cache."""
-        cache = cache or self._cache
+        cache = self._cache if cache is None else cache  # one that is empty counts as false
         for answer, fetched, checked in batch.answers:
             found = answer()
             if len(fetched):

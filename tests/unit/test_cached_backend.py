@@ -412,6 +412,22 @@ def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_
     assert len(backend._cache) == held
 
 
+def test_evaluation_when_in_inference_mode_then_one_outside_of_it_works_as_well(servers):
+    (worker,) = one_table(servers, 1, cache_rows=3, staleness=2)
+    pooled = worker(ids(1, 2))
+    worker.prefetch(ids(1, 3))
+    with torch.inference_mode():
+        assert worker(ids(1, 1)).flatten().tolist() == [0, 0]
+    pooled.sum().backward()
+    with torch.no_grad():
+        assert worker(ids(2, 3)).flatten().tolist() == [-1, 0]
+    assert update(worker, 0, ids(1, 3)).flatten().tolist() == [-1, 0]
+    with torch.inference_mode():
+        assert worker(ids(*range(12))).flatten().tolist() == [0, -2, -1, -1, *[0] * 8]
+    with torch.no_grad():
+        assert worker(ids()).shape == (0, 1, 1)
+
+
 def test_gradient_accumulation_when_rows_are_cached_then_micro_batches_make_one_update(servers, recorded):
     (worker,) = one_table(servers, 1, cache_rows=1, staleness=1)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -425,6 +441,19 @@ def test_gradient_accumulation_when_rows_are_cached_then_micro_batches_make_one_
     assert worker.embedding_bags.read("t", "weight")[:4].flatten().tolist() == [-1, -2, -1, -2]
     assert worker.embedding_bags.stores[0].clocks[:4].tolist() == [1, 1, 1, 1]
     assert worker.embedding_bags.step == 1
+    assert worker.embedding_bags.telemetry()["cache/reads"] == 5
+
+
+def test_step_when_servers_hear_of_it_at_different_times_then_each_update_counts_once(servers):
+    collection = EmbeddingBagCollection(TABLES, optimizer=SGD(0.1))
+    backend = bind(collection, servers, plan=BY_ROWS, cache_rows=1, staleness=None)
+    for user in (0, 1, 13, 14):  # the second server has 0 to 12, the first the others and all genres
+        collection(SparseFeatures(FEATURES, torch.tensor([user, user, 0, 0]))).sum().backward()
+    sent = [store.step for store in backend.stores]
+    assert sent[0] != sent[1]
+    assert backend.step == 4
+    backend.flush()
+    assert [store.step for store in backend.stores] == [4, 4]
 
 
 def test_lookups_when_their_gradients_never_come_then_the_cache_keeps_its_size(servers):
