@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from recipe_helpers import TINY_DATA, run_recipe, run_watched
+from recipe_helpers import TINY_DATA, run_watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -37,11 +37,11 @@ def test_twelve_jobs_leave_no_process_port_file_or_shared_memory(sweep):
 
 @pytest.mark.parametrize("model", ["deepfm", "lr"])
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_last_jobs_equal_the_same_runs_alone(sweep, strategy, model, tmp_path):
+def test_last_jobs_equal_the_same_runs_alone(sweep, strategy, model, run_forked, tmp_path):
     """The last seed: up to eleven jobs ran in the process before it."""
     folder, _ = sweep
     (job,) = folder.glob(f"*_{model}-synthetic-{strategy}_seed-2")
-    done = run_recipe(
+    done = run_forked(
         "train.py", *SMALL, f"strategy={strategy}", f"model={model}", "seed=2", "hydra.run.dir=out", folder=tmp_path
     )
     assert done.returncode == 0, done.stderr

@@ -7,13 +7,12 @@ import prepare
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from recipe_helpers import run_recipe
 
 TINY = ("model=lr", "data.batch_size=50", "logger=none", "callbacks/progress_bar=none")
 
 
 @pytest.fixture(scope="module")
-def own_rows(tmp_path_factory):
+def own_rows(tmp_path_factory, run_forked):
     """Somebody's CSV file, and what a newcomer does with it: guess the schema, train, evaluate."""
     folder = tmp_path_factory.mktemp("own")
     generator = np.random.default_rng(0)
@@ -21,7 +20,7 @@ def own_rows(tmp_path_factory):
     clicks = (generator.random(600) < (users % 5 + 1) / 6).astype(int)
     rows = [f"u{user},{price:.3f},{click}" for user, price, click in zip(users, prices, clicks, strict=True)]
     (folder / "clicks.csv").write_text("\n".join(["user,price,click", *rows]) + "\n")
-    return folder, run_recipe("prepare.py", "schema", "raw=clicks.csv", "out=clicks.yaml", folder=folder)
+    return folder, run_forked("prepare.py", "schema", "raw=clicks.csv", "out=clicks.yaml", folder=folder)
 
 
 def test_schema_command_writes_a_schema_and_nothing_else(own_rows):
@@ -44,13 +43,13 @@ def test_schema_command_keeps_a_schema_that_is_there(own_rows):
     assert (folder / "clicks.yaml").read_text() == before
 
 
-def test_checkpoint_of_own_rows_is_evaluated_without_their_schema_file(own_rows, tmp_path):
+def test_checkpoint_of_own_rows_is_evaluated_without_their_schema_file(own_rows, run_forked, tmp_path):
     folder, _ = own_rows
     schema = "data.schema=clicks.yaml"
-    trained = run_recipe("train.py", *TINY, "data=tabular", schema, f"hydra.run.dir={tmp_path}/train", folder=folder)
+    trained = run_forked("train.py", *TINY, "data=tabular", schema, f"hydra.run.dir={tmp_path}/train", folder=folder)
     assert (trained.returncode, trained.stderr) == (0, "")
     checkpoint = tmp_path / "train/checkpoints/best.ckpt"
-    evaluated = run_recipe("evaluate.py", f"ckpt_path={checkpoint}", "hydra.run.dir=evaluate", folder=tmp_path)
+    evaluated = run_forked("evaluate.py", f"ckpt_path={checkpoint}", "hydra.run.dir=evaluate", folder=tmp_path)
     assert (evaluated.returncode, evaluated.stderr) == (0, "")
     whole, tested = (
         json.loads((tmp_path / name / "metrics.json").read_text())["metrics"] for name in ("train", "evaluate")

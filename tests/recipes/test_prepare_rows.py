@@ -8,7 +8,7 @@ import random
 
 import pytest
 from omegaconf import OmegaConf
-from recipe_helpers import run_recipe, train_here
+from recipe_helpers import train_here
 from recipe_tools.prepare_rows import prepare_rows
 
 
@@ -44,8 +44,8 @@ def test_prepared_rows_when_trained_on_then_every_preprocessing_works(preprocess
     assert record.metrics["test/ne"] > 0
 
 
-def test_command_line_when_given_raw_text_then_writes_shards_and_says_what_came_of_it(tmp_path, raw):
-    done = run_recipe(
+def test_command_line_when_given_raw_text_then_writes_shards_and_says_what_came_of_it(run_forked, tmp_path, raw):
+    done = run_forked(
         "prepare.py", "data=criteo", f"raw={tmp_path}/day_*.gz", "out=rows", "split.validation=null", folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -83,11 +83,11 @@ def write_table(folder, num_rows: int = 300) -> None:
     (folder / "clicks.csv.gz").write_bytes(gzip.compress("\n".join(["click,price,user", *lines]).encode()))
 
 
-def test_command_line_when_a_table_has_a_schema_then_its_rows_train_as_they_do_from_memory(composed, tmp_path):
+def test_command_line_when_a_table_has_a_schema_then_its_rows_train_as_from_memory(composed, run_forked, tmp_path):
     write_table(tmp_path)
     schema = "files: clicks.csv.gz\nlabel: click\ndense: [price]\ncategorical: [user]\n"
     (tmp_path / "clicks.yaml").write_text(schema)
-    done = run_recipe("prepare.py", "data=tabular", "data.schema=clicks.yaml", "out=rows", folder=tmp_path)
+    done = run_forked("prepare.py", "data=tabular", "data.schema=clicks.yaml", "out=rows", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Counting rows" in done.stdout
     metrics = []

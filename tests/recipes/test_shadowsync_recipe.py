@@ -6,23 +6,23 @@ import csv
 import json
 
 import pytest
-from recipe_helpers import TINY, run_recipe
+from recipe_helpers import TINY
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
 QUIET = ("trainer=cpu", "callbacks/progress_bar=none", "logger=none")
 
 
-def test_run_when_trained_then_reports_metrics_and_how_it_synchronised(tmp_path):
+def test_run_when_trained_then_reports_metrics_and_how_it_synchronised(run_forked, tmp_path):
     command = ("model=dlrm", "strategy=shadowsync", "strategy.num_trainers=2", "strategy.workers_per_trainer=2")
-    done = run_recipe("train.py", *command, *TINY, *QUIET, "hydra.run.dir=out", folder=tmp_path)
+    done = run_forked("train.py", *command, *TINY, *QUIET, "hydra.run.dir=out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out/metrics.json").read_text())
     assert record["status"] == "completed"
     assert record["metrics"]["examples"] == 1000
     assert {"test/ne", "sync/divergence", "sync/gap", "staleness/hogwild/mean"} <= record["metrics"].keys()
     command = ("evaluate.py", "ckpt_path=out/checkpoints/best.ckpt", "hydra.run.dir=again")
-    done = run_recipe(*command, folder=tmp_path)
+    done = run_forked(*command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     again = json.loads((tmp_path / "again/metrics.json").read_text())
     assert again["metrics"]["test/ne"] == record["metrics"]["test/ne"]
@@ -34,13 +34,13 @@ def test_run_when_trained_then_reports_metrics_and_how_it_synchronised(tmp_path)
         *TINY,
         *QUIET,
     )
-    done = run_recipe(*command, "hydra.run.dir=on", folder=tmp_path)
+    done = run_forked(*command, "hydra.run.dir=on", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_sweep_when_over_algorithms_and_modes_then_all_jobs_end_in_one_table(tmp_path):
+def test_sweep_when_over_algorithms_and_modes_then_all_jobs_end_in_one_table(run_forked, tmp_path):
     axes = ("strategy.algorithm=easgd,ma,bmuf", "strategy.mode=background,foreground")
-    done = run_recipe(
+    done = run_forked(
         "train.py", "-m", "strategy=shadowsync", *axes, *TINY, *QUIET, "hydra.sweep.dir=out", folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
