@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from benchmarks import shadowsync_quality, shadowsync_store
 from benchmarks.bars import Bar, Bars
+from benchmarks.hosts import NoLinkError, free_port, linked_hosts
+from benchmarks.jobs import Job, python, run_in_turns
 from benchmarks.report import Result, Row
-from benchmarks.shadowsync_jobs import Job, python, run_in_turns
-from benchmarks.shadowsync_link import NoLinkError, free_port, linked_hosts
 from benchmarks.turns import Measurement
 from rich.table import Table
 
@@ -198,7 +198,7 @@ class Suite:
             named = {}
             for name, arguments in jobs.items():
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                named[name] = Job(name, folder=folder, **arguments)
+                named[name] = Job(name, training="benchmarks.shadowsync_training", folder=folder, **arguments)
             run_in_turns(named, rounds=self.rounds, seconds=self.seconds)
             yield named
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import logging
-import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import Bar
-from hydra import compose
-from omegaconf import OmegaConf
-from recipe_tools.build import self_contained
-from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
+from benchmarks.recipe_runs import Metrics, trained
 from rich.table import Table
 
-Metrics = dict[str, float]
 BACKGROUND = "S-EASGD"
 TOLERANCE = 0.3  # percent of NE, as for layouts that are to train alike
 
@@ -104,36 +95,3 @@ def measure(
         )
         for name, rows in data.items()
     ]
-
-
-def trained(name: str, overrides: Sequence[str], *, cache: Path, root: str) -> Metrics:
-    """A run's metrics, from its folder in the cache or by running it."""
-    folder = cache.absolute() / f"{name}-{digest(overrides)}"
-    if (path := folder / FILE_NAME).exists():
-        record = json.loads(path.read_text())
-        if record["status"] == "completed":
-            return dict(record["metrics"])
-        shutil.rmtree(folder)  # an interrupted run's
-    config = configuration(overrides, folder=folder, root=root)
-    with isolated_job(), RunRecord(folder, config=config, overrides=list(overrides)) as record:
-        from train import train
-
-        logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # plans of placement, run after run
-        with redirect_stdout(io.StringIO()):  # its closing table: here it is one of many
-            train(config, record)
-    log.info("%s: test NE %.5f in %.0f s", name, record.metrics["test/ne"], record.wall_time)
-    return record.metrics
-
-
-def digest(overrides: Sequence[str]) -> str:
-    """Of all that the run's result depends on: its whole configuration, paths aside."""
-    config = configuration(overrides, folder=Path("/"), root="/")
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def configuration(overrides: Sequence[str], *, folder: Path, root: str) -> dict[str, Any]:
-    """The configuration as ``recipes/train.py`` has it."""
-    own = ["name=shadowsync", f"paths.output_dir={folder}", f"paths.data={root}"]
-    quiet = ["callbacks/progress_bar=none", "logger=none"]
-    composed = compose("train", [*overrides, *own, *quiet])
-    return self_contained(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]

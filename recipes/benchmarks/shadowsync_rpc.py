@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.rpc as rpc
-from benchmarks.shadowsync_link import free_port
+from benchmarks.hosts import free_port
 from torch import Tensor
 
 _rows = torch.empty(0)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import struct
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from benchmarks.job_training import Batches, StepTimes
 from benchmarks.ours import TaskAlone
 from benchmarks.workload import Workload
 from recipe_tools.quiet import be_quiet
 
-from lightning_recsys.data import Batch
 from lightning_recsys.models import DLRM
 from lightning_recsys.optim import RowwiseAdagrad
 from lightning_recsys.parameter_server.interfaces import Stores
@@ -29,32 +25,6 @@ from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import ShadowSyncStrategy
 
 ROWS = 65_536  # held in memory; workers go round and round, each from a place of its own
-
-
-class StepTimes(pl.Callback):
-    """Writes the time of every step of this process into a folder, and in the end what the strategy tells.
-
-    Training ends when there is a file ``stop``, or the process that asked for it is gone.
-    """
-
-    def __init__(self, folder: Path, *, asker: int) -> None:
-        self.folder = folder
-        self.asker = Path(f"/proc/{asker}")
-
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._file = (self.folder / f"steps-{trainer.global_rank}-{os.getpid()}").open("wb", buffering=0)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._file.write(struct.pack("d", time.monotonic()))
-        if (self.folder / "stop").exists() or not self.asker.exists():
-            trainer.should_stop = True
-
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._file.close()
-        del self._file
-        if isinstance(trainer.strategy, ShadowSyncStrategy):
-            told = {name: value for name, value in trainer.strategy.telemetry().items() if isinstance(value, float)}
-            (self.folder / f"telemetry-{trainer.global_rank}.json").write_text(json.dumps(told))
 
 
 class Slowed(pl.Callback):
@@ -87,24 +57,6 @@ class SyncServersOverTcp(ShadowSyncStrategy):
     def stores(self, kind: str) -> list[Stores]:
         self.transport = "tcp" if kind == "sync" else "auto"
         return super().stores(kind)
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Batches that lie in memory, again and again; each rank starts elsewhere.
-
-    Args:
-        batches: All of them.
-        start: The first one of rank 0, as a share of all.
-    """
-
-    batches: list[Batch]
-    start: float
-
-    def __iter__(self) -> Iterator[Batch]:
-        ranks = torch.distributed.is_initialized()
-        share = torch.distributed.get_rank() / torch.distributed.get_world_size() if ranks else self.start
-        return islice(cycle(self.batches), int(share * len(self.batches)), None)
 
 
 def make_task(work: Workload) -> TaskAlone:

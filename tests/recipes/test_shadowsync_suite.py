@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from benchmarks import shadowsync, shadowsync_link, shadowsync_quality, shadowsync_training
-from benchmarks.shadowsync_jobs import Job, descendants, steps_per_second
-from benchmarks.shadowsync_link import Host, NoLinkError, linked_hosts
+from benchmarks import hosts, shadowsync, shadowsync_quality, shadowsync_training
+from benchmarks.hosts import Host, NoLinkError, linked_hosts
+from benchmarks.jobs import Job, descendants, steps_per_second
 from benchmarks.shadowsync_quality import Quality
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
@@ -57,7 +57,14 @@ def test_descendants_then_those_of_children_are_found_as_well():
 
 def test_job_when_it_fails_then_its_output_is_told_and_nothing_is_left(tmp_path):
     settings = {"batch_size": 4, "strategy": {"num_trainers": 0}}
-    job = Job("broken", [[sys.executable]], settings=[settings], folder=tmp_path, workers=2)
+    job = Job(
+        "broken",
+        [[sys.executable]],
+        training="benchmarks.shadowsync_training",
+        settings=[settings],
+        folder=tmp_path,
+        workers=2,
+    )
     with pytest.raises(RuntimeError, match=r"job 'broken' failed:(.|\n)*strategy.num_trainers must be at least 1"), job:
         pass
     assert [process.poll() is not None for process in job._main] == [True]
@@ -71,7 +78,7 @@ def namespaces() -> str:
 
 
 def test_linked_hosts_when_there_is_no_root_then_says_what_is_needed(monkeypatch):
-    monkeypatch.setattr(shadowsync_link.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
     with pytest.raises(NoLinkError, match="need root and iproute2"), linked_hosts():
         pass
 
@@ -136,7 +143,7 @@ def test_quality_then_means_gaps_and_the_bar_are_those_of_the_seeds():
 
 @pytest.mark.distributed
 def test_quality_when_run_again_then_only_what_was_not_finished_is_trained(tmp_path):
-    common = ["model=dlrm", *TINY, "strategy=shadowsync", "~callbacks.model_checkpoint"]
+    common = ["name=shadowsync", "model=dlrm", *TINY, "strategy=shadowsync", "~callbacks.model_checkpoint"]
     common += ["+trainer.enable_checkpointing=false", "trainer.limit_val_batches=0"]
     methods = {"S-EASGD": [], "FR-EASGD-2": ["strategy.mode=foreground", "strategy.gap=2"]}
 
@@ -173,7 +180,7 @@ def test_quality_when_run_again_then_only_what_was_not_finished_is_trained(tmp_p
 class Pretended:
     """A job of which nothing is started; what it is asked to do is checked."""
 
-    def __init__(self, name, launchers, *, settings, folder, workers, environment=({},)) -> None:
+    def __init__(self, name, launchers, *, training, settings, folder, workers, environment=({},)) -> None:
         assert len(launchers) == len(settings)
         for own in settings:
             assert own.keys() <= signature(shadowsync_training.train).parameters.keys()
@@ -214,8 +221,8 @@ def test_straggler_then_the_bars_are_about_the_other_trainer(suite):
 
 
 def test_link_then_the_gap_is_that_of_the_trainer_that_waits_longest(suite, monkeypatch):
-    hosts = tuple(Host(name, f"10.0.0.{i}", f"link-{name}") for i, name in enumerate("ab"))
-    monkeypatch.setattr(shadowsync, "linked_hosts", lambda rate: nullcontext(hosts))
+    both = tuple(Host(name, f"10.0.0.{i}", f"link-{name}") for i, name in enumerate("ab"))
+    monkeypatch.setattr(shadowsync, "linked_hosts", lambda rate: nullcontext(both))
     (row, gaps), bars = suite.link("1gbit")
     assert set(row.to_dict()["examples_per_second"]) == {"not synchronised", "FR-EASGD-5", "FR-EASGD-30", "S-EASGD"}
     assert gaps.gap("S-EASGD") == 6.0
@@ -223,7 +230,7 @@ def test_link_then_the_gap_is_that_of_the_trainer_that_waits_longest(suite, monk
 
 
 def test_link_when_there_can_be_none_then_its_bars_say_not_measured(suite, monkeypatch):
-    monkeypatch.setattr(shadowsync_link.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
     results, bars = suite.link("1gbit")
     assert results == []
     assert {bar.verdict for bar in bars} == {"not measured"}

@@ -22,8 +22,6 @@ import numpy as np
 
 START_SECONDS = 300.0  # for a job to make its first steps on a busy machine
 END_SECONDS = 60.0  # for a job to end when it is asked to
-WARM_STEPS = 5
-TRAINING = ("-m", "benchmarks.shadowsync_training")
 
 
 class Job:
@@ -31,11 +29,13 @@ class Job:
 
     Args:
         name: For errors.
-        launchers: What to put before the arguments of :func:`training_command`, for each process to start.
-        settings: Of :func:`benchmarks.shadowsync_training.train`, for each process to start.
+        launchers: What to put before the module that trains, for each process to start.
+        training: That module; it takes its settings as one argument, in JSON.
+        settings: What the module's ``train`` takes, for each process to start.
         folder: An empty folder of the job's own.
         workers: Processes that will train.
         environment: Variables on top of this process's own, for each process to start.
+        warm_steps: Steps that each worker makes before the first turn.
 
     Attributes:
         telemetry: What each worker's strategy told in the end, by rank; known after the job.
@@ -46,17 +46,20 @@ class Job:
         name: str,
         launchers: Sequence[Sequence[str]],
         *,
+        training: str,
         settings: Sequence[Mapping[str, Any]],
         folder: Path,
         workers: int,
         environment: Sequence[Mapping[str, str]] = ({},),
+        warm_steps: int = 5,
     ) -> None:
         self.name = name
+        self._warm_steps = warm_steps
         self.folder = folder
         self.workers = workers
         self.telemetry: dict[int, dict[str, float]] = {}
         self._commands = [
-            [*launcher, *TRAINING, json.dumps({**own, "folder": str(folder), "asker": os.getpid()})]
+            [*launcher, "-m", training, json.dumps({**own, "folder": str(folder), "asker": os.getpid()})]
             for launcher, own in zip(launchers, settings, strict=True)
         ]
         self._environments = [dict(x) for x in environment] * (len(self._commands) // len(environment))
@@ -78,7 +81,9 @@ class Job:
                         process_group=0,  # if we are killed, the system wakes a stopped group and hangs up on it
                     )
                 self._main.append(process)
-            self._await(lambda: min(map(len, self._step_times()), default=0) >= WARM_STEPS, START_SECONDS, "train")
+            self._await(
+                lambda: min(map(len, self._step_times()), default=0) >= self._warm_steps, START_SECONDS, "train"
+            )
         except BaseException:
             self._kill()
             raise
