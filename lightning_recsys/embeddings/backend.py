@@ -216,25 +216,24 @@ class LocalBackend(TableBackend):
                 rows.zero_()
 
     def keep(self, tables: Sequence[EmbeddingBagConfig]) -> TableBackend:
-        """A backend with copies of some tables' rows.
-
-        Where there are no rows (``device="meta"``) they are made: of each table the same ones whatever tables it is
-        kept with, from :func:`torch.initial_seed`.
-        """
+        """A backend with copies of some tables' rows; without rows where there are none (:meth:`make_rows`)."""
         if not tables:
             return NoTables(self)
         layout = TableLayout(tuple(tables))
         kept = LocalBackend(layout, self.optimizer, kernel=self.kernel_name, device="meta")
-        if self.is_meta:
-            kept._hold(torch.empty(layout.num_rows, layout.embedding_dim))
-            kept._draw_rows(torch.initial_seed() % 2**32)
-            for name, state in self.optimizer.initial_state(kept.rows.data).items():
-                kept._hold(state, name)
-        else:
+        if not self.is_meta:
             for name in self.row_shapes:
                 kept._hold(torch.cat([self.read(table.name, name) for table in tables]), name)
         kept.step, kept.kernel = self.step, kept._choose_kernel()
         return kept
+
+    def make_rows(self, *, seed: int, device: torch.device) -> None:
+        """Make the rows that are not there: of each table the same ones, whatever other tables are here."""
+        self._hold(torch.empty(self.layout.num_rows, self.layout.embedding_dim))
+        self._draw_rows(seed)
+        for name, state in self.optimizer.initial_state(self.rows.data).items():
+            self._hold(state, name)
+        self.to(device)
 
     def _hold(self, values: Tensor, name: str = "weight") -> None:
         setattr(self, "rows" if name == "weight" else name, nn.Parameter(values, requires_grad=False))
@@ -262,12 +261,14 @@ class LocalBackend(TableBackend):
     def write(self, table: str, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
         self.read(table, name).copy_(values)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        if self.is_meta and self.has_rows_in_state_dict:  # a copy into nothing would succeed
-            error_msgs: list[str] = args[-1]
+    def _load_rows(
+        self, state_dict: Mapping[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
+    ) -> None:
+        if not self.is_meta:
+            super()._load_rows(state_dict, prefix, missing_keys, error_msgs)
+        elif any(not state_dict[prefix + key].is_meta for key in self.row_keys if prefix + key in state_dict):
+            # a copy into nothing would succeed
             error_msgs.append("the tables have no rows here (device='meta'): bind a store before the rows are loaded.")
-            return
-        super()._load_from_state_dict(*args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LocalBackend:
         if fn(torch.empty(0)).dtype != torch.float32:
@@ -277,7 +278,7 @@ class LocalBackend(TableBackend):
             )
         if self.is_meta:
             try:
-                fn(self.rows)
+                fn(self.rows[:0])  # not all of them: torch makes room for them before it finds that they are not there
             except NotImplementedError:  # a move: nothing there that could
                 return self
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -166,6 +166,7 @@ class HETStrategy(ServedStrategy):
             servers=servers,
             plan=plan,
             seed=seed,
+            dynamic=self.dynamic_rows_of(collection),
             cache_rows=self._rows_kept(collection.layout.num_rows) if caches else 0,
             staleness=self.staleness if caches else 0,
             policy=self.policy,

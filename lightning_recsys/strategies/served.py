@@ -10,9 +10,10 @@ from typing import Any, get_args
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import TrainerFn
 
-from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
 from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
 from lightning_recsys.parameter_server.backend import StoreBackend
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import PlacementMethod, PlacementPlan
@@ -38,6 +39,8 @@ class ServedStrategy(RecsysStrategy):
             none.
         embeddings: Plain embedding modules to take whatever their size, by their paths in the model.
         row_optimizer: The update rule of rows of plain modules; default: rowwise Adagrad.
+        dynamic_rows: For collections made with ``device="meta"``: make their rows when they are first trained, so that
+            tables may have any number of ids. Default: all rows are there from the start.
         **kwargs: As for :class:`~lightning_recsys.strategies.base.RecsysStrategy`.
 
     Attributes:
@@ -54,6 +57,7 @@ class ServedStrategy(RecsysStrategy):
         min_rows: int | None = None,
         embeddings: Sequence[str] = (),
         row_optimizer: RowOptimizer | None = None,
+        dynamic_rows: DynamicRows | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -63,6 +67,7 @@ class ServedStrategy(RecsysStrategy):
         self.min_rows = min_rows
         self.embeddings = tuple(embeddings)
         self.row_optimizer = row_optimizer or RowwiseAdagrad()
+        self.dynamic_rows = dynamic_rows
         self.plan: PlacementPlan | None = None
         self._tables: ServedTables | None = None
 
@@ -84,7 +89,20 @@ class ServedStrategy(RecsysStrategy):
         seed: int,
     ) -> StoreBackend:
         """What a collection looks its rows up in."""
-        return StoreBackend.create(name, collection.layout, collection.optimizer, servers=servers, plan=plan, seed=seed)
+        return StoreBackend.create(
+            name,
+            collection.layout,
+            collection.optimizer,
+            servers=servers,
+            plan=plan,
+            seed=seed,
+            dynamic=self.dynamic_rows_of(collection),
+        )
+
+    def dynamic_rows_of(self, collection: EmbeddingBagCollection) -> DynamicRows | None:
+        """How a collection's rows come to be on the servers; ``None`` where it brings them."""
+        own = collection.embedding_bags
+        return self.dynamic_rows if isinstance(own, TableBackend) and own.is_meta else None
 
     def bind_backends(self) -> None:
         """Bring the rows to the embedding servers; the first rank does, the others find them there."""
