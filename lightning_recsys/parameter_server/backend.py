@@ -267,10 +267,10 @@ def table_costs(
     Args:
         name: The collection's name.
         layout: Its tables.
-        optimizer: The update rule, whose state takes room beside the rows.
+        optimizer: The update rule, whose state takes room beside the rows, as does each row's clock.
         costs: Measured cost by table name.
     """
-    row_bytes = sum(4 * (shape[0] if shape else 1) for shape in row_shapes(layout, optimizer).values())
+    row_bytes = 4 + sum(4 * (shape[0] if shape else 1) for shape in row_shapes(layout, optimizer).values())
     return [
         TableCost(name, table.name, table.num_embeddings, row_bytes, None if costs is None else costs[table.name])
         for table in layout.tables
