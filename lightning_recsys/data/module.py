@@ -98,8 +98,11 @@ class CTRDataModule(pl.LightningDataModule, ABC):
     def sample_batches(self, count: int) -> list[Batch]:
         """A few batches of training rows to measure with: no order is drawn, and no loader's position moves."""
         rows = self.rows("train")
-        numbers = torch.arange(0 if rows is None else min(count * self.batch_size, len(rows)))
-        return [rows.take(part) for part in numbers.split(self.batch_size) if rows is not None and len(part)]
+        if rows is None:
+            return []
+        end = min(count * self.batch_size, len(rows))
+        starts = range(0, end, self.batch_size)
+        return [rows.take(torch.arange(start, min(start + self.batch_size, end))) for start in starts]
 
     def train_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """Batches of the training rows in a new order each epoch (always the same one under ``overfit_batches``)."""

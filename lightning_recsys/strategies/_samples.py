@@ -23,7 +23,7 @@ def sample_features(trainer: pl.Trainer, count: int) -> list[SparseFeatures]:
         trainer: A trainer that fits.
         count: Batches.
     """
-    source = trainer.fit_loop._data_source.instance
+    source: Any = trainer.fit_loop._data_source.instance
     if not hasattr(source, "sample_batches") and not isinstance(source, DataLoader):
         return []
     with isolate_rng():
