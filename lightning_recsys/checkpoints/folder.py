@@ -69,10 +69,10 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
     rank, folder = _rank(), Path(path)
     version = folder.parent / _agree_on(_new_version(folder, checkpoint) if rank == 0 else None)
     version.mkdir(parents=True, exist_ok=True)
-    state: dict[str, Any] = {}
-    for key, value in checkpoint["state_dict"].items():
-        state |= value.to_save(key) if isinstance(value, StoredRows) else {key: value}
+    state = {key: value for key, value in checkpoint["state_dict"].items() if not isinstance(value, StoredRows)}
     own = {key: value for key, value in state.items() if isinstance(value, StoredTensor if rank else _SAVED_BY_TORCH)}
+    for key, value in checkpoint["state_dict"].items():
+        own |= value.to_save(key) if isinstance(value, StoredRows) else {}
     with _without_warning():
         writer = FileSystemWriter(version)
         save({_STATE: own}, storage_writer=writer, planner=_Shares(), no_dist=not _is_distributed())

@@ -73,8 +73,8 @@ class StoredTensor:
 class StoredRows:
     """Tables of which only some rows exist: they are saved with their ids, under ``<table>.ids``.
 
-    In a state dict it stands, under their common prefix, for all of its tables. The first process saves them, for rows
-    may come and go meanwhile; all processes share the loading.
+    In a state dict it stands, under their common prefix, for all of its tables. The first of the processes that share
+    them saves them, for rows may come and go meanwhile; all of those share the loading.
 
     Args:
         tables: Their names.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,14 +14,52 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from lightning_recsys.checkpoints import StoredTensor
-from lightning_recsys.embeddings import EmbeddingBagCollection, LocalBackend, TableBackend
+from lightning_recsys.checkpoints import StoredRows, StoredTensor
+from lightning_recsys.embeddings import EmbeddingBagCollection, LocalBackend, SparseFeatures, TableBackend
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.embeddings.replication import gather_over_ranks, num_replicas
 from lightning_recsys.models.layers import Cut, FieldLayer, Sends
+from lightning_recsys.parameter_server.backend import StoreBackend
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
+from lightning_recsys.parameter_server.mapped import MappedStores
 from lightning_recsys.placement import FieldCost, FieldPlan
 
 M = TypeVar("M", bound=nn.Module)
 
 INSTEAD = "or train it with another strategy: ddp, het, shadowsync"
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """What becomes of collections that have no rows (``device="meta"``).
+
+    Args:
+        seed: Of the rows; the same on all processes.
+        dynamic: Make a row when it is first trained; ``None`` makes all of them at once.
+        folder: Where stores of dynamic rows keep their files.
+    """
+
+    seed: int
+    dynamic: DynamicRows | None = None
+    folder: Path | None = None
+
+
+class OwnRows(StoreBackend):
+    """Rows in stores of this process's own, trained with the mean gradient of all processes that have the same.
+
+    Args:
+        replicas: Those processes.
+        **kwargs: As for :class:`StoreBackend`.
+    """
+
+    def __init__(self, *args: Any, replicas: ProcessGroup, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._replicas = replicas
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
+        if num_replicas(self._replicas) > 1:
+            sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD, self._replicas)
+        super().apply_gradients(sparse, grad_BFD, learning_rate=learning_rate)
 
 
 class CutModel:
@@ -32,6 +72,7 @@ class CutModel:
         group: The processes that hold the model together; the order of the plan.
         replicas: The processes that have the same fields in other groups.
         device: Of the model.
+        rows: What becomes of collections without rows.
     """
 
     def __init__(
@@ -43,6 +84,7 @@ class CutModel:
         group: ProcessGroup,
         replicas: ProcessGroup,
         device: torch.device,
+        rows: NewRows,
     ) -> None:
         self._model = model
         self._device = device
@@ -65,7 +107,31 @@ class CutModel:
         self._layers = {name: module for name, module in _modules(model, FieldLayer) if module.share is not None}
         for _, backend in _modules(model, LocalBackend):
             backend.replicas = replicas
+        self._bring_rows(rows, replicas)
         self.own_features = [feature for feature, owner in self._owners.items() if owner == position]
+
+    def _bring_rows(self, rows: NewRows, replicas: ProcessGroup) -> None:
+        """For collections without rows: make them, or stores that make each when it is first trained."""
+        for name, collection in self.collections.items():
+            backend = collection.embedding_bags
+            if not isinstance(backend, LocalBackend) or not backend.is_meta:
+                continue
+            if rows.dynamic is None:
+                backend.make_rows(seed=rows.seed, device=self._device)
+                continue
+            assert rows.folder is not None
+            starts = TableLayout(collection.whole_tables or ()).table_starts
+            keys = tuple(starts[table.name] for table in collection.tables)
+            bound = OwnRows.create(
+                name or "embeddings",
+                collection.layout,
+                collection.optimizer,
+                servers=[MappedStores(rows.folder)],
+                seed=rows.seed,
+                dynamic=replace(rows.dynamic, first_keys=keys),
+                replicas=replicas,
+            )
+            collection.bind(bound, copy_rows=False)
 
     @property
     def sends(self) -> dict[str, Sends]:
@@ -91,12 +157,21 @@ class CutModel:
                 state[f"{place}.embedding_bags.{table.name}.step"] = torch.tensor(backend.step, device="cpu")
         return state
 
-    def stored_tensors(self) -> dict[str, StoredTensor]:
+    def stored_tensors(self) -> dict[str, StoredTensor | StoredRows]:
         """The rows that are here and their optimizer state, by their keys in the state dict."""
-        tensors = {}
+        tensors: dict[str, StoredTensor | StoredRows] = {}
         for place, collection in self.collections.items():
             backend = collection.embedding_bags
             assert isinstance(backend, TableBackend)
+            if isinstance(backend, OwnRows) and backend.dynamic is not None:
+                tensors[f"{place}.embedding_bags"] = StoredRows(
+                    tables=tuple(backend.dynamic.tables),
+                    row_shapes=backend.row_shapes,
+                    live_ids=backend.dynamic.live_ids,
+                    read=backend.dynamic.read,
+                    write=backend.dynamic.write,
+                )
+                continue
             for table in collection.tables:
                 for name, row_shape in backend.row_shapes.items():
                     tensors[f"{place}.embedding_bags.{table.name}.{name}"] = StoredTensor(
@@ -155,6 +230,11 @@ class CutModel:
             )
             self._layers = {name: other for name, other in self._layers.items() if name != place}
         for collection in self.collections.values():
+            bound = collection.embedding_bags
+            if isinstance(bound, OwnRows):
+                collection.unbind(copy_rows=False)
+                for store in bound.stores:
+                    store.close()
             collection.make_whole(partial(self._fetch, collection, complete=complete))
         self.collections = {}
         for _, backend in _modules(self._model, LocalBackend):

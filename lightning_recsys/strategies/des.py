@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import numpy as np
@@ -20,11 +22,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
-from lightning_recsys.checkpoints import StoredTensor
+from lightning_recsys.checkpoints import StoredRows, StoredTensor
 from lightning_recsys.data import Batch
 from lightning_recsys.data.module import CTRDataModule
+from lightning_recsys.launchers.folders import RunFolder
+from lightning_recsys.launchers.sidecars import SHARED_MEMORY
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.placement import FieldMethod, FieldPlan, place_fields
-from lightning_recsys.strategies._cut_model import CutModel, field_costs, partitionable
+from lightning_recsys.strategies._cut_model import CutModel, NewRows, field_costs, partitionable
 from lightning_recsys.strategies._samples import sample_features
 from lightning_recsys.strategies.base import RecsysStrategy
 
@@ -54,6 +59,8 @@ class DESStrategy(RecsysStrategy):
             that with one group for each machine partial results never leave it.
         whole: Paths of plain ``nn.Embedding`` and ``nn.EmbeddingBag`` modules that every process is to have as a whole.
             Without being named they are refused.
+        dynamic_rows: For collections made with ``device="meta"``: each process makes a row of its fields when it is
+            first trained, in a hash table, so that fields may have any number of ids. Default: all rows are made.
         **kwargs: As for :class:`~lightning_recsys.strategies.base.RecsysStrategy`.
 
     Attributes:
@@ -82,6 +89,7 @@ class DESStrategy(RecsysStrategy):
         placement: FieldMethod = "mod",
         replicas: int = 1,
         whole: Sequence[str] = (),
+        dynamic_rows: DynamicRows | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -92,6 +100,7 @@ class DESStrategy(RecsysStrategy):
         self.placement: FieldMethod = placement
         self.replicas = replicas
         self.whole = tuple(whole)
+        self.dynamic_rows = dynamic_rows
         self._reset()
 
     def _reset(self) -> None:
@@ -100,6 +109,7 @@ class DESStrategy(RecsysStrategy):
         self._group: ProcessGroup | None = None  # who holds the model together with this process
         self._counterparts: ProcessGroup | None = None  # who has the same part of it, in other groups
         self._data: CTRDataModule | None = None
+        self._folder: RunFolder | None = None  # of rows in hash tables
         self._counted: list[Metric] = []
         self._batch_is_checked = False
 
@@ -159,8 +169,21 @@ class DESStrategy(RecsysStrategy):
         self.plan = place_fields(
             field_costs(parts, self._count_lookups(trainer)), self.group_size, method=self.placement
         )
+        if self.dynamic_rows is not None:
+            parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+            self._folder = RunFolder(parent if self.store_folder is None else Path(self.store_folder))
         self._cut = CutModel(
-            module, parts, plan=self.plan, group=self._group, replicas=self._counterparts, device=self.root_device
+            module,
+            parts,
+            plan=self.plan,
+            group=self._group,
+            replicas=self._counterparts,
+            device=self.root_device,
+            rows=NewRows(
+                seed=self.broadcast(torch.initial_seed() % 2**31),
+                dynamic=self.dynamic_rows,
+                folder=None if self._folder is None else self._folder.path,
+            ),
         )
         # Lightning would broadcast rank 0's parameters once more, which are other ones by now.
         module._ddp_params_and_buffers_to_ignore = everything  # type: ignore[assignment]
@@ -217,6 +240,9 @@ class DESStrategy(RecsysStrategy):
             metric.process_group = None
         if self._data is not None:
             self._data.select_fields(None)
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
 
     def configure_ddp(self) -> None:
         """Nothing: all processes have started from one model, and no gradient goes between those of a group."""
@@ -340,14 +366,13 @@ class DESStrategy(RecsysStrategy):
         state = super().lightning_module_state_dict()
         if self._cut is None:
             return state
-        stored = self._cut.stored_tensors()
-        return {name: value for name, value in state.items() if name not in stored} | self._cut.whole_state()
+        return state | self._cut.whole_state()
 
     @property
     def saves_folders(self) -> bool:  # noqa: D102 - inherited
         return self._cut is not None and bool(self._cut.collections)
 
-    def _stored_tensors(self) -> dict[str, StoredTensor]:
+    def _stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:
         return {} if self._cut is None else self._cut.stored_tensors()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonit
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
 from lightning_recsys.optim import FTRL, Adagrad, Adam
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.tasks import CTRTask
 
@@ -190,6 +191,25 @@ def go_on(rank: int, world: int, port: int, folder: str, starts: dict[str, str |
         states[name] = state_of(SAVED.fit(strategy=DESStrategy(), devices=devices, **arguments))
     torch.save(states, f"{folder}/{world}-{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+UNBOUNDED = Case(
+    DeepFM, {"hidden": (8, 4), **EMBEDDED, "device": "meta"}, cardinalities=(10**12, 40, 7, 20, 60), steps=20
+)
+BOUNDED = replace(UNBOUNDED, cardinalities=(50, 40, 7, 20, 60))
+
+
+def train_without_rows(rank: int, world: int, port: int, folder: str) -> None:
+    """Tables of which nobody has rows at first: all made, or each when it is first trained; then go on from a file."""
+    if world > 1:
+        join(rank, world, port)
+    for name, case, dynamic in (("all", BOUNDED, None), ("some", UNBOUNDED, DynamicRows())):
+        strategy = DESStrategy(dynamic_rows=dynamic)
+        saving = ModelCheckpoint(folder, filename=f"{name}-{world}-{{step}}", every_n_train_steps=10, save_top_k=-1)
+        case.fit(strategy=strategy, devices=world, callbacks=saving, enable_checkpointing=True)
+    saving = ModelCheckpoint(folder, filename=f"more-{world}", every_n_train_steps=20)
+    arguments = {"callbacks": saving, "enable_checkpointing": True, "ckpt_path": f"{folder}/some-{world}-step=10.ckpt"}
+    UNBOUNDED.fit(strategy=DESStrategy(dynamic_rows=DynamicRows()), devices=world, **arguments)
 
 
 def train_groups(rank: int, world: int, port: int, folder: str, name: str) -> None:

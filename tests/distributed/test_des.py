@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from des_runs import CASES, SAVED, compare_processes, free_port, go_on, state_of, train_all, train_groups
+from des_runs import (
+    CASES,
+    SAVED,
+    compare_processes,
+    free_port,
+    go_on,
+    state_of,
+    train_all,
+    train_groups,
+    train_without_rows,
+)
 from forked import run_processes
 
-from lightning_recsys.checkpoints import to_file
+from lightning_recsys.checkpoints import read_checkpoint, to_file
 
 pytestmark = [
     pytest.mark.distributed,
@@ -86,3 +96,15 @@ def test_groups_when_each_has_half_of_a_batch_then_train_as_one_process_with_all
     for seen in ranks:
         assert_same(seen["state"], alone["dcn_v2_stacked"])
         assert seen["metrics"]["examples"] == len(CASES["dcn_v2_stacked"].data().rows("train"))
+
+
+def test_tables_when_nobody_has_rows_at_first_then_two_processes_make_those_of_one(tmp_path):
+    """Of a field with 10^12 ids, too; ids, rows and optimizer state are in the checkpoint."""
+    train_without_rows(0, 1, 0, str(tmp_path))
+    run_processes(train_without_rows, 2, free_port(), str(tmp_path), nprocs=2)
+    for name in ("all-{}-step=20", "some-{}-step=20", "more-{}"):
+        one, two = (read_checkpoint(tmp_path / f"{name.format(world)}.ckpt")["state_dict"] for world in (1, 2))
+        rows = two["model.embeddings.embedding_bags.c0.weight"]
+        assert (len(rows) == 50) == name.startswith("all")
+        assert len(rows) < 20 * 32
+        assert_same(two, one)

@@ -122,9 +122,8 @@ class CrossNetwork(InputLayer):
 
     @property
     def sends(self) -> Sends:
-        """Of :meth:`project`, with the product itself; :meth:`forward` leaves that out and sends gradients, too."""
-        scalars = len(self.weight) + 1
-        return Sends("all-reduce", scalars, scalars)
+        """Of :meth:`project`, whose last number is that of its weights; :meth:`forward` sends gradients, too."""
+        return Sends("all-reduce", len(self.weight), len(self.weight) + 1)
 
     def partial(self, x0_BK: Tensor) -> tuple[Tensor, Tensor]:
         """These inputs' shares of ``p``, ``[B, L]``, and of ``c``, ``[L]``."""
