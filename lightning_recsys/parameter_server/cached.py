@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -329,6 +329,16 @@ class CachedBackend(StoreBackend):
         """The reverse of :meth:`read_rows`; drops all copies here. Those of other workers are theirs to drop."""
         self.invalidate()
         super().write_rows(table, name, first_row, values)
+
+    def _save_rows(self, destination: dict[str, Any], prefix: str) -> None:
+        self.flush()
+        super()._save_rows(destination, prefix)
+
+    def _load_rows(
+        self, state_dict: Mapping[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
+    ) -> None:
+        self.invalidate()
+        super()._load_rows(state_dict, prefix, missing_keys, error_msgs)
 
     def telemetry(self) -> dict[str, Any]:
         """What happened so far.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
 from lightning_recsys.parameter_server import CachedBackend, MappedStores, StoreBackend
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
 from lightning_recsys.placement import PlacementPlan, TablePart
 
@@ -523,6 +524,29 @@ def test_telemetry_when_three_steps_are_done_then_it_counts_them(servers):
         "cache/evictions": 1,
     }
     assert told["comm/messages"] == 3
+
+
+def test_dynamic_rows_when_cached_then_they_are_made_trained_saved_and_loaded_as_without(servers):
+    table = EmbeddingBagConfig("t", 10**12, 4, ("x",), init_std=0.5)
+    rule, saved = RowwiseAdagrad(0.1), {}
+    steps = [ids(*(torch.randint(0, 30, (6,)) * 33_000_000_001).tolist()) for _ in range(20)]
+    for name in ("cached", "plain"):
+        collection = EmbeddingBagCollection([table], optimizer=rule, device="meta")
+        options = {"servers": servers[:1], "seed": 3, "dynamic": DynamicRows()}
+        if name == "cached":
+            backend = CachedBackend.create(name, collection.layout, rule, cache_rows=8, staleness=2, **options)
+        else:
+            backend = StoreBackend.create(name, collection.layout, rule, **options)
+        collection.bind(backend, copy_rows=False)
+        train(collection, steps, prefetch=True)
+        saved[name] = collection.state_dict()
+        with torch.no_grad():
+            trained = collection(steps[0])
+        train(collection, steps[:3], prefetch=True)
+        collection.load_state_dict(saved[name])
+        torch.testing.assert_close(collection(steps[0]).detach(), trained)
+    assert len(saved["cached"]["embedding_bags.t.ids"]) == len({id for step in steps for id in step.values.tolist()})
+    torch.testing.assert_close(saved["cached"], saved["plain"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", [Adam(), FTRL()], ids=lambda x: type(x).__name__)
