@@ -203,5 +203,5 @@ _RULES: dict[type[Optimizer], Callable[[dict[str, Any]], RowOptimizer]] = {
     torch.optim.Adagrad: lambda group: Adagrad(
         1.0, eps=group["eps"], initial_accumulator=group["initial_accumulator_value"]
     ),
-    torch.optim.Adam: lambda group: Adam(1.0, *group["betas"], eps=group["eps"]),
+    torch.optim.Adam: lambda group: Adam(1.0, group["betas"][0], group["betas"][1], group["eps"]),
 }

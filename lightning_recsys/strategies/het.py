@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.strategies.registry import _StrategyRegistry
-from pytorch_lightning.trainer.connectors.data_connector import _auto_add_worker_init_fn
+from lightning_fabric.utilities.data import _auto_add_worker_init_fn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

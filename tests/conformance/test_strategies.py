@@ -80,7 +80,7 @@ TABLE = (
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}),
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}, task="recommendation"),
     Row("factories:het_without_staleness", 2, OURS | {"refuses_uneven"}, task="recommendation"),
-    Row("het", 1, BASE | {"exact", "resume", "accumulate"}, task="recommendation"),
+    Row("het", 1, BASE | {"exact", "resume", "accumulate", "limits"}, task="recommendation"),
     Row("het", 2, BASE | {"test_best", "weights_only"}, task="recommendation"),
     Row("het_hybrid", 2, BASE | {"exact"}, task="recommendation"),
     Row("het_ps", 1, BASE | {"exact", "resume", "accumulate", "clipping", "schedules", "fit_again"}, task="plain"),

@@ -84,7 +84,7 @@ class Counting(pl.LightningModule):
         seen = self.rows(SparseFeatures(("a", "b"), ids))[:, 0, 0]
         if self.trainer.current_epoch == 0:
             expected = -self.share * counts(self.trainer.global_step, self.trainer.world_size)
-            assert torch.equal(seen, expected), "validation sees every update of every worker"
+            assert torch.equal(seen.cpu(), expected), "validation sees every update of every worker"
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD([self.bias], lr=0.1)
@@ -104,9 +104,8 @@ class Counting(pl.LightningModule):
 
 def make_trainer(strategy, *callbacks, devices=2, **arguments) -> pl.Trainer:
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    settings = {"max_epochs": 1, "log_every_n_steps": 1, **arguments}
+    settings = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1, **arguments}
     return pl.Trainer(
-        accelerator="cpu",
         devices=devices,
         strategy=strategy,
         callbacks=list(callbacks),
@@ -271,6 +270,24 @@ def test_plain_embeddings_when_cached_then_train_as_on_a_single_device():
     assert not torch.equal(actual.items.weight, Ratings().items.weight)
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(actual.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+class OnTheGPU(Callback):
+    """The copies are in the worker's memory, the rows in the machine's."""
+
+    def on_train_end(self, trainer, pl_module):
+        backend = pl_module.rows.embedding_bags
+        assert backend._cache.rows.device.type == pl_module.device.type == "cuda"
+        assert {store.lookup(torch.tensor([0])).device.type for store in backend.stores} == {"cpu"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("mode", ["het", "hybrid", "ps"])
+def test_updates_when_the_worker_has_a_gpu_then_each_counts_once(mode):
+    model = Counting(share=1.0)
+    strategy = HETStrategy(mode=mode, staleness=2, cache_rows=5)
+    make_trainer(strategy, OnTheGPU(), devices=1, accelerator="gpu", val_check_interval=3).fit(model)
+    torch.testing.assert_close(model.counted.cpu(), all_rows(-counts(STEPS, ranks=1)), rtol=0, atol=0)
 
 
 # --- What it looks at, and refuses -----------------------------------------------------------------------------------
