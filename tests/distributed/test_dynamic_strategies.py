@@ -1,0 +1,94 @@
+"""Strategies over tables with more ids than memory has room for: trained, saved and gone on with."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_recsys.checkpoints import read_checkpoint
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.optim import SGD
+from lightning_recsys.parameter_server import DynamicRows
+from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(200),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
+
+STEPS = 6
+IDS_RSB = torch.randint(30, (2, STEPS, 8), generator=torch.Generator().manual_seed(0)) * 2**33
+
+
+class Batches:
+    """One rank's."""
+
+    def __init__(self, ids_SB: torch.Tensor) -> None:
+        self.ids_SB = ids_SB
+
+    def __iter__(self):
+        return ({"sparse": SparseFeatures(("a",), ids)} for ids in self.ids_SB)
+
+    def __len__(self):
+        return len(self.ids_SB)
+
+
+class Counting(pl.LightningModule):
+    """Each lookup takes half a one from a row of a table of 2**40 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig("t", 2**40, 4, ("a",), init_std=0.0)
+        self.rows = EmbeddingBagCollection([table], optimizer=SGD(0.5), device="meta")
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        return self.rows(batch["sparse"]).sum() + self.bias.sum()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD([self.bias], lr=0.1)
+        self.rows.attach_to(optimizer)
+        return optimizer
+
+    def train_dataloader(self):
+        return Batches(IDS_RSB[self.trainer.global_rank])
+
+
+def fit(folder, strategy, *, epochs, ckpt_path=None):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=epochs,
+        callbacks=[ModelCheckpoint(folder, filename="{step}", save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Counting(), ckpt_path=ckpt_path)
+    assert trainer.world_size == 2
+    return folder / f"step={epochs * STEPS}.ckpt"
+
+
+@pytest.mark.parametrize("name", ["het", "shadowsync"])
+def test_unbounded_ids_when_trained_saved_and_gone_on_with_then_every_update_is_there(tmp_path, name):
+    options = {"dynamic_rows": DynamicRows(), "transport": "tcp"}
+    if name == "het":
+        first = HETStrategy(cache_rows=12, staleness=2, num_servers=2, placement="size", **options)
+        second = HETStrategy(cache_rows=40, staleness=5, num_servers=1, placement="size", **options)
+    else:
+        first, second = (
+            ShadowSyncStrategy(num_embedding_servers=servers, placement="size", **options) for servers in (1, 2)
+        )
+    path = None
+    ids, times = IDS_RSB.unique(return_counts=True)
+    for epochs, strategy in ((1, first), (2, second)):
+        path = fit(tmp_path / str(epochs), strategy, epochs=epochs, ckpt_path=path)
+        state = read_checkpoint(path)["state_dict"]
+        assert torch.equal(state["rows.embedding_bags.t.ids"], ids)
+        share = 0.5 / (2 if name == "het" else 1)  # workers of HET train together, with their mean
+        expected = (-share * epochs * times.float()).unsqueeze(1).expand(-1, 4)
+        assert torch.allclose(state["rows.embedding_bags.t.weight"], expected)
