@@ -1,9 +1,61 @@
-"""Lightning strategies: how the processes of a run divide the work."""
+"""Lightning strategies: how the processes of a run divide the work.
 
-from lightning_recsys.strategies.base import RecsysStrategy
-from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
-from lightning_recsys.strategies.des import DESStrategy
-from lightning_recsys.strategies.het import HETStrategy
-from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
+Each is imported when it is first asked for: a run uses one of them, or none, and together they bring servers, stores
+and caches.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_fabric.strategies.registry import _StrategyRegistry
+
+if TYPE_CHECKING:
+    from lightning_recsys.strategies.base import RecsysStrategy
+    from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
+    from lightning_recsys.strategies.des import DESStrategy
+    from lightning_recsys.strategies.het import HETStrategy
+    from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
 
 __all__ = ["DESStrategy", "ForkserverDDPStrategy", "HETStrategy", "RecsysStrategy", "ShadowSyncStrategy"]
+
+_MODULES = {
+    "DESStrategy": "des",
+    "ForkserverDDPStrategy": "ddp",
+    "HETStrategy": "het",
+    "RecsysStrategy": "base",
+    "ShadowSyncStrategy": "shadowsync",
+}
+
+# What ``Trainer(strategy=...)`` takes -> the class, and arguments that differ from its defaults.
+_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp_forkserver": ("ForkserverDDPStrategy", {}),
+    "des": ("DESStrategy", {}),
+    "het": ("HETStrategy", {}),
+    "het_hybrid": ("HETStrategy", {"mode": "hybrid"}),
+    "het_ps": ("HETStrategy", {"mode": "ps"}),
+    "het_allreduce": ("HETStrategy", {"mode": "allreduce"}),
+    "shadowsync": ("ShadowSyncStrategy", {}),
+    "shadowsync_easgd": ("ShadowSyncStrategy", {"algorithm": "easgd"}),
+    "shadowsync_ma": ("ShadowSyncStrategy", {"algorithm": "ma"}),
+    "shadowsync_bmuf": ("ShadowSyncStrategy", {"algorithm": "bmuf"}),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def register(registry: _StrategyRegistry) -> None:
+    """Make every strategy known to ``Trainer(strategy=...)`` by its names, without importing any."""
+    for name, (kind, arguments) in _NAMES.items():
+        registry.register(name, partial(_make, kind), description=kind, override=True, **arguments)
+
+
+def _make(kind: str, **arguments: Any) -> RecsysStrategy:
+    strategy: RecsysStrategy = __getattr__(kind)(**arguments)
+    return strategy

@@ -9,7 +9,6 @@ from typing import Any, Literal, cast, get_args
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.data import _auto_add_worker_init_fn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -117,14 +116,6 @@ class HETStrategy(ServedStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_dense": None, "_ahead": None, "_training": False}
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Make ``het`` and one name for each baseline known to ``Trainer(strategy=...)``."""
-        super().register_strategies(strategy_registry)
-        for mode in get_args(Mode)[1:]:
-            description = f"HET's baseline with mode={mode}"
-            strategy_registry.register(f"het_{mode}", cls, description=description, override=True, mode=mode)
 
     def server_specs(self) -> list[ServerSpec]:
         """Servers for rows, but for ``allreduce``."""

@@ -13,7 +13,6 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.types import _PATH
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -146,19 +145,6 @@ class ShadowSyncStrategy(ServedStrategy):
         fresh = type(self).__new__(type(self))
         fresh._reset()
         return super().__getstate__() | fresh.__dict__
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Make ``shadowsync`` and one name for each algorithm known to ``Trainer(strategy=...)``."""
-        super().register_strategies(strategy_registry)
-        for algorithm in ("easgd", "ma", "bmuf"):
-            strategy_registry.register(
-                f"{cls.strategy_name}_{algorithm}",
-                cls,
-                description=f"ShadowSync with algorithm={algorithm}",
-                override=True,
-                algorithm=algorithm,
-            )
 
     # --- Who is who --------------------------------------------------------------------------------------------------
 
