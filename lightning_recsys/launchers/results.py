@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -63,7 +64,8 @@ def save_results(value: Any, trainer: pl.Trainer | None, folder: Path, *, rank: 
         value = [value] if trainer.predict_loop.num_dataloaders == 1 else value
         if not getattr(trainer.strategy, "sees_own_examples", True):
             value = [[] for _ in value]
-    callbacks = _call_callbacks_state_dict(trainer)  # on all ranks, as for a checkpoint: some gather over them
+    with getattr(trainer.strategy, "counting_once", nullcontext)():
+        callbacks = _call_callbacks_state_dict(trainer)  # on all ranks, as for a checkpoint: some gather over them
     if rank == 0 and weights is not None:
         torch.save(weights, folder / "weights.pt")
     results = RunResults(

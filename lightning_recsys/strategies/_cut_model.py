@@ -182,9 +182,9 @@ class CutModel:
                     )
         return tensors
 
-    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state dict with the state of whole parameters. Collective."""
-        entries: dict[int, dict[str, object]] = state["state"]  # type: ignore[assignment]
+        entries: dict[int, dict[str, Any]] = state["state"]
         wanted = {
             (number, name): value.dtype
             for number, (part, _) in self._cuts_of(optimizer).items()
@@ -201,17 +201,17 @@ class CutModel:
             own = entries.setdefault(number, {}).get(name)
             own = own if isinstance(own, Tensor) else torch.zeros_like(part, dtype=dtype)
             entries[number][name] = self._join(own, cut)
-        return state | {"state": entries}  # type: ignore[dict-item]
+        return state | {"state": entries}
 
-    def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The reverse: this process's part of a whole state dict."""
-        entries: dict[int, dict[str, object]] = dict(state["state"])  # type: ignore[arg-type]
+        entries: dict[int, dict[str, Any]] = dict(state["state"])
         for number, (_, cut) in self._cuts_of(optimizer).items():
             entries[number] = {
                 name: cut.take(value) if isinstance(value, Tensor) and value.shape == cut.shape else value
                 for name, value in entries.get(number, {}).items()
             }
-        return state | {"state": {number: values for number, values in entries.items() if values}}  # type: ignore[dict-item]
+        return state | {"state": {number: values for number, values in entries.items() if values}}
 
     def make_whole(self, *, complete: bool) -> None:
         """Every process gets all weights and rows back.

@@ -398,6 +398,11 @@ class RecsysStrategy(DDPStrategy):
         """Whether this rank's batches are its own; where several ranks see the same, those of one count."""
         return True
 
+    @contextmanager
+    def counting_once(self) -> Iterator[None]:
+        """Meanwhile metrics that are summed over the ranks count what several ranks have seen once, after a run too."""
+        yield
+
     def _stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:
         if self.lightning_module is None:
             return {}

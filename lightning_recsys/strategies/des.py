@@ -6,8 +6,9 @@ import logging
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytorch_lightning as pl
@@ -17,6 +18,7 @@ from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _sync_module_states
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -81,7 +83,7 @@ class DESStrategy(RecsysStrategy):
     """
 
     strategy_name = "des"
-    wraps_model: ClassVar[bool] = False
+    wraps_model = False
 
     def __init__(
         self,
@@ -149,8 +151,9 @@ class DESStrategy(RecsysStrategy):
         size, world = self.group_size, self.world_size
         groups = [list(range(first, first + size)) for first in range(0, world, size)]
         counterparts = [list(range(place, world, size)) for place in range(size)]
-        self._group, _ = dist.new_subgroups_by_enumeration(groups)
-        self._counterparts, _ = dist.new_subgroups_by_enumeration(counterparts)
+        make: Any = dist.new_subgroups_by_enumeration
+        self._group, _ = make(groups)
+        self._counterparts, _ = make(counterparts)
 
     # --- The model ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +168,7 @@ class DESStrategy(RecsysStrategy):
         self.model_to_device()
         everything = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-        _sync_module_states(module, dist.group.WORLD, BUCKET_BYTES, src=0, params_and_buffers_to_ignore=missing)
+        _sync_module_states(module, _get_default_group(), BUCKET_BYTES, src=0, params_and_buffers_to_ignore=missing)
         self.plan = place_fields(
             field_costs(parts, self._count_lookups(trainer)), self.group_size, method=self.placement
         )
@@ -189,8 +192,7 @@ class DESStrategy(RecsysStrategy):
         module._ddp_params_and_buffers_to_ignore = everything  # type: ignore[assignment]
         self._say_plan()
         self._counted = [metric for metric in _metrics_of(module, trainer) if metric.process_group is None]
-        for metric in self._counted:
-            metric.process_group = self._counterparts
+        self._count_over(self._counterparts)
         self._select_columns(trainer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
@@ -236,8 +238,7 @@ class DESStrategy(RecsysStrategy):
             del self.lightning_module._ddp_params_and_buffers_to_ignore
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
             self._cut = None
-        for metric in self._counted:
-            metric.process_group = None
+        self._count_over(None)
         if self._data is not None:
             self._data.select_fields(None)
         if self._folder is not None:
@@ -361,6 +362,16 @@ class DESStrategy(RecsysStrategy):
         votes = self.reduce(votes, group=dist.group.WORLD, reduce_op=ReduceOp.SUM)  # type: ignore[arg-type]
         return int(votes) == self.world_size if all else bool(votes)
 
+    @contextmanager
+    def counting_once(self) -> Iterator[None]:  # noqa: D102 - inherited
+        self._count_over(self._counterparts)
+        yield
+        self._count_over(None)
+
+    def _count_over(self, group: ProcessGroup | None) -> None:
+        for metric in self._counted:
+            metric.process_group = group
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's tensors, whole, without rows; all processes call this."""
         state = super().lightning_module_state_dict()
@@ -391,7 +402,9 @@ class DESStrategy(RecsysStrategy):
     def teardown(self) -> None:
         """Make the model whole, then all that the base class does."""
         super().teardown()
+        counted = self._counted, self._counterparts
         self._reset()
+        self._counted, self._counterparts = counted  # for :meth:`counting_once`
 
 
 def _metrics_of(module: nn.Module, trainer: pl.Trainer) -> Iterator[Metric]:
@@ -425,6 +438,6 @@ def _fingerprint(batch: Any) -> int:
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             flat = tensor.detach().reshape(-1).contiguous().cpu()
-            value = zlib.crc32(flat.view(torch.uint8).numpy() if flat.numel() else b"", value)
+            value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", value)
             value = zlib.crc32(repr(tuple(tensor.shape)).encode(), value)
     return value
