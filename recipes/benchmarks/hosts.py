@@ -9,6 +9,9 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
+
+_numbers = count()  # of the links of this process: several may be there at once
 
 
 @dataclass(frozen=True)
@@ -35,20 +38,20 @@ class NoLinkError(RuntimeError):
 
 
 @contextmanager
-def linked_hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
+def linked_hosts(rate: str | None = "1gbit") -> Iterator[tuple[Host, Host]]:
     """Two hosts of this process's own, gone afterwards.
 
     Args:
-        rate: Of the link, in each direction, in the words of ``tc``.
+        rate: Of the link, in each direction, in the words of ``tc``; ``None`` for as fast as the machine is.
 
     Raises:
         NoLinkError: namespaces need root, iproute2 and a kernel that has them.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NoLinkError("network namespaces need root and iproute2")
-    pid = os.getpid()
+    pid, number = os.getpid(), next(_numbers)
     hosts = tuple(
-        Host(f"lrb{pid}{x}", f"10.{128 + pid % 64}.{pid // 64 % 256}.{i}", f"b{pid}{x}")
+        Host(f"lrb{pid}-{number}{x}", f"10.{128 + pid % 64}.{pid // 64 % 256}.{i}", f"b{pid}-{number}{x}")
         for i, x in ((1, "a"), (2, "b"))
     )
     a, b = hosts
@@ -61,9 +64,10 @@ def linked_hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
             _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
             _run(*inside, "link", "set", host.interface, "up")
             _run(*inside, "link", "set", "lo", "up")
-            # A larger burst would let the first megabyte after a pause through for free.
-            shape = f"tc qdisc add dev {host.interface} root tbf rate {rate} burst 128kb latency 50ms"
-            _run(*host.command(*shape.split()))
+            if rate is not None:
+                # A larger burst would let the first megabyte after a pause through for free.
+                shape = f"tc qdisc add dev {host.interface} root tbf rate {rate} burst 128kb latency 50ms"
+                _run(*host.command(*shape.split()))
         yield a, b
     finally:
         for host in hosts:
