@@ -180,3 +180,160 @@ def test_index_when_an_argument_is_wrong_then_refused():
         CacheIndex(-1, policy="lru")
     with pytest.raises(ValueError, match=r"strategy\.policy must be one of \['lru', 'lfu', 'light_lfu'\], got 'fifo'"):
         CacheIndex(1, policy="fifo")
+
+
+# --- Batches known to come -------------------------------------------------------------------------------------------
+
+
+class SimulatedWindow:
+    """Rows without a known use go first, as ``policy`` says; then those whose next use is the farthest."""
+
+    def __init__(self, policy, limit, *, highest=2**31):
+        self.policy, self.limit, self.highest = policy, limit, highest
+        self.uses, self.stamp, self.held, self.time = {}, {}, {}, 0
+        self.known = {}  # next use of held rows: number of a batch, and when that was found out
+        self.window = []  # (number, distinct keys)
+
+    def _tick(self):
+        self.time += 1
+        return self.time
+
+    def _look(self, key):
+        """Find the next use of a held row."""
+        number = next((number for number, keys in self.window if key in keys), None)
+        if number is not None:
+            self.known[key] = number, self._tick()
+        else:
+            self.known.pop(key, None)
+            self.uses[key] = min(self.uses[key], self.highest)
+            self.stamp[key] = self._tick()
+
+    def announce(self, number, keys):
+        before = {key for _, announced in self.window for key in announced}
+        self.window.append((number, keys))
+        for key in keys:
+            if key in self.held and key not in before:
+                self._look(key)
+
+    def forget(self, number):
+        while self.window and self.window[0][0] <= number:
+            dropped, keys = self.window.pop(0)
+            for key in keys:
+                if self.known.get(key, (None,))[0] == dropped:
+                    self._look(key)
+
+    def plan(self, keys, number):
+        missing = [key not in self.held for key in keys]
+        if number is not None:
+            self.forget(number - 1)
+            self.window.pop(0)
+        for key in keys:
+            self.uses[key] = self.uses.get(key, 0) + (self.policy != "lru")
+            self.held[key] = True
+            if number is not None:
+                self._look(key)
+            elif key not in self.known:
+                self.stamp[key] = self._tick()
+        return missing
+
+    def evict(self, spared):
+        over = max(len(self.held) - self.limit, 0)
+        free = [key for key in self.held if key not in spared]
+        unknown = sorted((key for key in free if key not in self.known), key=lambda x: (self.uses[x], self.stamp[x]))
+        known = sorted((key for key in free if key in self.known), key=self.known.get, reverse=True)
+        victims = [*unknown, *known][:over]
+        for key in victims:
+            del self.held[key]
+            self.known.pop(key, None)
+            if not self.limit:  # nothing is remembered
+                del self.uses[key]
+        return victims
+
+
+def distinct(keys):
+    return list(dict.fromkeys(keys.tolist()))
+
+
+def run_window(policy, limit, batches, *, window, prefetches, skipped=(), unannounced=(), **arguments):
+    """Every step: misses and victims, with so many batches known ahead; returns the misses."""
+    cache, simulation = CacheIndex(limit, policy=policy), SimulatedWindow(policy, limit, **arguments)
+    numbers, announced, misses, ahead = {}, 0, 0, []
+    served = [i for i in range(len(batches)) if i not in skipped]
+
+    def plan(i):
+        number = numbers.get(i)
+        plan = cache.plan(batches[i], announced=number)
+        assert plan.keys_U.tolist() == distinct(batches[i])
+        assert plan.new_U.tolist() == simulation.plan(distinct(batches[i]), number)
+        assert (plan.keys_U[plan.distinct_N] == batches[i]).all()
+        assert (cache.keys(plan.slots_N) == batches[i]).all()
+        return plan
+
+    for step, i in enumerate(served):
+        plans = ahead or [plan(i)]
+        misses += plans[0].new_U.sum()
+        announced = max(announced, i + 1)
+        while announced < min(i + window + 1, len(batches)):
+            if announced not in unannounced:
+                numbers[announced] = cache.announce(batches[announced])
+                simulation.announce(numbers[announced], distinct(batches[announced]))
+            announced += 1
+        ahead = [plan(served[step + 1])] if prefetches and step + 1 < len(served) else []
+        spared = set(ahead[0].keys_U.tolist()) if ahead else ()
+        victims, _ = cache.evict(spare_from=ahead[0].number if ahead else plans[0].number + 1)
+        assert victims.tolist() == simulation.evict(spared)
+        assert set(cache.keys(cache.slots()).tolist()) == set(simulation.held)
+    return misses
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize(("limit", "window"), [(0, 4), (1, 4), (100, 1), (100, 5), (300, 2), (400, 20), (5000, 10)])
+def test_window_when_run_against_a_simulation_then_the_same_rows_go_in_the_same_order(
+    policy, limit, window, prefetches, monkeypatch
+):
+    monkeypatch.setattr(index_module, "REMEMBERED", 10_000)
+    batches = zipf_batches(50, 150)
+    run_window(policy, limit, batches, window=window, prefetches=prefetches)
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_window_when_batches_are_skipped_or_come_unannounced_then_the_same_rows_go(prefetches, monkeypatch):
+    monkeypatch.setattr(index_module, "REMEMBERED", 10_000)
+    generator = np.random.default_rng(5)
+    skipped, unannounced = (set(generator.choice(np.arange(1, 60), 12, replace=False).tolist()) for _ in range(2))
+    for policy in ("lru", "lfu"):
+        gaps = {"skipped": skipped, "unannounced": unannounced}
+        run_window(policy, 300, zipf_batches(60, 150), window=6, prefetches=prefetches, **gaps)
+
+
+def test_window_when_light_then_a_row_that_falls_out_counts_as_one_below_the_bound(monkeypatch):
+    monkeypatch.setattr(index_module, "LIGHT_BOUND", 4)
+    monkeypatch.setattr(index_module, "REMEMBERED", 10_000)
+    batches = zipf_batches(50, 150)
+    run_window("light_lfu", 300, [batches[0][:0], *batches], window=6, prefetches=True, highest=3)
+
+
+def test_window_when_it_sees_everything_then_no_more_is_missed_than_belady_misses():
+    batches, limit = zipf_batches(60, 150), 300
+    held, misses = set(), 0
+    coming = [set(keys.tolist()) for keys in batches]
+    for i, keys in enumerate(coming):
+        misses += len(keys - held)
+        uses = {key: next((j for j in range(i + 1, 60) if key in coming[j]), 99) for key in held | keys}
+        held = set(sorted(uses, key=uses.get)[:limit])
+    assert run_window("lru", limit, batches, window=60, prefetches=False) == misses
+    assert run_window("lru", limit, batches, window=0, prefetches=False) > 1.1 * misses
+
+
+def test_clear_when_batches_are_announced_then_they_are_still_known():
+    cache = CacheIndex(1, policy="lru")
+    cache.plan(np.array([1, 2, 3]))
+    first, second = cache.announce(np.array([1, 2])), cache.announce(np.array([2, 1, 3, 3]))
+    cache.clear()
+    plan = cache.plan(np.array([1, 2]), announced=first)
+    assert plan.new_U.tolist() == [True, True]
+    assert len(cache.evict(spare_from=99)[0]) == 1
+    assert cache.plan(np.array([2, 1, 3, 3]), announced=second).slots_N.size == 4
+    cache.forget(second)
+    assert len(cache) == 3

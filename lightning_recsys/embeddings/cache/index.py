@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from lightning_recsys.embeddings.cache import hash_table, order
 from lightning_recsys.embeddings.cache.hash_table import EMPTY, find, home, make_table
-from lightning_recsys.embeddings.cache.order import COUNT, HELD, LIST, NOWHERE, PLANNED, POSITION
+from lightning_recsys.embeddings.cache.order import COUNT, HELD, LIST, NEXT, NOWHERE, PLANNED, POSITION
+from lightning_recsys.embeddings.cache.window import FOLLOWING, SLOT, Window, go_on
 from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
 
 CachePolicy = Literal["lru", "lfu", "light_lfu"]
@@ -55,6 +56,26 @@ class BatchPlan:
 
 
 @compile_loop
+def _insert(key, cell, table, slots, slot_keys, free, numbers):  # noqa: ANN001, ANN202
+    """Give a key that is not held a slot, in no list; returns the slot."""
+    uses = EMPTY - table[cell, 1]  # what is remembered of a dropped row; 0 for an empty cell
+    if uses:
+        numbers[_MEMORIES] -= 1
+    if numbers[_FREE]:
+        numbers[_FREE] -= 1
+        slot = free[numbers[_FREE]]
+    else:
+        slot = numbers[_SLOTS]
+        numbers[_SLOTS] += 1
+    numbers[_ROWS] += 1
+    table[cell, 0], table[cell, 1] = key, slot
+    slot_keys[slot] = key
+    slots[slot, HELD], slots[slot, COUNT] = 1, uses
+    slots[slot, NEXT] = slots[slot, LIST] = NOWHERE
+    return slot
+
+
+@compile_loop
 def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, slots_N, distinct_N, slots_U, new_U):  # noqa: ANN001, ANN202
     """Fill the last four; returns ``U``."""
     numbers[_PLANS] += 1
@@ -67,19 +88,7 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, sl
         slot = table[cell, 1]
         is_new = slot < 0
         if is_new:
-            uses = EMPTY - slot  # what is remembered of a dropped row; 0 for an empty cell
-            if uses:
-                numbers[_MEMORIES] -= 1
-            if numbers[_FREE]:
-                numbers[_FREE] -= 1
-                slot = free[numbers[_FREE]]
-            else:
-                slot = numbers[_SLOTS]
-                numbers[_SLOTS] += 1
-            numbers[_ROWS] += 1
-            table[cell, 0], table[cell, 1] = key, slot
-            slot_keys[slot] = key
-            slots[slot, HELD], slots[slot, COUNT] = 1, uses
+            slot = _insert(key, cell, table, slots, slot_keys, free, numbers)
         if is_new or slots[slot, PLANNED] != number:
             slots[slot, PLANNED], slots[slot, POSITION] = number, count
             slots_U[count], new_U[count] = slot, is_new
@@ -93,9 +102,39 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, sl
         slot = slots_U[u]
         if new_U[u]:
             order.add(slots, lists, slot, slots[slot, COUNT] + step, bound)
+        elif slots[slot, NEXT] != NOWHERE:
+            slots[slot, COUNT] += step
         else:
             order.use(slots, lists, slot, step, bound)
     return count
+
+
+@compile_loop
+def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers, step, bound, slots_U, new_U):  # noqa: ANN001, ANN202
+    """As :func:`_plan` for the oldest announced batch, which leaves its occurrences without slots."""
+    occurrences, keys, chains, counts = ahead
+    ring, last = occurrences.shape[0] - 1, slots_U.shape[0] - 1
+    numbers[_PLANS] += 1
+    for u in range(slots_U.shape[0]):
+        coming = (start + min(u + AHEAD, last)) & ring
+        if occurrences[coming, SLOT] != NOWHERE:
+            prefetch_row(slots, occurrences[coming, SLOT])
+        else:
+            prefetch_row(table, home(table, keys[coming]))
+        at = (start + u) & ring
+        slot, new_U[u] = occurrences[at, SLOT], False
+        occurrences[at, SLOT] = NOWHERE
+        if slot == NOWHERE:
+            cell = find(table, keys[at])
+            slot = table[cell, 1]
+            if slot < 0:
+                slot = _insert(keys[at], cell, table, slots, slot_keys, free, numbers)
+                new_U[u] = True
+            elif slots[slot, LIST] != NOWHERE:
+                order.remove(slots, lists, slot)
+        slots_U[u], slots[slot, PLANNED], slots[slot, POSITION] = slot, numbers[_PLANS], u
+        count, following = slots[slot, COUNT] + step, occurrences[at, FOLLOWING]
+        go_on(slots, lists, occurrences, chains, counts, slot, following, count, bound)
 
 
 @compile_loop
@@ -136,7 +175,7 @@ def _evict(table, slots, slot_keys, lists, free, numbers, spare_from, remembers,
 
 @compile_loop
 def _halve_counts(table, halved, slots, lists, numbers, in_order):  # noqa: ANN001, ANN202
-    """Halve all counts, forget dropped rows that come to 0, and put every row back into a list, in the same order."""
+    """Halve all counts, forget dropped rows that come to 0, and put rows back into lists, in the same order."""
     count, at = 0, order.lowest_list(lists)
     while at != NOWHERE:
         slot = lists[at, order.FIRST]
@@ -146,7 +185,9 @@ def _halve_counts(table, halved, slots, lists, numbers, in_order):  # noqa: ANN0
             slot = slots[slot, order.AFTER]
         at = order.next_list(lists, at)
     for slot in range(numbers[_SLOTS]):
-        if slots[slot, HELD] and slots[slot, LIST] == NOWHERE:
+        if slots[slot, HELD] and slots[slot, NEXT] != NOWHERE:
+            slots[slot, COUNT] //= 2
+        elif slots[slot, HELD] and slots[slot, LIST] == NOWHERE:
             in_order[count] = slot
             count += 1
     order.reset_lists(lists)
@@ -176,6 +217,11 @@ class CacheIndex:
         The same, but from ``LIGHT_BOUND`` batches on a row is no longer counted and goes only when nothing else is
         left; then, too, all counts are halved. Such rows, often most of a batch, cost no upkeep.
 
+    Where batches are announced (:meth:`announce`), this order holds among rows without a known use; they go before all
+    others. Of those, the row goes first whose next use is the farthest. With an endless window that is Belady's
+    algorithm, which no other can beat. In ``light_lfu`` a row that falls out of the window counts as one below
+    ``LIGHT_BOUND``.
+
     Args:
         limit: Rows that outlast :meth:`evict`.
         policy: One of the above.
@@ -202,6 +248,7 @@ class CacheIndex:
         self._bound = LIGHT_BOUND if policy == "light_lfu" else _NO_BOUND
         self._remembers = bool(self._step and limit)
         self._numbers = np.zeros(5, dtype=np.int64)
+        self._window = Window()
         self._make_room(0)
 
     def _make_room(self, num_slots: int) -> None:
@@ -225,19 +272,51 @@ class CacheIndex:
         """The number of the last plan."""
         return int(self._numbers[_PLANS])
 
-    def plan(self, keys_N: Integers) -> BatchPlan:
+    def announce(self, keys_N: Integers) -> int:
+        """Note that a batch is to come, after all that were announced before it.
+
+        Args:
+            keys_N: As for :meth:`plan`.
+
+        Returns:
+            The announcement's number.
+        """
+        return self._window.announce(keys_N, self._table, self._slots, self._lists).number
+
+    def forget(self, number: int) -> None:
+        """Forget announcements up to this number: those batches will not be planned as announced."""
+        while self._window.batches and self._window.batches[0].number <= number:
+            self._window.drop_oldest(self._slots, self._lists, self._bound)
+
+    def plan(self, keys_N: Integers, *, announced: int | None = None) -> BatchPlan:
         """Find a batch's keys, give the new ones slots, and note that they were used.
 
         Args:
             keys_N: int64 ``[N]``, any numbers, repeated as the batch repeats them.
+            announced: Number of the announcement of the same keys; it and those before it are used up. Rows that come
+                with other batches have no known use until a batch that has them is planned.
         """
         self._reserve(keys_N.size)
+        if announced is not None:
+            return self._plan_announced(announced)
         slots_N, distinct_N, slots_U = (np.empty(keys_N.size, dtype=np.int64) for _ in range(3))
         new_U = np.empty(keys_N.size, dtype=np.bool_)
         policy = self._step, self._bound
         count = _plan(keys_N, self._table, *self._arrays(), self._numbers, *policy, slots_N, distinct_N, slots_U, new_U)
         slots_U, new_U = slots_U[:count], new_U[:count]
         return BatchPlan(self.num_plans, slots_N, distinct_N, self._slot_keys[slots_U], slots_U, new_U)
+
+    def _plan_announced(self, number: int) -> BatchPlan:
+        window = self._window
+        self.forget(number - 1)
+        batch = window.batches[0]
+        slots_U, new_U = np.empty(batch.size, dtype=np.int64), np.empty(batch.size, dtype=np.bool_)
+        ahead = window.occurrences, window.keys, window.chains, window.counts
+        policy = self._step, self._bound
+        _plan_announced(batch.start, ahead, self._table, *self._arrays(), self._numbers, *policy, slots_U, new_U)
+        self.forget(number)
+        distinct_N = batch.distinct_N.astype(np.int64)
+        return BatchPlan(self.num_plans, slots_U[distinct_N], distinct_N, self._slot_keys[slots_U], slots_U, new_U)
 
     def evict(self, *, spare_from: int) -> tuple[Integers, Integers]:
         """Drop rows until at most ``limit`` are held.
@@ -255,6 +334,11 @@ class CacheIndex:
         if count < victims.size and self._only_unordered_left(spare_from):
             self._halve_counts()
             count += _evict(self._table, *self._arrays(), *arguments, victims[count:])
+        if count < victims.size:
+            farthest = self._window.take_farthest(victims[count:], self._slots, spare_from)
+            slots, slot_keys, _, free = self._arrays()
+            _forget(victims[count : count + farthest], self._table, slots, slot_keys, free, *arguments[::2])
+            count += farthest
         victims = victims[:count]
         if self._numbers[_MEMORIES] > REMEMBERED * self.limit:
             self._halve_counts()
@@ -269,18 +353,20 @@ class CacheIndex:
         return self._slot_keys[slots]
 
     def clear(self) -> None:
-        """Forget all rows, remembered ones included; numbers of plans go on."""
+        """Forget all rows, remembered ones included; numbers of plans and announcements go on."""
         plans = self._numbers[_PLANS]
         self._numbers[:] = 0
         self._numbers[_PLANS] = plans
         self._make_room(0)
+        self._window.release()
 
     def _arrays(self) -> tuple[NDArray[np.int32], Integers, NDArray[np.int32], Integers]:
         return self._slots, self._slot_keys, self._lists, self._free
 
     def _only_unordered_left(self, spare_from: int) -> bool:
         slots = self._slots[: self.num_slots]
-        return bool(((slots[:, LIST] == NOWHERE) & (slots[:, HELD] > 0) & (slots[:, PLANNED] < spare_from)).any())
+        unordered = (slots[:, HELD] > 0) & (slots[:, LIST] == NOWHERE) & (slots[:, NEXT] == NOWHERE)
+        return bool((unordered & (slots[:, PLANNED] < spare_from)).any())
 
     def _halve_counts(self) -> None:
         halved = make_table(self._table.shape[0] // 2)

@@ -21,6 +21,7 @@ COUNT = 2  # uses, as far as the policy counts them
 LIST = 3  # or NOWHERE
 BEFORE, AFTER = 4, 5  # neighbours in the list, or NOWHERE
 HELD = 6  # whether the slot holds a row
+NEXT = 7  # the announced occurrence that uses the row next, or NOWHERE; a row that has one is in no list
 SLOT_COLUMNS = 8
 
 # Columns of the lists' array, int32 [S + 2, 5]. List 0 holds no slots: it closes the ring of lists.

@@ -103,7 +103,7 @@ class RowCache:
         embedding_dim: int,
         optimizer: RowOptimizer,
         *,
-        policy: CachePolicy = "lfu",
+        policy: CachePolicy = "light_lfu",
         device: torch.device | str | None = None,
     ) -> None:
         check_additive(optimizer)
@@ -124,13 +124,22 @@ class RowCache:
         """The number of the last plan."""
         return self._index.num_plans
 
-    def plan(self, keys_N: Integers) -> BatchPlan:
+    def announce(self, keys_N: Integers) -> int:
+        """Let a coming batch count when rows are dropped; returns the announcement's number (:class:`CacheIndex`)."""
+        return self._index.announce(keys_N)
+
+    def forget(self, number: int) -> None:
+        """Forget announcements up to this number."""
+        self._index.forget(number)
+
+    def plan(self, keys_N: Integers, *, announced: int | None = None) -> BatchPlan:
         """Find a batch's rows; new ones get slots whose content :meth:`install` has to bring before any lookup.
 
         Args:
             keys_N: int64 ``[N]``, any numbers, repeated as the batch repeats them.
+            announced: Number of the batch's announcement.
         """
-        plan = self._index.plan(keys_N)
+        plan = self._index.plan(keys_N, announced=announced)
         if self._index.num_slots > self.rows.shape[0]:
             self._grow(max(self._index.num_slots * 5 // 4, self.limit))
         self.unsent[plan.slots_U[plan.new_U]] = 0
