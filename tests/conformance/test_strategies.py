@@ -70,7 +70,7 @@ TABLE = (
     Row("ddp_forkserver", 1, OURS),
     Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}),
     Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}, task="recommendation"),
-    Row("des", 1, OURS, task="fields"),
+    Row("des", 1, BASE | {"exact", "resume"}, task="fields"),
     Row("des", 2, OURS, task="fields"),
     Row("factories:free_workers", 1, OURS),
     # Each worker goes its own way and is evaluated with its own weights.

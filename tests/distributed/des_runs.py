@@ -23,9 +23,12 @@ from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.tasks import CTRTask
 
-ROWS = {"row_optimizer": Adagrad(0.05), "first_order_optimizer": FTRL(0.05)}
+# Rules that divide by what they have seen start above 0: a step is then a smooth function of the gradient. From 0 the
+# first step has full size whatever the gradient is, and takes its sign from a rounding error where it vanishes.
+ROWS = {"row_optimizer": Adagrad(0.05, initial_accumulator=0.01), "first_order_optimizer": FTRL(0.05)}
 EMBEDDED = {"embedding_dim": 4, **ROWS}
-ADAGRAD = partial(torch.optim.Adagrad, lr=0.05)
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.01)
+ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-4)
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
@@ -90,9 +93,7 @@ CASES = {
     "wide_deep": Case(WideDeep, {"hidden": (8, 4), **EMBEDDED}, strategy={"placement": "balanced"}),
     "deepfm": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}),
     "deepfm_with_adam": Case(
-        DeepFM,
-        {"hidden": (8, 4), **EMBEDDED, "row_optimizer": Adam(0.01)},
-        optimizer=partial(torch.optim.Adam, lr=0.01),
+        DeepFM, {"hidden": (8, 4), **EMBEDDED, "row_optimizer": Adam(0.01, eps=1e-4)}, optimizer=ADAM
     ),
     "dcn": Case(DCN, {"hidden": (8,), "batch_norm": True, **EMBEDDED}, optimizer=SGD),
     "dcn_v2_parallel": Case(DCNv2, {"rank": 3, "hidden": (8,), **EMBEDDED}),
