@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,3 +240,30 @@ def test_rows_when_made_for_some_tables_then_do_not_depend_on_the_others():
     assert torch.equal(*made)
     assert 0.2 < made[0].std() < 1
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- The docs ---------------------------------------------------------------------------------------------------------
+
+
+def test_model_when_written_as_in_the_docs_then_is_cut_as_the_whole_is():
+    page = Path(__file__).parents[2] / "docs" / "des.md"
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        if "class " in code:
+            exec(code, names)
+    whole = names["WideAndDeep"](3, FIELDS)
+    whole.name = "docs"
+    layer = names["WeightedFields"](3)
+    torch.nn.init.normal_(layer.weight)
+    embeddings = torch.randn(BATCH, 3, 16)
+    start = copy.deepcopy(whole)
+
+    def member(rank, group):
+        model, own = copy.deepcopy(start), copy.deepcopy(layer)
+        model.partition(((0, 3), (1, 2, 4))[rank], group)
+        own.partition(((0, 2), (1,))[rank], group)
+        return step(model), own(embeddings[:, [[0, 2], [1]][rank]])
+
+    for logits, summed in on_threads(2, member):
+        torch.testing.assert_close(logits, step(copy.deepcopy(start)), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(summed, layer(embeddings), rtol=1e-5, atol=1e-5)
