@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 FLOAT_BYTES = 4
 KEY_BYTES = 8
+NUMBER_BYTES = 4  # of a row, and of its clock, in messages to our own stores
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,29 @@ def all_gather(num_bytes: float, *, num_processes: int) -> Traffic:
     if num_processes == 1 or not num_bytes:
         return NO_TRAFFIC
     return Traffic((num_processes - 1) * num_bytes, num_processes - 1)
+
+
+def row_exchange(
+    layers: Sequence[RichLayer], *, num_processes: int, num_distinct: int, state_floats: int = 0
+) -> Traffic:
+    r"""What our own stores need where a mesh needs ``u`` rows once: rows are fetched and pushed at every step.
+
+    .. math:: \tfrac{N-1}{N}\, u\, (16 + 8 (D + S))
+
+    for each layer: a number and a clock of 4 bytes, the row and its state, each of them in both directions. A process
+    and the server beside it send this together; the layers' blocks are not in it (:func:`all_reduce`).
+
+    Args:
+        layers: Those without rows send nothing.
+        num_processes: ``N``, each with a server of as many rows beside it.
+        num_distinct: ``u`` of one process's own batch.
+        state_floats: ``S``, floats of optimizer state of a row.
+    """
+    _check(num_processes=num_processes, num_distinct=num_distinct, state_floats=state_floats)
+    share = (num_processes - 1) / num_processes * num_distinct
+    travels = [layer.row_floats + state_floats for layer in layers if layer.row_floats]
+    row_bytes = sum(2 * (2 * NUMBER_BYTES + FLOAT_BYTES * floats) for floats in travels)
+    return Traffic(share * row_bytes, 4 * len(travels) if num_processes > 1 else 0)
 
 
 def substitution(layers: Sequence[RichLayer], *, num_processes: int, batch_size: int) -> Traffic:

@@ -1,0 +1,220 @@
+"""The DES suite: its rows, what it expects to be sent, parts whose jobs only pretend to train, the command line."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from inspect import signature
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from benchmarks import des, des_quality, des_training
+from benchmarks.des_data import CriteoRows, HeldRows, PaperRows, distinct, join
+from benchmarks.des_prediction import ALL_REDUCE, DES, GLOO_BYTES, LIGHTNING_BYTES, PS, dense_floats, predict
+from benchmarks.hosts import Host, NoLinkError
+from recipe_helpers import run_recipe
+
+from lightning_recsys.data import Batch
+from lightning_recsys.embeddings import SparseFeatures
+
+SMALL = PaperRows(num_fields=5, ids=50, hidden=(8, 4))
+
+
+# --- Rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_paper_rows_when_as_large_as_the_papers_then_they_have_its_features_and_distinct_features():
+    (batch,) = PaperRows().pieces(1, 512)
+    assert batch.sparse.values.numel() / 512 == pytest.approx(950, rel=0.02)
+    assert distinct(batch) == pytest.approx(147_664, rel=0.02)
+
+
+def test_paper_rows_then_bags_hold_distinct_ids_and_come_again():
+    first, again = (SMALL.pieces(2, 64)[1] for _ in range(2))
+    bags = first.sparse.values.split(first.sparse.bag_lengths().tolist())
+    assert {len(bag) for bag in bags} == {1, 2, 3}
+    assert all(len(bag.unique()) == len(bag) for bag in bags)
+    assert torch.equal(first.sparse.values, again.sparse.values)
+    assert torch.equal(first.labels, again.labels)
+
+
+def test_distinct_then_equal_ids_of_two_fields_are_two_features():
+    sparse = SparseFeatures(("a", "b"), torch.tensor([1, 1, 1, 2]))
+    assert distinct(Batch(torch.zeros(2, 0), sparse, torch.zeros(2))) == 3
+
+
+def take(rows, *, num_replicas, rank=0, fields=None):
+    """The first batches that a process gets."""
+    data = HeldRows(rows, batch_size=8, num_batches=2)
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": num_replicas, "rank": rank})
+    data.select_fields(fields)
+    return list(islice(data.train_dataloader(), 3))
+
+
+@pytest.mark.parametrize("rows", [SMALL, CriteoRows()], ids=["paper", "Criteo"])
+def test_held_rows_then_shares_of_data_parallel_processes_make_up_the_batch_that_des_has(rows):
+    whole = take(rows, num_replicas=1)
+    halves = [take(rows, num_replicas=2, rank=rank) for rank in range(2)]
+    for batch, *parts in zip(whole, *halves, strict=True):
+        joined = join(parts)
+        assert len(batch) == 8
+        assert torch.equal(batch.sparse.values, joined.sparse.values)
+        assert torch.equal(batch.labels, joined.labels)
+    assert torch.equal(whole[0].labels, whole[2].labels)  # without end
+
+
+def test_held_rows_when_fields_are_selected_then_batches_have_them_only():
+    batch, *_ = take(SMALL, num_replicas=1, fields=["c1", "c3"])
+    assert batch.sparse.keys == ("c1", "c3")
+    assert len(batch) == 8
+
+
+# --- What is expected ------------------------------------------------------------------------------------------------
+
+
+def one_id_each(num_fields: int, size: int) -> Batch:
+    """Every id comes once."""
+    ids = torch.arange(num_fields * size)
+    sparse = SparseFeatures(tuple(f"c{i}" for i in range(num_fields)), ids, lengths=torch.ones(len(ids)).long())
+    return Batch(torch.zeros(size, 0), sparse, torch.zeros(size))
+
+
+def test_predict_when_it_can_be_counted_by_hand_then_it_is_that():
+    # Two processes, 5 fields, 3 examples each, D = 8, H = 8, then 4 and 1.
+    expected = predict("DeepFM", SMALL, [one_id_each(5, 3)] * 2, num_processes=2)
+    dense = 5 * 8 * 8 + 8 + 8 * 4 + 4 + 4 + 1
+    assert dense_floats("DeepFM", SMALL) == dense
+    assert expected.distinct == (15, 15)
+    headers = 2 * GLOO_BYTES + LIGHTNING_BYTES
+    sent = {name: traffic.sent_bytes for name, traffic in expected.traffic.items()}
+    assert sent[DES] == 4 * 6 * (1 + 8 + 9) + 3 * 2 * GLOO_BYTES + LIGHTNING_BYTES
+    # Of 15 rows half are on the other host: number, clock, row, one float of state, in both directions.
+    assert sent[PS] == 4 * dense + headers + 7.5 * (2 * (4 + 4 + 4 * (1 + 1)) + 2 * (4 + 4 + 4 * (8 + 1)))
+    # Ids and lengths of 15 bags for each collection, and their gradients.
+    assert sent[ALL_REDUCE] == 4 * dense + headers + 2 * GLOO_BYTES + 15 * (8 + 8 + 4 * 1) + 15 * (8 + 8 + 4 * 8)
+    # The paper: weights once with 8 bytes of key, the first layer's block, and their gradients back.
+    assert expected.paper[PS].sent_bytes == 7.5 * 2 * (8 + 4 + 8 + 4 * 8) + 4 * 5 * 8 * 8
+
+
+# --- Parts whose jobs only pretend to train --------------------------------------------------------------------------
+
+
+class Pretended:
+    """A job of which nothing is started; what it is asked to do is checked. DES is twice as fast as the others."""
+
+    def __init__(self, name, launchers, *, training, settings, folder, workers, environment):
+        assert training == "benchmarks.des_training"
+        assert len(launchers) == len(settings) == len(environment) == workers
+        for own in settings:
+            assert own.keys() <= signature(des_training.train).parameters.keys()
+            arguments = {key: value for key, value in own["strategy"].items() if key != "name"}
+            des_training.STRATEGIES[own["strategy"]["name"]](**arguments)
+        self.is_des = own["strategy"]["name"] == "des"
+        self.folder = folder
+        step = np.array([[0.1, 2000.0 if self.is_des else 4000.0, 10.0]] * 5)
+        step[2] = [9.0, 10**7, 10**4]  # other jobs' turns
+        for rank in range(workers):
+            np.cumsum(step, axis=0).tofile(folder / f"traffic-{rank}")
+
+    def rates(self, batch_size):
+        return [batch_size * (2.0 if self.is_des else 1.0)] * 3
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    both = tuple(Host(name, f"10.0.0.{i}", f"link-{name}") for i, name in enumerate("ab"))
+    monkeypatch.setattr(des, "linked_hosts", lambda rate: nullcontext(both))
+    monkeypatch.setattr(des, "Job", Pretended)
+    monkeypatch.setattr(des, "run_in_turns", lambda jobs, *, rounds, seconds: None)
+    monkeypatch.setattr(des, "ROWS", {"paper": SMALL})
+    return des.Suite(batch_sizes={"paper": 40}, models=["LR"], rounds=1, seconds=0.0)
+
+
+def test_link_then_rates_bytes_and_forecasts_have_their_bars(suite):
+    (row, sent, forecasts), bars = suite.link()
+    assert row.to_dict()["ratio_to_base"] == {DES: 2.0, PS: 1.0, ALL_REDUCE: 1.0}
+    (counted,) = sent.to_dict()["sent_bytes"].values()
+    assert counted["counted"] == {DES: 2000 - 660, PS: 4000 - 660, ALL_REDUCE: 4000 - 660}
+    (forecast,) = forecasts.to_dict()["forecasts"].values()
+    assert forecast["step_ms"] == {DES: 1000.0, PS: 2000.0, ALL_REDUCE: 2000.0}
+    verdicts = {bar.name: (bar.value, bar.verdict) for bar in bars}
+    assert verdicts["DES / PS, LR, paper, B=40"] == (2.0, "pass")
+    assert len(verdicts) == 6
+    assert all(value is not None for value, _ in verdicts.values())
+
+
+def test_link_when_there_can_be_none_then_its_bars_say_not_measured(suite, monkeypatch):
+    def refuse(rate):
+        raise NoLinkError("no root")
+
+    monkeypatch.setattr(des, "linked_hosts", refuse)
+    results, bars = suite.link()
+    assert results == []
+    assert {bar.verdict for bar in bars} == {"not measured"}
+
+
+def test_forecast_then_those_with_longer_steps_are_beaten():
+    forecast = des.Forecast("rows", {DES: 2.0, PS: 1.0, ALL_REDUCE: 3.0}, {DES: 2.0, PS: 4.0, ALL_REDUCE: 5.0})
+    assert forecast.beaten() == ([ALL_REDUCE], [PS, ALL_REDUCE])
+
+
+def test_sent_by_then_it_is_what_the_system_says_of_an_interface():
+    sent, packets = des_training.sent_by("lo")
+    assert sent >= packets >= 0
+    with pytest.raises(ValueError, match="no network interface 'none'"):
+        des_training.sent_by("none")
+
+
+def test_suite_when_a_part_is_unknown_then_the_parts_are_named():
+    with pytest.raises(ValueError, match=r"suite\.parts must be some of rows, link, quality, got 'links'"):
+        des.run(
+            parts=["links"], batch_sizes={}, models=[], rounds=1, seconds=1.0, quality={}, cache="none", data="none"
+        )
+
+
+# --- Quality ---------------------------------------------------------------------------------------------------------
+
+
+def test_quality_then_the_bar_is_the_difference_of_the_means():
+    def runs(*values: float) -> list[dict[str, float]]:
+        return [{"test/auc": value, "test/logloss": 1 - value} for value in values]
+
+    quality = des_quality.Quality("rows", {"LR": {"DES": runs(0.70, 0.72), "PS": runs(0.71, 0.72)}})
+    (bar,) = quality.bars()
+    assert bar.value == pytest.approx(-0.005)
+    assert bar.verdict == "FAIL"
+    cells = [next(iter(column.cells)) for column in quality.table().columns]
+    assert cells == [
+        "LR",
+        "0.7150 (0.7100 to 0.7200)",
+        "0.2850 (0.2800 to 0.2900)",
+        "0.7100 (0.7000 to 0.7200)",
+        "0.2900 (0.2800 to 0.3000)",
+    ]
+
+
+# --- The command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(400)
+def test_link_then_logistic_regression_trains_on_two_hosts_with_all_strategies(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- suite=des -->\n<!-- end of suite=des -->\n")
+    short = ("suite.rounds=1", "suite.seconds=0.5", "suite.batch_sizes={Criteo: 64}", "suite.models=[LR]")
+    own = ("suite=des", "suite.parts=[link]", f"hydra.run.dir={tmp_path / 'run'}", f"page={page}")
+    done = run_recipe("benchmark.py", *own, *short, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *results, bars = json.loads((tmp_path / "run" / "des.json").read_text())["rows"]
+    if not results:
+        pytest.skip("network namespaces need root and iproute2")
+    row, sent, _ = results
+    assert set(row["examples_per_second"]) == {DES, PS, ALL_REDUCE}
+    (counted,) = sent["sent_bytes"].values()
+    assert counted["counted"][DES] == pytest.approx(counted["expected"][DES], rel=0.1)
+    assert {bar["verdict"] for bar in bars["bars"]} <= {"pass", "FAIL"}
+    assert "limit" in page.read_text()
