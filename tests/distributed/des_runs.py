@@ -113,7 +113,10 @@ NOISY = Case(
 
 
 class Shared(pl.Callback):
-    """Remembers what every process has as a whole, just as training leaves it."""
+    """Remembers which columns a process reads, and what it has as a whole, just as training leaves it."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.columns = batch.sparse.keys
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         own = trainer.strategy._cut.cuts
@@ -167,7 +170,7 @@ def compare_processes(rank: int, world: int, port: int, folder: str) -> None:
         CASES["lr"].fit(strategy=SharesOut(), devices=world)
     except ValueError as raised:
         error = str(raised)
-    torch.save({"shared": shared.seen, "error": error}, f"{folder}/{rank}.pt")
+    torch.save({"shared": shared.seen, "columns": shared.columns, "error": error}, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 

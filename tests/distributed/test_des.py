@@ -73,6 +73,7 @@ def test_layers_that_are_whole_when_trained_with_dropout_and_bfloat16_then_are_t
     assert "model.deep.first.weight" not in first["shared"], "is cut"
     for name, tensor in first["shared"].items():
         assert torch.equal(tensor, second["shared"][name]), name
+    assert (first["columns"], second["columns"]) == (("c0", "c2", "c4"), ("c1", "c3"))
     for seen in (first, second):
         assert "same batch on all processes" in seen["error"]
 

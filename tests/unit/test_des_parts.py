@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from prepared_folder import write_folder
+from thread_group import on_threads
 from torch import nn
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
@@ -18,8 +20,9 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.models import DeepFM, LogisticRegression
 from lightning_recsys.models.layers import FirstOrder
 from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.placement import place_fields
 from lightning_recsys.strategies import DESStrategy
-from lightning_recsys.strategies._cut_model import feature_names, field_costs, partitionable
+from lightning_recsys.strategies._cut_model import CutModel, NewRows, feature_names, field_costs, partitionable
 from lightning_recsys.strategies.des import _fingerprint, _metrics_of
 from lightning_recsys.tasks import CTRTask
 
@@ -121,6 +124,41 @@ def test_costs_when_tables_are_shared_then_their_fields_are_one():
     # Adagrad has as much state as there are weights.
     assert (people.fields, people.num_bytes, people.lookups) == (("user", "friend"), 4 * (10 * 8 + 20), 4 * (4 + 1))
     assert (movie.fields, movie.num_bytes, movie.lookups) == (("movie",), 4 * (5 * 8 + 10), 5.0)
+
+
+def test_model_when_the_others_are_gone_then_what_they_had_is_not_a_number():
+    torch.manual_seed(0)
+    start = DeepFM(2, FIELDS, embedding_dim=4, hidden=(6,))
+
+    def member(rank, group):
+        model = copy.deepcopy(start)
+        parts = partitionable(model)
+        cut = CutModel(
+            model,
+            parts,
+            plan=place_fields(field_costs(parts, {}), 2),
+            group=group,
+            replicas=group,
+            device=torch.device("cpu"),
+            rows=NewRows(seed=0),
+        )
+        assert cut.own_features == [("user", "movie")[rank]]
+        assert set(cut.cuts) == {"deep.first.weight"}
+        assert all(tensor.shape[0] == FIELDS[cut.own_features[0]] for tensor in cut.stored_tensors().values())
+        cut.make_whole(complete=False)
+        return model.state_dict()
+
+    for rank, state in enumerate(on_threads(2, member)):
+        assert state.keys() == start.state_dict().keys()
+        for name, whole in start.state_dict().items():
+            other = f"embedding_bags.{list(FIELDS)[1 - rank]}." in name
+            if name == "deep.first.weight":
+                assert torch.equal(state[name][rank], whole[rank])
+                assert state[name][1 - rank].isnan().all()
+            elif other and not name.endswith("step"):
+                assert state[name].isnan().all(), name
+            else:
+                assert torch.equal(state[name], whole), name
 
 
 # --- Arguments -------------------------------------------------------------------------------------------------------
