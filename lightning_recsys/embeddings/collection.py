@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBackend
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
+from lightning_recsys.embeddings.id_check import ids_are_inside
 from lightning_recsys.embeddings.kernels import KernelName, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
@@ -136,6 +137,23 @@ class EmbeddingBagCollection(nn.Module):
         """
         if self.trainable:
             self.embedding_bags.prefetch(self.resolve(sparse))
+
+    def announce(self, sparse: SparseFeatures, *, ahead: int) -> None:
+        """Tell of a batch that is to be looked up for training; a cache then keeps the rows that are needed soonest.
+
+        No row travels for it. A batch that is announced but never looked up does no harm.
+
+        Args:
+            sparse: As for :meth:`forward`.
+            ahead: How many batches that were announced before are still to come before it; others are no longer
+                expected.
+
+        Raises:
+            IndexError: as :meth:`forward`.
+            KeyError: as :meth:`forward`.
+        """
+        if self.trainable:
+            self.embedding_bags.announce(self.resolve(sparse), ahead=ahead)
 
     def resolve(self, sparse: SparseFeatures) -> SparseFeatures:
         """What a backend gets: this collection's features in its order, ids checked, means folded into weights.
@@ -320,16 +338,7 @@ class EmbeddingBagCollection(nn.Module):
     def _check_ids(self, sparse: SparseFeatures) -> None:
         if not sparse.is_single_hot:
             _check_offsets(sparse)
-        if not sparse.values.numel():
-            return
-        limits = self._limits.to(sparse.device)
-        if sparse.is_single_hot:
-            low, high = sparse.values.view(len(sparse.keys), -1).aminmax(dim=1)
-            wrong = bool(((low < 0) | (high >= limits)).any())
-        else:
-            limits = limits.repeat_interleave(torch.tensor(sparse.feature_bounds(), device=sparse.device).diff())
-            wrong = bool(((sparse.values < 0) | (sparse.values >= limits)).any())
-        if wrong:
+        if not ids_are_inside(sparse, self._limits):
             self._raise_wrong_id(sparse)
 
     def _raise_wrong_id(self, sparse: SparseFeatures) -> None:

@@ -1,0 +1,47 @@
+"""Whether ids are inside their tables, before any memory is touched with them."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.optim.compiled import compile_loop
+
+
+@compile_loop
+def _all_below(ids, bounds, limits):  # noqa: ANN001, ANN202
+    for f in range(limits.shape[0]):
+        highest = np.uint64(0)
+        for position in range(bounds[f], bounds[f + 1]):
+            highest = max(highest, np.uint64(ids[position]))  # a negative id is a large one here
+        if highest >= np.uint64(limits[f]):
+            return False
+    return True
+
+
+def ids_are_inside(sparse: SparseFeatures, limits_F: Tensor) -> bool:
+    """Whether every id is at least 0 and below its feature's limit.
+
+    Args:
+        sparse: Bags that cover its ids.
+        limits_F: Ids of each feature's table, int64 on the CPU.
+
+    In one pass of a compiled loop on the CPU, where torch's operators took a quarter of a millisecond for a batch of
+    128: as long as a matrix product of the dense part.
+
+    >>> sparse = SparseFeatures(("a", "b"), torch.tensor([4, 0, 9, 8]))
+    >>> ids_are_inside(sparse, torch.tensor([5, 10])), ids_are_inside(sparse, torch.tensor([5, 9]))
+    (True, False)
+    """
+    if not sparse.values.numel():
+        return True
+    if sparse.device.type == "cpu":
+        bounds = np.array(sparse.feature_bounds(), dtype=np.int64)
+        return bool(_all_below(sparse.values.numpy(), bounds, limits_F.numpy()))
+    bounds_F = torch.tensor(sparse.feature_bounds(), device=sparse.device)
+    limits_N = limits_F.to(sparse.device).repeat_interleave(bounds_F.diff())
+    return not bool(((sparse.values < 0) | (sparse.values >= limits_N)).any())
