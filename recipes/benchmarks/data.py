@@ -18,7 +18,7 @@ from lightning_recsys.data import Batch
 from lightning_recsys.data.preparation.shards import GROUP_ROWS, Rows, ShardWriter, shard_schema
 from lightning_recsys.data.prepared import Feature, Manifest, PreparedDataModule
 from lightning_recsys.data.prepared.service import Reader, receive_batches
-from lightning_recsys.data.prepared.stream import StreamRequest, prefetched, read_batches
+from lightning_recsys.data.prepared.stream import StreamRequest, stream_batches
 
 # Compression, rows to shuffle among, reader.
 VARIANTS = {
@@ -62,7 +62,7 @@ def variant(first: StreamRequest, root: Path, reader: Reader | None) -> Callable
     def stream(request: StreamRequest) -> Iterator[Batch]:
         if reader is not None:
             return receive_batches(reader.address, request, slots=4)
-        return prefetched(read_batches(request, rows), depth=4)
+        return stream_batches(request, rows, ahead=4)
 
     def run(turn: Turn) -> None:
         for epoch in count():

@@ -16,7 +16,7 @@ from lightning_recsys.data.prepared.loader import PreparedLoader
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.rows import PreparedRows
 from lightning_recsys.data.prepared.service import Reader, receive_batches
-from lightning_recsys.data.prepared.stream import StreamRequest, prefetched, read_batches
+from lightning_recsys.data.prepared.stream import StreamRequest, read_batches, stream_batches
 
 
 class PreparedDataModule(CTRDataModule):
@@ -30,7 +30,7 @@ class PreparedDataModule(CTRDataModule):
             files. 0 keeps the order of the raw files.
         reader: ``local``: every rank reads for itself. ``shared``: one process for all ranks of a machine reads, and
             hands batches over through shared memory.
-        prefetch_batches: Batches that are made ahead, in the background.
+        prefetch_batches: Batches that are made ahead, in the background; small ones in packs of 2,048 rows.
         seed: Seed of the order; a new order each epoch.
         drop_last: Leave out the training rows that do not fill a batch on every rank.
 
@@ -165,7 +165,7 @@ class PreparedDataModule(CTRDataModule):
 
     def _stream(self, request: StreamRequest) -> Iterator[Batch]:
         if self.reader == "local":
-            return prefetched(read_batches(request, self._rows[request.split]), depth=self.prefetch_batches)
+            return stream_batches(request, self._rows[request.split], ahead=self.prefetch_batches)
         assert self._address is not None
         return receive_batches(self._address, request, slots=self.prefetch_batches)
 

@@ -1,6 +1,6 @@
 """Row groups of prepared shards, from memory-mapped files into windows of rows."""
 
-# Shape suffixes: W rows of a window, B batch, F features, I dense features.
+# Shape suffixes: W rows of a window, B batch, K batches, R rows of all of them, N ids, F features, I dense features.
 
 from __future__ import annotations
 
@@ -71,33 +71,45 @@ class Window:
 
     def take(self, rows: Positions) -> Batch:
         """Some rows as a batch in that order; positions int64, shape ``[B]``."""
-        ids_FB = np.empty((len(self.ids_FW), len(rows)), dtype=self.ids_FW.dtype)
-        self.ids_FW.take(rows, axis=1, out=ids_FB, mode="clip")
-        dense_BI, labels_B = self.dense_WI.take(rows, axis=0), self.labels_W.take(rows)
-        if self.bags:
-            sparse = self._with_bags(rows, ids_FB)
-        else:
-            sparse = SparseFeatures(self.features, torch.from_numpy(ids_FB.astype(np.int64).ravel()))
-        return Batch(torch.from_numpy(dense_BI), sparse, torch.from_numpy(labels_B))
+        return self.take_many(rows[None])[0]
 
-    def _with_bags(self, rows: Positions, ids_FB: NDArray[np.integer]) -> SparseFeatures:
-        values, lengths, weights, single = [], [], [], iter(ids_FB)
+    def take_many(self, rows_KB: Positions) -> list[Batch]:
+        """Some rows as ``K`` batches, for little more than one of them costs; they share memory."""
+        if self.bags:
+            return [self._with_bags(rows) for rows in rows_KB]
+        (num_batches, size), rows = rows_KB.shape, rows_KB.ravel()
+        ids_FR = np.empty((len(self.ids_FW), len(rows)), dtype=self.ids_FW.dtype)
+        self.ids_FW.take(rows, axis=1, out=ids_FR, mode="clip")
+        ids_KFB = ids_FR.reshape(len(ids_FR), num_batches, size).swapaxes(0, 1).astype(np.int64, order="C")
+        dense_KBI = torch.from_numpy(self.dense_WI.take(rows, axis=0)).view(num_batches, size, self.dense_WI.shape[1])
+        labels_KB = torch.from_numpy(self.labels_W.take(rows)).view(num_batches, size)
+        return [
+            Batch(dense_BI, SparseFeatures(self.features, ids_N), labels_B)
+            for dense_BI, ids_N, labels_B in zip(
+                dense_KBI.unbind(), torch.from_numpy(ids_KFB).flatten(1).unbind(), labels_KB.unbind(), strict=True
+            )
+        ]
+
+    def _with_bags(self, rows: Positions) -> Batch:
+        values, lengths, weights, single = [], [], [], iter(self.ids_FW)
         weighted = any(bag.weights is not None for bag in self.bags.values())
         for name in self.features:
             bag_weights: NDArray[np.float32] | None = None
             if name in self.bags:
                 ids, counts, bag_weights = self.bags[name].take(rows)
             else:
-                ids, counts = next(single).astype(np.int64), np.ones(len(rows), dtype=np.int64)
+                ids, counts = next(single).take(rows).astype(np.int64), np.ones(len(rows), dtype=np.int64)
             values.append(ids)
             lengths.append(counts)
             weights.append(np.ones(len(ids), dtype=np.float32) if bag_weights is None else bag_weights)
-        return SparseFeatures(
+        sparse = SparseFeatures(
             self.features,
             torch.from_numpy(np.concatenate(values)),
             lengths=torch.from_numpy(np.concatenate(lengths)),
             weights=torch.from_numpy(np.concatenate(weights)) if weighted else None,
         )
+        dense_BI, labels_B = self.dense_WI.take(rows, axis=0), self.labels_W.take(rows)
+        return Batch(torch.from_numpy(dense_BI), sparse, torch.from_numpy(labels_B))
 
 
 class PreparedRows:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
 from lightning_recsys.data.batch import Batch
@@ -17,6 +20,8 @@ from lightning_recsys.data.prepared.rows import PreparedRows, Window
 from lightning_recsys.embeddings import SparseFeatures
 
 T = TypeVar("T")
+
+_PACK_ROWS = 2048  # then what a hand-over between two threads of one interpreter costs, up to a millisecond, is little
 
 
 @dataclass(frozen=True)
@@ -68,17 +73,31 @@ class Windows:
         self._held: OrderedDict[int, tuple[Window, Positions]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def take(self, start: int, stop: int) -> Batch:
-        """The rows at these positions of the epoch."""
-        parts = []
+    def take(self, slices: Sequence[tuple[int, int]]) -> list[Batch]:
+        """A batch of the rows at the first of these positions of the epoch, and the next ones while that costs little.
+
+        Args:
+            slices: First and last position of each batch, in rising order. Those of one size within one window are
+                taken together.
+        """
+        start, stop = slices[0]
         number = self._order.find(start)
+        plan = self._order.windows[number]
+        if stop > plan.stop:
+            return [self._take_across(number, start, stop)]
+        together = takewhile(lambda each: each[1] <= plan.stop and each[1] - each[0] == stop - start, slices)
+        window, permutation = self._get(number)
+        return window.take_many(np.stack([permutation[a - plan.start : b - plan.start] for a, b in together]))
+
+    def _take_across(self, number: int, start: int, stop: int) -> Batch:
+        parts = []
         while start < stop:
             plan = self._order.windows[number]
             window, permutation = self._get(number)
             end = min(stop, plan.stop)
             parts.append(window.take(permutation[start - plan.start : end - plan.start]))
             start, number = end, number + 1
-        return parts[0] if len(parts) == 1 else _join(parts)
+        return _join(parts)
 
     def _get(self, number: int) -> tuple[Window, Positions]:
         with self._lock:
@@ -91,8 +110,8 @@ class Windows:
             return self._held[number]
 
 
-def read_batches(request: StreamRequest, rows: PreparedRows, windows: Windows | None = None) -> Iterator[Batch]:
-    """The batches of a request.
+def read_packs(request: StreamRequest, rows: PreparedRows, windows: Windows | None = None) -> Iterator[list[Batch]]:
+    """The batches of a request; small ones in packs, which are made and handed over at the cost of one.
 
     Args:
         request: Which.
@@ -103,9 +122,29 @@ def read_batches(request: StreamRequest, rows: PreparedRows, windows: Windows | 
         order = EpochOrder(rows.group_rows, seed=request.seed, epoch=request.epoch, window=request.window)
         windows = Windows(rows if request.features is None else rows.select(request.features), order)
     steps = request.steps(len(rows))
-    for step in range(len(steps)):
-        batch = windows.take(*steps.slice(step, rank=request.rank))
-        yield batch if request.features is None else batch.select(request.features)
+    step, most = 0, _batches_of_a_pack(request)
+    while step < len(steps):
+        coming = range(step, min(step + most, len(steps)))
+        pack = windows.take([steps.slice(each, rank=request.rank) for each in coming])
+        yield pack if request.features is None else [batch.select(request.features) for batch in pack]
+        step += len(pack)
+
+
+def read_batches(request: StreamRequest, rows: PreparedRows, windows: Windows | None = None) -> Iterator[Batch]:
+    """The same, one by one."""
+    return chain.from_iterable(read_packs(request, rows, windows))
+
+
+def stream_batches(request: StreamRequest, rows: PreparedRows, *, ahead: int) -> Generator[Batch, None, None]:
+    """The same, made ahead in a thread: so many batches, or the pack that they are in."""
+    depth = max(ahead // _batches_of_a_pack(request), 1)
+    with closing(prefetched(read_packs(request, rows), depth=depth)) as made:
+        for pack in made:
+            yield from pack
+
+
+def _batches_of_a_pack(request: StreamRequest) -> int:
+    return max(_PACK_ROWS // request.batch_size, 1)
 
 
 @dataclass(frozen=True)
