@@ -43,6 +43,10 @@ class Backend(nn.Module, ABC):
         """Get ready for a later :meth:`lookup` of ``sparse``; nothing, unless rows travel."""
         return
 
+    def announce(self, sparse: SparseFeatures, *, ahead: int) -> None:
+        """Know that ``sparse`` will be looked up, after ``ahead`` other announced ones; nothing, unless rows leave."""
+        return
+
     def flush(self) -> None:
         """Return when the rows have every update; at once, unless updates travel."""
         return

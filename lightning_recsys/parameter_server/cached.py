@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ from lightning_recsys.parameter_server.row_messages import NO_KEYS, RowMessages
 from lightning_recsys.parameter_server.row_places import Integers, RowPlaces
 from lightning_recsys.placement import TablePart
 from lightning_recsys.sync import ClockName, ClockRule
+
+_OUT_OF_ORDER = 8
+"""An announced batch is recognised if fewer others than this were to come before it."""
 
 _FLUSH_BYTES = 16 << 20  # of updates in one message, when all of them go
 
@@ -62,7 +66,8 @@ class CachedBackend(StoreBackend):
     One message a step and store carries, in this order, the updates that rows left behind, requests for the rows that
     the batch lacks, and the clocks of the copies that it would use. A second one follows only where a copy turns out
     to be too old. Where the next batch is announced (:meth:`prefetch`), its message travels while this one computes;
-    a clock check is then older by as much, and the second bound holds as of that moment.
+    a clock check is then older by as much, and the second bound holds as of that moment. Batches further off may be
+    announced as well (:meth:`announce`): the rows that they need soonest stay.
 
     ``cache_rows=0`` is the same without copies: the rows of each batch are fetched, trained, pushed and dropped.
 
@@ -92,7 +97,7 @@ class CachedBackend(StoreBackend):
         stores: Sequence[tuple[EmbeddingStore, Sequence[TablePart]]],
         cache_rows: int,
         staleness: int | None,
-        policy: CachePolicy = "lfu",
+        policy: CachePolicy = "light_lfu",
         clock: ClockName = "max",
         device: torch.device | str | None = None,
     ) -> None:
@@ -106,6 +111,7 @@ class CachedBackend(StoreBackend):
         self._messages = RowMessages(self.stores, places, self._rule, self.row_shapes)
         self._starts = np.array(layout.feature_starts, dtype=np.int64)
         self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
+        self._coming: deque[tuple[SparseFeatures, int]] = deque()  # announced, with the announcement's number
         self._planned: _Batch | None = None
         self._waiting: list[_Batch] = []  # looked up, not trained yet
         self._counts: Counter[str] = Counter()
@@ -137,6 +143,14 @@ class CachedBackend(StoreBackend):
                 return
             self._settle(self._planned)
         self._planned = self._begin(features)
+
+    def announce(self, sparse: SparseFeatures, *, ahead: int) -> None:  # noqa: D102 - inherited
+        if not self.cache_rows:
+            return
+        while len(self._coming) > ahead:
+            self._cache.forget(self._coming.popleft()[1])
+        features = sparse.to("cpu")
+        self._coming.append((features, self._cache.announce(self._keys(features))))
 
     def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
         cache, batch = self._cache, self._take_waiting(sparse)
@@ -215,7 +229,7 @@ class CachedBackend(StoreBackend):
         self._waiting = [batch for batch in self._waiting if batch.origin() is not None]
         self._evict()
         cache = self._cache
-        plan = cache.plan(self._keys(features))
+        plan = cache.plan(self._keys(features), announced=self._announcement_of(features) if validate else None)
         batch = _Batch(features, lambda: None, plan)
         fetch, held = np.flatnonzero(plan.new_U), np.flatnonzero(~plan.new_U)
         if validate:
@@ -235,6 +249,15 @@ class CachedBackend(StoreBackend):
         self._messages.owe(cache.take(plan.slots_U[refresh]))
         self._ask(batch, fetch=np.concatenate([fetch, refresh]), check=check)
         return batch
+
+    def _announcement_of(self, features: SparseFeatures) -> int | None:
+        """The number of a batch's announcement, which it uses up, and all before it."""
+        for index, (coming, number) in enumerate(islice(self._coming, _OUT_OF_ORDER)):
+            if _same_ids(coming, features):
+                for _ in range(index + 1):
+                    self._coming.popleft()
+                return number
+        return None
 
     def _refresh(self, batch: _Batch) -> None:
         """Second message of a batch whose first was answered: push and fetch what may not be used as it is."""

@@ -1,10 +1,11 @@
-"""The next training batch one step early, so that its rows can travel while the present one computes."""
+"""Training batches before they come, so that their rows can travel early and those that are needed soonest stay."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -21,9 +22,12 @@ T = TypeVar("T")
 _HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 _OWN = ("_loader", "_batches")
 
+_MORE = 4
+"""Batches that are looked at in one step at most, so that the first steps need not wait for all."""
+
 
 class PeekableLoader:
-    """A loader that can tell what it will serve next, and is otherwise the loader itself.
+    """A loader that can tell what it will serve, and is otherwise the loader itself.
 
     Whatever is asked of it or set on it (length, sampler, data set) is the loader's own.
 
@@ -52,9 +56,9 @@ class PeekableLoader:
         """The batch that was served last; ``None`` before the first."""
         return None if self._batches is None else self._batches.served
 
-    def peek(self) -> Any:
-        """The batch that the running iteration will serve next; ``None`` where it has no other."""
-        return None if self._batches is None else self._batches.peek()
+    def peek(self, ahead: int = 0) -> Any:
+        """The batch that the running iteration will serve after ``ahead`` others; ``None`` where it has no such."""
+        return None if self._batches is None else self._batches.peek(ahead)
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:  # not made yet, as while it is copied
@@ -72,7 +76,7 @@ class StatefulPeekableLoader(PeekableLoader):
     """The same for a loader whose position a checkpoint holds: that of the batches served, not of those peeked at."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, as it was before a batch that was peeked at and has not been served."""
+        """The loader's, as it was before batches that were peeked at and have not been served."""
         before = None if self._batches is None else self._batches.before
         state: dict[str, Any] = self._loader.state_dict() if before is None else before
         return state
@@ -93,55 +97,75 @@ class _Batches:
 
     Attributes:
         served: The batch that was served last.
-        before: The state of the loader from before a batch that was peeked at; ``None`` where it has none, or where
-            nothing was peeked at since a batch was served.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._iterator = iter(loader)
-        self._peeked: list[Any] = []  # at most one
-        self._at_end = False
+        self._peeked: deque[Any] = deque()
+        self._states: deque[dict[str, Any]] = deque()  # the loader's from before each peek, were it in vain
+        self._end: Exception | None = None  # what comes behind the batches peeked at
         self.served: Any = None
-        self.before: dict[str, Any] | None = None
+
+    @property
+    def before(self) -> dict[str, Any] | None:
+        """The loader's state from before the batches peeked at; ``None`` where there are none, or it has no state."""
+        return self._states[0] if self._states else None
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> Any:
-        self.before = None
-        if self._at_end:
-            raise StopIteration
-        self.served = self._peeked.pop() if self._peeked else next(self._iterator)
+        if self._states:
+            self._states.popleft()
+        if self._peeked:
+            self.served = self._peeked.popleft()
+        elif self._end is not None:
+            raise self._end
+        else:
+            self.served = next(self._iterator)
         return self.served
 
-    def peek(self) -> Any:
-        if not self._peeked and not self._at_end:
+    def peek(self, ahead: int) -> Any:
+        while len(self._peeked) <= ahead and self._end is None:
             if isinstance(self._loader, _Stateful):
-                self.before = copy.deepcopy(self._loader.state_dict())
+                self._states.append(copy.deepcopy(self._loader.state_dict()))
             try:
                 self._peeked.append(next(self._iterator))
-            except StopIteration:
-                self._at_end = True
-        return self._peeked[0] if self._peeked else None
+            except Exception as end:  # an error is one when its batch comes
+                self._end = end
+        return self._peeked[ahead] if ahead < len(self._peeked) else None
 
 
 class LookAhead:
-    """Announces the next batch to collections, to each when it has looked up what it needs of the present one.
+    """Announces coming batches to collections, to each when it has looked up what it needs of the present one.
 
     A batch's ids are taken as the loader gives them. Nothing is announced where the model or its data module changes
     batches in a hook before or after their transfer, where several parts of a batch could be meant, and behind the
-    last batch of an epoch.
+    last batch of an epoch. Of several loaders, only the next batch is.
 
     Args:
         trainer: Which trains on loaders that are :func:`peekable`.
         collections: Whose lookups to wait for.
+        prefetch: Have the next batch's rows fetched.
+        num_ids: Look further, up to so many ids of a collection, so that it keeps the rows which are needed soonest.
     """
 
-    def __init__(self, trainer: pl.Trainer, collections: Iterable[EmbeddingBagCollection]) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        collections: Iterable[EmbeddingBagCollection],
+        *,
+        prefetch: bool = True,
+        num_ids: int = 0,
+    ) -> None:
         self._trainer = trainer
-        self._hooks = [collection.register_forward_hook(self._after_lookup) for collection in collections]
-        self._announced: set[EmbeddingBagCollection] = set()
+        self._prefetch, self._num_ids = prefetch, num_ids
+        # What each collection will look up, next batch first; None where that is not known.
+        self._coming: dict[EmbeddingBagCollection, deque[SparseFeatures | None]] = {x: deque() for x in collections}
+        self._hooks = [collection.register_forward_hook(self._after_lookup) for collection in self._coming]
+        self._looked_up: set[EmbeddingBagCollection] = set()
+        self._batch_idx = -1
         owners = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
         self._sees_batches = not any(
             is_overridden(hook, owner, parent)
@@ -150,9 +174,15 @@ class LookAhead:
             if owner is not None
         )
 
-    def begin_batch(self) -> None:
-        """A training batch begins: each collection is to hear of the one after it."""
-        self._announced.clear()
+    def begin_batch(self, batch_idx: int) -> None:
+        """A training batch begins: each collection is to hear of those after it."""
+        for coming in self._coming.values():
+            if batch_idx != self._batch_idx + 1:  # another epoch
+                coming.clear()
+            elif coming:
+                coming.popleft()
+        self._batch_idx = batch_idx
+        self._looked_up.clear()
 
     def close(self) -> None:
         """Announce nothing more."""
@@ -161,22 +191,46 @@ class LookAhead:
         self._hooks = []
 
     def _after_lookup(self, collection: EmbeddingBagCollection, arguments: Any, pooled_BFD: Tensor) -> None:
-        if not pooled_BFD.requires_grad or collection in self._announced:  # an evaluation, or not the first lookup
+        if not pooled_BFD.requires_grad or collection in self._looked_up:  # an evaluation, or not the first lookup
             return
-        self._announced.add(collection)
-        wanted = set(collection.feature_names)
-        suitable = [x for x in find(self._next_batches(), SparseFeatures) if wanted <= set(x.keys)]
-        if len(suitable) == 1:
-            with suppress(IndexError, KeyError, ValueError):  # its own lookup will say what is wrong with it, if it is
-                collection.prefetch(suitable[0])
-
-    def _next_batches(self) -> list[Any]:
+        self._looked_up.add(collection)
         if self._trainer.is_last_batch or not self._sees_batches:
-            return []
-        loaders = find(self._trainer.train_dataloader, PeekableLoader)
-        if self._trainer.num_training_batches == math.inf:  # where there is no length, Lightning is one batch ahead
-            return [loader.served for loader in loaders]
-        return [loader.peek() for loader in loaders]
+            return
+        loaders = list(find(self._trainer.train_dataloader, PeekableLoader))
+        coming = self._coming[collection]
+        num_ids = sum(0 if sparse is None else sparse.values.numel() for sparse in coming)
+        for _ in range(_MORE):
+            if coming and (len(loaders) > 1 or num_ids >= self._num_ids):
+                break
+            batches = self._batches_at(len(coming), loaders)
+            if all(batch is None for batch in batches):
+                break
+            sparse = self._announce(collection, batches, ahead=len(coming))
+            coming.append(sparse)
+            num_ids += 0 if sparse is None else sparse.values.numel()
+        if self._prefetch and coming and coming[0] is not None:
+            with suppress(IndexError, KeyError, ValueError):
+                collection.prefetch(coming[0])
+
+    def _announce(self, collection: EmbeddingBagCollection, batches: list[Any], *, ahead: int) -> SparseFeatures | None:
+        wanted = set(collection.feature_names)
+        suitable = [x for x in find(batches, SparseFeatures) if wanted <= set(x.keys)]
+        if len(suitable) != 1:
+            return None
+        try:
+            if self._num_ids:
+                collection.announce(suitable[0], ahead=ahead)
+        except (IndexError, KeyError, ValueError):  # its own lookup will say what is wrong with it
+            return None
+        return suitable[0]
+
+    def _batches_at(self, ahead: int, loaders: list[PeekableLoader]) -> list[Any]:
+        """Each loader's batch that comes after ``ahead`` others, or ``None``."""
+        last = self._trainer.num_training_batches
+        if last != math.inf:
+            return [loader.peek(ahead) if self._batch_idx + ahead + 1 < last else None for loader in loaders]
+        # Where there is no length, Lightning is one batch ahead.
+        return [loader.peek(ahead - 1) if ahead else loader.served for loader in loaders]
 
 
 def find(tree: Any, kind: type[T]) -> Iterator[T]:

@@ -44,10 +44,12 @@ class HETStrategy(ServedStrategy):
         cache_rows: Rows that a worker keeps of each collection.
         cache_fraction: The same as a share of the collection's rows, in ``(0, 1]``; 0.1 where neither is given.
         staleness: :math:`s`, in updates of a row; 0 gives the result of no cache, ``None`` or ``"inf"`` no bound.
-        policy: Which rows leave a full cache: ``lru``, ``lfu`` or ``light_lfu``.
+        policy: Which rows leave a full cache, of those that no known batch needs: ``lru``, ``lfu`` or ``light_lfu``.
         clock: What a push makes of a row's clock on its server: ``max``, as in the paper, or ``sum``.
         num_servers: Servers for rows.
         prefetch: Look at the next batch one step early, and let its rows travel while the present one computes.
+        lookahead_ids: Look at as many batches ahead as have so many ids, and keep the rows that they need soonest; 0
+            leaves all to the policy. Each id takes some 50 bytes, and the batches stay in memory.
         **kwargs: As for :class:`~lightning_recsys.strategies.served.ServedStrategy`, and for
             ``DistributedDataParallel``.
 
@@ -77,10 +79,11 @@ class HETStrategy(ServedStrategy):
         cache_rows: int | None = None,
         cache_fraction: float | None = None,
         staleness: int | float | str | None = 100,
-        policy: CachePolicy = "lru",
+        policy: CachePolicy = "light_lfu",
         clock: ClockName = "max",
         num_servers: int = 1,
         prefetch: bool = True,
+        lookahead_ids: int = 4_000_000,
         **kwargs: Any,
     ) -> None:
         require_one_of("mode", mode, get_args(Mode))
@@ -106,7 +109,10 @@ class HETStrategy(ServedStrategy):
         self.policy: CachePolicy = policy
         self.clock: ClockName = clock
         self.num_servers = num_servers
+        if lookahead_ids < 0:
+            raise ValueError(f"strategy.lookahead_ids must be at least 0, got {lookahead_ids}. 0 looks at none.")
         self.prefetch = prefetch
+        self.lookahead_ids = lookahead_ids
         self._reset()
 
     def _reset(self) -> None:
@@ -172,7 +178,7 @@ class HETStrategy(ServedStrategy):
         return math.ceil(self.cache_fraction * num_rows)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Make the training loader one that the next batch can be seen of."""
+        """Make the training loader one whose coming batches can be seen."""
         assert self.lightning_module is not None
         if not (self._peeks and self.lightning_module.trainer.training):
             return dataloader
@@ -180,8 +186,12 @@ class HETStrategy(ServedStrategy):
         return peekable(dataloader)
 
     @property
-    def _peeks(self) -> bool:
+    def _prefetches(self) -> bool:
         return self.prefetch and self.mode == "het" and not self.in_step
+
+    @property
+    def _peeks(self) -> bool:
+        return self._prefetches or (self.lookahead_ids > 0 and self.mode == "het")
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
@@ -201,14 +211,16 @@ class HETStrategy(ServedStrategy):
                 self._dense.bind(self.stores(EMBEDDING), first=False)
             self._dense.pull()
         if self._peeks and self._tables is not None:
-            self._ahead = LookAhead(trainer, self._tables.collections.values())
+            self._ahead = LookAhead(
+                trainer, self._tables.collections.values(), prefetch=self._prefetches, num_ids=self.lookahead_ids
+            )
         self._training = True
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let the lookups of this batch be followed by word of the next."""
+        """Let the lookups of this batch be followed by word of those to come."""
         super().on_train_batch_start(batch, batch_idx)
         if self._ahead is not None:
-            self._ahead.begin_batch()
+            self._ahead.begin_batch(batch_idx)
 
     def optimizer_step(
         self,

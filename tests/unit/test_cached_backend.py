@@ -57,9 +57,12 @@ def batches(count: int) -> list[SparseFeatures]:
     return [batch(kinds[step % 3], size=0 if step == 7 else 6) for step in range(count)]
 
 
-def train(collection: EmbeddingBagCollection, steps: list[SparseFeatures], *, prefetch: bool) -> None:
-    for sparse, coming in zip(steps, [*steps[1:], None], strict=True):
+def train(collection: EmbeddingBagCollection, steps: list[SparseFeatures], *, prefetch: bool, window: int = 0) -> None:
+    for step, (sparse, coming) in enumerate(zip(steps, [*steps[1:], None], strict=True)):
         pooled = collection(sparse)
+        for ahead, later in enumerate(steps[step + 1 : step + 1 + window]):
+            if not step or ahead == window - 1:
+                collection.announce(later, ahead=ahead)
         if prefetch and coming is not None:
             collection.prefetch(coming)
         (pooled - 1).square().sum().backward()
@@ -578,3 +581,33 @@ def test_training_when_the_copies_are_on_a_gpu_then_it_equals_the_one_on_the_cpu
     trained = on_gpu.state_dict()
     for key, tensor in on_cpu.state_dict().items():
         torch.testing.assert_close(trained[key], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+def test_one_worker_when_batches_are_announced_then_its_rows_are_the_same_and_fewer_travel(servers, prefetch):
+    steps, results, misses = batches(24), [], []
+    for window in (0, 6):
+        torch.manual_seed(0)
+        collection = EmbeddingBagCollection(TABLES, optimizer=SGD(0.125))
+        backend = bind(collection, servers, name=f"net{window}", cache_rows=30, staleness=0)
+        train(collection, steps, prefetch=prefetch, window=window)
+        results.append(collection.state_dict())
+        misses.append(backend.telemetry()["cache/miss_rate"])
+        assert not backend._coming
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert misses[1] < misses[0]
+
+
+def test_announced_batches_when_others_come_then_they_are_given_up(servers):
+    (worker,) = one_table(servers, 1, cache_rows=3, staleness=None)
+    backend = worker.embedding_bags
+    for first in range(4):
+        worker.announce(ids(first), ahead=2)
+        worker.announce(ids(first, 9), ahead=2)
+        worker(ids(5)).sum().backward()
+        assert len(backend._coming) <= 3
+    worker.announce(ids(1), ahead=0)
+    worker.announce(ids(2), ahead=1)
+    worker(ids(2)).sum().backward()  # overtakes
+    assert not backend._coming
+    assert worker(ids(1, 2, 5)).flatten().tolist() == [0, -1, -4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import pytorch_lightning as pl
@@ -113,7 +114,7 @@ def test_shorter_loader_of_a_cycle_when_at_its_end_then_begins_again():
     assert following == [{"long": 2, "short": 8}, {"long": 3, "short": None}, {"long": None, "short": 8}]
 
 
-def test_error_when_the_next_batch_raises_then_comes_through():
+def test_error_when_a_batch_ahead_raises_then_comes_in_its_place():
     def batches():
         yield 1
         raise OSError("no such file")
@@ -123,9 +124,12 @@ def test_error_when_the_next_batch_raises_then_comes_through():
             return batches()
 
     loader = peekable(Failing())
-    assert next(iter(loader)) == 1
+    served = iter(loader)
+    assert loader.peek() == 1
+    assert loader.peek(5) is None
+    assert next(served) == 1
     with pytest.raises(OSError, match="no such file"):
-        loader.peek()
+        next(served)
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,10 @@ class Recording(EmbeddingBagCollection):
         self.resolve(sparse)
         self.log.append(f"announce {sparse.values.tolist()}")
 
+    def announce(self, sparse, *, ahead):
+        self.resolve(sparse)
+        self.log.append(f"foretell {sparse.values.tolist()} after {ahead}")
+
 
 class Model(pl.LightningModule):
     """Looks every batch up, and trains nothing but rows."""
@@ -167,11 +175,13 @@ class Model(pl.LightningModule):
         self.rows = Recording(*(features or ("x",)))
         self.bias = torch.nn.Parameter(torch.zeros(1))
 
+    options: ClassVar = {}
+
     def on_train_start(self):
-        self.ahead = LookAhead(self.trainer, [self.rows])
+        self.ahead = LookAhead(self.trainer, [self.rows], **self.options)
 
     def on_train_batch_start(self, batch, batch_idx):
-        self.ahead.begin_batch()
+        self.ahead.begin_batch(batch_idx)
 
     def on_train_end(self):
         self.ahead.close()
@@ -184,6 +194,10 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD([self.bias], lr=0.1)
+
+
+class Foretells(Model):
+    options: ClassVar = {"num_ids": 3, "prefetch": False}
 
 
 class Ids:
@@ -257,3 +271,53 @@ def test_loader_when_wrapped_then_is_what_the_trainer_gives():
     loader = peekable(CountedIds(1, 2))
     trainer.fit(Model(), loader, CountedIds(90))
     assert list(find(trainer.train_dataloader, PeekableLoader)) == [loader]
+
+
+# --- Who hears of those after it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [CountedIds, Ids], ids=["with a length", "without"])
+def test_coming_batches_when_training_then_each_is_foretold_once_as_far_as_the_ids_go(kind):
+    log = train(Foretells(), peekable(kind(1, 2, 3, 4, 5, 6)), max_epochs=2)
+    expected = ["look up [1]", *(f"foretell [{i}] after {i - 2}" for i in (2, 3, 4))]
+    expected += ["look up [2]", "foretell [5] after 2", "look up [3]", "foretell [6] after 2"]
+    assert log == [*expected, "look up [4]", "look up [5]", "look up [6]"] * 2
+
+
+def test_coming_batches_when_there_are_many_then_few_are_looked_at_in_one_step(monkeypatch):
+    monkeypatch.setattr("lightning_recsys.strategies._peeking._MORE", 2)
+    log = train(Foretells(), peekable(CountedIds(1, 2, 3, 4, 5)))
+    assert log[:6] == ["look up [1]", *(f"foretell [{i}] after {i - 2}" for i in (2, 3)), "look up [2]", *log[4:6]]
+    assert log[4:6] == ["foretell [4] after 1", "foretell [5] after 2"]
+
+
+def test_coming_batches_when_limited_then_none_is_foretold_that_will_not_be_trained_on():
+    loader = peekable(batches := batch_loader())
+    loader.source.take = lambda rows: SparseFeatures(("x",), rows)
+    log = train(Foretells(), loader, limit_train_batches=3, max_epochs=2)
+    assert sum("foretell" in line for line in log) == 4
+    assert batches.state_dict()["batch"] == 3
+
+
+def test_coming_batches_when_one_is_wrong_then_its_own_lookup_says_so():
+    with pytest.raises(IndexError, match="id 100 is outside"):
+        train(model := Foretells(), peekable(CountedIds(1, 2, 100, 3)))
+    assert [line for line in model.rows.log if "look" in line] == ["look up [1]", "look up [2]", "look up [100]"]
+    assert "foretell [3] after 2" in model.rows.log
+
+
+def test_coming_batches_when_there_are_several_loaders_then_only_the_next_is_foretold():
+    loaders = {"a": peekable(CountedIds(1, 2, 3, 4)), "b": peekable([5, 6, 7, 8])}
+    log = train(Foretells(), loaders)
+    assert log[:3] == ["look up [1]", "foretell [2] after 0", "look up [2]"]
+
+
+@pytest.mark.parametrize("served", [1, 3, 5])
+def test_position_when_peeked_at_far_ahead_then_is_that_of_the_batches_served(served):
+    loader, twin = peekable(batch_loader()), batch_loader()
+    peeked, plain = iter(loader), iter(twin)
+    for step in range(served):
+        assert next(peeked) == next(plain)
+        loader.peek(step % 3 + 1)
+        assert loader.peek(9) is None
+        assert loader.state_dict() == twin.state_dict()
