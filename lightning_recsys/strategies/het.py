@@ -252,10 +252,16 @@ class HETStrategy(ServedStrategy):
                 dist.broadcast(buffer, src=0)
 
     def on_validation_start(self) -> None:
-        """Let validation see every update."""
+        """Let validation see every update, and the same ones on all workers."""
         super().on_validation_start()
         if self._training:
             self._settle()
+
+    def on_validation_end(self) -> None:
+        """Train on when all have seen what they are to: a worker that runs free would change it under the others."""
+        super().on_validation_end()
+        if self._training:
+            self.barrier("everybody has validated")
 
     def on_train_end(self) -> None:
         """Let the trained model have every update."""
