@@ -1,16 +1,17 @@
 """HET's cache without a model around it: what travels, what it misses, and how long its operations take.
 
-Every step looks a batch up, announces the next one and trains the rows with a fixed gradient, against one server over
+Every step looks a batch up, announces those to come and trains the rows with a fixed gradient, against one server over
 loopback, as a worker would.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import TablePart
 
 CACHED = 0.1  # of all rows
+LOOKAHEAD_IDS = 4_000_000  # the strategy's default
 # Hetu's own C++ cache, milliseconds of lookup and update a step and the share of bytes that it saves at s=100, as
 # measured on a Xeon of 2.5 GHz on which FBGEMM's module made 458,000 examples/s of this workload (D=16, B=2048).
 HETU_MILLISECONDS = {(16, 128): 3.5, (128, 128): 8.3, (16, 2048): 47.0, (128, 2048): 89.0}
@@ -71,19 +73,36 @@ class Worker:
         backend: Serves them.
         stores: Whose connection counts what travels.
         batch_size: Of every batch; all get the same gradient.
+        lookahead_ids: How far ahead batches are announced.
     """
 
-    def __init__(self, backend: CachedBackend, stores: RemoteStores, *, batch_size: int) -> None:
+    def __init__(self, backend: CachedBackend, stores: RemoteStores, *, batch_size: int, lookahead_ids: int) -> None:
         self.backend = backend
+        self._lookahead_ids = lookahead_ids
         self._traffic = stores.connection.traffic
         shape = (batch_size, len(backend.layout.feature_tables), backend.layout.embedding_dim)
         self._gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1e-3
 
-    def step(self, batch: SparseFeatures, following: SparseFeatures) -> None:
-        """Look up, announce, train."""
-        self.backend.lookup(batch)
-        self.backend.prefetch(following)
-        self.backend.apply_gradients(batch, self._gradient, learning_rate=0.01)
+    def steps(self, batches: Iterable[SparseFeatures]) -> Iterator[int]:
+        """Train on batch after batch: look up, announce those to come, train. Gives the size of each before it."""
+        source, coming, num_ids = iter(batches), deque[SparseFeatures](), 0
+        batch: SparseFeatures | None = next(source)
+        while batch is not None:
+            yield batch.batch_size
+            self.backend.lookup(batch)
+            for _ in range(4):
+                if (coming and num_ids >= self._lookahead_ids) or (later := next(source, None)) is None:
+                    break
+                if self._lookahead_ids:
+                    self.backend.announce(later, ahead=len(coming))
+                coming.append(later)
+                num_ids += later.values.numel()
+            following = coming.popleft() if coming else None
+            if following is not None:
+                num_ids -= following.values.numel()
+                self.backend.prefetch(following)
+            self.backend.apply_gradients(batch, self._gradient[: batch.batch_size], learning_rate=0.01)
+            batch = following
 
     def reads_and_misses(self) -> tuple[float, float]:
         """Distinct rows of all batches so far, and those that were not there."""
@@ -103,7 +122,8 @@ def worker(
     batch_size: int,
     cache_rows: int,
     staleness: int | None,
-    policy: CachePolicy = "lfu",
+    policy: CachePolicy = "light_lfu",
+    lookahead_ids: int = LOOKAHEAD_IDS,
     optimizer: RowOptimizer | None = None,
 ) -> Iterator[Worker]:
     """A worker and its server, a process of its own behind loopback."""
@@ -123,7 +143,7 @@ def worker(
                 staleness=staleness,
                 policy=policy,
             )
-            yield Worker(backend, stores, batch_size=batch_size)
+            yield Worker(backend, stores, batch_size=batch_size, lookahead_ids=lookahead_ids)
 
 
 @dataclass(frozen=True)
@@ -145,13 +165,12 @@ def replay(work: Workload, *, batch_size: int, skip: int, **options: Any) -> Rep
     """All batches of a workload; the first ``skip`` fill the cache and are not counted."""
     batches = [batch.sparse for batch in work.batches(batch_size)]
     with worker(work, batch_size=batch_size, **options) as own:
-        for number, (batch, following) in enumerate(pairwise(batches)):
+        for number, _ in enumerate(own.steps(batches)):
             if number == skip:
                 reads, misses = own.reads_and_misses()
                 began, num_bytes = time.perf_counter(), own.bytes_both_ways()
-            own.step(batch, following)
         seconds = time.perf_counter() - began
-        steps = len(batches) - 1 - skip
+        steps = len(batches) - skip
         all_reads, all_misses = own.reads_and_misses()
         miss_rate = (all_misses - misses) / (all_reads - reads)
         return Replay((own.bytes_both_ways() - num_bytes) / steps, miss_rate, 1e3 * seconds / steps)
@@ -232,7 +251,7 @@ def misses(
     for fraction in fractions:
         limit = int(fraction * trace.num_rows)
         options = {"dim": 4, "batch_size": batch_size, "cache_rows": limit, "staleness": 100, "skip": skip}
-        rates = [replay(work, policy=policy, **options).miss_rate for policy in policies]
+        rates = [replay(work, policy=policy, lookahead_ids=0, **options).miss_rate for policy in policies]
         best = oracle(trace, limit=limit, staleness=100, skip=skip).miss_rate
         lines.append([f"{fraction:.0%}", *(f"{rate:.3f}" for rate in [*rates, best])])
     return [Columns(f"miss rate of distinct rows, B={batch_size}", ("cached", *policies, "Belady"), lines)], []
@@ -251,9 +270,8 @@ def operations(
         with worker(work, dim=dim, batch_size=batch_size, cache_rows=limit, staleness=staleness) as own:
 
             def cached(turn: Turn, own: Worker = own, batches: list[SparseFeatures] = batches) -> None:
-                for batch, following in pairwise(cycle(batches)):
-                    own.step(batch, following)
-                    turn.step_done(batch.batch_size)
+                for num_examples in own.steps(cycle(batches)):
+                    turn.step_done(num_examples)
 
             calibration = Tables(Workload(), 16, 2048).fbgemm_module
             measured = in_turns({"FBGEMM": calibration, "cache": cached}, rounds=rounds, seconds=seconds)
