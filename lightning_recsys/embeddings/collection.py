@@ -226,7 +226,8 @@ class EmbeddingBagCollection(nn.Module):
         Args:
             backend: Of the same tables and update rule.
             copy_rows: Write this collection's rows and their optimizer state to it. Where several processes bind to
-                the same stores, one of them copies and the others wait for it. Rows on ``meta`` are never copied.
+                the same stores, one of them copies and the others wait for it. Of rows on ``meta`` there is nothing to
+                copy but the number of updates, as a checkpoint has set it.
             gradient_scale: What the backend gets of a gradient. With ``1 / n`` the updates of ``n`` processes that
                 train in step make up one with the mean gradient, as dense parameters get it.
 
@@ -246,6 +247,8 @@ class EmbeddingBagCollection(nn.Module):
         if copy_rows and _has_rows(own):
             backend.copy_from(own)
             backend.flush()
+        elif copy_rows and isinstance(own, TableBackend) and own.step:
+            backend.step = own.step
         self._own, self.embedding_bags, self._gradient_scale = (own,), backend, gradient_scale
 
     def unbind(self, *, copy_rows: bool = True) -> None:

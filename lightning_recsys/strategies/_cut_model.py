@@ -131,7 +131,7 @@ class CutModel:
                 dynamic=replace(rows.dynamic, first_keys=keys),
                 replicas=replicas,
             )
-            collection.bind(bound, copy_rows=False)
+            collection.bind(bound)
 
     @property
     def sends(self) -> dict[str, Sends]:

@@ -71,10 +71,10 @@ class DESStrategy(RecsysStrategy):
     Raises:
         ValueError: an argument is out of range.
 
-    Communication: what :attr:`sends` lists, for each batch; with several groups one all-reduce of the dense gradients
-    that a process has and one all-gather of its rows' gradients.
+    Communication: what :attr:`sends` lists, for each batch; with several groups an all-reduce of the gradients of whole
+    parameters, one of a process's own parts of others, and an all-gather of its rows' gradients.
     Reference: Rong et al. 2020, "Distributed equivalent substitution training for large-scale recommender systems".
-    Differs from the paper: cross networks and DLRM as well; groups of processes; tables of a size that is known.
+    Differs from the paper: cross networks and DLRM as well; groups of processes; hash tables only where asked for.
 
     >>> from pytorch_lightning import Trainer
     >>> trainer = Trainer(strategy=DESStrategy(placement="balanced"), accelerator="cpu", devices=2, logger=False)
@@ -114,6 +114,7 @@ class DESStrategy(RecsysStrategy):
         self._folder: RunFolder | None = None  # of rows in hash tables
         self._counted: list[Metric] = []
         self._batch_is_checked = False
+        self._shares_random_numbers = False
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = type(self).__new__(type(self))
@@ -259,14 +260,15 @@ class DESStrategy(RecsysStrategy):
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Share rank 0's random numbers, and take care that all processes will see the same batches."""
+        """Take care that all processes will see the same batches and draw the same random numbers."""
         super().on_train_start()
-        self._batch_is_checked = False
+        self._batch_is_checked = self._shares_random_numbers = False
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """At the start of an epoch, share rank 0's random numbers: dropout must be the same everywhere."""
+        """At the start of a run and of each epoch, share rank 0's random numbers: dropout must be the same."""
         super().on_train_batch_start(batch, batch_idx)
-        if batch_idx == 0:
+        if batch_idx == 0 or not self._shares_random_numbers:  # a run may go on in the middle of an epoch
+            self._shares_random_numbers = True
             _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=self.root_device.type == "cuda")))
 
     def on_validation_start(self) -> None:
@@ -308,27 +310,39 @@ class DESStrategy(RecsysStrategy):
         assert self.lightning_module is not None
         if self.replicas == 1 or self.lightning_module.trainer.fit_loop._should_accumulate():
             return
-        grads = [x.grad for x in self.lightning_module.parameters() if x.grad is not None and x.grad.numel()]
-        if grads:
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
-            dist.all_reduce(flat, group=self._counterparts)
-            flat.div_(self.replicas)
-            for grad, mean in zip(grads, torch.split(flat, [x.numel() for x in grads]), strict=True):
-                grad.copy_(mean.view_as(grad))
+        own = self._own_parts
+        grads = [(id(x) in own, x.grad) for x in self.lightning_module.parameters() if x.grad is not None]
+        # Apart: where a number lies in a message decides in which order it is added up, and that of whole parameters
+        # must be the same for all processes of a group, whose parts of the others differ in size.
+        for kind in (False, True):
+            together = [grad for is_cut, grad in grads if is_cut is kind and grad.numel()]
+            if together:
+                self._average(together)
+
+    def _average(self, grads: list[Tensor]) -> None:
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=self._counterparts)
+        flat.div_(self.replicas)
+        for grad, mean in zip(grads, torch.split(flat, [x.numel() for x in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+    @property
+    def _own_parts(self) -> set[int]:
+        """The parameters that are cut, by ``id``: each process has another part of them."""
+        return set() if self._cut is None else {id(part) for part, _ in self._cut.cuts.values()}
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """By the norm of all gradients: those of cut parameters are here in part only."""
-        assert self._cut is not None
         parameters = list(self.precision_plugin.main_params(optimizer))
-        cut = {id(part) for part, _ in self._cut.cuts.values()}
-        grads = [(id(x) in cut, x.grad) for x in parameters if x.grad is not None]
+        own = self._own_parts
+        grads = [(id(x) in own, x.grad) for x in parameters if x.grad is not None]
         squares = [
             torch.nn.utils.get_total_norm([grad for is_cut, grad in grads if is_cut is kind]).square()
             for kind in (True, False)
         ]
-        own = squares[0].to(self.root_device)
-        dist.all_reduce(own, group=self._group)
-        norm = (own + squares[1].to(self.root_device)).sqrt()
+        cut = squares[0].to(self.root_device)
+        dist.all_reduce(cut, group=self._group)
+        norm = (cut + squares[1].to(self.root_device)).sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
     def _keep_equal(self) -> None:
@@ -336,15 +350,16 @@ class DESStrategy(RecsysStrategy):
         if self._cut is None:
             return
         assert self.lightning_module is not None
-        own = {id(part) for part, _ in self._cut.cuts.values()}
+        own = self._own_parts
         shared = [x.data for x in self.lightning_module.parameters() if x.requires_grad and id(x) not in own]
         buffers = list(self.lightning_module.buffers())
         prints: list[int] = [0] * self.world_size
         dist.all_gather_object(prints, _fingerprint([*shared, *(buffers if self.replicas == 1 else ())]))
         if len(set(prints)) > 1:
             log.warning(
-                "strategy=des: layers that should be the same on all processes differ, so the processors of this run do"
-                " not round alike, or a callback draws random numbers on some ranks only. Rank 0's are taken."
+                "strategy=des: layers that should be the same on all processes differ, so rank 0's are taken. The"
+                " processors of this run do not round alike, a callback draws random numbers on some ranks only, or"
+                " a method partition(fields, group) of the model leaves out a layer that sees a process's own fields."
             )
         if len(set(prints)) > 1 or self.replicas > 1:
             for tensor in [*(shared if len(set(prints)) > 1 else ()), *buffers]:

@@ -161,16 +161,21 @@ def train_all(rank: int, world: int, port: int, folder: str, names: Sequence[str
 
 
 def compare_processes(rank: int, world: int, port: int, folder: str) -> None:
-    """Dropout, batch norm and bfloat16; then loaders that do not give all processes the same batches."""
+    """Dropout, batch norm and bfloat16, and again from the middle of the epoch; loaders that give other batches."""
     join(rank, world, port)
-    shared = Shared()
-    NOISY.fit(strategy=DESStrategy(), devices=world, callbacks=shared)
+    shared, again = Shared(), Shared()
+    saving = ModelCheckpoint(folder, filename="noisy", every_n_train_steps=190)
+    NOISY.fit(strategy=DESStrategy(), devices=world, callbacks=[shared, saving], enable_checkpointing=True)
+    task = NOISY.task()
+    torch.manual_seed(rank)  # as without a seed
+    NOISY.fit(strategy=DESStrategy(), devices=world, task=task, callbacks=again, ckpt_path=f"{folder}/noisy.ckpt")
     error = None
     try:
         CASES["lr"].fit(strategy=SharesOut(), devices=world)
     except ValueError as raised:
         error = str(raised)
-    torch.save({"shared": shared.seen, "columns": shared.columns, "error": error}, f"{folder}/{rank}.pt")
+    seen = {"shared": shared.seen, "again": again.seen, "columns": shared.columns, "error": error}
+    torch.save(seen, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -198,7 +203,10 @@ def go_on(rank: int, world: int, port: int, folder: str, starts: dict[str, str |
 
 
 UNBOUNDED = Case(
-    DeepFM, {"hidden": (8, 4), **EMBEDDED, "device": "meta"}, cardinalities=(10**12, 40, 7, 20, 60), steps=20
+    DeepFM,
+    {"hidden": (8, 4), **EMBEDDED, "row_optimizer": Adam(0.01, eps=1e-4), "device": "meta"},
+    cardinalities=(10**12, 40, 7, 20, 60),
+    steps=20,
 )
 BOUNDED = replace(UNBOUNDED, cardinalities=(50, 40, 7, 20, 60))
 
@@ -216,13 +224,16 @@ def train_without_rows(rank: int, world: int, port: int, folder: str) -> None:
     UNBOUNDED.fit(strategy=DESStrategy(dynamic_rows=DynamicRows()), devices=world, **arguments)
 
 
-def train_groups(rank: int, world: int, port: int, folder: str, name: str) -> None:
-    """Two groups, each with half of every batch."""
+SHARED_OUT = replace(CASES["dcn_v2_stacked"], batch_size=30)
+
+
+def train_groups(rank: int, world: int, port: int, folder: str) -> None:
+    """Three groups, each with a third of every batch."""
     join(rank, world, port)
-    case = replace(CASES[name], batch_size=CASES[name].batch_size // 2, steps=2 * CASES[name].steps)
-    entropy = NormalizedEntropyMonitor()
-    speed = ExamplesPerSecond(warmup_steps=0)
-    task = case.fit(strategy=DESStrategy(replicas=2), devices=world, callbacks=[entropy, speed])
-    metrics = {"train/ne": task.trainer.callback_metrics["train/ne"], "examples": speed.global_examples}
-    torch.save({"state": state_of(task), "metrics": metrics}, f"{folder}/{rank}.pt")
+    case = replace(SHARED_OUT, batch_size=SHARED_OUT.batch_size // 3, steps=3 * SHARED_OUT.steps)
+    shared, speed = Shared(), ExamplesPerSecond(warmup_steps=0)
+    callbacks = [NormalizedEntropyMonitor(), speed, shared]
+    task = case.fit(strategy=DESStrategy(replicas=3), devices=world, callbacks=callbacks)
+    seen = {"state": state_of(task), "shared": shared.seen, "examples": speed.global_examples}
+    torch.save(seen | {"train/ne": task.trainer.callback_metrics["train/ne"]}, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
