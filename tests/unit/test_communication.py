@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from lightning_recsys.parameter_server.exchange import RowExchange
 from lightning_recsys.placement.communication import (
     Network,
     RichLayer,
@@ -15,6 +17,7 @@ from lightning_recsys.placement.communication import (
     mesh,
     parameter_servers,
     round_trip,
+    row_exchange,
     saving,
     second_order,
     substitution,
@@ -51,6 +54,17 @@ def test_parameter_servers_when_weights_are_elsewhere_then_nothing_is_spared() -
     assert whole.sent_bytes == 10 * (8 + 4 * 4) + 4 * 3 * 4 * 5
     assert mesh(layers, num_processes=4, num_distinct=10).sent_bytes == whole.sent_bytes * 3 / 4
     assert round_trip(whole) == Traffic(2 * whole.sent_bytes, 2)
+
+
+def test_row_exchange_then_each_row_travels_both_ways_with_number_clock_and_state() -> None:
+    # The exchanges' own account: a fetch of ten rows and a push of as many, half of them on this host.
+    stored = {"weight": (8,), "sum": ()}
+    fetch = RowExchange(fetch_rows=torch.arange(10)).bytes_by_kind(100, stored)
+    push = RowExchange(push_rows=torch.arange(10), push_clocks=torch.ones(10).int()).bytes_by_kind(100, stored)
+    layers = [deep(600, 8, 256), RichLayer(0, 0, (9,))]
+    traffic = row_exchange(layers, num_processes=2, num_distinct=10, state_floats=1)
+    assert traffic == Traffic((sum(fetch.values()) + sum(push.values())) / 2, 4)
+    assert row_exchange(layers, num_processes=1, num_distinct=10) == Traffic(0, 0)
 
 
 def test_all_reduce_when_ring_then_each_process_sends_two_shares_per_other_process() -> None:
