@@ -59,10 +59,8 @@ GRACE_SECONDS = 5.0  # an ending thread or process gets this long before it coun
 def _after_grace(find: Callable[[], list[str]]) -> list[str]:
     """What ``find`` still finds once it has had time to go; what waits for garbage collection is collected."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while found := find():
-        gc.collect()
-        if time.monotonic() > deadline:
-            break
+    while (found := find()) and time.monotonic() < deadline:
+        gc.collect()  # takes a second where the machine is busy, so look again afterwards
         time.sleep(0.02)
     return found
 
