@@ -20,6 +20,8 @@ import train  # noqa: F401
 import lightning_recsys.callbacks
 import lightning_recsys.data
 import lightning_recsys.models
+import lightning_recsys.strategies.het
+import lightning_recsys.strategies.shadowsync
 import lightning_recsys.tasks  # noqa: F401
 
 for line in sys.stdin:  # noqa: B007 - read by the fork

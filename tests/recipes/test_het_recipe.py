@@ -6,7 +6,7 @@ import csv
 import json
 
 import pytest
-from recipe_helpers import TINY, TINY_DATA, run_recipe
+from recipe_helpers import TINY, TINY_DATA
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -18,10 +18,10 @@ def table(path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_sweep_when_over_models_then_all_train_with_cached_rows(tmp_path):
+def test_sweep_when_over_models_then_all_train_with_cached_rows(run_forked, tmp_path):
     axis = "model=wide_deep,deepfm,dcn,dlrm"
     small = (*TINY_DATA, "model.embedding_dim=4", *QUIET)
-    done = run_recipe("train.py", "-m", "strategy=het", axis, *small, "hydra.sweep.dir=out", folder=tmp_path)
+    done = run_forked("train.py", "-m", "strategy=het", axis, *small, "hydra.sweep.dir=out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [row["status"] for row in table(tmp_path / "out/comparison.csv")] == ["completed"] * 4
     records = [json.loads(path.read_text()) for path in tmp_path.glob("out/**/metrics.json")]
@@ -31,15 +31,15 @@ def test_sweep_when_over_models_then_all_train_with_cached_rows(tmp_path):
         assert {"test/ne", "cache/hit_rate", "cache/clock_lag/mean", "comm/rows_bytes"} <= record["metrics"].keys()
 
 
-def test_checkpoint_when_of_each_mode_then_the_others_go_on_from_it(tmp_path):
+def test_checkpoint_when_of_each_mode_then_the_others_go_on_from_it(run_forked, tmp_path):
     modes = ("het", "hybrid", "ps", "allreduce")
     sweep = ("train.py", "-m", "strategy=het", *TINY, *QUIET)
-    done = run_recipe(*sweep, f"strategy.mode={','.join(modes)}", "hydra.sweep.dir=out", folder=tmp_path)
+    done = run_forked(*sweep, f"strategy.mode={','.join(modes)}", "hydra.sweep.dir=out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = table(tmp_path / "out/comparison.csv")
     assert [(row["strategy.mode"], row["status"]) for row in rows] == [(mode, "completed") for mode in modes]
     (saved,) = tmp_path.glob("out/2_*/checkpoints/last.ckpt")
     more = (f"ckpt_path='{saved}'", "trainer.max_epochs=2", "strategy.mode=het,ps", "hydra.sweep.dir=on")
-    done = run_recipe(*sweep, *more, folder=tmp_path)
+    done = run_forked(*sweep, *more, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [row["status"] for row in table(tmp_path / "on/comparison.csv")] == ["completed"] * 2
