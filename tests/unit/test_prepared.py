@@ -15,7 +15,7 @@ from torch.utils.data import SequentialSampler
 
 from lightning_recsys.data.prepared import Manifest, PreparedDataModule
 from lightning_recsys.data.prepared.loader import PreparedLoader
-from lightning_recsys.data.prepared.stream import StreamRequest, prefetched
+from lightning_recsys.data.prepared.stream import StreamRequest, prefetched, read_packs
 
 UNEVEN = [5, 1, 17, 2, 30, 9]  # rows of the shards, 64 in all
 
@@ -68,6 +68,23 @@ def test_batch_when_read_then_every_column_is_the_row_s_own(folder):
         assert batch.dense.tolist() == [[n, -n] for n in row.tolist()]
         assert batch.labels.tolist() == (row % 2).tolist()
         assert small.tolist() == (row % 7).tolist()
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_small_batches_when_read_in_packs_then_are_those_read_one_by_one(tmp_path, monkeypatch, bags):
+    rows = module(write_folder(tmp_path, train=[100] * 5, bags=bags)).rows("train")
+    request = StreamRequest("train", 0, 0, 150, 0, 3, False, 1, 2)
+    packs = list(read_packs(request, rows))
+    monkeypatch.setattr("lightning_recsys.data.prepared.stream._PACK_ROWS", 1)
+    alone = list(read_packs(request, rows))
+    assert max(map(len, packs)) > 20
+    assert max(map(len, alone)) == 1
+    for batch, (same,) in zip(chain.from_iterable(packs), alone, strict=True):
+        assert torch.equal(batch.sparse.values, same.sparse.values)
+        assert torch.equal(batch.dense, same.dense)
+        assert torch.equal(batch.labels, same.labels)
+        assert batch.sparse.values.is_contiguous()
+        assert batch.dense.is_contiguous()
 
 
 def test_batch_when_features_are_bags_then_ids_lengths_and_weights_belong_to_the_row(tmp_path):
