@@ -170,3 +170,21 @@ def test_training_on_a_gpu_then_equals_the_cpu(kernel):
         gpu(sparse.to("cuda")).square().sum().backward()
     for key, value in cpu.state_dict().items():
         torch.testing.assert_close(gpu.state_dict()[key].cpu(), value, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["single", "bags", "weighted"])
+@pytest.mark.parametrize("num_rows", [2 * 128, 2 * 128 + 1, 100_000])
+def test_numba_when_rows_are_too_many_to_have_places_of_their_own_then_they_train_bit_for_bit_as_few(num_rows, kind):
+    # 16 to 48 ids of a feature: 32 to 128 places where they are hashed, so 257 rows are too many in any case.
+    def train(size: int) -> torch.Tensor:
+        tables = [EmbeddingBagConfig(key, size, 4, (key,), init_std=0.0) for key in KEYS]
+        collection = EmbeddingBagCollection(tables, optimizer=Adagrad(learning_rate=0.1), kernel="numba")
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(4):
+            sparse = draw(kind, generator)
+            (collection(sparse) * torch.randn(BATCH, 3, 4, generator=generator)).sum().backward()
+        weights = [collection.state_dict()[f"embedding_bags.{key}.weight"] for key in KEYS]
+        assert not any(weight[40:].any() for weight in weights)
+        return torch.stack([weight[:40] for weight in weights])
+
+    assert torch.equal(train(num_rows), train(40))

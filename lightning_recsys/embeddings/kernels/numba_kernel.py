@@ -62,10 +62,11 @@ def _find_slot(row, slots, touched, mask):  # noqa: ANN001, ANN202
 
 
 @compile_loop
-def _sum_by_row(ids, offsets, weights, starts, table_bounds, grads, slots, touched, sums):  # noqa: ANN001, ANN202
+def _sum_by_row(ids, offsets, weights, starts, table_bounds, num_rows, grads, slots, touched, sums):  # noqa: ANN001, ANN202
     """Sum the gradients of each row; returns how many rows were touched.
 
-    With one hash table after the other, one for each table of rows: it fits a cache where one for all would not.
+    With one hash table after the other, one for each table of rows: it fits a cache where one for all would not. Where
+    a table has hardly more rows than that would have places, each row has a place of its own, and nothing is hashed.
 
     Args:
         ids: Of the whole batch, feature-major.
@@ -73,8 +74,9 @@ def _sum_by_row(ids, offsets, weights, starts, table_bounds, grads, slots, touch
         weights: Of the ids; empty where all are 1.
         starts: First row of each feature's table.
         table_bounds: First feature of each table, and the number of features.
+        num_rows: Of each table.
         grads: ``[B, F, D]``.
-        slots: Scratch memory for the hash table, a power of two in size and at least twice the number of ids.
+        slots: Scratch memory for the hash table, twice the least power of two that is twice the number of ids.
         touched: Result, the rows.
         sums: Result, their gradients.
     """
@@ -86,7 +88,8 @@ def _sum_by_row(ids, offsets, weights, starts, table_bounds, grads, slots, touch
         capacity = 2
         while capacity < 2 * num_ids:
             capacity *= 2
-        slots[:capacity] = -1
+        has_places = num_rows[table] <= 2 * capacity
+        slots[: num_rows[table] if has_places else capacity] = -1
         mask = capacity - 1
         for f in range(table_bounds[table], table_bounds[table + 1]):
             for b in range(batch_size):
@@ -96,7 +99,7 @@ def _sum_by_row(ids, offsets, weights, starts, table_bounds, grads, slots, touch
                     first, last = offsets[bag], offsets[bag + 1]
                 for position in range(first, last):
                     row = ids[position] + starts[f]
-                    slot = _find_slot(row, slots, touched, mask)
+                    slot = ids[position] if has_places else _find_slot(row, slots, touched, mask)
                     target = slots[slot]
                     if target < 0:
                         target = count
@@ -121,6 +124,7 @@ class NumbaKernel(Kernel):
         self._starts = np.array(layout.feature_starts, dtype=np.int64)
         features = (len(table.feature_names) for table in layout.tables)
         self._table_bounds = np.array([*accumulate(features, initial=0)], dtype=np.int64)
+        self._num_rows = np.array([table.num_embeddings for table in layout.tables], dtype=np.int64)
         self._scratch: tuple[np.ndarray, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,6 +160,7 @@ class NumbaKernel(Kernel):
             _weights(sparse),
             self._starts,
             self._table_bounds,
+            self._num_rows,
             grad_BFD.contiguous().numpy(),
             slots,
             touched,
@@ -167,7 +172,7 @@ class NumbaKernel(Kernel):
         """Scratch memory for one batch, kept between batches: fresh pages would cost more than the sums."""
         if not self._scratch or self._scratch[1].shape[0] < num_ids:
             self._scratch = (
-                np.empty(1 << (2 * max(num_ids, 1) - 1).bit_length(), dtype=np.int32),
+                np.empty(2 << (2 * max(num_ids, 1) - 1).bit_length(), dtype=np.int32),
                 np.empty(num_ids, dtype=np.int64),
                 np.empty((num_ids, self.layout.embedding_dim), dtype=np.float32),
             )
