@@ -54,7 +54,7 @@ class HETStrategy(ServedStrategy):
             ``DistributedDataParallel``.
 
     Raises:
-        ValueError: an argument is out of range, or both cache sizes are given.
+        ValueError: an argument is out of range, both cache sizes are given, or ``dynamic_rows`` without ``cache_rows``.
 
     Communication: per step, one all-reduce of the dense gradients, and one message to each server with what the batch
     lacks, the clocks of what it has, and the updates of rows that left the cache; a second message for rows that are
@@ -100,6 +100,11 @@ class HETStrategy(ServedStrategy):
         if cache_fraction is not None and not 0 < cache_fraction <= 1:
             raise ValueError(
                 f"strategy.cache_fraction must be in (0, 1], got {cache_fraction}. strategy.mode=hybrid has no cache."
+            )
+        if mode == "het" and self.dynamic_rows is not None and cache_rows is None:
+            raise ValueError(
+                "strategy.dynamic_rows needs strategy.cache_rows, the rows that a worker keeps of each collection: a"
+                f" share of tables that may have any number of ids is no size; got cache_fraction={cache_fraction}."
             )
         self.mode: Mode = mode
         self.cache_rows = cache_rows

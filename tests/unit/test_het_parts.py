@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import StrategyRegistry
 
+from lightning_recsys.parameter_server import DynamicRows
 from lightning_recsys.strategies import HETStrategy
 from lightning_recsys.strategies.het import _merged
 
@@ -40,6 +41,9 @@ def test_name_when_registered_then_the_trainer_finds_it(name, mode):
         ({"staleness": -1}, r"strategy.staleness must be at least 0, or null for no bound, got -1"),
         ({"staleness": 0.5}, r"strategy.staleness must be a whole number of updates, .* got 0.5"),
         ({"staleness": "none"}, r"strategy.staleness must be a whole number of updates, .* got 'none'"),
+        ({"lookahead_ids": -1}, r"strategy.lookahead_ids must be at least 0, got -1. 0 looks at none"),
+        ({"dynamic_rows": DynamicRows()}, r"strategy.dynamic_rows needs strategy.cache_rows"),
+        ({"dynamic_rows": DynamicRows(), "cache_fraction": 0.5}, r"strategy.dynamic_rows needs strategy.cache_rows"),
         ({"num_servers": 0}, r"strategy.num_servers must be at least 1, got 0"),
         ({"min_rows": 0}, r"strategy.min_rows must be at least 1, got 0"),
         ({"placement": "best"}, r"strategy.placement must be one of .*, got 'best'"),
@@ -70,20 +74,25 @@ def test_cache_when_sized_then_holds_so_many_of_1001_rows(arguments, kept):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "devices", "in_step", "peeks", "scale"),
+    ("arguments", "devices", "in_step", "prefetches", "peeks", "scale"),
     [
-        ({}, 2, False, True, 0.5),
-        ({"staleness": 0}, 2, True, False, 0.5),  # what was fetched one step early would lack the other's update
-        ({"staleness": 0}, 1, False, True, 1.0),
-        ({"prefetch": False}, 2, False, False, 0.5),
-        ({"mode": "hybrid"}, 2, True, False, 0.5),
-        ({"mode": "ps"}, 2, False, False, 1.0),
-        ({"mode": "allreduce"}, 2, False, False, 0.5),
+        ({}, 2, False, True, True, 0.5),
+        ({"staleness": 0}, 2, True, False, True, 0.5),  # what was fetched one step early would lack the other's update
+        ({"staleness": 0}, 1, False, True, True, 1.0),
+        ({"prefetch": False}, 2, False, False, True, 0.5),
+        ({"lookahead_ids": 0}, 2, False, True, True, 0.5),
+        ({"lookahead_ids": 0, "prefetch": False}, 2, False, False, False, 0.5),
+        ({"mode": "hybrid"}, 2, True, False, False, 0.5),
+        ({"mode": "ps"}, 2, False, False, False, 1.0),
+        ({"mode": "allreduce"}, 2, False, False, False, 0.5),
     ],
 )
-def test_workers_when_of_a_mode_then_wait_peek_and_scale_accordingly(arguments, devices, in_step, peeks, scale):
+def test_workers_when_of_a_mode_then_wait_peek_and_scale_accordingly(
+    arguments, devices, in_step, prefetches, peeks, scale
+):
     strategy = make_trainer(HETStrategy(**arguments), devices=devices).strategy
-    assert (strategy.in_step, strategy._peeks, strategy.gradient_scale) == (in_step, peeks, scale)
+    assert (strategy.in_step, strategy._prefetches, strategy._peeks) == (in_step, prefetches, peeks)
+    assert strategy.gradient_scale == scale
     assert strategy.asynchronous is (strategy.mode == "ps")
     assert len(strategy.server_specs()) == (strategy.mode != "allreduce")
 
