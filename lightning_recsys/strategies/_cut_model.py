@@ -303,6 +303,11 @@ def _search(name: str, module: nn.Module, found: dict[str, nn.Module]) -> None:
         )
     if not any(True for _ in _modules(module, EmbeddingBagCollection)):
         return
+    if hasattr(module, "_orig_mod"):
+        raise TypeError(
+            f"{name!r} is compiled, and torch.compile cannot follow lookups in tables: compile modules without any,"
+            " such as the layers above them."
+        )
     if hasattr(module, "partition"):
         order = [cls for cls in type(module).__mro__ if {"partition", "forward"} & vars(cls).keys()]
         if "partition" not in vars(order[0]):

@@ -99,6 +99,11 @@ class DESStrategy(RecsysStrategy):
             raise ValueError(f"strategy.placement must be one of {list(get_args(FieldMethod))}, got {placement!r}.")
         if replicas < 1:
             raise ValueError(f"strategy.replicas must be at least 1, got {replicas}. 1 is one group of all processes.")
+        if replicas > 1 and dynamic_rows is not None and dynamic_rows.expire_after is not None:
+            raise ValueError(
+                f"strategy.dynamic_rows.expire_after={dynamic_rows.expire_after} needs strategy.replicas=1, got"
+                f" {replicas}: groups validate on examples of their own, so each would forget other rows."
+            )
         self.placement: FieldMethod = placement
         self.replicas = replicas
         self.whole = tuple(whole)

@@ -20,6 +20,7 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.models import DeepFM, LogisticRegression
 from lightning_recsys.models.layers import FirstOrder
 from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.placement import place_fields
 from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.strategies._cut_model import CutModel, NewRows, feature_names, field_costs, partitionable
@@ -106,6 +107,14 @@ def test_model_when_it_does_not_say_how_it_is_cut_then_refused_by_name(model, me
     assert "ddp, het, shadowsync" in str(error.value) or "different features" in str(error.value)
 
 
+def test_model_when_compiled_then_refused_but_not_for_layers_without_tables():
+    with pytest.raises(TypeError, match=r"'part' is compiled, and .* modules without any"):
+        partitionable(Own(part=torch.compile(DeepFM(2, FIELDS, hidden=(4,)), backend="eager")))
+    model = DeepFM(2, FIELDS, hidden=(4,))
+    model.deep.rest = torch.compile(model.deep.rest, backend="eager")
+    assert list(partitionable(Own(part=model))) == ["part"]
+
+
 def test_plain_embeddings_when_named_then_stay_whole():
     model = Own(users=nn.Embedding(9, 2), linear=FirstOrder(2, FIELDS))
     assert list(partitionable(model, whole=["users"])) == ["linear"]
@@ -169,6 +178,10 @@ def test_model_when_the_others_are_gone_then_what_they_had_is_not_a_number():
     [
         ({"placement": "size"}, r"strategy.placement must be one of \['mod', 'balanced'\], got 'size'"),
         ({"replicas": 0}, "strategy.replicas must be at least 1, got 0"),
+        (
+            {"replicas": 2, "dynamic_rows": DynamicRows(expire_after=9)},
+            r"strategy.dynamic_rows.expire_after=9 needs strategy.replicas=1, got 2",
+        ),
     ],
 )
 def test_strategy_when_an_argument_is_wrong_then_says_what_is_allowed(arguments, message):
