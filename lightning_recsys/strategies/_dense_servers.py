@@ -57,8 +57,9 @@ class ServedParameters:
         self.store.write("weight", 0, self._joined(self.parameters))
         states = [self._optimizer.state.get(x, {}) for x in self.parameters]
         for key in self._state_names:
-            if all(key in state for state in states):
-                self.store.write(key, 0, self._joined([state[key] for state in states]))
+            if any(key in state for state in states):  # Adam has none of parameters that never had a gradient
+                pairs = zip(self.parameters, states, strict=True)
+                self.store.write(key, 0, self._joined([state.get(key, torch.zeros_like(x)) for x, state in pairs]))
         self.store.step = max((int(state.get("step", 0)) for state in states), default=0)
 
     def open(self, server: Stores, name: str) -> None:

@@ -93,6 +93,24 @@ def test_dense_part_when_it_starts_from_a_trained_optimizer_then_goes_on_from_it
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_adam_when_a_parameter_never_had_a_gradient_then_the_others_keep_their_state(servers):
+    model = make_model()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    optimizer = RULES["adam"](model.parameters())
+    rows = torch.randn(6, 30)
+    for _ in range(3):
+        optimizer.step(partial(closure, model, optimizer, rows))
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+    dense = ServedDensePart([optimizer])
+    dense.bind(servers, first=True)
+    dense.pull_state(optimizer)
+    kept = optimizer.state_dict()["state"]
+    assert 0 not in expected, "the unused one, which comes first, has no state yet"
+    for index, state in expected.items():
+        for name, value in state.items():
+            torch.testing.assert_close(kept[index][name], value)
+
+
 def test_two_workers_when_they_push_then_both_have_every_update(servers):
     models = [make_model(), make_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
