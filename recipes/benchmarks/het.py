@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from benchmarks import het_cache, het_nominal
 from benchmarks.bars import Bar, Bars
+from benchmarks.curves import Curves
 from benchmarks.het_cache import Columns
 from benchmarks.hosts import Host, NoLinkError, free_port, linked_hosts
 from benchmarks.jobs import Job, python, run_in_turns
@@ -51,7 +52,7 @@ def run(
     measures = {
         "traffic": lambda: het_cache.traffic(**traffic),
         "operations": lambda: het_cache.operations(**operations),
-        "misses": lambda: het_cache.misses(**misses),
+        "misses": lambda: measure_misses(**misses),
         "link": lambda: measure_link(rate, **link),
         "overhead": lambda: measure_overhead(**overhead),
         "nominal": lambda: het_nominal.measure(**nominal),
@@ -68,6 +69,12 @@ def run(
         bars += held
         log.info("%s: %.0f s", part, time.monotonic() - began)
     return [*results, Bars(tuple(bars))]
+
+
+def measure_misses(**options: Any) -> Measured:
+    """Miss rate against cache size, drawn as in the paper's Figure 8."""
+    tables, bars = het_cache.misses(**options)
+    return [Curves(x, x.header[1:], "miss rate", "misses") for x in tables if isinstance(x, Columns)], bars
 
 
 def measure_link(
@@ -208,7 +215,8 @@ def measure_quality(
             entropy = statistics.mean(metrics["test/ne"] for metrics in runs)
             lines.append([label, f"{means[label]:.5f} ± {spread:.5f}", f"{loss:+.3f}", f"{entropy:.5f}"])
         header = ("staleness", "test AUC", "points below s=0", "test NE")
-        results.append(Columns(f"test AUC, {name}", header, lines))
+        table = Columns(f"test AUC, {name}", header, lines)
+        results.append(Curves(table, ["test AUC"], "test AUC", f"auc-{name.lower()}"))
         if "0" in means and "100" in means:
             bars.append(Bar(f"points of AUC lost at s=100, {name}", 100 * (means["0"] - means["100"]), "at most", 0.1))
     return results, bars

@@ -6,12 +6,13 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from benchmarks.turns import Measurement
@@ -27,6 +28,16 @@ class Result(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """For programs."""
+
+
+@runtime_checkable
+class Drawn(Protocol):
+    """A result with a picture of its own, ``<suite>-<name>.png``."""
+
+    name: str
+
+    def draw(self, axes: Any) -> None:
+        """Into matplotlib's axes."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +136,10 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def fill(page: Path, folder: Path, *, suite: str) -> None:
-    """Put what :func:`write` left in ``folder`` into a Markdown page, and its picture into ``images`` beside that.
+    """Put what :func:`write` left in ``folder`` into a Markdown page, and its pictures into ``images`` beside that.
 
-    The tables go between the page's marks ``<!-- suite=... -->`` and ``<!-- end of suite=... -->``.
+    The tables go between the page's marks ``<!-- suite=... -->`` and ``<!-- end of suite=... -->``, and behind them
+    the pictures of single results.
 
     Raises:
         ValueError: the page has no such marks.
@@ -137,8 +149,10 @@ def fill(page: Path, folder: Path, *, suite: str) -> None:
     _, found_end, after = rest.partition(end)
     if not (found and found_end):
         raise ValueError(f"page={page} has no place for the results: it needs the lines {start} and {end}.")
-    page.write_text(f"{before}{start}\n{(folder / f'{suite}.md').read_text()}{end}{after}")
-    if (picture := folder / f"{suite}.png").exists():
+    own = sorted(folder.glob(f"{suite}-*.png"))
+    links = "".join(f"\n![{picture.stem}](images/{picture.name})\n" for picture in own)
+    page.write_text(f"{before}{start}\n{(folder / f'{suite}.md').read_text()}{links}{end}{after}")
+    for picture in [*folder.glob(f"{suite}.png"), *own]:
         (page.parent / "images").mkdir(exist_ok=True)
         shutil.copy(picture, page.parent / "images" / picture.name)
 
@@ -164,15 +178,19 @@ def _markdown_table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def write(results: Sequence[Result], folder: Path, *, suite: str, settings: dict[str, Any]) -> list[Path]:
-    """Write ``<suite>.json``, ``.md`` and, where there are rates and matplotlib, ``.png``; returns what was written."""
+    """Write ``<suite>.json``, ``.md`` and, where matplotlib is there, pictures; returns what was written.
+
+    ``<suite>.png`` has the rates, if there are any; results that are :class:`Drawn` have one each.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = next(iter(_by_base(results).values()), [])
+    drawn = [result for result in results if isinstance(result, Drawn)]
     content = {"suite": suite, "machine": machine(), "settings": settings, "rows": [row.to_dict() for row in results]}
     written = [folder / f"{suite}.json"]
     written[0].write_text(json.dumps(content, indent=2) + "\n")
     written.append(folder / f"{suite}.md")
     written[1].write_text(markdown(results))
-    if not rows:
+    if not (rows or drawn):
         return written
     try:
         import matplotlib as mpl
@@ -181,7 +199,20 @@ def write(results: Sequence[Result], folder: Path, *, suite: str, settings: dict
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(1.5 + 1.6 * len(rows), 4), layout="constrained")
+    pictures: list[tuple[Path, float, Callable[[Any], None]]] = []
+    if rows:
+        pictures.append((folder / f"{suite}.png", 1.5 + 1.6 * len(rows), partial(_draw_rates, rows, suite=suite)))
+    pictures += [(folder / f"{suite}-{result.name}.png", 6.0, result.draw) for result in drawn]
+    for path, width, draw in pictures:
+        figure, axes = plt.subplots(figsize=(width, 4), layout="constrained")
+        draw(axes)
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+        written.append(path)
+    return written
+
+
+def _draw_rates(rows: Sequence[Row], axes: Any, *, suite: str) -> None:
     variants = _variants(rows)
     for i, name in enumerate(variants):
         positions = [j + (i - (len(variants) - 1) / 2) * 0.8 / len(variants) for j in range(len(rows))]
@@ -191,7 +222,3 @@ def write(results: Sequence[Result], folder: Path, *, suite: str, settings: dict
     axes.set_ylabel("examples per second")
     axes.set_title(f"suite {suite}, {_processor()}, {torch.get_num_threads()} thread")
     axes.legend()
-    written.append(folder / f"{suite}.png")
-    figure.savefig(written[-1], dpi=120)
-    plt.close(figure)
-    return written

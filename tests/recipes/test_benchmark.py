@@ -6,7 +6,9 @@ from itertools import count
 
 import pytest
 from benchmarks.bars import Bar
-from benchmarks.report import fill
+from benchmarks.curves import Curves
+from benchmarks.het_cache import Columns
+from benchmarks.report import Drawn, fill
 from benchmarks.turns import Measurement, Turn, in_turns
 from recipe_helpers import run_recipe
 
@@ -94,3 +96,24 @@ def test_fill_when_the_page_has_no_place_then_names_the_marks(tmp_path):
     (tmp_path / "data.md").write_text("| |\n")
     with pytest.raises(ValueError, match="needs the lines <!-- suite=data --> and <!-- end of suite=data -->"):
         fill(page, tmp_path, suite="data")
+
+
+def test_curves_when_drawn_then_each_has_its_numbers():
+    rows = [["3%", "0.4", "0.3 ± 0.01"], ["5%", "0.25", "0.2 ± 0.02"]]
+    curves = Curves(Columns("Miss rates", ("cached", "lru", "lfu"), rows), ["lfu"], "miss rate", "misses")
+    assert isinstance(curves, Drawn)
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    curves.draw(axes)
+    assert [list(container[0].get_ydata()) for container in axes.containers] == [[0.3, 0.2]]
+
+
+def test_fill_when_results_have_pictures_then_the_page_shows_them(tmp_path):
+    (run := tmp_path / "run").mkdir()
+    (run / "het.md").write_text("| |\n")
+    (run / "het-misses.png").write_bytes(b"picture")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- suite=het -->\n<!-- end of suite=het -->\n")
+    fill(page, run, suite="het")
+    shown = "| |\n\n![het-misses](images/het-misses.png)\n"
+    assert page.read_text() == f"<!-- suite=het -->\n{shown}<!-- end of suite=het -->\n"
+    assert (tmp_path / "images" / "het-misses.png").read_bytes() == b"picture"
