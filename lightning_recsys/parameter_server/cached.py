@@ -41,15 +41,15 @@ class _Batch:
         features: On the CPU.
         origin: The features as they were given; they live as long as a gradient may come.
         plan: Where the rows are.
-        answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch and
-            to check. Empty once they have been taken.
+        answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch, to
+            check, and to bring unless the copy is current. Empty once they have been taken.
         stale: Positions in the plan of copies that a store found too old.
     """
 
     features: SparseFeatures
     origin: Callable[[], SparseFeatures | None]
     plan: BatchPlan
-    answers: list[tuple[Callable[[], RowValues], Integers, Integers]] = field(default_factory=list)
+    answers: list[tuple[Callable[[], RowValues], Integers, Integers, Integers]] = field(default_factory=list)
     stale: list[Integers] = field(default_factory=list)
 
 
@@ -86,7 +86,8 @@ class CachedBackend(StoreBackend):
         TypeError: the rule's state is no sum.
 
     Communication: per step, the distinct rows that were missing or too old, each with state, number and clock; as much
-    outwards for each row that leaves with updates; 8 bytes and a bit for each copy that is checked.
+    outwards for each row that leaves with updates; 8 bytes and a bit for each copy that is checked; 4 bytes and a bit
+    instead of a row that was too far ahead and that nobody else has pushed.
     """
 
     def __init__(
@@ -246,8 +247,7 @@ class CachedBackend(StoreBackend):
         too_far = self._rule.needs_push(cache.start[slots], cache.current[slots] + coming)
         refresh, check = held[too_far], held[~too_far]
         self._counts["refreshes"] += len(refresh)
-        self._messages.owe(cache.take(plan.slots_U[refresh]))
-        self._ask(batch, fetch=np.concatenate([fetch, refresh]), check=check)
+        self._ask(batch, fetch=fetch, check=check, refresh=refresh)
         return batch
 
     def _announcement_of(self, features: SparseFeatures) -> int | None:
@@ -273,8 +273,7 @@ class CachedBackend(StoreBackend):
             again_U[positions] = True
         again = np.flatnonzero(again_U)
         if len(again):
-            self._messages.owe(cache.take(slots_U[again]))
-            self._ask(batch, fetch=again)
+            self._ask(batch, refresh=again)
             self._settle(batch)
 
     def _evict(self) -> None:
@@ -285,18 +284,32 @@ class CachedBackend(StoreBackend):
             self._counts["evictions"] += dropped
             self._messages.owe(updates)
 
-    def _ask(self, batch: _Batch, *, fetch: Integers, check: Integers = NO_KEYS) -> None:
-        """Fetch and check rows of a batch, by their positions in its plan; what is owed goes ahead of it."""
-        plan = batch.plan
-        clocks = self._cache.current[plan.slots_U[check]]
-        for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks):
-            batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked]))
+    def _ask(
+        self, batch: _Batch, *, fetch: Integers = NO_KEYS, check: Integers = NO_KEYS, refresh: Integers = NO_KEYS
+    ) -> None:
+        """Fetch, check and refresh rows of a batch, by their positions in its plan; what is owed goes ahead of it.
+
+        To refresh is to push and to fetch. Where all that the copy has seen since it was fetched goes with the message,
+        the store can tell that nobody else pushed the row, and that the copy is what it would send.
+        """
+        plan, cache = batch.plan, self._cache
+        clocks = cache.current[plan.slots_U[check]]
+        at_once = cache.owes_all(plan.slots_U[refresh])
+        held, others = refresh[at_once], refresh[~at_once]
+        fetch = np.concatenate([fetch, others])
+        self._messages.owe(cache.take(plan.slots_U[others]))
+        updates = cache.take(plan.slots_U[held])
+        for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks, held=updates):
+            batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked], held[answer.held]))
 
     def _settle(self, batch: _Batch, cache: RowCache | None = None) -> None:
         """Wait for what was asked for a batch, and put it into the cache."""
         cache = self._cache if cache is None else cache  # one that is empty counts as false
-        for answer, fetched, checked in batch.answers:
+        for answer, fetched, checked, held in batch.answers:
             found = answer()
+            current = found.current.numpy()
+            cache.keep(batch.plan.slots_U[held[current]])
+            fetched = np.concatenate([fetched, held[~current]])
             if len(fetched):
                 cache.install(batch.plan.slots_U[fetched], found.values, found.clocks.numpy())
             if len(checked):

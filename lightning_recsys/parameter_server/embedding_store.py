@@ -1,7 +1,7 @@
 """Embedding rows in mapped files: every process of the machine looks them up and trains them, without a lock."""
 
 # Shape suffixes: B batch, F features, D embedding dim, U distinct rows of a request, R rows of the store, P rows of an
-# exchange that are pushed, M fetched and C checked.
+# exchange that are pushed, H of them held, M fetched and C checked.
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.parameter_server import counters
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
-from lightning_recsys.parameter_server.exchange_loops import add_rows, compare_clocks, move_clocks
+from lightning_recsys.parameter_server.exchange_loops import MAX_CLOCK, add_rows, compare_clocks, move_clocks
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.parameter_server.plain import (
@@ -97,11 +97,16 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     @property
     def clocks(self) -> Tensor:
-        """How many updates each row has seen in exchanges, int32 ``[R]``.
+        """How many updates each row has seen in exchanges, int32 ``[R]``; a copy.
 
         Raises:
             ValueError: the store was made before stores had clocks.
         """
+        return self.marked_clocks & MAX_CLOCK
+
+    @property
+    def marked_clocks(self) -> Tensor:
+        """The same as they are stored: negative where a push has left one as it was."""
         if CLOCK not in self._arrays:
             raise ValueError(
                 f"{self._arrays.folder} was made by an earlier version, without clocks, and cannot serve a cache. Load "
@@ -136,30 +141,32 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self.row_shapes)
-        self.push_updates(request)
-        values = self.fetch_and_check(request)
+        values = self.fetch_and_check(request, self.push_updates(request))
         return lambda: values
 
-    def push_updates(self, request: RowExchange) -> None:
-        """The pushes of a request that was checked."""
-        clocks = self.clocks.numpy()
+    def push_updates(self, request: RowExchange) -> Tensor:
+        """The pushes of a request that was checked; which of its held copies are current then, bool ``[H]``."""
+        clocks = self.marked_clocks.numpy()
         if request.num_steps:
             counters.add(self._arrays["counters"], _STEP, request.num_steps)
         rows_P = request.push_rows.contiguous().numpy()
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
             add_rows(rows_P, _as_matrix(amounts), _as_matrix(self._arrays[name]), sign)
-        move_clocks(rows_P, request.push_clocks.contiguous().numpy(), clocks, request.clock == "sum")
+        before_P = np.empty(len(rows_P), dtype=np.int32)
+        move_clocks(rows_P, request.push_clocks.contiguous().numpy(), clocks, request.clock == "sum", before_P)
+        return torch.from_numpy(before_P)[len(rows_P) - request.held_clocks.numel() :] == request.held_clocks
 
-    def fetch_and_check(self, request: RowExchange) -> RowValues:
+    def fetch_and_check(self, request: RowExchange, current_H: Tensor) -> RowValues:
         """The fetches and checks of a request that was checked; changes nothing."""
-        clocks_M = self.clocks.index_select(0, request.fetch_rows)
-        values = {name: self._arrays[name].index_select(0, request.fetch_rows) for name in self.row_shapes}
+        wanted_M = request.wanted_rows(current_H)
+        clocks_M = self.marked_clocks.index_select(0, wanted_M) & MAX_CLOCK
+        values = {name: self._arrays[name].index_select(0, wanted_M) for name in self.row_shapes}
         stale_C = torch.zeros(request.check_rows.numel(), dtype=torch.bool)
         if request.staleness is not None:
             rows_C, own_C = (x.contiguous().numpy() for x in (request.check_rows, request.check_clocks))
-            compare_clocks(rows_C, own_C, _as_matrix(self.clocks), request.staleness, stale_C.numpy())
-        return RowValues(values, clocks_M, stale_C)
+            compare_clocks(rows_C, own_C, _as_matrix(self.marked_clocks), request.staleness, stale_C.numpy())
+        return RowValues(values, clocks_M, stale_C, current_H)
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
         return self._stretch(name, first_row, num_rows).clone()

@@ -2,9 +2,14 @@
 
 Every row of a store has a clock, an int32 that starts at 0 and counts the updates that the row has seen
 (:mod:`lightning_recsys.sync.clocks`). Only exchanges move it: gradients that a store applies itself leave it alone.
+
+Who pushes updates of a copy and wants to go on with the row as it then is, has it already if nobody else pushed since
+it was fetched. The clock at that time tells, where it is still the store's: a push that leaves a clock where it was
+(``clock="max"``, from a worker that is behind) marks it, until the next one that moves it, and a marked clock proves
+nothing.
 """
 
-# Shape suffixes: P pushed rows, M fetched rows, C checked rows, D embedding dim.
+# Shape suffixes: P pushed rows, H of them held by the worker, M fetched rows, C checked rows, D embedding dim.
 
 from __future__ import annotations
 
@@ -28,6 +33,7 @@ class RowExchange:
 
     Rows are named by their place in the store, as everywhere (``layout.table_starts[table] + id``), and each of the
     three lists names a row at most once. All tensors are on the CPU, and stay as they are until the answer is there.
+    Pushed rows with a ``held_clock`` are fetched as well, unless the answer is that the worker has them already.
 
     Args:
         fetch_rows: Rows to get with their state and clocks, int64 ``[M]``.
@@ -37,6 +43,8 @@ class RowExchange:
             push sums up, and the store's becomes ``c_g + number``. Both stop at ``2**31 - 1``.
         updates: What is *subtracted* from ``weight`` (``[P, D]``) and *added* to each state of the store's rule, under
             its name and in its shape per row; float32. All of them where P is above 0, else none.
+        held_clocks: Of the last ``H`` pushed rows the worker holds copies, with the updates made: the store's clocks
+            when they were fetched, at least 0, int32 ``[H]``.
         num_steps: By how much the store's ``step`` grows.
         check_rows: Rows whose copies may be too old, int64 ``[C]``.
         check_clocks: The worker's clocks ``c_c`` of these rows, int32 ``[C]``.
@@ -48,6 +56,7 @@ class RowExchange:
     push_rows: Tensor = _NO_ROWS
     push_clocks: Tensor = _NO_CLOCKS
     updates: Mapping[str, Tensor] = field(default_factory=dict)
+    held_clocks: Tensor = _NO_CLOCKS
     num_steps: int = 0
     check_rows: Tensor = _NO_ROWS
     check_clocks: Tensor = _NO_CLOCKS
@@ -58,6 +67,15 @@ class RowExchange:
     def changes_rows(self) -> bool:
         """Whether it changes the store, if only its ``step``: a server then does it once, however often it comes."""
         return self.push_rows.numel() > 0 or self.num_steps > 0
+
+    @property
+    def held_rows(self) -> Tensor:
+        """The pushed rows of which the worker holds copies, int64 ``[H]``."""
+        return self.push_rows[self.push_rows.numel() - self.held_clocks.numel() :]
+
+    def wanted_rows(self, current_H: Tensor) -> Tensor:
+        """The rows that go back: those to fetch, then held ones whose copies are not current."""
+        return torch.cat([self.fetch_rows, self.held_rows[~current_H]])
 
     def check(self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse what a store cannot do, before it does any of it.
@@ -70,7 +88,7 @@ class RowExchange:
             ValueError: a shape, a dtype, a name or a number is wrong.
             IndexError: a row is not in the store.
         """
-        pushed = self.push_rows.numel()
+        pushed, held = self.push_rows.numel(), self.held_clocks.numel()
         if self.clock not in get_args(ClockName):
             raise ValueError(f"clock must be one of {list(get_args(ClockName))}, got {self.clock!r:.100}")
         if self.staleness is not None and not 0 <= self.staleness < 2**62:
@@ -83,10 +101,11 @@ class RowExchange:
                 low, high = (int(x) for x in rows.aminmax())
                 if low < 0 or high >= num_rows:
                     raise IndexError(f"{name}_rows must be in [0, {num_rows}), got {low} to {high}")
-        _check_array("push_clocks", self.push_clocks, torch.int32, (pushed,))
         _check_array("check_clocks", self.check_clocks, torch.int32, (self.check_rows.numel(),))
-        if pushed and int(self.push_clocks.min()) < 0:
-            raise ValueError(f"push_clocks must be at least 0, got {int(self.push_clocks.min())}")
+        _check_counts("push_clocks", self.push_clocks, pushed)
+        _check_counts("held_clocks", self.held_clocks, held)
+        if held > pushed:
+            raise ValueError(f"held_clocks must be of pushed rows, got {held} for {pushed} of them")
         expected = row_shapes if pushed else {}
         if self.updates.keys() != expected.keys():
             raise ValueError(
@@ -95,16 +114,19 @@ class RowExchange:
         for name, shape in expected.items():
             _check_array(f"updates[{name!r}]", self.updates[name], torch.float32, (pushed, *shape))
 
-    def bytes_by_kind(self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    def bytes_by_kind(
+        self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]], *, num_outdated: int = 0
+    ) -> dict[str, int]:
         """Bytes that cross the network for it and for its answer, headers aside.
 
         Args:
             num_rows: Rows of the store, of which the size of a row's number on the wire depends.
             row_shapes: Shape of what one row has of ``weight`` and of each state.
+            num_outdated: Held rows that come back.
 
         Returns:
             ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks, numbers of checked rows, one bit back
-            for each) and ``gradients`` (numbers and updates).
+            for each of them and of those held) and ``gradients`` (numbers and updates).
 
         >>> exchange = RowExchange(fetch_rows=torch.tensor([3, 5]))
         >>> exchange.bytes_by_kind(1_000_000, {"weight": (16,), "sum": ()})
@@ -113,9 +135,11 @@ class RowExchange:
         number = row_dtype(num_rows).itemsize
         row = 4 * sum(torch.Size(shape).numel() for shape in row_shapes.values())
         pushed, fetched, checked = (x.numel() for x in (self.push_rows, self.fetch_rows, self.check_rows))
+        held = self.held_clocks.numel()
+        clocks = pushed + held + checked + fetched + num_outdated
         return {
-            "rows": fetched * (number + row),
-            "clocks": 4 * (pushed + fetched) + checked * (number + 4) + -(-checked // 8),
+            "rows": fetched * (number + row) + num_outdated * row,
+            "clocks": 4 * clocks + checked * number + -(-(checked + held) // 8),
             "gradients": pushed * (number + row),
         }
 
@@ -125,19 +149,28 @@ class RowValues:
     """A store's answer to a :class:`RowExchange`, in the order of its rows.
 
     Args:
-        values: ``weight`` (float32 ``[M, D]``) and each state of the fetched rows.
+        values: ``weight`` (float32 ``[M, D]``) and each state of the fetched rows, then of held ones not current.
         clocks: Their clocks, int32 ``[M]``.
         stale: Which checked copies are too old, bool ``[C]``.
+        current: Which held copies are what the store has now, up to rounding, bool ``[H]``. The store's clock of each
+            is what it was when the copy was fetched plus the updates pushed.
     """
 
     values: dict[str, Tensor]
     clocks: Tensor
     stale: Tensor
+    current: Tensor
 
 
 def row_dtype(num_rows: int) -> torch.dtype:
     """How a row's number travels: in 4 bytes where the store's rows can be counted in them."""
     return torch.int32 if num_rows <= 2**31 else torch.int64
+
+
+def _check_counts(name: str, clocks: Tensor, size: int) -> None:
+    _check_array(name, clocks, torch.int32, (size,))
+    if size and int(clocks.min()) < 0:
+        raise ValueError(f"{name} must be at least 0, got {int(clocks.min())}")
 
 
 def _check_array(name: str, array: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

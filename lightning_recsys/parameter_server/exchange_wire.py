@@ -1,7 +1,8 @@
 """An exchange as the arrays of one request and of its reply.
 
 The numbers of all its rows travel as one array, those of pushes first, then of checks, then of fetches, and so do the
-clocks; numbers take 4 bytes where they fit. What is stale comes back as one bit for each check.
+clocks, of pushes, of checks, then of held copies; numbers take 4 bytes where they fit. What is stale and, behind it,
+what is current comes back as one bit for each check and each held copy.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ def pack_request(exchange: RowExchange, num_rows: int, row_shapes: RowShapes) ->
     """Arguments and arrays of the request for an exchange that was checked."""
     pushes = exchange.push_rows.numel()
     rows = torch.cat([exchange.push_rows, exchange.check_rows, exchange.fetch_rows]).to(row_dtype(num_rows))
-    clocks = torch.cat([exchange.push_clocks, exchange.check_clocks])
+    clocks = torch.cat([exchange.push_clocks, exchange.check_clocks, exchange.held_clocks])
     updates = [exchange.updates[name].detach().contiguous() for name in row_shapes] if pushes else []
     arguments = {
         "pushes": pushes,
+        "held": exchange.held_clocks.numel(),
         "steps": exchange.num_steps,
         "clock": exchange.clock,
         "staleness": exchange.staleness,
@@ -42,28 +44,31 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
         ValueError: it is none for this store, or is over a limit.
         IndexError: a row is not in the store.
     """
-    pushes, steps, clock, staleness = take_arguments(
-        request, pushes=int, steps=int, clock=str, staleness=(int, type(None))
+    pushes, held, steps, clock, staleness = take_arguments(
+        request, pushes=int, held=int, steps=int, clock=str, staleness=(int, type(None))
     )
     arrays = list(request.arrays)
     rows = take_array(arrays, "rows", row_dtype(num_rows), 1)
     clocks = take_array(arrays, "clocks", torch.int32, 1)
-    if not 0 <= pushes <= clocks.numel() <= rows.numel() <= limits.rows:
+    named = clocks.numel() - held  # pushed and checked rows
+    if not (0 <= held <= pushes <= named <= rows.numel() <= limits.rows):
         raise ValueError(
-            f"pushes may not be more than clocks, clocks than rows, and rows than {limits.rows}; got {pushes} pushes, "
-            f"{clocks.numel()} clocks and {rows.numel()} rows"
+            "held copies may not be more than pushes, pushes than clocks of pushes and checks, these than rows, and "
+            f"rows than {limits.rows}; got {held} held copies, {pushes} pushes, {clocks.numel()} clocks and "
+            f"{rows.numel()} rows"
         )
     names = list(row_shapes) if pushes else []
     updates = {name: take_array(arrays, name, torch.float32, 1 + len(row_shapes[name])) for name in names}
     if arrays:
         raise ValueError(f"this exchange takes {2 + len(names)} arrays, got {len(request.arrays)}")
-    push_rows, check_rows, fetch_rows = rows.long().tensor_split((pushes, clocks.numel()))
-    push_clocks, check_clocks = clocks.tensor_split((pushes,))
+    push_rows, check_rows, fetch_rows = rows.long().tensor_split((pushes, named))
+    push_clocks, check_clocks, held_clocks = clocks.tensor_split((pushes, named))
     exchange = RowExchange(
         fetch_rows=fetch_rows,
         push_rows=push_rows,
         push_clocks=push_clocks,
         updates=updates,
+        held_clocks=held_clocks,
         num_steps=steps,
         check_rows=check_rows,
         check_clocks=check_clocks,
@@ -71,7 +76,8 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
         clock=clock,
     )
     exchange.check(num_rows, row_shapes)
-    reply_bytes = fetch_rows.numel() * (4 + 4 * sum(torch.Size(shape).numel() for shape in row_shapes.values()))
+    row_bytes = 4 + 4 * sum(torch.Size(shape).numel() for shape in row_shapes.values())
+    reply_bytes = (fetch_rows.numel() + held) * row_bytes
     if reply_bytes > limits.message_bytes:
         raise ValueError(f"the reply would have {reply_bytes} bytes and may have {limits.message_bytes}: ask in parts")
     return exchange
@@ -79,11 +85,14 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
 
 def pack_reply(values: RowValues) -> list[Tensor]:
     """Arrays of the reply."""
-    return [*values.values.values(), values.clocks, torch.from_numpy(np.packbits(values.stale.numpy()))]
+    bits = np.packbits(torch.cat([values.stale, values.current]).numpy())
+    return [*values.values.values(), values.clocks, torch.from_numpy(bits)]
 
 
 def unpack_reply(arrays: list[Tensor], exchange: RowExchange, row_shapes: RowShapes) -> RowValues:
     """The reverse of :func:`pack_reply`, for the exchange that was sent."""
     *values, clocks, bits = arrays
-    stale = np.unpackbits(bits.numpy(), count=exchange.check_rows.numel()).view(np.bool_)
-    return RowValues(dict(zip(row_shapes, values, strict=True)), clocks, torch.from_numpy(stale))
+    checked, held = exchange.check_rows.numel(), exchange.held_clocks.numel()
+    flags = torch.from_numpy(np.unpackbits(bits.numpy(), count=checked + held).view(np.bool_))
+    stale, current = flags[:checked], flags[checked:]
+    return RowValues(dict(zip(row_shapes, values, strict=True)), clocks, stale, current)

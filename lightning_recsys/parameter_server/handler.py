@@ -26,7 +26,7 @@ from lightning_recsys.parameter_server.checks import (
     take_nothing,
 )
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain
-from lightning_recsys.parameter_server.exchange import RowValues
+from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.exchange_wire import pack_reply
 from lightning_recsys.parameter_server.journal import Journal, Undo
 from lightning_recsys.parameter_server.mapped import MappedStores, check_same
@@ -217,7 +217,7 @@ class RequestHandler:
         """The reply to a push that was applied before: what the store has now."""
         if request.operation == "exchange":
             served = self._embedding(request)
-            return served.store.fetch_and_check(served.exchange(request, self.limits))
+            return _fetch_and_check(served, served.exchange(request, self.limits))
         if request.operation == "elastic_average":
             return self._dense(request).store.pull()
         if request.operation == "push_gradient":
@@ -366,7 +366,7 @@ class RequestHandler:
         exchange = served.exchange(request, self.limits)
         if exchange.changes_rows:
             raise MessageError("an exchange with pushes or steps needs a sequence number")
-        return served.store.fetch_and_check(exchange)
+        return _fetch_and_check(served, exchange)
 
     def _exchange(self, request: Request) -> _Push:
         served = self._embedding(request)
@@ -375,8 +375,7 @@ class RequestHandler:
             raise ValueError("an exchange without pushes and steps changes nothing and takes no sequence number")
 
         def apply() -> RowValues:
-            served.store.push_updates(exchange)
-            return served.store.fetch_and_check(exchange)
+            return served.store.fetch_and_check(exchange, served.store.push_updates(exchange))
 
         return _Push(apply, served.undo(exchange.push_rows, clocks=True))
 
@@ -493,3 +492,8 @@ class RequestHandler:
         if vector.numel() != served.store.size:
             raise ValueError(f"{request.store!r} has {served.store.size} elements, got {vector.numel()}")
         return served, vector
+
+
+def _fetch_and_check(served: ServedEmbedding, exchange: RowExchange) -> RowValues:
+    """What an exchange asks for, without its pushes: nothing then tells whether a held copy is current."""
+    return served.store.fetch_and_check(exchange, torch.zeros_like(exchange.held_clocks, dtype=torch.bool))

@@ -28,7 +28,7 @@ from lightning_recsys.parameter_server.checks import check_rows
 from lightning_recsys.parameter_server.drawing import draw_rows
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
-from lightning_recsys.parameter_server.exchange_loops import add_rows, move_clocks
+from lightning_recsys.parameter_server.exchange_loops import MAX_CLOCK, add_rows, move_clocks
 from lightning_recsys.parameter_server.interfaces import DynamicEmbeddingStore
 from lightning_recsys.parameter_server.key_index import KeyIndex
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays, Shapes
@@ -188,7 +188,12 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
 
     @property
     def clocks(self) -> Tensor:
-        """How many updates the row of each slot has seen in exchanges, int32."""
+        """How many updates the row of each slot has seen in exchanges, int32; a copy."""
+        return self.marked_clocks & MAX_CLOCK
+
+    @property
+    def marked_clocks(self) -> Tensor:
+        """The same as they are stored: negative where a push has left one as it was."""
         return self.arrays[CLOCK]
 
     @property
@@ -277,32 +282,39 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self.row_shapes)
         with self._mutex:
-            if request.changes_rows:
-                self.push_updates(request)
-            values = self.fetch_and_check(request)
+            current_H = self.push_updates(request) if request.changes_rows else request.held_clocks.bool()
+            values = self.fetch_and_check(request, current_H)
         return lambda: values
 
-    def push_updates(self, request: RowExchange) -> None:
-        """The pushes of a request that was checked."""
+    def push_updates(self, request: RowExchange) -> Tensor:
+        """The pushes of a request that was checked; which of its held copies are current then, bool ``[H]``.
+
+        None where the update was not admitted, or where rows expire: one that was made anew since has a clock that
+        means something else.
+        """
         slots_P = self.admit(_array(request.push_rows))
         kept = slots_P >= 0
         slots_P = slots_P[kept]
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
             add_rows(slots_P, _matrix(amounts)[kept], _matrix(self.arrays[name]), sign)
-        sent = request.push_clocks.contiguous().numpy()[kept]
-        move_clocks(slots_P, sent, self.arrays[CLOCK].numpy(), request.clock == "sum")
+        sent, before = _array(request.push_clocks)[kept], np.empty(len(slots_P), dtype=np.int32)
+        move_clocks(slots_P, sent, self.marked_clocks.numpy(), request.clock == "sum", before)
         counters.add(self.arrays["counters"], _STEP, request.num_steps)
         self._end_update()
+        before_P = torch.full(kept.shape, -1, dtype=torch.int32)
+        if self.dynamic.expire_after is None:
+            before_P[torch.from_numpy(kept)] = torch.from_numpy(before)
+        return before_P[len(kept) - request.held_clocks.numel() :] == request.held_clocks
 
-    def fetch_and_check(self, request: RowExchange) -> RowValues:
+    def fetch_and_check(self, request: RowExchange, current_H: Tensor) -> RowValues:
         """The fetches and checks of a request that was checked; changes nothing."""
-        values = self._gather(_array(request.fetch_rows), [*self.row_shapes, CLOCK], touch=True)
-        clocks_C = self._gather(_array(request.check_rows), [CLOCK], touch=True)[CLOCK]
+        values = self._gather(_array(request.wanted_rows(current_H)), [*self.row_shapes, CLOCK], touch=True)
+        clocks_C = self._gather(_array(request.check_rows), [CLOCK], touch=True)[CLOCK] & MAX_CLOCK
         stale_C = torch.zeros(request.check_rows.numel(), dtype=torch.bool)
         if request.staleness is not None:
             stale_C = clocks_C.long() - request.check_clocks.long() > request.staleness
-        return RowValues(values, values.pop(CLOCK), stale_C)
+        return RowValues(values, values.pop(CLOCK) & MAX_CLOCK, stale_C, current_H)
 
     def insert(self, rows_U: Tensor) -> None:  # noqa: D102 - inherited
         check_rows(rows_U, self.layout.num_rows)

@@ -1,12 +1,13 @@
 """What a cache says to the stores of a collection: one message to each that has to hear something."""
 
-# Shape suffixes: K pushed rows, M fetched rows, C checked rows.
+# Shape suffixes: K pushed rows, H of them held, M fetched rows, C checked rows.
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,11 +32,13 @@ class Answer:
         wait: Returns it, once it is there.
         fetched: Which of the keys to fetch it brings, as an index of them.
         checked: Which of the keys to check it judges, as an index of them.
+        held: Which of the held copies it judges, or brings anew, as an index of them.
     """
 
     wait: Callable[[], RowValues]
     fetched: Integers | slice
     checked: Integers | slice
+    held: Integers | slice
 
 
 class RowMessages:
@@ -79,6 +82,7 @@ class RowMessages:
         check_C: Integers = NO_KEYS,
         clocks_C: Clocks = NO_CLOCKS,
         *,
+        held: RowUpdates | None = None,
         with_steps: bool = False,
     ) -> list[Answer]:
         """Send what is owed, ask for rows, have copies checked; nothing to a store that this does not concern.
@@ -87,16 +91,21 @@ class RowMessages:
             fetch_M: Keys of rows to get.
             check_C: Keys of copies to check.
             clocks_C: Their clocks.
+            held: All updates that copies have seen since they were fetched; the copies stay, and the answer is whether
+                they are current, or the rows.
             with_steps: Let every store know of all steps.
         """
+        held_H, clocks_H = (NO_KEYS, NO_CLOCKS) if held is None else (held.keys, held.current - held.unsent)
+        if held is not None:
+            self.owe(held)  # the last of all
         owed, self._owed = self._owed, []
         keys_K = np.concatenate([x.keys for x in owed] or [NO_KEYS])
         heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [NO_CLOCKS])
         updates = {name: torch.cat([x.values[name] for x in owed]).to("cpu") for name in self._row_shapes if owed}
         answers = []
-        splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C)]
+        splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C, held_H)]
         for index, (store, *parts) in enumerate(zip(self._stores, *splits, strict=True)):
-            (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows) = parts
+            (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows), (kept, _) = parts
             steps = self.unsent_steps[index] if with_steps or len(push_rows) else 0
             if not (steps or len(push_rows) or len(fetch_rows) or len(check_rows)):
                 continue
@@ -105,6 +114,7 @@ class RowMessages:
                 push_rows=torch.from_numpy(push_rows),
                 push_clocks=torch.from_numpy(heard_K[pushed]),
                 updates={name: values[pushed] for name, values in updates.items() if len(push_rows)},
+                held_clocks=torch.from_numpy(clocks_H[kept]),
                 num_steps=steps,
                 fetch_rows=torch.from_numpy(fetch_rows),
                 check_rows=torch.from_numpy(check_rows),
@@ -112,6 +122,15 @@ class RowMessages:
                 staleness=self._rule.staleness,
                 clock=self._rule.clock,
             )
-            answers.append(Answer(store.begin_exchange(request), fetched, checked))
+            answer = partial(self._wait, request, store.layout.num_rows, store.begin_exchange(request))
+            answers.append(Answer(answer, fetched, checked, kept))
             self.counts.update(request.bytes_by_kind(store.layout.num_rows, self._row_shapes), messages=1)
         return answers
+
+    def _wait(self, request: RowExchange, num_rows: int, answer: Callable[[], RowValues]) -> RowValues:
+        """The answer to a request, with what its held copies turned out to cost counted as well."""
+        found = answer()
+        num_outdated = int(found.current.logical_not().sum())
+        self.counts.update(request.bytes_by_kind(num_rows, self._row_shapes, num_outdated=num_outdated))
+        self.counts.subtract(request.bytes_by_kind(num_rows, self._row_shapes))
+        return found

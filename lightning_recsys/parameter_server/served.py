@@ -88,7 +88,7 @@ class ServedEmbedding:
             IndexError: a row is not in the store.
         """
         exchange = unpack_request(request, self.num_rows, self.store.row_shapes, limits)
-        _ = self.store.clocks  # raises where there are none
+        _ = self.store.marked_clocks  # raises where there are none
         return exchange
 
     def undo(self, rows: Tensor, *, clocks: bool = False) -> Undo:

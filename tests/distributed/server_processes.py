@@ -63,9 +63,13 @@ class Trap:
             half = len(request.push_rows) // 2
             updates = {name: amounts[:half] for name, amounts in request.updates.items()}
             rows, clocks = request.push_rows[:half], request.push_clocks[:half]
-            real(store, dataclasses.replace(request, push_rows=rows, push_clocks=clocks, updates=updates))
+            held = request.held_clocks[:0]
+            real(
+                store,
+                dataclasses.replace(request, push_rows=rows, push_clocks=clocks, updates=updates, held_clocks=held),
+            )
             die()
-        real(store, request)
+        return real(store, request)
 
     def publish(self, real, index, *rows):
         self.spring("rows made, and not yet named")

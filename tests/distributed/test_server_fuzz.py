@@ -41,7 +41,7 @@ RIGHT = [
     request_frames("pooled_lookup", IDS, OFFSETS, torch.ones(6), store="users", bags=True, weighted=True),
     request_frames("read", store="users", array="weight", first_row=1, num_rows=3),
     request_frames("pull", store="center"),
-    request_frames("exchange", ROWS, CLOCKS, store="users", pushes=0, steps=0, clock="max", staleness=2),
+    request_frames("exchange", ROWS, CLOCKS, store="users", pushes=0, held=0, steps=0, clock="max", staleness=2),
     *(
         request_frames(operation, *arrays, sequence=sequence, **fields)
         for sequence in (0, 2**40, 2**62)
@@ -55,7 +55,7 @@ RIGHT = [
             (
                 "exchange",
                 (ROWS, CLOCKS, torch.ones(1, 4)),
-                {"store": "users", "pushes": 1, "steps": 1, "clock": "sum", "staleness": None},
+                {"store": "users", "pushes": 1, "held": 1, "steps": 1, "clock": "sum", "staleness": None},
             ),
             ("write", (torch.ones(2, 4),), {"store": "users", "array": "weight", "first_row": 0}),
             ("set_step", (), {"store": "users", "step": 9}),
@@ -88,7 +88,7 @@ WRONG_PUSHES = [
             (
                 "exchange",
                 (ROWS + off, CLOCKS + off, torch.ones(1, 4)),
-                {"store": "users", "pushes": pushes, "steps": 1, "clock": "max", "staleness": 2},
+                {"store": "users", "pushes": pushes, "held": 0, "steps": 1, "clock": "max", "staleness": 2},
             )
             for off, pushes in ((6, 1), (-6, 1), (0, 2))
         ),

@@ -179,6 +179,13 @@ class RowCache:
                     0, again, self._owed[name].index_select(0, again), alpha=-1 if name == "weight" else 1
                 )
 
+    def keep(self, slots: Integers) -> None:
+        """In place of :meth:`install`: the server says that it has the rows as they were when their updates were taken.
+
+        Updates made here since then still count in ``c_c`` only.
+        """
+        self.start[slots] = self.current[slots] - self.unsent[slots]
+
     def sum_gradients(
         self, plan: BatchPlan, offsets: Tensor | None, weights: Tensor | None, grad_BFD: Tensor
     ) -> Tensor:
@@ -252,6 +259,12 @@ class RowCache:
         """
         slots_V = self._index.evict(spare_from=spare_from)[1]
         return self.take(slots_V), slots_V.size
+
+    def owes_all(self, slots: Integers) -> NDArray[np.bool_]:
+        """Which rows have updates, and none that were taken since the row was last fetched or kept."""
+        unsent = self.unsent[slots]
+        owes: NDArray[np.bool_] = (unsent > 0) & (self.start[slots] == self.current[slots] - unsent)
+        return owes
 
     def dirty_slots(self) -> Integers:
         """Slots of all rows with unsent updates, in ascending order."""
