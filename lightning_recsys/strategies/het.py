@@ -83,7 +83,7 @@ class HETStrategy(ServedStrategy):
         clock: ClockName = "max",
         num_servers: int = 1,
         prefetch: bool = True,
-        lookahead_ids: int = 4_000_000,
+        lookahead_ids: int = 200_000,
         **kwargs: Any,
     ) -> None:
         require_one_of("mode", mode, get_args(Mode))
