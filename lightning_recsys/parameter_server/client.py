@@ -21,6 +21,7 @@ from lightning_recsys.parameter_server.keys import ClientKeys
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
     Limits,
+    MessageError,
     Reply,
     Request,
     Status,
@@ -287,7 +288,11 @@ class Connection:
                 self._note_loss(ready)
                 return False
             frames = self._socket.recv_multipart(copy=False)
-        return self._take(decode_reply(frames, self.limits))
+        try:
+            reply = decode_reply(frames, self.limits)
+        except MessageError as error:
+            raise MessageError(f"{self.endpoint}: {error}") from None
+        return self._take(reply)
 
     def _note_loss(self, ready: dict[Any, int]) -> None:
         if self._monitor in ready:

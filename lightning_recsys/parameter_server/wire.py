@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_recsys.parameter_server.mapped_arrays import check_name
 
-VERSION = 1
+VERSION = 2  # raised with every change of a message
 CLIENT_ID_BYTES = 16
 MAX_SEQUENCE = 2**62
 DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
@@ -145,8 +145,9 @@ def decode_request(frames: Sequence[Frame], limits: Limits) -> Request:
 
 
 def _request(header: list[Any], frames: Sequence[Frame], limits: Limits) -> Request:
-    if len(header) != 8 or header[0] != VERSION or type(header[0]) is not int:
-        raise MessageError(f"a request has 8 fields and starts with version {VERSION}, got {header[:1]!r:.100}")
+    _check_version(header, "client")
+    if len(header) != 8:
+        raise MessageError(f"a request has 8 fields, got {len(header)}")
     _, operation, request_id, client, sequence, store, arguments, arrays = header
     if type(operation) is not str or len(operation) > 64:
         raise MessageError(f"an operation must be a short string, got {operation!r:.100}")
@@ -171,10 +172,19 @@ def _request(header: list[Any], frames: Sequence[Frame], limits: Limits) -> Requ
 def decode_reply(frames: Sequence[Frame], limits: Limits) -> Reply:
     """The client's side of :func:`decode_request`."""
     header = _unpack_header(frames, limits)
-    if len(header) != 5 or header[0] != VERSION or not _is_count(header[1]) or header[2] not in Status.ALL:
-        raise MessageError(f"this is no reply of a server of version {VERSION}: {header!r:.200}")
+    _check_version(header, "server")
+    if len(header) != 5 or not _is_count(header[1]) or header[2] not in Status.ALL:
+        raise MessageError(f"this is no reply of a server: {header!r:.200}")
     _, request_id, status, value, arrays = header
     return Reply(request_id, status, value, _arrays(arrays, frames[1:], limits))
+
+
+def _check_version(header: list[Any], sender: str) -> None:
+    if not header or type(header[0]) is not int or header[0] != VERSION:
+        raise MessageError(
+            f"this version of lightning-recsys has messages that start with {VERSION}, and the {sender}'s start with"
+            f" {header[:1]!r:.100}: install the same version on both sides"
+        )
 
 
 def _unpack_header(frames: Sequence[Frame], limits: Limits) -> list[Any]:

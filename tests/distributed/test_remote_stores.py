@@ -6,6 +6,7 @@ import re
 import socket as plain_socket
 import threading
 
+import msgpack
 import pytest
 import torch
 import zmq
@@ -20,7 +21,7 @@ from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import Server, check_bind
-from lightning_recsys.parameter_server.wire import Limits
+from lightning_recsys.parameter_server.wire import VERSION, Limits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 
@@ -258,6 +259,23 @@ def test_server_when_there_is_none_then_the_error_says_where_what_and_how_long()
     assert (error.endpoint, error.operation, error.attempts) == (endpoint, "hello", 3)
     assert error.seconds > 0.3
     assert str(error) == str(caught.value)
+
+
+def test_server_when_of_another_version_then_the_client_is_told_which_two_do_not_fit():
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        endpoint = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+
+        def answer():
+            sender, header = server.recv_multipart()
+            server.send_multipart([sender, msgpack.packb([VERSION + 1, msgpack.unpackb(header)[2], "ok", {}, []])])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(
+            ValueError, match=rf"{endpoint}: .* start with {VERSION}, the server's with \[{VERSION + 1}"
+        ):
+            connect(endpoint)
+        thread.join()
 
 
 def test_server_when_it_goes_for_good_then_pushes_and_flushes_raise_and_close_returns(tmp_path):

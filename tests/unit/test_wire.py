@@ -76,8 +76,11 @@ def test_array_when_its_frame_is_not_aligned_then_is_right_and_aligned():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 2}, "8 fields and starts with version 1"),
-        ({"version": True}, "8 fields and starts with version 1"),
+        (
+            {"version": VERSION - 1},
+            rf"start with {VERSION}, the client's start with \[{VERSION - 1}\]: install the same",
+        ),
+        ({"version": True}, "install the same version"),
         ({"more": 1}, "8 fields"),
         ({"operation": 5}, "operation must be a short string"),
         ({"operation": "x" * 65}, "operation must be a short string"),
@@ -147,8 +150,15 @@ def test_request_when_over_a_limit_then_is_refused_under_its_id():
 
 
 @pytest.mark.parametrize(
-    "header", [[1, 1, "ok", None], [2, 1, "ok", None, []], [1, -1, "ok", None, []], [1, 1, "yes", None, []]]
+    ("header", "reason"),
+    [
+        ([VERSION, 1, "ok", None], "no reply of a server"),
+        ([VERSION, -1, "ok", None, []], "no reply of a server"),
+        ([VERSION, 1, "yes", None, []], "no reply of a server"),
+        ([VERSION + 1, 1, "ok", None, []], rf"start with {VERSION}, the server's start with \[{VERSION + 1}\]"),
+        ([], "install the same version"),
+    ],
 )
-def test_reply_when_it_is_none_then_is_refused(header):
-    with pytest.raises(MessageError, match="no reply of a server of version 1"):
+def test_reply_when_it_is_none_then_is_refused(header, reason):
+    with pytest.raises(MessageError, match=reason):
         decode_reply([msgpack.packb(header)], LIMITS)
