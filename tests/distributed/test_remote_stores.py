@@ -272,7 +272,7 @@ def test_server_when_of_another_version_then_the_client_is_told_which_two_do_not
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(
-            ValueError, match=rf"{endpoint}: .* start with {VERSION}, the server's with \[{VERSION + 1}"
+            ValueError, match=rf"{endpoint}: .* {VERSION}, and the server's start with \[{VERSION + 1}\]"
         ):
             connect(endpoint)
         thread.join()

@@ -78,7 +78,7 @@ def test_array_when_its_frame_is_not_aligned_then_is_right_and_aligned():
     [
         (
             {"version": VERSION - 1},
-            rf"start with {VERSION}, the client's start with \[{VERSION - 1}\]: install the same",
+            rf"{VERSION}, and the client's start with \[{VERSION - 1}\]: install the same",
         ),
         ({"version": True}, "install the same version"),
         ({"more": 1}, "8 fields"),
@@ -155,7 +155,7 @@ def test_request_when_over_a_limit_then_is_refused_under_its_id():
         ([VERSION, 1, "ok", None], "no reply of a server"),
         ([VERSION, -1, "ok", None, []], "no reply of a server"),
         ([VERSION, 1, "yes", None, []], "no reply of a server"),
-        ([VERSION + 1, 1, "ok", None, []], rf"start with {VERSION}, the server's start with \[{VERSION + 1}\]"),
+        ([VERSION + 1, 1, "ok", None, []], rf"{VERSION}, and the server's start with \[{VERSION + 1}\]"),
         ([], "install the same version"),
     ],
 )
