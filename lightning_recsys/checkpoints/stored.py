@@ -82,6 +82,7 @@ class StoredRows:
         live_ids: The ids of the rows that exist, by table.
         read: ``read(table, name, ids)`` returns ``weight`` or a state of rows.
         write: ``write(table, name, ids, values)`` overwrites it, and makes the rows that do not exist.
+        clear: Lets no row exist.
         rank: This process, of those that share the work.
         world_size: How many share it.
     """
@@ -91,6 +92,7 @@ class StoredRows:
     live_ids: Callable[[], Mapping[str, Tensor]] = field(repr=False)
     read: Callable[[str, str, Tensor], Tensor] = field(repr=False)
     write: Callable[[str, str, Tensor, Tensor], None] = field(repr=False)
+    clear: Callable[[], None] = field(repr=False)
     rank: int = 0
     world_size: int = 1
 

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -97,6 +98,11 @@ class TableBackend(Backend):
     def row_keys(self) -> list[str]:
         """The keys of rows and optimizer state in the state dict."""
         return [f"{table.name}.{name}" for name in self.row_shapes for table in self.layout.tables]
+
+    @contextmanager
+    def replacing_rows(self) -> Iterator[None]:
+        """Meanwhile rows are written from outside; where several processes share them, all of them do this."""
+        yield
 
     def copy_from(self, other: TableBackend) -> None:
         """Take rows, optimizer state and step of another backend of the same tables and rule."""

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -86,6 +87,9 @@ class StoreBackend(TableBackend):
         optimizer: The update rule.
         stores: Where the rows are: for each store the parts that it holds, in the order of its tables.
 
+    Attributes:
+        meet: Waits until every process that trains these rows has come here. Nobody else does, by default.
+
     Raises:
         ValueError: the parts do not hold every row exactly once.
 
@@ -105,6 +109,7 @@ class StoreBackend(TableBackend):
         self._shares = [_Share(store, _pieces(layout, parts)) for store, parts in stores]
         whole = len(stores) == 1 and stores[0][0].layout == layout
         self._only = stores[0][0] if whole else None
+        self.meet: Callable[[], object] = _nobody_else
         self._first_has_all_features = self._shares[0].features.tolist() == list(range(len(layout.feature_tables)))
 
     @classmethod
@@ -192,6 +197,22 @@ class StoreBackend(TableBackend):
         for store in self.stores:
             store.flush()
 
+    def invalidate(self) -> None:
+        """Flush, then forget what is kept of rows, after which somebody may write to the stores."""
+        self.flush()
+
+    @contextmanager
+    def replacing_rows(self) -> Iterator[None]:
+        """Rows are written between two meetings: behind every update, and before anybody's next lookup.
+
+        Communication: twice :attr:`meet`.
+        """
+        self.invalidate()
+        self.meet()
+        yield
+        self.flush()
+        self.meet()
+
     @property
     def step(self) -> int:
         """Updates that the tables have seen, from all workers."""
@@ -239,6 +260,10 @@ class StoreBackend(TableBackend):
         ids = [f"{table.name}.{IDS}" for table in self.layout.tables] if self.dynamic else []
         return ids + super().row_keys
 
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        with self.replacing_rows():
+            super()._load_from_state_dict(*arguments, **options)
+
     def _save_rows(self, destination: dict[str, Any], prefix: str) -> None:
         if self.dynamic:
             self.dynamic.save(destination, prefix)
@@ -252,6 +277,9 @@ class StoreBackend(TableBackend):
             self.dynamic.load(state_dict, prefix, missing_keys, error_msgs)
         else:
             super()._load_rows(state_dict, prefix, missing_keys, error_msgs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"meet": _nobody_else}  # a copy is this process's alone
 
     def extra_repr(self) -> str:
         """Names the tables, the rule and how many stores there are."""
@@ -296,6 +324,10 @@ def _part_table(table: EmbeddingBagConfig, part: TablePart) -> EmbeddingBagConfi
         num_embeddings=part.num_rows,
         feature_names=tuple(feature + rows for feature in table.feature_names),
     )
+
+
+def _nobody_else() -> None:
+    pass
 
 
 def _in_order(layout: TableLayout, parts: Sequence[TablePart]) -> list[TablePart]:

@@ -100,6 +100,11 @@ class DynamicTables:
                 if positions.numel():
                     yield place.store, positions, ids_U[positions] - first + place.start
 
+    def clear(self) -> None:
+        """Let no row exist."""
+        for store in {place.store: None for place in self._places}:
+            store.clear()
+
     def save(self, destination: dict[str, Any], prefix: str) -> None:
         """Put ids, rows and state of what exists into a state dict."""
         for table, ids in self.live_ids().items():
@@ -134,8 +139,7 @@ class DynamicTables:
                     found[table, name] = ids, values
         if len(error_msgs) > before:
             return
-        for store in {place.store: None for place in self._places}:
-            store.clear()
+        self.clear()
         for (table, name), (ids, values) in found.items():
             self.write(table, name, torch.arange(len(values)) if ids is None else ids, values)
 

@@ -201,9 +201,10 @@ class SubstituteModule(nn.Module):
             error_msgs.append(f"size mismatch for {key}: the checkpoint has {list(saved.shape)}, the table {expected}.")
         else:
             # A plain state dict has no state of the rows' optimizer: it starts afresh, as that of new rows does.
-            for name, values in _with_fresh_state(saved, self.collection.optimizer):
-                self._rows.write(_TABLE, name, values)
-            self._rows.step = 0
+            with self._rows.replacing_rows():
+                for name, values in _with_fresh_state(saved, self.collection.optimizer):
+                    self._rows.write(_TABLE, name, values)
+                self._rows.step = 0
             self._keep_padding_row(saved)
         unexpected_keys.extend(x for x in state_dict if strict and x.startswith(prefix) and x != key)
 

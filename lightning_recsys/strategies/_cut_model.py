@@ -170,6 +170,7 @@ class CutModel:
                     live_ids=backend.dynamic.live_ids,
                     read=backend.dynamic.read,
                     write=backend.dynamic.write,
+                    clear=backend.dynamic.clear,
                 )
                 continue
             for table in collection.tables:

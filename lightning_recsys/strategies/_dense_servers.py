@@ -54,7 +54,7 @@ class ServedParameters:
         with suppress(KeyError):
             server.remove(name)
         self.store = server.create_embedding_store(name, self.layout, self.rule, seed=0)
-        self.store.write("weight", 0, self._joined(self.parameters))
+        self.assign()
         states = [self._optimizer.state.get(x, {}) for x in self.parameters]
         for key in self._state_names:
             if any(key in state for state in states):  # Adam has none of parameters that never had a gradient
@@ -65,6 +65,10 @@ class ServedParameters:
     def open(self, server: Stores, name: str) -> None:
         """Find the store that another worker made."""
         self.store = server.embedding_store(name)
+
+    def assign(self) -> None:
+        """Let the server have this worker's parameters; the optimizer state there stays."""
+        self.store.write("weight", 0, self._joined(self.parameters))
 
     def push(self) -> None:
         """Send the gradients, and let go of them; a parameter without one counts as one whose gradient is 0."""
@@ -150,6 +154,11 @@ class ServedDensePart:
         """Take the parameters that the servers have."""
         for served in self._all():
             served.pull()
+
+    def assign(self) -> None:
+        """Let the servers have this worker's parameters; the optimizer state there stays."""
+        for served in self._all():
+            served.assign()
 
     def pull_state(self, optimizer: Optimizer) -> None:
         """Take an optimizer's state from the servers, for a checkpoint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -36,6 +36,7 @@ def stored_tensors(model: nn.Module, *, rank: int, world_size: int) -> dict[str,
                 live_ids=backend.dynamic.live_ids,
                 read=backend.dynamic.read,
                 write=backend.dynamic.write,
+                clear=backend.dynamic.clear,
                 rank=rank,
                 world_size=world_size,
             )
@@ -66,6 +67,15 @@ def rows_left_out(model: nn.Module) -> Iterator[None]:
     finally:
         for backend in backends:
             backend.has_rows_in_state_dict = True
+
+
+@contextmanager
+def rows_replaced(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the rows of a model are written from outside; every rank does this."""
+    with ExitStack() as stack:
+        for backend in _backends_of(model).values():
+            stack.enter_context(backend.replacing_rows())
+        yield
 
 
 def _backends_of(model: nn.Module) -> dict[str, TableBackend]:

@@ -31,7 +31,7 @@ from lightning_recsys.checkpoints import (
     save_folder,
 )
 from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
-from lightning_recsys.strategies._stored_rows import row_keys, rows_left_out, stored_tensors
+from lightning_recsys.strategies._stored_rows import row_keys, rows_left_out, rows_replaced, stored_tensors
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
     from lightning_recsys.parameter_server.interfaces import Stores
@@ -237,10 +237,7 @@ class RecsysStrategy(DDPStrategy):
                 raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
             self._run_free = _RunFree(trainer)
         self.bind_backends()
-        if self._rows_to_load is not None:
-            read_stored(self._rows_to_load, self._stored_tensors())
-            self._rows_to_load = None
-            self.barrier("all rows are loaded")
+        self._load_waiting_rows()
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -388,10 +385,27 @@ class RecsysStrategy(DDPStrategy):
         return read_checkpoint(checkpoint_path, without=keys, weights_only=weights_only is not False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights; not the rows that wait."""
+        """Load the weights, and the rows as well where they are in stores already; every rank calls this."""
         assert self.lightning_module is not None
         with rows_left_out(self.lightning_module) if self._rows_to_load is not None else nullcontext():
             super().load_model_state_dict(checkpoint, strict=strict)
+        if self._stored_tensors():  # in the middle of a run
+            self._load_waiting_rows()
+
+    def _load_waiting_rows(self) -> None:
+        """Bring the rows of a folder to the stores, each rank its share."""
+        if self._rows_to_load is None:
+            return
+        assert self.lightning_module is not None
+        with rows_replaced(self.lightning_module):
+            targets = self._stored_tensors()
+            for rows in targets.values():
+                if isinstance(rows, StoredRows):
+                    rows.clear()
+            self.barrier("the rows from before are gone")
+            read_stored(self._rows_to_load, targets)
+            self._rows_to_load = None
+            self.barrier("all rows are loaded")
 
     @property
     def sees_own_examples(self) -> bool:

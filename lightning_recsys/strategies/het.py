@@ -123,10 +123,11 @@ class HETStrategy(ServedStrategy):
     def _reset(self) -> None:
         self._dense: ServedDensePart | None = None
         self._ahead: LookAhead | None = None
+        self._loads: Any = None
         self._training = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_dense": None, "_ahead": None, "_training": False}
+        return super().__getstate__() | {"_dense": None, "_ahead": None, "_loads": None, "_training": False}
 
     def server_specs(self) -> list[ServerSpec]:
         """Servers for rows, but for ``allreduce``."""
@@ -215,11 +216,27 @@ class HETStrategy(ServedStrategy):
             if not self.is_global_zero:
                 self._dense.bind(self.stores(EMBEDDING), first=False)
             self._dense.pull()
+            self._follow_loads()
         if self._peeks and self._tables is not None:
             self._ahead = LookAhead(
                 trainer, self._tables.collections.values(), prefetch=self._prefetches, num_ids=self.lookahead_ids
             )
         self._training = True
+
+    def _follow_loads(self) -> None:
+        """Bring what is loaded into the model in the middle of the run to the servers, which have its dense part."""
+        module = self.lightning_module
+        assert module is not None
+
+        def bring(loaded: nn.Module, _: object) -> None:  # a function, so that a copied module has no copied strategy
+            if self._dense is not None and loaded is self.lightning_module:
+                self._dense.flush()
+                self.barrier("everybody has loaded the model")
+                if self.is_global_zero:
+                    self._dense.assign()
+                self.barrier("the dense part is loaded")
+
+        self._loads = module.register_load_state_dict_post_hook(bring)  # type: ignore[no-untyped-call]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the lookups of this batch be followed by word of those to come."""
@@ -303,6 +320,8 @@ class HETStrategy(ServedStrategy):
         """Look ahead no more; then all that the base class does."""
         if self._ahead is not None:
             self._ahead.close()
+        if self._loads is not None:
+            self._loads.remove()
         super().teardown()
         self._reset()
 

@@ -125,6 +125,9 @@ class ServedStrategy(RecsysStrategy):
         assert self.plan is not None
         if not self.is_global_zero:
             tables.bind(servers, self.plan, first=False, **options)
+        for collection in tables.collections.values():
+            assert isinstance(collection.embedding_bags, StoreBackend)
+            collection.embedding_bags.meet = partial(self.barrier, "rows are replaced")
         self.barrier("rows are where they belong")
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

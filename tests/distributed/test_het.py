@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -196,6 +197,33 @@ def test_checkpoint_when_other_numbers_of_workers_and_servers_go_on_then_all_upd
     model = Counting()
     model.load_state_dict(torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"])
     torch.testing.assert_close(model.counted, all_rows(-half), rtol=0, atol=0)
+
+
+class GoesBack(Callback):
+    """Behind its fifth step every rank loads what was saved after the third, by itself or as its strategy does."""
+
+    def __init__(self, path, by: str) -> None:
+        self.path, self.by = path, by
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 4 and self.by == "module":
+            time.sleep(0.3 * trainer.global_rank)  # who is early waits
+            pl_module.load_state_dict(read_checkpoint(self.path)["state_dict"])
+        elif batch_idx == 4:
+            trainer.strategy.load_model_state_dict(trainer.strategy.load_checkpoint(self.path))
+
+
+@pytest.mark.parametrize(("mode", "by"), [("het", "strategy"), ("het", "module"), ("ps", "module")])
+def test_checkpoint_when_loaded_in_the_middle_then_no_worker_goes_on_with_what_it_had(tmp_path, mode, by):
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    strategy = HETStrategy(mode=mode, staleness="inf", cache_rows=IDS, transport="tcp")
+    trainer = make_trainer(strategy, saving, GoesBack(tmp_path / "step=3.ckpt", by), limit_val_batches=0)
+    model = Counting(share=1.0 if mode == "ps" else 0.5)
+    trainer.fit(model)
+    assert trainer.callback_metrics["world_size"] == 2
+    left_out = counts(5) - counts(3)
+    torch.testing.assert_close(model.counted, all_rows(-model.share * (counts(STEPS) - left_out)), rtol=0, atol=0)
+    assert model.bias.item() == pytest.approx(-0.1 * (STEPS - 2) * (2 if mode == "ps" else 1))
 
 
 # --- What it equals --------------------------------------------------------------------------------------------------
