@@ -128,7 +128,7 @@ class ShadowSyncStrategy(ServedStrategy):
 
     def _reset(self) -> None:
         self._replica: Replica | None = None
-        self._leaders: Any = None  # process group of the trainers' first workers
+        self._leaders: Any = None  # process group of the trainers' first workers, for rounds that are all-reduces
         self._driver: Driver | None = None
         self._training = False
         self._averaged = False  # the average of the replicas stands in their place,
@@ -232,7 +232,7 @@ class ShadowSyncStrategy(ServedStrategy):
         shared = share(initial, team_size=self.workers_per_trainer)
         replica.attach(shared["replica"])
         self._replica, self._iterations = replica, shared["iterations"].numpy()
-        if self.layout.num_trainers > 1:
+        if self.layout.num_trainers > 1 and self.algorithm.exchange is Exchange.MEAN:
             self._leaders = dist.new_group(list(self.layout.leaders), timeout=self._timeout, backend="gloo")
 
     def on_train_start(self) -> None:
@@ -363,28 +363,29 @@ class ShadowSyncStrategy(ServedStrategy):
             self._pause()
         self._swap_average_out()
         self._training = False
-        if self._synchronises and self._leads:
+        if self._synchronises:
             assert self._replica is not None
-            if self.final == "average":
-                self._replica.flat.copy_(self._average())
-            else:
-                dist.broadcast(self._replica.flat, src=0, group=self._leaders)
+            final = self._average() if self.final == "average" else self._replica.flat.clone()
+            dist.broadcast(final, src=0)
+            if self._leads:
+                self._replica.flat.copy_(final)
         self._take_buffers()
         self.barrier("all replicas are the final model")
 
     def _average(self) -> Tensor:
-        """The mean of all replicas; all leaders call this together."""
+        """The mean of all replicas; all ranks call this together, and each trainer's first worker brings its own."""
         assert self._replica is not None
-        mean = self._replica.flat.clone()
-        dist.all_reduce(mean, group=self._leaders)
+        mean = self._replica.flat.clone() if self._leads else torch.zeros_like(self._replica.flat)
+        dist.all_reduce(mean)
         return mean.div_(self.layout.num_trainers)
 
     def _swap_average_in(self) -> None:
-        if self._synchronises and self._leads:
+        if self._synchronises:
             assert self._replica is not None
             average = self._average()
-            self._own_weights = self._replica.flat.clone()
-            self._replica.flat.copy_(average)
+            if self._leads:
+                self._own_weights = self._replica.flat.clone()
+                self._replica.flat.copy_(average)
         self._take_buffers()
         self._averaged = True
         self.barrier("the average is in place")
