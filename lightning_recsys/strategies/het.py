@@ -101,6 +101,11 @@ class HETStrategy(ServedStrategy):
             raise ValueError(
                 f"strategy.cache_fraction must be in (0, 1], got {cache_fraction}. strategy.mode=hybrid has no cache."
             )
+        if mode == "allreduce" and self.dynamic_rows is not None:
+            raise ValueError(
+                "strategy.dynamic_rows are made by servers, and strategy.mode=allreduce has none: every worker has all"
+                " rows there. Choose another mode, or leave strategy.dynamic_rows out."
+            )
         if mode == "het" and self.dynamic_rows is not None and cache_rows is None:
             raise ValueError(
                 "strategy.dynamic_rows needs strategy.cache_rows, the rows that a worker keeps of each collection: a"
@@ -313,7 +318,13 @@ class HETStrategy(ServedStrategy):
         values = super().telemetry()
         if self._tables is not None:
             backends = [x.embedding_bags for x in self._tables.collections.values()]
-            values |= _merged([x.telemetry() for x in backends if isinstance(x, CachedBackend)])
+            parts = [x.telemetry() for x in backends if isinstance(x, CachedBackend)]
+            values |= _merged(
+                [
+                    part | {"cache/eviction_rate": part["cache/evictions"] / max(part["cache/reads"], 1)}
+                    for part in parts
+                ]
+            )
         return values
 
     def teardown(self) -> None:

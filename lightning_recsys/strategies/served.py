@@ -47,7 +47,7 @@ class ServedStrategy(RecsysStrategy):
         plan: Which server has what, once training has begun.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range; as training starts, ``dynamic_rows`` that no collection has use for.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class ServedStrategy(RecsysStrategy):
         self._tables = tables = ServedTables(
             self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
         )
+        self._refuse_needless_dynamic_rows()
         if not tables.collections:
             return
         servers = self.stores(EMBEDDING)
@@ -129,6 +130,16 @@ class ServedStrategy(RecsysStrategy):
             assert isinstance(collection.embedding_bags, StoreBackend)
             collection.embedding_bags.meet = partial(self.barrier, "rows are replaced")
         self.barrier("rows are where they belong")
+
+    def _refuse_needless_dynamic_rows(self) -> None:
+        assert self._tables is not None
+        collections = self._tables.collections.values()
+        if self.dynamic_rows is not None and not any(self.dynamic_rows_of(x) for x in collections):
+            raise ValueError(
+                'strategy.dynamic_rows makes the rows of collections that have none (device="meta"), and each one of'
+                f' the model has its own: {sorted(self._tables.collections)}. Make them with device="meta"'
+                " (+embeddings.device=meta in the recipes), or leave strategy.dynamic_rows out."
+            )
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Let the rows of plain modules follow the first optimizer's steps and schedules."""

@@ -23,6 +23,7 @@ from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.models import DLRM
 from lightning_recsys.optim import SGD, Adam, RowwiseAdagrad
+from lightning_recsys.parameter_server import DynamicRows
 from lightning_recsys.strategies import HETStrategy
 from lightning_recsys.tasks import CTRTask
 
@@ -350,6 +351,11 @@ def test_batches_when_training_then_are_announced_one_step_early():
 def test_update_rule_when_its_state_is_no_sum_then_refused_by_name():
     with pytest.raises(TypeError, match="Adam"):
         make_trainer(HETStrategy(), devices=1).fit(Counting(rule=Adam(0.01)))
+
+
+def test_dynamic_rows_when_no_table_has_use_for_them_then_refused_by_name():
+    with pytest.raises(ValueError, match=r"strategy.dynamic_rows makes the rows of collections .* \['rows'\]"):
+        make_trainer(HETStrategy(dynamic_rows=DynamicRows(), cache_rows=5), devices=1).fit(Counting())
 
 
 def test_rowwise_adagrad_when_two_workers_train_then_its_state_is_saved_and_comes_back(tmp_path):

@@ -44,6 +44,7 @@ def test_name_when_registered_then_the_trainer_finds_it(name, mode):
         ({"lookahead_ids": -1}, r"strategy.lookahead_ids must be at least 0, got -1. 0 looks at none"),
         ({"dynamic_rows": DynamicRows()}, r"strategy.dynamic_rows needs strategy.cache_rows"),
         ({"dynamic_rows": DynamicRows(), "cache_fraction": 0.5}, r"strategy.dynamic_rows needs strategy.cache_rows"),
+        ({"mode": "allreduce", "dynamic_rows": DynamicRows()}, r"strategy.dynamic_rows .* strategy.mode=allreduce has"),
         ({"num_servers": 0}, r"strategy.num_servers must be at least 1, got 0"),
         ({"min_rows": 0}, r"strategy.min_rows must be at least 1, got 0"),
         ({"placement": "best"}, r"strategy.placement must be one of .*, got 'best'"),
