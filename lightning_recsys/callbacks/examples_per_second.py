@@ -9,14 +9,14 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities.data import extract_batch_size
 
+from lightning_recsys.callbacks._callback import LeanCallback
 from lightning_recsys.callbacks._logging import log_epoch, log_step, should_log
 from lightning_recsys.data import Batch
 
 
-class ExamplesPerSecond(Callback):
+class ExamplesPerSecond(LeanCallback):
     """Logs how many examples all workers together train on per second, as ``eps``.
 
     Every worker counts its own examples and its own time; the rates are summed at the end of each training epoch.

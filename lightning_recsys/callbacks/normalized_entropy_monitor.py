@@ -7,15 +7,15 @@ from math import isnan
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 
+from lightning_recsys.callbacks._callback import LeanCallback
 from lightning_recsys.callbacks._collected import CollectedEntropy
 from lightning_recsys.callbacks._logging import log_epoch, log_step, should_log
 from lightning_recsys.metrics import NormalizedEntropy
 
 
-class NormalizedEntropyMonitor(Callback):
+class NormalizedEntropyMonitor(LeanCallback):
     """Logs normalized entropy (NE): progressive on the training examples, plain on validation and test examples.
 
     Progressive means that a prediction is scored that was made before the model trained on its example: the logits

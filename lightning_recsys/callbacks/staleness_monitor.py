@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import Callback
 
+from lightning_recsys.callbacks._callback import LeanCallback
 from lightning_recsys.callbacks._logging import log_epoch, log_step, should_log
 
 
@@ -24,7 +24,7 @@ class Histogram(Protocol):
         """The largest."""
 
 
-class StalenessMonitor(Callback):
+class StalenessMonitor(LeanCallback):
     """Logs ``trainer.strategy.telemetry()``: staleness, synchronisation gaps, cache hits, bytes sent.
 
     ``telemetry()`` maps names to numbers or to a :class:`Histogram`, which becomes ``<name>/mean``, ``<name>/p99`` and

@@ -1,6 +1,6 @@
 """Normalized entropy as functions."""
 
-# Shape suffixes: K batches.
+# Shape suffixes: K batches, N examples.
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def _normalized_entropy_sums(
     labels = target.flatten().double()
     losses = cross_entropy(preds.flatten(), labels, from_logits=from_logits)
     weights = torch.ones_like(labels) if weight is None else weight.flatten().double()
-    columns = torch.stack((losses * weights, labels * weights, weights))
-    batches: tuple[Tensor, ...] = columns.split(sizes, dim=1)  # type: ignore[no-untyped-call]
-    return torch.stack([batch.sum(1) for batch in batches])
+    columns_3N = torch.stack((losses * weights, labels * weights, weights))
+    lengths_3K = torch.tensor(sizes, device=columns_3N.device).expand(3, -1)
+    sums_3K: Tensor = torch.segment_reduce(columns_3N, "sum", lengths=lengths_3K, axis=1)
+    return sums_3K.t()
 
 
 def _normalized_entropy_compute(cross_entropy_sum: Tensor, positive_sum: Tensor, weight_sum: Tensor) -> Tensor:
