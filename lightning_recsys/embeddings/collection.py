@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBackend
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
-from lightning_recsys.embeddings.id_check import ids_are_inside
+from lightning_recsys.embeddings.id_check import bags_cover_ids, ids_are_inside
 from lightning_recsys.embeddings.kernels import KernelName, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
@@ -366,8 +366,8 @@ def _has_rows(backend: Backend) -> TypeGuard[TableBackend]:
 
 
 def _check_offsets(sparse: SparseFeatures) -> None:
-    offsets, num_ids = sparse.bag_offsets(), sparse.values.numel()
-    if int(offsets[0]) != 0 or int(offsets[-1]) != num_ids or bool((offsets.diff() < 0).any()):
+    if not bags_cover_ids(sparse):
+        num_ids = sparse.values.numel()
         raise ValueError(
             f"the bags of {list(sparse.keys)} do not cover their {num_ids} ids: offsets must rise from 0 to {num_ids}, "
             f"lengths must not be negative and add up to {num_ids}."

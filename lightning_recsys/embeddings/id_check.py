@@ -1,4 +1,4 @@
-"""Whether ids are inside their tables, before any memory is touched with them."""
+"""Whether ids are inside their tables, and bags cover them, before any memory is touched with them."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -21,6 +21,31 @@ def _all_below(ids, bounds, limits):  # noqa: ANN001, ANN202
         if highest >= np.uint64(limits[f]):
             return False
     return True
+
+
+@compile_loop
+def _rise(offsets):  # noqa: ANN001, ANN202
+    lowest = offsets[0] * 0
+    for bag in range(1, offsets.shape[0]):
+        lowest = min(lowest, offsets[bag] - offsets[bag - 1])
+    return lowest >= 0
+
+
+def bags_cover_ids(sparse: SparseFeatures) -> bool:
+    """Whether the offsets rise from 0 to the number of ids, so that each id is in one bag.
+
+    >>> lengths = torch.tensor([2, 0, 1])
+    >>> bags_cover_ids(SparseFeatures(("a",), torch.tensor([3, 1, 2]), lengths=lengths))
+    True
+    >>> bags_cover_ids(SparseFeatures(("a",), torch.tensor([3, 1]), lengths=lengths))
+    False
+    """
+    offsets = sparse.bag_offsets()
+    if int(offsets[0]) != 0 or int(offsets[-1]) != sparse.values.numel():
+        return False
+    if sparse.device.type == "cpu":
+        return bool(_rise(offsets.numpy()))
+    return not bool((offsets.diff() < 0).any())
 
 
 def ids_are_inside(sparse: SparseFeatures, limits_F: Tensor) -> bool:

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -20,55 +22,61 @@ _NO_WEIGHTS = np.empty(0, dtype=np.float32)
 _NO_OFFSETS = np.empty(0, dtype=np.int64)
 
 
-@compile_loop
-def _lookup_single(ids, starts, rows, out):  # noqa: ANN001, ANN202
-    num_features, batch_size = starts.shape[0], out.shape[0]
-    for f in range(num_features):
-        last = (f + 1) * batch_size - 1
-        for b in range(batch_size):
-            position = f * batch_size + b
-            prefetch_row(rows, ids[min(position + AHEAD, last)] + starts[f])
-            row = ids[position] + starts[f]
-            for d in range(rows.shape[1]):
-                out[b, f, d] = rows[row, d]
+# Loops are made for a width that the compiler knows, when they are first called: it then unrolls the innermost ones,
+# which halves the time of a lookup of rows of width 1 or 8.
 
 
-@compile_loop
-def _lookup_bags(ids, offsets, weights, starts, rows, out):  # noqa: ANN001, ANN202
-    num_features, batch_size = starts.shape[0], out.shape[0]
-    dim = rows.shape[1]
-    for f in range(num_features):
-        last = offsets[(f + 1) * batch_size] - 1
-        for b in range(batch_size):
-            bag = f * batch_size + b
-            for d in range(dim):
-                out[b, f, d] = np.float32(0)
-            for position in range(offsets[bag], offsets[bag + 1]):
+@cache
+def lookup_single_for(dim: int) -> Callable[..., None]:
+    """Rows of width ``dim`` for bags of one id each."""
+
+    @compile_loop
+    def lookup_single(ids, starts, rows, out):  # noqa: ANN001, ANN202
+        num_features, batch_size = starts.shape[0], out.shape[0]
+        for f in range(num_features):
+            last = (f + 1) * batch_size - 1
+            for b in range(batch_size):
+                position = f * batch_size + b
                 prefetch_row(rows, ids[min(position + AHEAD, last)] + starts[f])
                 row = ids[position] + starts[f]
-                weight = weights[position] if weights.shape[0] else np.float32(1)
                 for d in range(dim):
-                    out[b, f, d] += weight * rows[row, d]
+                    out[b, f, d] = rows[row, d]
+
+    return cast(Callable[..., None], lookup_single)
 
 
-@compile_loop
-def _find_slot(row, slots, touched, mask):  # noqa: ANN001, ANN202
-    """Where an open-addressing hash table holds the place of ``row`` in ``touched``, or -1 for one that is new."""
-    mixed = row * np.int64(-7046029254386353131)  # 2^64 / golden ratio: spreads consecutive rows
-    slot = ((mixed >> 32) ^ mixed) & mask
-    while slots[slot] >= 0 and touched[slots[slot]] != row:
-        slot = (slot + 1) & mask
-    return slot
+@cache
+def lookup_bags_for(dim: int) -> Callable[..., None]:
+    """Weighted sums of rows of width ``dim``."""
+
+    @compile_loop
+    def lookup_bags(ids, offsets, weights, starts, rows, out):  # noqa: ANN001, ANN202
+        num_features, batch_size = starts.shape[0], out.shape[0]
+        for f in range(num_features):
+            last = offsets[(f + 1) * batch_size] - 1
+            for b in range(batch_size):
+                bag = f * batch_size + b
+                for d in range(dim):
+                    out[b, f, d] = np.float32(0)
+                for position in range(offsets[bag], offsets[bag + 1]):
+                    prefetch_row(rows, ids[min(position + AHEAD, last)] + starts[f])
+                    row = ids[position] + starts[f]
+                    weight = weights[position] if weights.shape[0] else np.float32(1)
+                    for d in range(dim):
+                        out[b, f, d] += weight * rows[row, d]
+
+    return cast(Callable[..., None], lookup_bags)
 
 
-@compile_loop
-def _sum_by_row(ids, offsets, weights, starts, table_bounds, num_rows, grads, slots, touched, sums):  # noqa: ANN001, ANN202
-    """Sum the gradients of each row; returns how many rows were touched.
+@cache
+def sum_by_row_for(dim: int) -> Callable[..., int]:
+    """A loop that sums the gradients of each row, of width ``dim``, and returns how many rows were touched.
 
-    With one hash table after the other, one for each table of rows: it fits a cache where one for all would not. Where
-    a table has hardly more rows than that would have places, each row has a place of its own, and nothing is hashed.
+    With one hash table after the other, one for each table of rows: it fits a cache where one for all would not.
+    Where a table has hardly more rows than that would have places, each row has a place of its own, and nothing is
+    hashed.
 
-    Args:
+    Its arguments:
         ids: Of the whole batch, feature-major.
         offsets: Of the bags; empty where each holds one id.
         weights: Of the ids; empty where all are 1.
@@ -80,38 +88,60 @@ def _sum_by_row(ids, offsets, weights, starts, table_bounds, num_rows, grads, sl
         touched: Result, the rows.
         sums: Result, their gradients.
     """
-    batch_size, dim = grads.shape[0], grads.shape[2]
-    count = 0
-    for table in range(table_bounds.shape[0] - 1):
-        first_bag, last_bag = table_bounds[table] * batch_size, table_bounds[table + 1] * batch_size
-        num_ids = offsets[last_bag] - offsets[first_bag] if offsets.shape[0] else last_bag - first_bag
-        capacity = 2
-        while capacity < 2 * num_ids:
-            capacity *= 2
-        has_places = num_rows[table] <= 2 * capacity
-        slots[: num_rows[table] if has_places else capacity] = -1
-        mask = capacity - 1
-        for f in range(table_bounds[table], table_bounds[table + 1]):
-            for b in range(batch_size):
-                bag = f * batch_size + b
-                first, last = bag, bag + 1
-                if offsets.shape[0]:
-                    first, last = offsets[bag], offsets[bag + 1]
-                for position in range(first, last):
-                    row = ids[position] + starts[f]
-                    slot = ids[position] if has_places else _find_slot(row, slots, touched, mask)
-                    target = slots[slot]
-                    if target < 0:
-                        target = count
-                        slots[slot] = count
-                        touched[count] = row
-                        for d in range(dim):
-                            sums[count, d] = np.float32(0)
-                        count += 1
-                    weight = weights[position] if weights.shape[0] else np.float32(1)
-                    for d in range(dim):
-                        sums[target, d] += weight * grads[b, f, d]
-    return count
+
+    @compile_loop
+    def sum_by_row(ids, offsets, weights, starts, table_bounds, num_rows, grads, slots, touched, sums):  # noqa: ANN001, ANN202
+        batch_size = grads.shape[0]
+        count = 0
+        for table in range(table_bounds.shape[0] - 1):
+            first_bag, last_bag = table_bounds[table] * batch_size, table_bounds[table + 1] * batch_size
+            num_ids = offsets[last_bag] - offsets[first_bag] if offsets.shape[0] else last_bag - first_bag
+            capacity = _capacity(num_ids)
+            has_places = num_rows[table] <= 2 * capacity
+            slots[: num_rows[table] if has_places else capacity] = -1
+            mask = capacity - 1
+            for f in range(table_bounds[table], table_bounds[table + 1]):
+                for b in range(batch_size):
+                    bag = f * batch_size + b
+                    first, last = bag, bag + 1
+                    if offsets.shape[0]:
+                        first, last = offsets[bag], offsets[bag + 1]
+                    for position in range(first, last):
+                        row = ids[position] + starts[f]
+                        slot = np.uint64(ids[position] if has_places else _find_slot(row, slots, touched, mask))
+                        weight = weights[position] if weights.shape[0] else np.float32(1)
+                        target = slots[slot]
+                        if target < 0:
+                            slots[slot] = count
+                            touched[count] = row
+                            for d in range(dim):
+                                sums[count, d] = weight * grads[b, f, d]
+                            count += 1
+                        else:
+                            for d in range(dim):
+                                sums[np.uint64(target), d] += weight * grads[b, f, d]
+        return count
+
+    return cast(Callable[..., int], sum_by_row)
+
+
+@compile_loop
+def _capacity(num_ids):  # noqa: ANN001, ANN202
+    """The least power of two that leaves half of the places free."""
+    capacity = 2
+    while capacity < 2 * num_ids:
+        capacity *= 2
+    return capacity
+
+
+@compile_loop
+def _find_slot(row, slots, touched, mask):  # noqa: ANN001, ANN202
+    """Where an open-addressing hash table holds the place of ``row`` in ``touched``, or -1 for one that is new."""
+    mixed = row * np.int64(-7046029254386353131)  # 2^64 / golden ratio: spreads consecutive rows
+    slot = ((mixed >> 32) ^ mixed) & mask
+    while slots[slot] >= 0 and touched[slots[slot]] != row:
+        slot = (slot + 1) & mask
+    return slot
 
 
 class NumbaKernel(Kernel):
@@ -137,10 +167,12 @@ class NumbaKernel(Kernel):
     def lookup(self, rows: Tensor, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         out = torch.empty(sparse.batch_size, len(sparse.keys), rows.shape[1])
         if sparse.is_single_hot and sparse.weights is None:
-            _lookup_single(sparse.values.numpy(), self._starts, rows.numpy(), out.numpy())
+            lookup_single_for(self.layout.embedding_dim)(sparse.values.numpy(), self._starts, rows.numpy(), out.numpy())
         else:
             offsets, weights = sparse.bag_offsets().numpy(), _weights(sparse)
-            _lookup_bags(sparse.values.numpy(), offsets, weights, self._starts, rows.numpy(), out.numpy())
+            lookup_bags_for(self.layout.embedding_dim)(
+                sparse.values.numpy(), offsets, weights, self._starts, rows.numpy(), out.numpy()
+            )
         return out
 
     def apply_gradients(  # noqa: D102 - inherited
@@ -154,7 +186,7 @@ class NumbaKernel(Kernel):
         step: int,
     ) -> None:
         slots, touched, sums = self._buffers(sparse.values.numel())
-        count = _sum_by_row(
+        count = sum_by_row_for(self.layout.embedding_dim)(
             sparse.values.numpy(),
             _NO_OFFSETS if sparse.is_single_hot else sparse.bag_offsets().numpy(),
             _weights(sparse),
