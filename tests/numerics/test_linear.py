@@ -50,6 +50,19 @@ def test_affine_when_the_gradient_is_an_expanded_scalar_then_right(path):
     torch.testing.assert_close(inputs.grad, weight.detach().sum(1).expand(BATCH, -1), **TOLERANCE)
 
 
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("batch", [64, 512], ids=["wide", "tall"])
+def test_affine_when_differentiated_then_the_weights_gradient_lies_as_the_weight(monkeypatch, batch, transposed):
+    monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
+    inputs = draw(batch, INPUTS, seed=0).detach()
+    weight = draw(OUTPUTS, INPUTS, seed=1) if transposed else draw(INPUTS, OUTPUTS, seed=1)
+    result = linear.affine(inputs, weight.t() if transposed else weight)
+    (grad,) = torch.autograd.grad(result.sum(), weight)
+    assert grad.stride() == weight.stride()  # otherwise the accumulation would copy it
+    expected = inputs.sum(0).expand(OUTPUTS, INPUTS)
+    torch.testing.assert_close(grad, expected if transposed else expected.t(), rtol=1e-5, atol=1e-4)
+
+
 def test_affine_when_small_or_mixed_precision_or_double_then_left_to_torch(monkeypatch):
     monkeypatch.setattr(linear, "prefers_onednn", lambda: True)
     monkeypatch.setattr(linear._OneDNNAffine, "apply", lambda *_: pytest.fail("not torch's product"))

@@ -68,6 +68,16 @@ def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
+def _weight_gradient(input_BI: Tensor, grad_BO: Tensor, *, like: Tensor) -> Tensor:
+    """Their product ``[I, O]``, with the strides of a weight: oneDNN copies a left factor that is transposed."""
+    (batch_size, num_in), num_out = input_BI.shape, grad_BO.shape[1]
+    if not like.is_contiguous():
+        return _product(grad_BO.t(), input_BI).t()
+    if batch_size * num_out + num_in * num_out < batch_size * num_in:
+        return _product(grad_BO.t(), input_BI).t().contiguous()
+    return _product(input_BI.t(), grad_BO)
+
+
 class _OneDNNAffine(torch.autograd.Function):
     """:func:`affine` with oneDNN for the product and for both of its gradients."""
 
@@ -87,6 +97,6 @@ class _OneDNNAffine(torch.autograd.Function):
         grad_addend = grad_BO.sum(0) if ctx.addend_is_bias else grad_BO
         return (
             _product(grad_BO, weight_IO.t()) if needs_input else None,
-            _product(input_BI.t(), grad_BO) if needs_weight else None,
+            _weight_gradient(input_BI, grad_BO, like=weight_IO) if needs_weight else None,
             grad_addend if needs_addend else None,
         )
