@@ -18,6 +18,7 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.client import Connection, Pending
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
+from lightning_recsys.parameter_server.exchange_parts import cut_exchange, join_answers
 from lightning_recsys.parameter_server.exchange_wire import pack_request, unpack_reply
 from lightning_recsys.parameter_server.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Stores
 from lightning_recsys.parameter_server.plain import (
@@ -72,6 +73,11 @@ class RemoteEmbeddingStore(EmbeddingStore):
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self._row_shapes)
+        parts = cut_exchange(request, self._row_shapes, self._connection.limits)
+        answers = [self._send_exchange(part) for part in parts]
+        return answers[0] if len(parts) == 1 else lambda: join_answers(parts, [answer() for answer in answers])
+
+    def _send_exchange(self, request: RowExchange) -> Callable[[], RowValues]:
         connection = self._connection
         arguments, arrays = pack_request(request, self.layout.num_rows, self._row_shapes)
         send = connection.push if request.changes_rows else connection.begin

@@ -99,6 +99,25 @@ def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_b
     assert served.clocks.any()
 
 
+@pytest.mark.parametrize("bytes_of_rows", [1, 3, 5])
+def test_exchange_when_over_a_limit_then_goes_in_parts_and_equals_a_whole_one(tmp_path, bytes_of_rows):
+    limits = Limits(message_bytes=bytes_of_rows * (24 + 4 * DIM + 4))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "served").mkdir()
+    whole = make_users(MappedStores(tmp_path / "own"), RowwiseAdagrad(0.5))
+    generator = torch.Generator().manual_seed(0)
+    with running(tmp_path / "served") as server:
+        stores = connect(server.endpoint, shared_memory="never")
+        users = make_users(stores, RowwiseAdagrad(0.5))
+        server.handler.limits = stores.connection.limits = limits
+        for _ in range(30):
+            exchange = random_exchange(generator, SHAPES["RowwiseAdagrad"], whole.clocks)
+            assert equal(users.begin_exchange(exchange)(), whole.begin_exchange(exchange)())
+        assert users.step == whole.step
+        assert server.handler.refused == 0
+        stores.close()
+
+
 def test_answers_when_awaited_late_then_are_those_of_the_moment_and_what_came_between_is_done(tmp_path):
     with running(tmp_path) as server:
         stores = connect(server.endpoint, shared_memory="never", timeout=20, window=2)
