@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,8 @@ from lightning_recsys.parameter_server.wire import (
 
 FIRST_BACK_OFF_SECONDS = 0.05
 LONGEST_BACK_OFF_SECONDS = 2.0
+LOOK_SECONDS = 0.2  # how often a connection that waits looks whether it still should,
+LAST_SECONDS = 2.0  # and how long it waits for an answer once it should not
 _LOST = {
     int(zmq.EVENT_DISCONNECTED): "the connection was lost",
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "the server does not accept these keys",
@@ -112,7 +114,8 @@ class Connection:
         retries: Attempts after the first, with growing pauses between them, before it gives up.
         window: Pushes on their way, at most; the next one waits.
         window_bytes: Their size, at most.
-        limits: What one reply may take.
+        limits: What one reply may take, and one exchange, which is cut where it is larger; a server's are the same.
+        cancelled: Asked while it waits; once ``True``, this attempt is the last and ends within two seconds.
 
     Attributes:
         traffic: What went over it so far.
@@ -128,6 +131,7 @@ class Connection:
         window: int = 32,
         window_bytes: int = 256 << 20,
         limits: Limits | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         if not timeout > 0 or retries < 0 or window < 1 or window_bytes < 1:
             raise ValueError(
@@ -139,6 +143,7 @@ class Connection:
         self._keys, self._timeout, self._retries = keys, timeout, retries
         self._max_pushes, self._max_bytes = window, window_bytes
         self.limits = limits or Limits()
+        self._cancelled = cancelled
         self._id = os.urandom(CLIENT_ID_BYTES)
         self._next_id, self._next_sequence = 1, 1
         self._pending: OrderedDict[int, Pending] = OrderedDict()
@@ -283,7 +288,7 @@ class Connection:
         except zmq.Again:
             if seconds <= 0:
                 return False
-            ready = dict(self._poller.poll(int(seconds * 1000) + 1))
+            ready = self._poll(seconds)
             if self._socket not in ready:
                 self._note_loss(ready)
                 return False
@@ -293,6 +298,18 @@ class Connection:
         except MessageError as error:
             raise MessageError(f"{self.endpoint}: {error}") from None
         return self._take(reply)
+
+    def _poll(self, seconds: float) -> dict[Any, int]:
+        """What becomes ready; nothing where the time is over, or the wait was cancelled."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            if ready := dict(self._poller.poll(int(1000 * max(0.0, min(left, LOOK_SECONDS))) + 1)):
+                return ready
+            if left <= 0:
+                return {}
+            if self._cancelled():
+                deadline = min(deadline, time.monotonic() + LAST_SECONDS)
 
     def _note_loss(self, ready: dict[Any, int]) -> None:
         if self._monitor in ready:
@@ -363,9 +380,9 @@ class Connection:
         self._socket.close(linger_ms)
 
     def _try_again(self, operation: str, attempts: _Attempts) -> None:
-        """After a pause, send everything that has no answer over a new connection, in its order."""
+        """After a pause, send everything that has no answer over a new connection, in its order; or give up."""
         self._close_socket(linger_ms=0)
-        if attempts.count > self._retries:
+        if attempts.count > self._retries or self._cancelled():
             self._gave_up = True
             self._reopen()
             seconds = time.monotonic() - attempts.started

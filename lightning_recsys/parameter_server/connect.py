@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,6 +26,7 @@ def connect(
     retries: int = 5,
     window: int = 32,
     shared_memory: SharedMemory = "auto",
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Stores:
     """The stores behind an endpoint.
 
@@ -39,6 +41,8 @@ def connect(
         retries: Attempts after the first, with growing pauses between them.
         window: Pushes that may be on their way before the next one waits.
         shared_memory: ``never`` goes through the server even on its own machine.
+        cancelled: Asked while an answer is waited for; once ``True``, the attempt is the last and ends within two
+            seconds. For processes that are asked to end.
 
     Raises:
         ValueError: the endpoint or an option is none.
@@ -57,7 +61,13 @@ def connect(
         return MappedStores(endpoint.removeprefix("shm://"))
     if re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*", endpoint) is None:
         raise ValueError(f"an endpoint is shm:///folder or tcp://host:port, got {endpoint!r}.")
-    options: dict[str, Any] = {"keys": client_keys(keys), "timeout": timeout, "retries": retries, "window": window}
+    options: dict[str, Any] = {
+        "keys": client_keys(keys),
+        "timeout": timeout,
+        "retries": retries,
+        "window": window,
+        "cancelled": cancelled,
+    }
     connection = Connection(endpoint, **options)
     try:
         hello = connection.request("hello").value

@@ -170,9 +170,15 @@ class RecsysStrategy(DDPStrategy):
             keys = self._node_servers.keys if self._node_servers is not None else self.key_file
             shared_memory: Literal["auto", "never"] = "auto" if self.maps_stores else "never"
             self._stores[kind] = [
-                connect(endpoint, keys=keys, shared_memory=shared_memory) for endpoint in self.endpoints[kind]
+                connect(endpoint, keys=keys, shared_memory=shared_memory, cancelled=self._is_asked_to_end)
+                for endpoint in self.endpoints[kind]
             ]
         return self._stores[kind]
+
+    def _is_asked_to_end(self) -> bool:
+        """Whether this process got a SIGTERM: it does not wait for a server that is gone, then."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.received_sigterm
 
     # --- Life --------------------------------------------------------------------------------------------------------
 

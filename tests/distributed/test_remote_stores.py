@@ -261,6 +261,19 @@ def test_server_when_there_is_none_then_the_error_says_where_what_and_how_long()
     assert str(error) == str(caught.value)
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_wait_when_cancelled_then_ends_before_its_time_and_attempts_are_over(monkeypatch, is_there):
+    monkeypatch.setattr("lightning_recsys.parameter_server.client.LAST_SECONDS", 0.1)
+    cancelled = threading.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:  # which never answers
+        port = server.bind_to_random_port("tcp://127.0.0.1") if is_there else free_port()
+        threading.Timer(0.2, cancelled.set).start()
+        with pytest.raises(ServerUnreachableError, match="did not answer 'hello'") as caught:
+            connect(f"tcp://127.0.0.1:{port}", timeout=600, retries=1000, cancelled=cancelled.is_set)
+    assert caught.value.attempts < 20
+    assert caught.value.seconds < 60
+
+
 def test_server_when_of_another_version_then_the_client_is_told_which_two_do_not_fit():
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         endpoint = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
