@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 START_SECONDS = 120.0  # for a server to be ready; a fork server that has imported everything takes a third of one
 SERVER = "lightning_recsys.parameter_server.server"  # imported when there is one to run: it takes a while
 LOOPBACK = "127.0.0.1"
+NOT_KNOWN = 255  # multiprocessing's exit code of whatever the fork server started, once that is gone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, named by our process id
 
 
@@ -126,10 +127,15 @@ class Sidecars:
         """Start the dead again.
 
         Raises:
-            RuntimeError: a server has died once too often.
+            RuntimeError: a server has died once too often, or nothing can be known of them any more.
         """
         for server in self._servers:
             while (code := server.process.exitcode) is not None:
+                if code == NOT_KNOWN:
+                    raise RuntimeError(
+                        "The fork server of this process was ended, so its servers cannot be watched any longer: did"
+                        " somebody send a signal to the whole process group?"
+                    )
                 self._restart(server, code)
 
     def stop(self) -> None:

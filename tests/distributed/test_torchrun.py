@@ -110,8 +110,9 @@ def test_job_when_it_is_ended_from_outside_then_no_server_is_left(number):
         assert len(folders(pids)) == 1
         victim = int(lines(output, "rank-0-is")[0]) if number == signal.SIGKILL else process.pid
         os.kill(victim, number)
-        process.communicate(timeout=100)
+        rest, _ = process.communicate(timeout=100)
         assert process.returncode != 0
+        assert "another server serves" not in rest  # those that a signal to the whole group cut off were left alone
         assert soon(lambda: not any(map(listens, endpoints)))
         assert soon(lambda: folders(pids) == [])
 
