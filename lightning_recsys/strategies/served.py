@@ -104,11 +104,20 @@ class ServedStrategy(RecsysStrategy):
         own = collection.embedding_bags
         return self.dynamic_rows if isinstance(own, TableBackend) and own.is_meta else None
 
+    def binds_rows(self) -> bool:
+        """Where the model is trained, or has tables without rows of its own, which only servers can evaluate."""
+        assert self.lightning_module is not None
+        backends = [x for x in self.lightning_module.modules() if isinstance(x, TableBackend)]
+        return super().binds_rows() or (bool(self.server_specs()) and any(backend.is_meta for backend in backends))
+
     def bind_backends(self) -> None:
         """Bring the rows to the embedding servers; the first rank does, the others find them there."""
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING or EMBEDDING not in self.endpoints:
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if not self.binds_rows() or EMBEDDING not in self.endpoints:
             return  # every rank has all rows
+        if not fits and self._rows_to_load is None:
+            return  # nor has the checkpoint any, if there is one: the first lookup says that there are none
         self._tables = tables = ServedTables(
             self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
         )
@@ -119,7 +128,8 @@ class ServedStrategy(RecsysStrategy):
         options: Any = {"make_backend": self.make_backend, "gradient_scale": self.gradient_scale}
         if self.is_global_zero:
             samples = partial(sample_features, self.lightning_module.trainer)
-            self.plan = plan_placement(tables.collections, len(servers), method=self.placement, samples=samples)
+            method = self.placement if fits else "size"
+            self.plan = plan_placement(tables.collections, len(servers), method=method, samples=samples)
             log.info("Embedding tables on servers:\n%s", self.plan)
             tables.bind(servers, self.plan, first=True, **options)
         self.plan = self.broadcast(self.plan)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_recsys.checkpoints import FolderCheckpointIO
 from lightning_recsys.data.typed_yaml import load_yaml
-from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
 from lightning_recsys.tasks import CTRTask
 
 Config = dict[str, Any]
@@ -101,10 +101,13 @@ def build_trainer(config: Config, **arguments: Any) -> pl.Trainer:
 def test_on_one_device(
     config: Config, task: CTRTask, datamodule: pl.LightningDataModule, *, ckpt_path: str | None, **arguments: Any
 ) -> dict[str, float]:
-    """Metrics on the test rows, each row counted exactly once: several workers would have to share them evenly."""
-    trainer = build_trainer(
-        config, strategy="auto", devices=1, num_nodes=1, enable_checkpointing=False, profiler=None, **arguments
-    )
+    """Metrics on the test rows, each row counted exactly once: several workers would have to share them evenly.
+
+    Tables without rows (``embeddings.device=meta``) are where the run's strategy has them.
+    """
+    if not any(isinstance(module, TableBackend) and module.is_meta for module in task.modules()):
+        arguments["strategy"] = "auto"
+    trainer = build_trainer(config, devices=1, num_nodes=1, enable_checkpointing=False, profiler=None, **arguments)
     trainer.test(task, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
     return to_floats(trainer.callback_metrics)
 

@@ -48,6 +48,9 @@ class Counting(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         return self.rows(batch["sparse"]).sum() + self.bias.sum()
 
+    def test_step(self, batch, batch_idx):
+        self.log("total", self.rows(batch["sparse"]).sum(), batch_size=1, sync_dist=True)
+
     def configure_optimizers(self):
         optimizer = torch.optim.SGD([self.bias], lr=0.1)
         self.rows.attach_to(optimizer)
@@ -55,6 +58,9 @@ class Counting(pl.LightningModule):
 
     def train_dataloader(self):
         return Batches(IDS_RSB[self.trainer.global_rank])
+
+    def test_dataloader(self):
+        return Batches(IDS_RSB.unique().unsqueeze(0))
 
 
 class GoesBack(Callback):
@@ -82,7 +88,7 @@ def fit(folder, strategy, *, epochs, ckpt_path=None):
     )
     trainer.fit(Counting(), ckpt_path=ckpt_path)
     assert trainer.world_size == 2
-    return folder / f"step={epochs * STEPS}.ckpt"
+    return trainer, folder / f"step={epochs * STEPS}.ckpt"
 
 
 @pytest.mark.parametrize("name", ["het", "shadowsync"])
@@ -99,9 +105,19 @@ def test_unbounded_ids_when_trained_saved_gone_on_with_and_loaded_again_then_eve
     ids, times = IDS_RSB.unique(return_counts=True)
     undone = torch.stack([(IDS_RSB[:, 0] == x).sum() for x in ids])
     for epochs, strategy in ((1, first), (2, second)):
-        path = fit(tmp_path / str(epochs), strategy, epochs=epochs, ckpt_path=path)
+        trainer, path = fit(tmp_path / str(epochs), strategy, epochs=epochs, ckpt_path=path)
         state = read_checkpoint(path)["state_dict"]
         assert torch.equal(state["rows.embedding_bags.t.ids"], ids)
         share = 0.5 / (2 if name == "het" else 1)  # workers of HET train together, with their mean
         expected = (-share * (epochs * times - (epochs - 1) * undone).float()).unsqueeze(1).expand(-1, 4)
         assert torch.allclose(state["rows.embedding_bags.t.weight"], expected)
+    (metrics,) = trainer.test(Counting(), ckpt_path=path, verbose=False)
+    assert metrics["total"] == pytest.approx(float(expected.sum()))
+
+
+def test_rows_when_evaluated_without_a_checkpoint_then_refused():
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=HETStrategy(dynamic_rows=DynamicRows(), cache_rows=9), logger=False
+    )
+    with pytest.raises(RuntimeError, match=r"have no rows here \(device='meta'\)"):
+        trainer.test(Counting(), verbose=False)
