@@ -155,11 +155,18 @@ class DESStrategy(RecsysStrategy):
 
     def _make_groups(self) -> None:
         size, world = self.group_size, self.world_size
-        groups = [list(range(first, first + size)) for first in range(0, world, size)]
-        counterparts = [list(range(place, world, size)) for place in range(size)]
-        make: Any = dist.new_subgroups_by_enumeration
-        self._group, _ = make(groups)
-        self._counterparts, _ = make(counterparts)
+        self._group = _subgroup([range(first, first + size) for first in range(0, world, size)])
+        self._counterparts = _subgroup([range(place, world, size) for place in range(size)])
+
+    def _end_groups(self) -> None:
+        """Gloo keeps a thread awake for each group."""
+        if self._group is None or not self._succeeded() or not dist.is_initialized():
+            return
+        self.barrier("nobody talks to a group any more")
+        for group in (self._group, self._counterparts):
+            if group is not _get_default_group():
+                dist.destroy_process_group(group)
+        self._group = self._counterparts = None
 
     # --- The model ---------------------------------------------------------------------------------------------------
 
@@ -384,9 +391,11 @@ class DESStrategy(RecsysStrategy):
 
     @contextmanager
     def counting_once(self) -> Iterator[None]:  # noqa: D102 - inherited
+        self._make_groups()  # those of the run have ended with it
         self._count_over(self._counterparts)
         yield
         self._count_over(None)
+        self._end_groups()
 
     def _count_over(self, group: ProcessGroup | None) -> None:
         for metric in self._counted:
@@ -422,9 +431,19 @@ class DESStrategy(RecsysStrategy):
     def teardown(self) -> None:
         """Make the model whole, then all that the base class does."""
         super().teardown()
-        counted = self._counted, self._counterparts
+        self._end_groups()
+        counted = self._counted
         self._reset()
-        self._counted, self._counterparts = counted  # for :meth:`counting_once`
+        self._counted = counted  # for :meth:`counting_once`
+
+
+def _subgroup(members: Sequence[Sequence[int]]) -> ProcessGroup:
+    """This rank's group, of all that there are; the default one where that has the same ranks."""
+    if len(members) == 1:
+        return _get_default_group()
+    make: Any = dist.new_subgroups_by_enumeration
+    group: ProcessGroup = make([list(ranks) for ranks in members])[0]
+    return group
 
 
 def _metrics_of(module: nn.Module, trainer: pl.Trainer) -> Iterator[Metric]:

@@ -235,5 +235,7 @@ def train_groups(rank: int, world: int, port: int, folder: str) -> None:
     callbacks = [NormalizedEntropyMonitor(), speed, shared]
     task = case.fit(strategy=DESStrategy(replicas=3), devices=world, callbacks=callbacks)
     seen = {"state": state_of(task), "shared": shared.seen, "examples": speed.global_examples}
-    torch.save(seen | {"train/ne": task.trainer.callback_metrics["train/ne"]}, f"{folder}/{rank}.pt")
+    groups_left = len(torch.distributed.distributed_c10d._world.pg_map)
+    seen |= {"train/ne": task.trainer.callback_metrics["train/ne"], "groups_left": groups_left}
+    torch.save(seen, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()

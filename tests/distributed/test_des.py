@@ -115,6 +115,7 @@ def test_groups_when_each_has_a_third_of_a_batch_then_train_as_one_process_with_
         assert_same(seen["state"], expected)
         assert seen["examples"] == len(SHARED_OUT.data().rows("train"))
         assert torch.equal(seen["train/ne"], ranks[0]["train/ne"])
+        assert seen["groups_left"] == 1, "the default one"
         for name, tensor in seen["shared"].items():
             assert torch.equal(tensor, ranks[0]["shared"][name]), name
 
