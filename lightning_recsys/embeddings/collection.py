@@ -104,8 +104,9 @@ class EmbeddingBagCollection(nn.Module):
         self._limits = torch.tensor([table.num_embeddings for table in layout.feature_tables], device="cpu")
         self._means = [table.pooling is PoolingType.MEAN for table in layout.feature_tables]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, sparse: SparseFeatures) -> Tensor:
-        """Look up and pool; see the class for shapes.
+        """Look up and pool; see the class for shapes. Under ``torch.compile`` it runs as it is, between two graphs.
 
         Raises:
             IndexError: an id is negative or not below its table's ``num_embeddings`` (unless ``check_ids=False``).

@@ -152,6 +152,23 @@ def test_bfloat16_mixed_then_trains_and_rows_stay_float32(tmp_path, model):
     assert rows_of(task).dtype == torch.float32
 
 
+def test_bfloat16_true_then_it_is_refused_and_told_what_to_use(tmp_path):
+    with pytest.raises(TypeError, match=r"rows are trained in float32.*precision='bf16-mixed'"):
+        fit(make_trainer(tmp_path, precision="bf16-true"), make_task(), make_batches(1))
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
+def test_compiled_then_it_trains_as_it_does_uncompiled(tmp_path):
+    plain = make_task()
+    make_trainer(tmp_path).fit(plain, make_batches(3))
+    compiled = torch.compile(make_task(), backend="eager")  # graphs as for any backend, without a C++ compiler
+    make_trainer(tmp_path).fit(compiled, make_batches(3))
+    trained = {name.replace("_orig_mod.", ""): value for name, value in compiled.state_dict().items()}
+    torch.testing.assert_close(trained, dict(plain.state_dict()))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 def test_fast_dev_run_then_one_batch(tmp_path):
     task = make_task()
     trainer = make_trainer(tmp_path, fast_dev_run=True)
