@@ -220,7 +220,10 @@ class SparseFeatures:
         return bounds
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SparseFeatures:
-        """The same features on another device."""
+        """The same features on another device; this object itself if they are there."""
+        there, tensors = torch.device(device), (self.values, self.lengths, self.offsets, self.weights)
+        if all(tensor is None or tensor.device == there for tensor in tensors):
+            return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SparseFeatures:

@@ -34,14 +34,16 @@ def check_additive(optimizer: RowOptimizer) -> None:
 
 
 @compile_rule
-def _sgd(touched, grads, owes, rows, owed, learning_rate):  # noqa: ANN001, ANN202
+def _sgd(touched, grads, clocks, unsent, rows, owed, learning_rate):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
         prefetch_row(rows, coming)
         prefetch_row(owed, coming)
         row = touched[i]
-        if owes[row]:
+        clocks[row] += np.int32(1)
+        unsent[row] += np.int32(1)
+        if unsent[row] > 1:
             for d in range(rows.shape[1]):
                 change = learning_rate * grads[i, d]
                 rows[row, d] -= change
@@ -54,14 +56,16 @@ def _sgd(touched, grads, owes, rows, owed, learning_rate):  # noqa: ANN001, ANN2
 
 
 @compile_rule
-def _adagrad(touched, grads, owes, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
+def _adagrad(touched, grads, clocks, unsent, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
         for array in (rows, sums, owed, owed_sums):
             prefetch_row(array, coming)
         row = touched[i]
-        if not owes[row]:
+        clocks[row] += np.int32(1)
+        unsent[row] += np.int32(1)
+        if unsent[row] == 1:
             for d in range(rows.shape[1]):
                 owed[row, d] = np.float32(0)
                 owed_sums[row, d] = np.float32(0)
@@ -77,7 +81,7 @@ def _adagrad(touched, grads, owes, rows, sums, owed, owed_sums, learning_rate, e
 
 
 @compile_rule
-def _rowwise_adagrad(touched, grads, owes, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
+def _rowwise_adagrad(touched, grads, clocks, unsent, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -88,7 +92,9 @@ def _rowwise_adagrad(touched, grads, owes, rows, sums, owed, owed_sums, learning
         total = sums[row] + square
         sums[row] = total
         scale = learning_rate / (np.sqrt(total) + eps)
-        if owes[row]:
+        clocks[row] += np.int32(1)
+        unsent[row] += np.int32(1)
+        if unsent[row] > 1:
             owed_sums[row] += square
             for d in range(rows.shape[1]):
                 change = scale * grads[i, d]
@@ -112,7 +118,8 @@ def apply_and_accumulate(
     rows: Tensor,
     state: dict[str, Tensor],
     owed: dict[str, Tensor],
-    owes: NDArray[np.bool_],
+    clocks: NDArray[np.int32],
+    unsent: NDArray[np.int32],
     *,
     learning_rate: float,
 ) -> None:
@@ -129,18 +136,22 @@ def apply_and_accumulate(
         rows: All rows, float32 ``[C, D]``.
         state: All rows' state, as :meth:`RowOptimizer.initial_state` makes it.
         owed: ``weight`` and every state: :math:`U` and :math:`S`, shaped as ``rows`` and ``state``.
-        owes: Which rows owe anything yet, bool ``[C]``; of others :math:`U` and :math:`S` are not read but set.
+        clocks: Of all rows, int32 ``[C]``.
+        unsent: Updates that each row owes, int32 ``[C]``; where there are none :math:`U` and :math:`S` are not read but
+            set.
         learning_rate: Step size of this update.
     """
     if rows.device.type == "cpu":
         arrays = [tensor.numpy() for tensor in (rows, *state.values(), *owed.values())]
         loop = _LOOPS[type(optimizer)]
         numbers = (learning_rate, optimizer.eps) if isinstance(optimizer, Adagrad) else (learning_rate,)
-        loop(touched, grads.numpy(), owes, *arrays, *(np.float32(number) for number in numbers))
+        loop(touched, grads.numpy(), clocks, unsent, *arrays, *(np.float32(number) for number in numbers))
         return
     where = torch.from_numpy(touched).to(rows.device)
-    clean = torch.from_numpy(touched[~owes[touched]]).to(rows.device)
+    clean = torch.from_numpy(touched[unsent[touched] == 0]).to(rows.device)
     changes = _changes(optimizer, grads, {name: x.index_select(0, where) for name, x in state.items()}, learning_rate)
+    clocks[touched] += 1
+    unsent[touched] += 1
     for name, change in changes.items():
         owed[name].index_fill_(0, clean, 0.0).index_add_(0, where, change)
         if name == "weight":

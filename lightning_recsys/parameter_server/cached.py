@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
@@ -22,6 +23,7 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.backend import StoreBackend
 from lightning_recsys.parameter_server.exchange import RowValues
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore
+from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.parameter_server.row_messages import NO_KEYS, RowMessages
 from lightning_recsys.parameter_server.row_places import Integers, RowPlaces
 from lightning_recsys.placement import TablePart
@@ -38,17 +40,15 @@ class _Batch:
     """A batch whose rows are in the cache, or on their way to it.
 
     Args:
-        features: On the CPU.
-        origin: The features as they were given; they live as long as a gradient may come.
         plan: Where the rows are.
+        origin: The features as they were looked up; they live as long as a gradient may come.
         answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch, to
             check, and to bring unless the copy is current. Empty once they have been taken.
         stale: Positions in the plan of copies that a store found too old.
     """
 
-    features: SparseFeatures
-    origin: Callable[[], SparseFeatures | None]
     plan: BatchPlan
+    origin: Callable[[], SparseFeatures | None] = lambda: None
     answers: list[tuple[Callable[[], RowValues], Integers, Integers, Integers]] = field(default_factory=list)
     stale: list[Integers] = field(default_factory=list)
 
@@ -113,10 +113,16 @@ class CachedBackend(StoreBackend):
         self._starts = np.array(layout.feature_starts, dtype=np.int64)
         self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
         self._coming: deque[tuple[SparseFeatures, int]] = deque()  # announced, with the announcement's number
-        self._planned: _Batch | None = None
+        self._planned: tuple[SparseFeatures, _Batch] | None = None
         self._waiting: list[_Batch] = []  # looked up, not trained yet
+        self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
         self._counts: Counter[str] = Counter()
         self._lags_U = np.empty(0, dtype=np.int32)
+
+    @property
+    def asks_servers(self) -> bool:
+        """Whether rows come in messages, and not from this machine's memory: it helps then to know batches early."""
+        return any(isinstance(store, RemoteEmbeddingStore) for store in self.stores)
 
     # --- A step ------------------------------------------------------------------------------------------------------
 
@@ -140,10 +146,10 @@ class CachedBackend(StoreBackend):
             return
         features = sparse.to("cpu")
         if self._planned is not None:
-            if _same_ids(self._planned.features, features):
+            if _same_ids(self._planned[0], features):
                 return
-            self._settle(self._planned)
-        self._planned = self._begin(features)
+            self._settle(self._planned[1])
+        self._planned = features, self._begin(features)
 
     def announce(self, sparse: SparseFeatures, *, ahead: int) -> None:  # noqa: D102 - inherited
         if not self.cache_rows:
@@ -170,7 +176,7 @@ class CachedBackend(StoreBackend):
         self.flush()
         with torch.inference_mode(False):  # memory that is made here is written to again, perhaps outside of that mode
             features = sparse.to("cpu")
-            batch = _Batch(features, lambda: None, self._passing.plan(self._keys(features)))
+            batch = _Batch(self._passing.plan(self._keys(features)))
             self._ask(batch, fetch=np.arange(len(batch.plan.keys_U)))
             self._settle(batch, self._passing)
             pooled_BFD = self._pool(self._passing, batch.plan, sparse)
@@ -180,7 +186,7 @@ class CachedBackend(StoreBackend):
     def flush(self) -> None:
         """Push every update that is still here, and return when all are in the stores. The copies stay."""
         if self._planned is not None:
-            self._settle(self._planned)  # what it asked for must not lack what is pushed now
+            self._settle(self._planned[1])  # what it asked for must not lack what is pushed now
         dirty = self._cache.dirty_slots()
         row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
         for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
@@ -203,9 +209,9 @@ class CachedBackend(StoreBackend):
         planned, self._planned = self._planned, None
         if planned is None:
             return None
-        if _same_ids(planned.features, features):
-            return planned
-        self._settle(planned)
+        if _same_ids(planned[0], features):
+            return planned[1]
+        self._settle(planned[1])
         return None
 
     def _take_waiting(self, sparse: SparseFeatures) -> _Batch:
@@ -214,7 +220,7 @@ class CachedBackend(StoreBackend):
             if batch.origin() is sparse:
                 return self._waiting.pop(index)
         if self._planned is not None:
-            self._settle(self._planned)  # they may share rows
+            self._settle(self._planned[1])  # they may share rows
         batch = self._begin(sparse.to("cpu"), validate=False)
         self._waiting.clear()
         self._settle(batch)
@@ -231,24 +237,35 @@ class CachedBackend(StoreBackend):
         self._evict()
         cache = self._cache
         plan = cache.plan(self._keys(features), announced=self._announcement_of(features) if validate else None)
-        batch = _Batch(features, lambda: None, plan)
+        batch = _Batch(plan)
         fetch, held = np.flatnonzero(plan.new_U), np.flatnonzero(~plan.new_U)
         if validate:
-            self._counts.update(reads=len(plan.keys_U), hits=len(held), misses=len(fetch))
+            self._counts["reads"] += len(plan.keys_U)
+            self._counts["hits"] += len(held)
+            self._counts["misses"] += len(fetch)
         if not validate or self.staleness is None:
             self._ask(batch, fetch=fetch)
             return batch
         slots = plan.slots_U[held]
-        in_training = np.zeros(len(cache.current), dtype=np.int32)
-        for waiting in self._waiting:
-            in_training[waiting.plan.slots_U] = 1
         # A copy that the update at hand takes too far is refreshed ahead of it; without any slack that is no use.
-        coming = in_training[slots] if self.staleness else np.zeros_like(held, dtype=np.int32)
+        coming = self._in_training(slots) if self.staleness else 0
         too_far = self._rule.needs_push(cache.start[slots], cache.current[slots] + coming)
         refresh, check = held[too_far], held[~too_far]
         self._counts["refreshes"] += len(refresh)
         self._ask(batch, fetch=fetch, check=check, refresh=refresh)
         return batch
+
+    def _in_training(self, slots: Integers) -> NDArray[np.bool_]:
+        """Which slots' rows were looked up, and wait for their update."""
+        marks = self._marks
+        if len(marks) < len(self._cache.current):
+            marks = self._marks = np.zeros(len(self._cache.current), dtype=np.bool_)
+        for waiting in self._waiting:
+            marks[waiting.plan.slots_U] = True
+        found: NDArray[np.bool_] = marks[slots]
+        for waiting in self._waiting:
+            marks[waiting.plan.slots_U] = False
+        return found
 
     def _announcement_of(self, features: SparseFeatures) -> int | None:
         """The number of a batch's announcement, which it uses up, and all before it."""
@@ -279,7 +296,9 @@ class CachedBackend(StoreBackend):
     def _evict(self) -> None:
         """Bring the cache back to its size; rows of batches that are still to be trained stay."""
         if len(self._cache) > self.cache_rows:
-            needed = [batch.plan.number for batch in (*self._waiting, self._planned) if batch is not None]
+            needed = [batch.plan.number for batch in self._waiting]
+            if self._planned is not None:
+                needed.append(self._planned[1].plan.number)
             updates, dropped = self._cache.evict(spare_from=min(needed, default=np.iinfo(np.int64).max))
             self._counts["evictions"] += dropped
             self._messages.owe(updates)

@@ -130,7 +130,8 @@ class RowMessages:
     def _wait(self, request: RowExchange, num_rows: int, answer: Callable[[], RowValues]) -> RowValues:
         """The answer to a request, with what its held copies turned out to cost counted as well."""
         found = answer()
-        num_outdated = int(found.current.logical_not().sum())
-        self.counts.update(request.bytes_by_kind(num_rows, self._row_shapes, num_outdated=num_outdated))
-        self.counts.subtract(request.bytes_by_kind(num_rows, self._row_shapes))
+        num_held = found.current.numel()
+        if num_held and (num_outdated := num_held - int(found.current.count_nonzero())):
+            self.counts.update(request.bytes_by_kind(num_rows, self._row_shapes, num_outdated=num_outdated))
+            self.counts.subtract(request.bytes_by_kind(num_rows, self._row_shapes))
         return found

@@ -47,9 +47,11 @@ class HETStrategy(ServedStrategy):
         policy: Which rows leave a full cache, of those that no known batch needs: ``lru``, ``lfu`` or ``light_lfu``.
         clock: What a push makes of a row's clock on its server: ``max``, as in the paper, or ``sum``.
         num_servers: Servers for rows.
-        prefetch: Look at the next batch one step early, and let its rows travel while the present one computes.
+        prefetch: Look at the next batch one step early, and let its rows travel while the present one computes. Rows
+            in shared memory do not travel.
         lookahead_ids: Look at as many batches ahead as have so many ids, and keep the rows that they need soonest; 0
-            leaves all to the policy. Each id takes some 50 bytes, and the batches stay in memory.
+            leaves all to the policy. Each id takes some 50 bytes, and the batches stay in memory. Not done for rows in
+            shared memory, of which a missing one costs next to nothing.
         **kwargs: As for :class:`~lightning_recsys.strategies.served.ServedStrategy`, and for
             ``DistributedDataParallel``.
 
@@ -223,9 +225,9 @@ class HETStrategy(ServedStrategy):
             self._dense.pull()
             self._follow_loads()
         if self._peeks and self._tables is not None:
-            self._ahead = LookAhead(
-                trainer, self._tables.collections.values(), prefetch=self._prefetches, num_ids=self.lookahead_ids
-            )
+            pairs = [(x, x.embedding_bags) for x in self._tables.collections.values()]
+            far = [x for x, backend in pairs if isinstance(backend, CachedBackend) and backend.asks_servers]
+            self._ahead = LookAhead(trainer, far, prefetch=self._prefetches, num_ids=self.lookahead_ids)
         self._training = True
 
     def _follow_loads(self) -> None:

@@ -232,11 +232,10 @@ class RowCache:
             self.rows,
             self.row_state,
             self._owed,
-            self.unsent > 0,
+            self.current,
+            self.unsent,
             learning_rate=learning_rate,
         )
-        self.current[slots_U] += 1
-        self.unsent[slots_U] += 1
 
     def take(self, slots: Integers) -> RowUpdates:
         """Take the updates of those of the given slots that have some; the rows stay, and owe nothing afterwards.

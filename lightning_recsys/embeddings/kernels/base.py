@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar
 
@@ -27,17 +28,17 @@ class TableLayout:
 
     tables: tuple[EmbeddingBagConfig, ...]
 
-    @property
+    @cached_property
     def embedding_dim(self) -> int:
         """``D``."""
         return self.tables[0].embedding_dim
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """``R``, the rows of all tables together."""
         return sum(table.num_embeddings for table in self.tables)
 
-    @property
+    @cached_property
     def table_starts(self) -> dict[str, int]:
         """First row of each table, by name."""
         starts = accumulate((table.num_embeddings for table in self.tables), initial=0)
@@ -48,12 +49,12 @@ class TableLayout:
         first = self.table_starts[table]
         return first, first + next(x.num_embeddings for x in self.tables if x.name == table)
 
-    @property
+    @cached_property
     def feature_tables(self) -> list[EmbeddingBagConfig]:
         """The table of each feature, in feature order."""
         return [table for table in self.tables for _ in table.feature_names]
 
-    @property
+    @cached_property
     def feature_starts(self) -> list[int]:
         """First row of each feature's table, in feature order."""
         starts = self.table_starts
