@@ -276,12 +276,12 @@ class Suite:
                 settings = {"model": model, "data": rows, "batch_size": batch_size, "strategy": strategy}
                 jobs[name] = Job(
                     f"{name}, {self._title(model, rows)}",
-                    _launchers(hosts),
+                    [host.command(*python()) for host in hosts],
                     training="benchmarks.des_training",
                     settings=[settings] * HOSTS,
                     folder=folder,
                     workers=HOSTS,
-                    environment=[{"GLOO_SOCKET_IFNAME": host.interface} for host in hosts],
+                    environment=_environments(hosts),
                 )
             run_in_turns(jobs, rounds=self.rounds, seconds=self.seconds)
             rates = {name: job.rates(batch_size // HOSTS) for name, job in jobs.items()}
@@ -300,14 +300,21 @@ def _of_one_host(readings: np.ndarray) -> float:
     return float(np.median((sent - HEADERS * packets)[whole]))
 
 
-def _launchers(hosts: tuple[Host, Host]) -> list[list[str]]:
+def _environments(hosts: tuple[Host, Host]) -> list[dict[str, str]]:
+    """What ``torchrun`` would tell a process on each host; itself it would take seconds to start."""
     port = free_port()
     return [
-        [
-            *host.command(*python("-m", "torch.distributed.run", f"--nnodes={HOSTS}", "--nproc-per-node=1")),
-            f"--node-rank={rank}",
-            f"--master-addr={hosts[0].address}",
-            f"--master-port={port}",
-        ]
+        {
+            "GLOO_SOCKET_IFNAME": host.interface,
+            "TORCHELASTIC_RUN_ID": "benchmark",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(HOSTS),
+            "RANK": str(rank),
+            "GROUP_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+        }
         for rank, host in enumerate(hosts)
     ]
