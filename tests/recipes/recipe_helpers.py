@@ -50,7 +50,10 @@ def run_recipe(
 
 @contextmanager
 def recipe_server() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
-    """As :func:`run_recipe`, but in forks of one process, which start at once: for runs whose start does not matter."""
+    """As :func:`run_recipe`, but in forks of one process, which start at once: for runs whose start does not matter.
+
+    Their workers do, too: all runs share a fork server.
+    """
     command = [sys.executable, "-W", "default", str(Path(__file__).with_name("recipe_server_script.py"))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -59,6 +62,7 @@ def recipe_server() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]
         subprocess.Popen(command, env=environment, **pipes) as server,
     ):
         files = [Path(outputs, name) for name in ("stdout", "stderr")]
+        assert server.stdout.readline() == "ready\n"
 
         def run(recipe: str, *arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
             request = [str(RECIPES / recipe), arguments, str(folder), variables, *map(str, files)]
@@ -144,7 +148,7 @@ def _watching(mark: str) -> Iterator[tuple[set[int], set[int]]]:
     stop = threading.Event()
 
     def watch() -> None:
-        while not stop.wait(0.1):
+        while not stop.wait(0.2):
             marked = _marked(mark)
             ports.update(_listening(marked))
             own.update(process.pid for process in marked)

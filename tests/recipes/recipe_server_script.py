@@ -1,7 +1,8 @@
 """Runs recipes in forks of this process, which has imported what takes seconds; a line on standard input for each run.
 
 A line is JSON: ``[RECIPE, ARGUMENTS, FOLDER, ENVIRONMENT, OUTPUT, ERRORS]``, the last two for what the run prints;
-the answer is its exit status. Otherwise a fork does what ``python RECIPE ARGUMENTS`` would do in that folder.
+the answer is its exit status, after a line that says that all is ready. Otherwise a fork does what
+``python RECIPE ARGUMENTS`` would do in that folder; but its workers come from a fork server that all runs share.
 """
 
 import json
@@ -9,21 +10,29 @@ import os
 import runpy
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
-import evaluate  # noqa: F401 - all of it for what it imports
+import benchmark  # noqa: F401 - all of it for what it imports
+import evaluate  # noqa: F401
 import prepare  # noqa: F401
 import train  # noqa: F401
 
 import lightning_recsys.callbacks
 import lightning_recsys.data
 import lightning_recsys.models
+import lightning_recsys.strategies.des
 import lightning_recsys.strategies.het
 import lightning_recsys.strategies.shadowsync
 import lightning_recsys.tasks  # noqa: F401
 
+forkserver.set_forkserver_preload(
+    ["train", "evaluate", *sorted(x for x in sys.modules if x.partition(".")[0] == "lightning_recsys")]
+)
+forkserver.ensure_running()
+print("ready", flush=True)
 for line in sys.stdin:  # noqa: B007 - read by the fork
     pid = os.fork()
     if not pid:
@@ -33,6 +42,8 @@ for line in sys.stdin:  # noqa: B007 - read by the fork
 else:
     sys.exit()
 
+# The server runs as long as this process's parent does, whose child it is: only that one can ask whether it has ended.
+forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
 recipe, arguments, folder, environment, output, errors = json.loads(line)
 os.chdir(folder)
 os.environ.update(environment)

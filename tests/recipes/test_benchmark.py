@@ -10,7 +10,6 @@ from benchmarks.curves import Curves
 from benchmarks.het_cache import Columns
 from benchmarks.report import Drawn, fill
 from benchmarks.turns import Measurement, Turn, in_turns
-from recipe_helpers import run_recipe
 
 
 def endless(turn: Turn, log: list[str], name: str) -> None:
@@ -49,11 +48,11 @@ def test_measurement_then_ratios_are_taken_round_by_round():
 SMALL = ["suite.models=[deepfm]", "suite.batch_sizes=[16]", "suite.rounds=1", "suite.seconds=0.01", "suite.rows=4096"]
 
 
-def test_command_line_then_every_bar_stands_in_table_json_page_and_picture(tmp_path):
+def test_command_line_then_every_bar_stands_in_table_json_page_and_picture(run_forked, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- suite=single -->\nold\n<!-- end of suite=single -->\nafter\n")
     folder = f"hydra.run.dir={tmp_path / 'run'}"
-    done = run_recipe("benchmark.py", *SMALL, folder, f"page={page}", folder=tmp_path)
+    done = run_forked("benchmark.py", *SMALL, folder, f"page={page}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "deepfm, B=16" in done.stdout
     results = json.loads((tmp_path / "run" / "single.json").read_text())
@@ -73,9 +72,9 @@ def test_command_line_then_every_bar_stands_in_table_json_page_and_picture(tmp_p
     assert (tmp_path / "images" / "single.png").stat().st_size > 1000
 
 
-def test_command_line_when_asked_for_a_profile_then_parts_add_up_to_the_step(tmp_path):
+def test_command_line_when_asked_for_a_profile_then_parts_add_up_to_the_step(run_forked, tmp_path):
     run_dir = f"hydra.run.dir={tmp_path}"
-    done = run_recipe("benchmark.py", *SMALL, "suite.profile=true", run_dir, folder=tmp_path)
+    done = run_forked("benchmark.py", *SMALL, "suite.profile=true", run_dir, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     parts, operators = json.loads((tmp_path / "single.json").read_text())["rows"]
     *milliseconds, whole = parts["milliseconds"].values()

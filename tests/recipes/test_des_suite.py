@@ -15,7 +15,6 @@ from benchmarks import des, des_quality, des_training
 from benchmarks.des_data import CriteoRows, HeldRows, PaperRows, distinct, join
 from benchmarks.des_prediction import ALL_REDUCE, DES, GLOO_BYTES, LIGHTNING_BYTES, PS, dense_floats, predict
 from benchmarks.hosts import Host, NoLinkError
-from recipe_helpers import run_recipe
 
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import SparseFeatures
@@ -202,12 +201,12 @@ def test_quality_then_the_bar_is_the_difference_of_the_means():
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(400)
-def test_link_then_logistic_regression_trains_on_two_hosts_with_all_strategies(tmp_path):
+def test_link_then_logistic_regression_trains_on_two_hosts_with_all_strategies(run_forked, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- suite=des -->\n<!-- end of suite=des -->\n")
     short = ("suite.rounds=1", "suite.seconds=0.5", "suite.batch_sizes={Criteo: 64}", "suite.models=[LR]")
     own = ("suite=des", "suite.parts=[link]", f"hydra.run.dir={tmp_path / 'run'}", f"page={page}")
-    done = run_recipe("benchmark.py", *own, *short, folder=tmp_path)
+    done = run_forked("benchmark.py", *own, *short, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     *results, bars = json.loads((tmp_path / "run" / "des.json").read_text())["rows"]
     if not results:

@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import nullcontext
 from inspect import signature
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +19,7 @@ from benchmarks.jobs import Job, descendants, steps_per_second
 from benchmarks.shadowsync_quality import Quality
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
-from recipe_helpers import CONF, TINY, run_recipe
+from recipe_helpers import CONF, TINY
 from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.strategies import ShadowSyncStrategy
@@ -251,45 +250,54 @@ def test_slowed_then_only_its_rank_computes_so_many_times_as_long(monkeypatch):
 
 # --- The command line ------------------------------------------------------------------------------------------------
 
-SHORT = ("suite=shadowsync", "suite.rounds=1", "suite.seconds=0.5", "suite.batch_size=64")
+SHORT = (
+    "suite=shadowsync",
+    "suite.parts=[overhead,store]",
+    "suite.rounds=1",
+    "suite.seconds=0.5",
+    "suite.batch_size=64",
+    "suite.store.shapes=[[16,64]]",
+    "suite.store.rounds=1",
+    "suite.store.seconds=0.02",
+)
 
 
-def run_part(part: str, folder: Path, *arguments: str) -> tuple[list[dict], dict[str, dict]]:
-    """Results and bars of one part, which fills a page as well."""
+@pytest.fixture(scope="module")
+def parts(run_forked, tmp_path_factory):
+    """The folder of one run of two parts, which fills a page as well; the results, and the bars by name."""
+    folder = tmp_path_factory.mktemp("parts")
     page = folder / "page.md"
     page.write_text("<!-- suite=shadowsync -->\n<!-- end of suite=shadowsync -->\n")
-    own = (f"suite.parts=[{part}]", f"hydra.run.dir={folder / 'run'}", f"page={page}")
-    done = run_recipe("benchmark.py", *SHORT, *own, *arguments, folder=folder)
+    done = run_forked("benchmark.py", *SHORT, f"hydra.run.dir={folder / 'run'}", f"page={page}", folder=folder)
     assert done.returncode == 0, done.stderr
-    assert f"{part}: " in done.stdout  # how long it took
+    assert all(f"{part}: " in done.stdout for part in ("overhead", "store"))  # how long it took
     assert "limit" in page.read_text()
     *results, bars = json.loads((folder / "run" / "shadowsync.json").read_text())["rows"]
-    return results, {bar["name"]: bar for bar in bars["bars"]}
+    return folder, results, bars["bars"]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_overhead_then_both_jobs_train_and_one_of_them_synchronises(tmp_path):
-    (row, gaps), bars = run_part("overhead", tmp_path)
+def test_overhead_then_both_jobs_train_and_one_of_them_synchronises(parts):
+    folder, (row, gaps, *_), bars = parts
     assert set(row["examples_per_second"]) == {"not synchronised", "S-EASGD"}
     assert min(row["examples_per_second"].values()) > 0
     assert list(gaps["telemetry"]) == ["S-EASGD"]
     assert set(gaps["telemetry"]["S-EASGD"]) == {"0", "1"}
     assert all(trainer["comm/sent_bytes"] > 4e6 for trainer in gaps["telemetry"]["S-EASGD"].values())  # over the wire
-    assert {bar["verdict"] for bar in bars.values()} <= {"pass", "FAIL"}
-    assert (tmp_path / "images" / "shadowsync.png").stat().st_size > 1000
+    assert {bar["verdict"] for bar in bars} <= {"pass", "FAIL"}
+    assert (folder / "images" / "shadowsync.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_store_then_every_comparison_has_its_bar(tmp_path):
-    small = ("suite.store.shapes=[[16,64]]", "suite.store.rounds=1", "suite.store.seconds=0.02")
-    results, bars = run_part("store", tmp_path, *small)
+def test_store_then_every_comparison_has_its_bar(parts):
+    _, (_, _, *results), bars = parts
     assert [set(row["examples_per_second"]) for row in results] == [
         {"shm", "bare FBGEMM", "bare kernel of ours"},
         {"torch RPC", "tcp"},
     ]
-    assert [bar.split(",")[0] for bar in bars] == ["shm / bare FBGEMM kernel", "tcp / torch RPC"]
+    assert [bar["name"].split(",")[0] for bar in bars[-2:]] == ["shm / bare FBGEMM kernel", "tcp / torch RPC"]
 
 
 def test_suite_when_a_part_is_unknown_then_the_parts_are_named(tmp_path):

@@ -83,10 +83,10 @@ def test_loggers_wrote_training_and_test(run):
         assert list((folder / "out/wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_evaluate_reproduces_the_test_metrics(run, tmp_path):
+def test_evaluate_reproduces_the_test_metrics(run, run_forked, tmp_path):
     folder, _ = run
     checkpoint = folder / "out/checkpoints/best.ckpt"
-    done = run_recipe("evaluate.py", f"ckpt_path={checkpoint}", "hydra.run.dir=out", folder=tmp_path)
+    done = run_forked("evaluate.py", f"ckpt_path={checkpoint}", "hydra.run.dir=out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     expected = record_of(folder / "out")["metrics"]
@@ -145,10 +145,10 @@ def test_record_is_written_by_rank_zero_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.distributed
-def test_two_processes_that_run_the_recipe_leave_one_table_and_one_record(tmp_path):
+def test_two_processes_that_run_the_recipe_leave_one_table_and_one_record(run_forked, tmp_path):
     """Lightning's own ddp: the second process runs the command line again."""
     overrides = ["trainer=cpu", "trainer.strategy=ddp", "trainer.devices=2", "logger=none"]
-    done = run_recipe(
+    done = run_forked(
         "train.py", *TINY, *overrides, "callbacks/progress_bar=none", "hydra.run.dir=out", folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -156,7 +156,7 @@ def test_two_processes_that_run_the_recipe_leave_one_table_and_one_record(tmp_pa
     record = record_of(tmp_path / "out")
     assert record["status"] == "completed"
     assert torch.load(record["checkpoint"], weights_only=True)["global_step"] == 5  # two workers: half of ten batches
-    alone = run_recipe("evaluate.py", f"ckpt_path={record['checkpoint']}", "hydra.run.dir=alone", folder=tmp_path)
+    alone = run_forked("evaluate.py", f"ckpt_path={record['checkpoint']}", "hydra.run.dir=alone", folder=tmp_path)
     assert alone.returncode == 0, alone.stderr
     tested = {name: value for name, value in record["metrics"].items() if name.startswith("test/")}
     assert record_of(tmp_path / "alone")["metrics"] == tested
@@ -182,8 +182,8 @@ def test_sweep_refuses_a_strategy_that_runs_the_command_line_again(composed):
         refuse_reexecution(trainer, sweeping=True)
 
 
-def test_help_names_groups_and_commands(tmp_path):
-    done = run_recipe("train.py", "--help", folder=tmp_path)
+def test_help_names_groups_and_commands(run_forked, tmp_path):
+    done = run_forked("train.py", "--help", folder=tmp_path)
     assert done.returncode == 0
     groups = dict(line.split(":", 1) for line in done.stdout.split("Common commands")[0].splitlines() if ":  " in line)
     assert groups["  model"].split(", ") == ["          dcn", "dcn_v2", "deepfm", "dlrm", "fm", "lr", "wide_deep"]
@@ -191,8 +191,8 @@ def test_help_names_groups_and_commands(tmp_path):
     assert "python recipes/train.py -m model=dlrm,deepfm seed=0,1" in done.stdout
 
 
-def test_wrong_override_on_the_command_line_says_what_is_allowed(tmp_path):
-    done = run_recipe("train.py", "trainer.max_epoch=1", folder=tmp_path)
+def test_wrong_override_on_the_command_line_says_what_is_allowed(run_forked, tmp_path):
+    done = run_forked("train.py", "trainer.max_epoch=1", folder=tmp_path)
     assert done.returncode == 1
     assert "trainer.max_epoch: no such choice. Did you mean trainer.max_epochs" in done.stderr
     assert "Allowed in trainer: accelerator, accumulate_grad_batches" in done.stderr
