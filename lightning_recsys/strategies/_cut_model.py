@@ -275,7 +275,8 @@ def partitionable(model: nn.Module, *, whole: Sequence[str] = ()) -> dict[str, n
         whole: Paths of plain embedding modules that every process keeps as a whole.
 
     Raises:
-        TypeError: a collection's owner does not say how it is cut, or might say it wrongly; a plain embedding module.
+        TypeError: a collection's owner does not say how it is cut, or might say it wrongly; a plain embedding module;
+            a compiled one with tables or layers that are cut.
         ValueError: ``whole`` names something else.
     """
     plain = {name for kind in (nn.Embedding, nn.EmbeddingBag) for name, _ in _modules(model, kind)}
@@ -288,11 +289,28 @@ def partitionable(model: nn.Module, *, whole: Sequence[str] = ()) -> dict[str, n
             f"the plain embedding modules {left} cannot be cut by field, for nobody knows what becomes of their rows."
             f" Use an EmbeddingBagCollection, name small ones in strategy.whole, {INSTEAD}."
         )
+    _refuse_compiled(model)
     found: dict[str, nn.Module] = {}
     _search("", model, found)
     for name, part in found.items():
         feature_names(part, name)
     return found
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    if not any(True for _ in _modules(model, EmbeddingBagCollection)):
+        return
+    for name, module in model.named_modules():
+        # A wrapper, a module compiled in place, a task as Lightning unwraps it.
+        compiled = ("_orig_mod", "_compiled_call_impl", "_compiler_ctx")
+        if any(getattr(module, attribute, None) is not None for attribute in compiled) and any(
+            isinstance(below, EmbeddingBagCollection | FieldLayer) for below in module.modules()
+        ):
+            raise TypeError(
+                f"{repr(name) if name else 'the model itself'} is compiled, and torch.compile can follow neither"
+                " lookups in tables nor what layers send that are cut by field: compile modules without either, such"
+                " as those behind the first layer of the deep part."
+            )
 
 
 def _search(name: str, module: nn.Module, found: dict[str, nn.Module]) -> None:
@@ -304,11 +322,6 @@ def _search(name: str, module: nn.Module, found: dict[str, nn.Module]) -> None:
         )
     if not any(True for _ in _modules(module, EmbeddingBagCollection)):
         return
-    if hasattr(module, "_orig_mod"):
-        raise TypeError(
-            f"{name!r} is compiled, and torch.compile cannot follow lookups in tables: compile modules without any,"
-            " such as the layers above them."
-        )
     if hasattr(module, "partition"):
         order = [cls for cls in type(module).__mro__ if {"partition", "forward"} & vars(cls).keys()]
         if "partition" not in vars(order[0]):

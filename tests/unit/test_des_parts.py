@@ -9,6 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from prepared_folder import write_folder
+from pytorch_lightning.utilities.compile import from_compiled
 from thread_group import on_threads
 from torch import nn
 
@@ -108,8 +109,15 @@ def test_model_when_it_does_not_say_how_it_is_cut_then_refused_by_name(model, me
 
 
 def test_model_when_compiled_then_refused_but_not_for_layers_without_tables():
-    with pytest.raises(TypeError, match=r"'part' is compiled, and .* modules without any"):
+    with pytest.raises(TypeError, match=r"'part' is compiled, and .* modules without either"):
         partitionable(Own(part=torch.compile(DeepFM(2, FIELDS, hidden=(4,)), backend="eager")))
+    model = DeepFM(2, FIELDS, hidden=(4,))
+    model.deep.compile(backend="eager")
+    with pytest.raises(TypeError, match=r"'part\.deep' is compiled"):
+        partitionable(Own(part=model))
+    task = from_compiled(torch.compile(CTRTask(DeepFM(2, FIELDS, hidden=(4,))), backend="eager"))
+    with pytest.raises(TypeError, match="the model itself is compiled"):
+        partitionable(task)
     model = DeepFM(2, FIELDS, hidden=(4,))
     model.deep.rest = torch.compile(model.deep.rest, backend="eager")
     assert list(partitionable(Own(part=model))) == ["part"]
