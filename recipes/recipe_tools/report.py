@@ -17,6 +17,10 @@ METRICS = (
     ("AUC", "test/auc", ".4f"),
     ("Log loss", "test/logloss", ".4f"),
     ("Calibration", "test/calibration", ".4f"),
+    ("Rows found in the cache (rank 0)", "cache/hit_rate", ".1%"),
+    ("Rows too old there", "cache/stale_rate", ".1%"),
+    ("Rows fetched, bytes", "comm/rows_bytes", ",.0f"),
+    ("Updates of rows, bytes", "comm/gradients_bytes", ",.0f"),
 )
 
 
