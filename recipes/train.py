@@ -32,6 +32,7 @@ from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.report import print_results
+from recipe_tools.sweep import end_with_sweep
 
 from lightning_recsys.runtime import configure_worker
 
@@ -50,6 +51,8 @@ def main(cfg: DictConfig) -> float:
         overrides=list(job.overrides.task),
         job=job.job.num if sweeping else None,
     )
+    if sweeping:
+        end_with_sweep()
     with isolated_job(), record:
         try:
             train(config, record, sweeping=sweeping)

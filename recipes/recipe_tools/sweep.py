@@ -7,6 +7,9 @@ import csv
 import json
 import logging
 import math
+import multiprocessing
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -71,6 +74,26 @@ class SweepComparison(Callback):
             write_markdown(folder / "comparison.md", cells)
             print_comparison(cells, folder)
         return records
+
+
+def end_with_sweep() -> None:
+    """In a process of joblib: do not outlive the sweep's main process, however it dies.
+
+    joblib's processes would train on, and would wait for five minutes then. What they started ends with them, and their
+    resource trackers remove what lies in shared memory.
+    """
+    name = "end-with-sweep"
+    in_joblib = multiprocessing.current_process().name.startswith("LokyProcess")
+    if not in_joblib or any(thread.name == name for thread in threading.enumerate()):
+        return  # a later job of the same process
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name=name, daemon=True).start()
 
 
 def _is_grid(config: DictConfig) -> bool:

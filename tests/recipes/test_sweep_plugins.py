@@ -5,10 +5,16 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
 
 import pytest
 import yaml
-from recipe_helpers import TINY, TINY_DATA, run_recipe, run_watched
+from recipe_helpers import MARK, RECIPES, TINY, TINY_DATA, _marked, run_recipe, run_watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1200)]
 QUIET = ("logger=none", "callbacks/progress_bar=none")
@@ -41,6 +47,39 @@ def test_parallel_jobs_equal_consecutive_ones_and_leave_nothing(tmp_path):
     parallel, consecutive = (metrics_below(tmp_path / name / "out") for name in ("joblib", "basic"))
     assert parallel.keys() == {0, 1, 2, 3}
     assert parallel == consecutive
+
+
+@needs("hydra_plugins.hydra_joblib_launcher")
+@pytest.mark.parametrize(("number", "strategy"), [(signal.SIGINT, "single"), (signal.SIGKILL, "ddp")])
+def test_parallel_jobs_when_interrupted_or_killed_then_no_process_is_left(tmp_path, number, strategy):
+    mark, out = uuid.uuid4().hex, tmp_path / "out"
+    overrides = ("model=lr", f"strategy={strategy}", "data.train_rows=1000000", "seed=0,1,2", "hydra.sweep.dir=out")
+    launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    sweep = subprocess.Popen(
+        [sys.executable, RECIPES / "train.py", "-m", *overrides, *QUIET, *launcher],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", MARK: mark, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a group of its own, as a terminal gives it
+    )
+    try:
+        _wait_for(lambda: len(list(out.glob("*/metrics.json"))) == 2, seconds=60)
+        assert len(_marked(mark)) > 2
+        (os.killpg if number == signal.SIGINT else os.kill)(sweep.pid, number)
+        assert sweep.wait(20) == -number
+        _wait_for(lambda: not _marked(mark), seconds=20)
+    finally:
+        for process in _marked(mark):
+            process.kill()
+        sweep.wait()
+
+
+def _wait_for(condition, *, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @needs("hydra_plugins.hydra_joblib_launcher")
