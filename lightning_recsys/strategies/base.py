@@ -69,9 +69,9 @@ class RecsysStrategy(DDPStrategy):
 
     Attributes:
         asynchronous: Workers may be at different steps: nothing waits for all of them between two batches.
-        wraps_model: Gradients are averaged by ``DistributedDataParallel``. Otherwise parameters and buffers are
-            broadcast from rank 0 at the start, and gradients stay where they are. A subclass where an argument decides
-            either of the two sets it before it calls ``super().__init__()``.
+        wraps_model: Gradients are averaged by ``DistributedDataParallel``, if there are several workers. Otherwise
+            parameters and buffers are broadcast from rank 0 at the start, and gradients stay where they are. A subclass
+            where an argument decides either of the two sets it before it calls ``super().__init__()``.
         endpoints: Servers by kind, in index order; in workers, from :meth:`setup_environment` on.
 
     Raises:
@@ -247,8 +247,11 @@ class RecsysStrategy(DDPStrategy):
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Wrap the model, or start all workers from rank 0's."""
-        if self.wraps_model:
+        """Wrap the model, or start all workers from rank 0's.
+
+        A worker that is alone keeps its model as it is: its gradients would only be copied there and back.
+        """
+        if self.wraps_model and self.world_size > 1:
             super().configure_ddp()
         else:
             assert self.model is not None
