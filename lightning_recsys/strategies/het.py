@@ -29,6 +29,8 @@ Mode = Literal["het", "hybrid", "ps", "allreduce"]
 
 DEFAULT_FRACTION = 0.1
 
+_LAGS = ("0", "1_to_9", "10_to_99", "from_100")
+
 
 class HETStrategy(ServedStrategy):
     r"""DDP for the dense part; rows on servers, and in each worker a cache of those that it needs most.
@@ -320,13 +322,10 @@ class HETStrategy(ServedStrategy):
         values = super().telemetry()
         if self._tables is not None:
             backends = [x.embedding_bags for x in self._tables.collections.values()]
-            parts = [x.telemetry() for x in backends if isinstance(x, CachedBackend)]
-            values |= _merged(
-                [
-                    part | {"cache/eviction_rate": part["cache/evictions"] / max(part["cache/reads"], 1)}
-                    for part in parts
-                ]
-            )
+            cache = _merged([x.telemetry() for x in backends if isinstance(x, CachedBackend)])
+            if cache:
+                cache["cache/eviction_rate"] = cache["cache/evictions"] / max(cache["cache/reads"], 1)
+                values |= _lag_shares(cache.pop("cache/clock_lag")) | cache
         return values
 
     def teardown(self) -> None:
@@ -352,6 +351,21 @@ def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         else:
             merged[name] = sum(values)
     return merged
+
+
+def _lag_shares(lags: Tensor) -> dict[str, Any]:
+    """Clock lags, if there are any, and their histogram.
+
+    >>> shares = _lag_shares(torch.tensor([0.0, 1.0, 12.0, 9.0]))
+    >>> shares["cache/clock_lag/share_0"], shares["cache/clock_lag/share_1_to_9"]
+    (0.25, 0.5)
+    """
+    if not lags.numel():
+        return {}
+    bins = torch.bucketize(lags, torch.tensor([0.0, 9.0, 99.0])).bincount(minlength=len(_LAGS)) / lags.numel()
+    return {"cache/clock_lag": lags} | {
+        f"cache/clock_lag/share_{name}": share for name, share in zip(_LAGS, bins.tolist(), strict=True)
+    }
 
 
 def _number(staleness: int | float | str | None) -> int | None:

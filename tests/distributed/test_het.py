@@ -158,6 +158,7 @@ def test_updates_when_two_workers_train_then_each_counts_once_at_validation_in_c
     assert (metrics["comm/sent_bytes"] > 0) == through_servers
     assert min(metrics["comm/rows_bytes"], metrics["comm/gradients_bytes"]) > 0
     assert metrics["cache/clock_lag/max"] >= metrics["cache/clock_lag/mean"] >= 0
+    assert sum(share for name, share in metrics.items() if "clock_lag/share" in name) == pytest.approx(1.0)
     if arguments.get("staleness") == "inf":
         assert metrics["cache/stale_rate"] == metrics["cache/refresh_rate"] == 0
 

@@ -12,7 +12,7 @@ from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_recsys.parameter_server import DynamicRows
 from lightning_recsys.strategies import HETStrategy
-from lightning_recsys.strategies.het import _merged
+from lightning_recsys.strategies.het import _lag_shares, _merged
 
 
 def make_trainer(strategy, **arguments) -> pl.Trainer:
@@ -112,4 +112,10 @@ def test_telemetry_when_of_several_collections_then_weighs_shares_by_their_looku
     merged = _merged(parts)
     assert merged.pop("cache/clock_lag").tolist() == [1.0, 4.0]
     assert merged == {"cache/reads": 40, "cache/hit_rate": pytest.approx(0.8), "comm/rows_bytes": 12}
-    assert _merged([]) == {}
+    assert _merged([]) == _lag_shares(torch.empty(0)) == {}
+
+
+def test_clock_lags_when_counted_then_each_is_in_one_share():
+    lags = torch.tensor([0, 0, 1, 9, 10, 99, 100, 10_000], dtype=torch.float32)
+    shares = [value for name, value in _lag_shares(lags).items() if "share" in name]
+    assert shares == [0.25, 0.25, 0.25, 0.25]
