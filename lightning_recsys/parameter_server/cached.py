@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache
 from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
-from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.optim import SGD, RowOptimizer
 from lightning_recsys.parameter_server.backend import StoreBackend
 from lightning_recsys.parameter_server.exchange import RowValues
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore
@@ -358,7 +358,8 @@ class CachedBackend(StoreBackend):
         if kernel is None or num_slots != len(cache.rows):
             features = tuple(name for table in self.layout.tables for name in table.feature_names)
             slots = EmbeddingBagConfig("slots", max(len(cache.rows), 1), self.layout.embedding_dim, features)
-            kernel = choose_kernel("auto", TableLayout((slots,)), self.optimizer, cache.rows.device)
+            # It only looks up: on a GPU that of a rule with state would have room for a state of its own.
+            kernel = choose_kernel("auto", TableLayout((slots,)), SGD(), cache.rows.device)
             self._kernels[cache] = len(cache.rows), kernel
         return kernel
 
