@@ -15,7 +15,8 @@ def on_threads(size: int, member: Callable[[int, Any], Any]) -> list[Any]:
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
-        return member(rank, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20)))
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+        return member(rank, group), group  # which stays until the others have connected to it
 
     with ThreadPoolExecutor(size) as threads:
-        return [future.result() for future in [threads.submit(run, rank) for rank in range(size)]]
+        return [future.result()[0] for future in [threads.submit(run, rank) for rank in range(size)]]
