@@ -13,6 +13,7 @@ from lightning_recsys.models.layers import (
     CrossNetwork,
     DeepTower,
     InputWeights,
+    begin,
     check_dense,
     field_embeddings,
     flatten_inputs,
@@ -91,6 +92,7 @@ class DCN(nn.Module):
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
         embeddings = self.embeddings(sparse)
+        deep = begin(self.deep, dense, embeddings)
         inputs = flatten_inputs(self.cross.own_dense(dense), embeddings)
-        logits: Tensor = self.cross.project(inputs, self.cross_output) + self.deep(dense, embeddings)
+        logits: Tensor = self.cross.project(inputs, self.cross_output) + deep()
         return logits

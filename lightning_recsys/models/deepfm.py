@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import DeepTower, FirstOrder, FMSecondOrder, field_embeddings
+from lightning_recsys.models.layers import DeepTower, FirstOrder, FMSecondOrder, begin, field_embeddings
 
 
 class DeepFM(nn.Module):
@@ -75,6 +75,6 @@ class DeepFM(nn.Module):
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         embeddings = self.embeddings(sparse)
-        machine = self.first_order(dense, sparse) + self.second_order(dense, embeddings)
-        logits: Tensor = machine + self.deep(dense, embeddings)
+        deep = begin(self.deep, dense, embeddings)
+        logits: Tensor = self.first_order(dense, sparse) + self.second_order(dense, embeddings) + deep()
         return logits

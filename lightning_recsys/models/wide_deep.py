@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import DeepTower, FirstOrder, field_embeddings
+from lightning_recsys.models.layers import DeepTower, FirstOrder, begin, field_embeddings
 
 
 class WideDeep(nn.Module):
@@ -70,5 +70,6 @@ class WideDeep(nn.Module):
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
-        logits: Tensor = self.first_order(dense, sparse) + self.deep(dense, self.embeddings(sparse))
+        deep = begin(self.deep, dense, self.embeddings(sparse))
+        logits: Tensor = self.first_order(dense, sparse) + deep()
         return logits

@@ -12,7 +12,15 @@ from thread_group import on_threads
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, LocalBackend, SparseFeatures
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
-from lightning_recsys.models.layers import CrossNetwork, CrossNetworkV2, FieldGather, FieldwiseLinear, Share
+from lightning_recsys.models.layers import (
+    CrossNetwork,
+    CrossNetworkV2,
+    DeepTower,
+    FieldGather,
+    FieldwiseLinear,
+    Share,
+    begin,
+)
 from lightning_recsys.optim import SGD, Adagrad
 
 FIELDS = {f"f{i}": 20 + i for i in range(5)}
@@ -167,6 +175,35 @@ def test_sum_when_partials_are_bfloat16_then_adds_in_float32():
     for total, exact in on_threads(2, member):
         assert total.dtype == torch.bfloat16
         assert exact.item() == 1 + 2.0**-9
+
+
+def test_sums_when_begun_one_after_the_other_then_can_be_waited_for_in_any_order():
+    def member(rank, group):
+        share = Share((), group)
+        first, second = share.start(torch.full((3,), 1.0 + rank)), share.start(torch.full((2,), 10.0 + rank))
+        return second()[0], first()[0]
+
+    for late, early in on_threads(2, member):
+        assert (early.tolist(), late.tolist()) == ([3.0] * 3, [21.0] * 2)
+
+
+def test_tower_when_begun_then_gives_what_it_gives_at_once():
+    torch.manual_seed(0)
+    tower = DeepTower(2, num_fields=3, embedding_dim=4, hidden=[5])
+    dense, embeddings = torch.randn(BATCH, 2), torch.randn(BATCH, 3, 4)
+    expected = tower(dense, embeddings)
+
+    def member(rank, group):
+        fields = ((0, 2), (1,))[rank]
+        own = copy.deepcopy(tower)
+        own.partition(fields, group)
+        logits = begin(own, dense, embeddings[:, fields])
+        (meanwhile,) = Share(fields, group).sum(torch.ones(1))
+        assert meanwhile == 2
+        return logits()
+
+    for logits in (begin(tower, dense, embeddings)(), *on_threads(2, member)):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_fields_when_dealt_out_twice_then_gather_refuses():

@@ -13,7 +13,7 @@ from lightning_recsys.models.layers.fieldwise import FieldwiseLinear
 from lightning_recsys.models.layers.first_order import FirstOrder
 from lightning_recsys.models.layers.inputs import check_dense
 from lightning_recsys.models.layers.interaction import DotInteraction
-from lightning_recsys.models.layers.mlp import MLP, DeepTower
+from lightning_recsys.models.layers.mlp import MLP, DeepTower, begin
 from lightning_recsys.models.layers.partition import Cut, FieldGather, FieldLayer, Sends, Share
 from lightning_recsys.models.layers.tables import field_embeddings, first_order_weights
 
@@ -34,6 +34,7 @@ __all__ = [
     "LowRankCrossLayer",
     "Sends",
     "Share",
+    "begin",
     "check_dense",
     "field_embeddings",
     "first_order_weights",

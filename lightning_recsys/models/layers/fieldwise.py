@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -81,15 +81,21 @@ class FieldwiseLinear(FieldLayer):
         """Add the numeric features and the bias to the sum over all fields: ``[B, H]``."""
         return partial_BH + self._dense_part(dense)
 
+    def start(self, dense: Tensor, embeddings_BFD: Tensor) -> Callable[[], Tensor]:
+        """Begin with :meth:`forward` of a layer that is cut; returns a function that waits for what the others send."""
+        assert self.share is not None
+        partial_BH = self.partial(embeddings_BFD)
+        if "dense_weight" not in self.cuts:
+            of_fields = self.share.start(partial_BH)
+            return lambda: self.combine(dense, *of_fields())
+        assert self.dense_weight is not None
+        of_all = self.share.start(partial_BH + affine(dense, self.dense_weight))
+        return lambda: of_all()[0] + self.bias
+
     def forward(self, dense: Tensor, embeddings_BFD: Tensor) -> Tensor:
         """The whole layer; unless it is cut, one addition cheaper than :meth:`combine` of :meth:`partial`."""
         if self.share is not None:
-            partial_BH = self.partial(embeddings_BFD)
-            if "dense_weight" not in self.cuts:
-                return self.combine(dense, *self.sum_partials(partial_BH))
-            assert self.dense_weight is not None
-            (sum_BH,) = self.sum_partials(partial_BH + affine(dense, self.dense_weight))
-            return sum_BH + self.bias
+            return self.start(dense, embeddings_BFD)()
         return affine(embeddings_BFD.flatten(1), self.weight.flatten(0, 1), self._dense_part(dense))
 
     def _dense_part(self, dense: Tensor) -> Tensor:

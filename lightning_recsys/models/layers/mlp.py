@@ -129,6 +129,23 @@ class DeepTower(nn.Module):
         return logits.squeeze(1)
 
 
+def begin(tower: nn.Module, dense: Tensor, embeddings_BFD: Tensor) -> Callable[[], Tensor]:
+    """Begin with a :class:`DeepTower`, so that other parts of a model are computed while partial results travel.
+
+    Returns:
+        A function for the tower's logit. Of a tower that is not cut, or compiled, all is computed when it is called.
+    """
+    if not isinstance(tower, DeepTower) or tower.first.share is None:
+        return partial(tower, dense, embeddings_BFD)
+    first = tower.first.start(dense, embeddings_BFD)
+
+    def finish() -> Tensor:
+        logits: Tensor = tower.rest(first())
+        return logits.squeeze(1)
+
+    return finish
+
+
 def after_linear(width: int, activation: str, *, dropout: float, batch_norm: bool) -> list[nn.Module]:
     """What follows the linear part of a hidden layer of the given width.
 

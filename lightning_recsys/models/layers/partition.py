@@ -8,14 +8,14 @@ all partial results is what the whole layer gives, and everything above it is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,11 @@ class Share:
     group: ProcessGroup
 
     def sum(self, *partials: Tensor, cut_after: bool = False) -> tuple[Tensor, ...]:
-        """Add partial results up over the processes, in one all-reduce of float32.
+        """Add partial results up over the processes, in one all-reduce of float32; :meth:`start`, and wait."""
+        return self.start(*partials, cut_after=cut_after)()
+
+    def start(self, *partials: Tensor, cut_after: bool = False) -> Callable[[], tuple[Tensor, ...]]:
+        """Begin to add partial results up; they travel while this process does something else.
 
         Args:
             partials: This process's; the same shapes on all of them.
@@ -39,12 +43,19 @@ class Share:
                 well. Otherwise every process computes the same from the sums, and has their whole gradient already.
 
         Returns:
-            The sums, bit for bit the same on every process, in the partial results' dtypes.
+            A function that waits for the sums, bit for bit the same on every process, in the partial results' dtypes.
         """
         if self.group.size() == 1:
-            return partials
-        sums: tuple[Tensor, ...] = _Sum.apply(self.group, cut_after, *partials)  # type: ignore[no-untyped-call]
-        return sums
+            return lambda: partials
+        flat = _flatten(partials)
+        work = self.group.allreduce([flat])
+
+        def finish() -> tuple[Tensor, ...]:
+            group = self.group if cut_after else None
+            sums: tuple[Tensor, ...] = _Sum.apply(work, flat, group, *partials)  # type: ignore[no-untyped-call]
+            return sums
+
+        return finish
 
 
 @dataclass(frozen=True)
@@ -210,23 +221,32 @@ def input_columns(fields: Sequence[int], *, in_features: int, embedding_dim: int
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce of several tensors as one; backward the identity, or the same again."""
+    """All-reduce of several tensors as one, under way since :meth:`Share.start`; backward the identity, or the same."""
 
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, cut_after: bool, *partials: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group if cut_after else None
-        return _all_reduce(group, partials)
+    def forward(
+        ctx: Any, work: Work, flat: Tensor, group: ProcessGroup | None, *partials: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group = group
+        work.wait()
+        return _unflatten(flat, partials)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(grads if ctx.group is None else _all_reduce(ctx.group, grads))
+        if ctx.group is not None:
+            flat = _flatten(grads)
+            ctx.group.allreduce([flat]).wait()
+            grads = _unflatten(flat, grads)
+        return None, None, None, *grads
 
 
-def _all_reduce(group: ProcessGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
-    group.allreduce([flat]).wait()
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return tuple(part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
+
+
+def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return tuple(part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, like, strict=True))
 
 
 class _Gather(torch.autograd.Function):
