@@ -1,4 +1,4 @@
-"""Suite ``data``: readers alone, all rows of Criteo's shape and in the page cache, nothing done with the batches."""
+"""Suite ``data``: preparing rows of Criteo's shape, and readers alone, in the page cache, nothing done with batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row
+from benchmarks import preparation
+from benchmarks.report import Result, Row
 from benchmarks.turns import Turn, in_turns
 from benchmarks.workload import Workload
 
@@ -30,11 +31,17 @@ VARIANTS = {
 }
 
 
-def run(*, rows: int, batch_sizes: list[int], workers: list[int], rounds: int, seconds: float) -> list[Row]:
-    """Measure each reader: total rate of all workers, who take their batches in turn in one process."""
-    measured = []
+def run(
+    *, rows: int, batch_sizes: list[int], workers: list[int], rounds: int, seconds: float, prepare: list[str]
+) -> list[Result]:
+    """Measure each reader: total rate of all workers, who take their batches in turn in one process.
+
+    And, before that, the preparation of as many raw rows with each of these presets.
+    """
+    measured: list[Result] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bars = preparation.measure(folder, rows=rows, presets=prepare)
         work = Workload(rows=rows)
         roots = {name: write_rows(work, folder / name, compression=name) for name in ("none", "zstd")}
         readers = {name: stack.enter_context(closing(Reader(root))) for name, root in roots.items()}
@@ -49,7 +56,7 @@ def run(*, rows: int, batch_sizes: list[int], workers: list[int], rounds: int, s
                 }
                 result = in_turns(variants, rounds=rounds, seconds=seconds)
                 measured.append(Row(f"B={batch_size}, {world_size} workers", result, base="local"))
-    return measured
+    return [*measured, bars]
 
 
 def variant(first: StreamRequest, root: Path, reader: Reader | None) -> Callable[[Turn], None]:
