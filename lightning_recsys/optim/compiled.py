@@ -32,6 +32,9 @@ compile_rule = numba.njit(nogil=True, cache=True, error_model="numpy")
 AHEAD = 32
 """How many rows before its use a loop asks for a row: on one thread, 4 hid half of the waiting and 32 nearly all."""
 
+SOON = AHEAD // 2
+"""The same for what is found through something that was asked for ``AHEAD`` of its use."""
+
 _FLOATS_PER_LINE = 16  # a cache line is 64 bytes on x86 and most of ARM; a wrong guess costs a little time only
 
 

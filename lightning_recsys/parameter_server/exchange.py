@@ -75,7 +75,7 @@ class RowExchange:
 
     def wanted_rows(self, current_H: Tensor) -> Tensor:
         """The rows that go back: those to fetch, then held ones whose copies are not current."""
-        return torch.cat([self.fetch_rows, self.held_rows[~current_H]])
+        return torch.cat([self.fetch_rows, self.held_rows[~current_H]]) if current_H.numel() else self.fetch_rows
 
     def check(self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse what a store cannot do, before it does any of it.

@@ -28,6 +28,7 @@ from lightning_recsys.sync import ClockName, ClockRule
 Mode = Literal["het", "hybrid", "ps", "allreduce"]
 
 DEFAULT_FRACTION = 0.1
+DEFAULT_LOOKAHEAD_IDS = 2_000_000
 
 _LAGS = ("0", "1_to_9", "10_to_99", "from_100")
 
@@ -87,7 +88,7 @@ class HETStrategy(ServedStrategy):
         clock: ClockName = "max",
         num_servers: int = 1,
         prefetch: bool = True,
-        lookahead_ids: int = 200_000,
+        lookahead_ids: int = DEFAULT_LOOKAHEAD_IDS,
         **kwargs: Any,
     ) -> None:
         require_one_of("mode", mode, get_args(Mode))

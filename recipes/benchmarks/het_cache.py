@@ -32,9 +32,9 @@ from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.cached import CachedBackend
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import TablePart
+from lightning_recsys.strategies.het import DEFAULT_LOOKAHEAD_IDS
 
 CACHED = 0.1  # of all rows
-LOOKAHEAD_IDS = 4_000_000  # 20 times the strategy's default: what a large window saves
 # Hetu's own C++ cache, milliseconds of lookup and update a step and the share of bytes that it saves at s=100, as
 # measured on a Xeon of 2.5 GHz on which FBGEMM's module made 458,000 examples/s of this workload (D=16, B=2048).
 HETU_MILLISECONDS = {(16, 128): 3.5, (128, 128): 8.3, (16, 2048): 47.0, (128, 2048): 89.0}
@@ -123,7 +123,7 @@ def worker(
     cache_rows: int,
     staleness: int | None,
     policy: CachePolicy = "light_lfu",
-    lookahead_ids: int = LOOKAHEAD_IDS,
+    lookahead_ids: int = DEFAULT_LOOKAHEAD_IDS,
     optimizer: RowOptimizer | None = None,
 ) -> Iterator[Worker]:
     """A worker and its server, a process of its own behind loopback."""

@@ -16,7 +16,7 @@ from lightning_recsys.embeddings.cache import hash_table, order
 from lightning_recsys.embeddings.cache.hash_table import EMPTY, find, home, make_table
 from lightning_recsys.embeddings.cache.order import COUNT, HELD, LIST, NEXT, NOWHERE, PLANNED, POSITION
 from lightning_recsys.embeddings.cache.window import FOLLOWING, SLOT, Window, go_on
-from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
+from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
 
 CachePolicy = Literal["lru", "lfu", "light_lfu"]
 Integers = NDArray[np.int64]
@@ -27,7 +27,6 @@ REMEMBERED = 8
 LIGHT_BOUND = 16
 """From this many uses on, light LFU no longer keeps a row in order."""
 
-_SOON = AHEAD // 2
 _NO_BOUND = np.iinfo(np.int32).max
 
 # Places in the array of numbers that the loops share.
@@ -82,7 +81,7 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, sl
     number, count, last = numbers[_PLANS], 0, keys_N.shape[0] - 1
     for i in range(keys_N.shape[0]):
         prefetch_row(table, home(table, keys_N[min(i + AHEAD, last)]))
-        prefetch_row(slots, table[home(table, keys_N[min(i + _SOON, last)]), 1])  # nearly always the key's own cell
+        prefetch_row(slots, table[home(table, keys_N[min(i + SOON, last)]), 1])  # nearly always the key's own cell
         key = keys_N[i]
         cell = find(table, key)
         slot = table[cell, 1]
@@ -96,7 +95,7 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, sl
         slots_N[i], distinct_N[i] = slot, slots[slot, POSITION]
     for u in range(count):
         prefetch_row(slots, slots_U[min(u + AHEAD, count - 1)])
-        soon = slots_U[min(u + _SOON, count - 1)]
+        soon = slots_U[min(u + SOON, count - 1)]
         prefetch_row(slots, slots[soon, order.BEFORE])
         prefetch_row(slots, slots[soon, order.AFTER])
         slot = slots_U[u]
@@ -121,6 +120,9 @@ def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers,
             prefetch_row(slots, occurrences[coming, SLOT])
         else:
             prefetch_row(table, home(table, keys[coming]))
+        soon = (start + min(u + SOON, last)) & ring
+        if occurrences[soon, FOLLOWING] != NOWHERE:
+            prefetch_row(occurrences, occurrences[soon, FOLLOWING])
         at = (start + u) & ring
         slot, new_U[u] = occurrences[at, SLOT], False
         occurrences[at, SLOT] = NOWHERE
@@ -141,7 +143,7 @@ def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers,
 def _forget(victims, table, slots, slot_keys, free, numbers, remembers):  # noqa: ANN001, ANN202
     last = victims.shape[0] - 1
     for i in range(victims.shape[0]):
-        prefetch_row(table, home(table, slot_keys[victims[min(i + _SOON, last)]]))
+        prefetch_row(table, home(table, slot_keys[victims[min(i + SOON, last)]]))
         slot = victims[i]
         cell = find(table, slot_keys[slot])
         if remembers and slots[slot, COUNT]:

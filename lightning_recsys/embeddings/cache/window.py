@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_recsys.embeddings.cache import order
 from lightning_recsys.embeddings.cache.hash_table import EMPTY, copy_into, erase, find, home, make_table
 from lightning_recsys.embeddings.cache.order import COUNT, LIST, NEXT, NOWHERE, PLANNED
-from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
+from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
 
 Integers = NDArray[np.int64]
 
@@ -53,6 +53,9 @@ def _announce(keys_N, occurrences, keys, last_of, chains, counts, table, slots, 
     start, count, num_fresh = counts[_FIRST] + counts[_LENGTH], 0, 0
     for i in range(keys_N.shape[0]):
         prefetch_row(last_of, home(last_of, keys_N[min(i + AHEAD, end)]))
+        soon = last_of[home(last_of, keys_N[min(i + SOON, end)]), 1]  # nearly always the key's own cell
+        if soon != EMPTY:
+            prefetch_row(occurrences, soon)
         key = keys_N[i]
         cell = find(last_of, key)
         last = last_of[cell, 1]
@@ -75,6 +78,9 @@ def _announce(keys_N, occurrences, keys, last_of, chains, counts, table, slots, 
     counts[_KEYS] += num_fresh
     for i in range(num_fresh):
         prefetch_row(table, home(table, keys[fresh[min(i + AHEAD, num_fresh - 1)]]))
+        soon = table[home(table, keys[fresh[min(i + SOON, num_fresh - 1)]]), 1]
+        if soon >= 0:
+            prefetch_row(slots, soon)
         slot = table[find(table, keys[fresh[i]]), 1]
         if slot >= 0:
             if slots[slot, LIST] != NOWHERE:
