@@ -28,8 +28,9 @@ def check_additive(optimizer: RowOptimizer) -> None:
     """
     if type(optimizer) not in (SGD, Adagrad, RowwiseAdagrad):  # a subclass may have another rule
         raise TypeError(
-            f"{type(optimizer).__name__} cannot train cached rows: its state is no sum of what each update adds, so"
-            " updates of several workers cannot be added up. Use SGD, Adagrad or RowwiseAdagrad."
+            f"{type(optimizer).__name__} cannot train cached rows (strategy=het, with mode=hybrid and ps): its state"
+            " is no sum of what each update adds, so updates of several workers cannot be added up. Use SGD, Adagrad or"
+            " RowwiseAdagrad (optim=sgd, adagrad or rowwise_adagrad in the recipes)."
         )
 
 

@@ -95,9 +95,11 @@ class RecsysStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         if max_restarts < 0:
-            raise ValueError(f"max_restarts must be at least 0, got {max_restarts}. 0 ends the run with the server.")
+            raise ValueError(
+                f"strategy.max_restarts must be at least 0, got {max_restarts}. 0 ends the run with the server."
+            )
         if transport not in ("auto", "tcp"):
-            raise ValueError(f"transport must be 'auto' or 'tcp', got {transport!r}.")
+            raise ValueError(f"strategy.transport must be 'auto' or 'tcp', got {transport!r}.")
         _refuse_other_namespace(*kwargs.values())
         if self.asynchronous:
             kwargs.setdefault("timeout", PATIENCE)
