@@ -181,6 +181,12 @@ class DESStrategy(RecsysStrategy):
         self.model_to_device()
         everything = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+        if self.dynamic_rows is not None and not missing:
+            raise ValueError(
+                'strategy.dynamic_rows makes the rows of collections that have none (device="meta"), and the model has'
+                ' no such. Make them with device="meta" (+embeddings.device=meta in the recipes), or leave'
+                " strategy.dynamic_rows out."
+            )
         _sync_module_states(module, _get_default_group(), BUCKET_BYTES, src=0, params_and_buffers_to_ignore=missing)
         self.plan = place_fields(
             field_costs(parts, self._count_lookups(trainer)), self.group_size, method=self.placement

@@ -20,6 +20,7 @@ from forked import run_processes
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
 from lightning_recsys.checkpoints import read_checkpoint, to_file
+from lightning_recsys.parameter_server import DynamicRows
 from lightning_recsys.strategies import DESStrategy
 
 pytestmark = [
@@ -132,3 +133,8 @@ def test_tables_when_nobody_has_rows_at_first_then_two_processes_make_those_of_o
         assert_same(two, one)
     never_stopped, resumed = (read_checkpoint(tmp_path / f"{name}.ckpt") for name in ("some-2-step=20", "more-2"))
     assert_same(resumed["state_dict"], never_stopped["state_dict"])
+
+
+def test_dynamic_rows_when_no_table_has_use_for_them_then_refused_by_name():
+    with pytest.raises(ValueError, match=r"strategy.dynamic_rows makes the rows .* the model has no such"):
+        SAVED.fit(strategy=DESStrategy(dynamic_rows=DynamicRows()), devices=1)
