@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -33,6 +34,8 @@ SERVER = "lightning_recsys.parameter_server.server"  # imported when there is on
 LOOPBACK = "127.0.0.1"
 NOT_KNOWN = 255  # multiprocessing's exit code of whatever the fork server started, once that is gone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, named by our process id
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,8 @@ class Sidecars:
                 " the strategy are used up; see what it printed above."
             )
         server.restarts += 1
+        times = f"{server.restarts} of {self.max_restarts} times"
+        log.warning("Server %s %s; starting it again with the same files (%s).", server.spec, _ending(code), times)
         port = int(server.endpoint.rpartition(":")[2])
         server.process, receiver = self._fork(server.spec, port=port)
         with suppress(_NotReadyError):  # the next look sees that it is dead

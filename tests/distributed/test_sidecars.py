@@ -77,7 +77,7 @@ def test_folder_when_named_then_files_lie_there_and_only_they_go(tmp_path):
     assert list(own.iterdir()) == []
 
 
-def test_server_when_killed_then_comes_back_at_the_same_port_with_the_same_files():
+def test_server_when_killed_then_comes_back_at_the_same_port_with_the_same_files(caplog):
     with Sidecars(SPECS[:2]) as sidecars:
         first, second = sidecars.endpoints["embedding"]
         kept = sidecars.folder / "embedding-0" / "kept"
@@ -90,6 +90,7 @@ def test_server_when_killed_then_comes_back_at_the_same_port_with_the_same_files
         assert pid_at(first) != before[0]
         assert pid_at(second) == before[1]
         assert kept.exists()
+    assert "embedding-0 was ended by SIGKILL; starting it again with the same files (1 of 3 times)" in caplog.text
 
 
 def test_server_when_it_dies_once_too_often_then_the_error_names_it_and_how_it_ended():
