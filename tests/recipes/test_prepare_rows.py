@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
+import re
+import time
 
 import pytest
 from omegaconf import OmegaConf
 from recipe_helpers import train_here
+from recipe_tools import prepare_rows as recipe
 from recipe_tools.prepare_rows import prepare_rows
+from rich.console import Console
+
+from lightning_recsys.data.preparation import Progress
 
 
 def criteo_line(rng: random.Random) -> str:
@@ -42,6 +49,16 @@ def test_prepared_rows_when_trained_on_then_every_preprocessing_works(preprocess
     config = composed("train", *overrides, "trainer=cpu", "callbacks/progress_bar=none")
     record = train_here(config, tmp_path)
     assert record.metrics["test/ne"] > 0
+
+
+def test_progress_bar_then_tells_share_rows_a_second_and_time_left(monkeypatch):
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(recipe, "console", lambda: console)
+    with recipe._progress_bar() as show:
+        for rows in (1000, 2000):
+            show(Progress("write", rows=rows, bytes=rows, total_bytes=4000))
+            time.sleep(0.01)
+    assert re.search(r"Writing shards .* 50 % .*2,000 rows, [\d,]+/s .*0:00:\d\d", console.file.getvalue())
 
 
 def test_command_line_when_given_raw_text_then_writes_shards_and_says_what_came_of_it(run_forked, tmp_path, raw):
