@@ -183,7 +183,7 @@ def test_quality_then_the_bar_is_the_difference_of_the_means():
 
     quality = des_quality.Quality("rows", {"LR": {"DES": runs(0.70, 0.72), "PS": runs(0.71, 0.72)}})
     (bar,) = quality.bars()
-    assert bar.value == pytest.approx(-0.005)
+    assert bar.value == pytest.approx(-5)
     assert bar.verdict == "FAIL"
     cells = [next(iter(column.cells)) for column in quality.table().columns]
     assert cells == [
