@@ -8,8 +8,10 @@ from click_module import ClickModule, make_loader, make_trainer
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
 from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from pytorch_lightning.profilers import Profiler
 
 import lightning_recsys.callbacks
+from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonitor, StalenessMonitor
 
 CONF = Path(lightning_recsys.callbacks.__file__).parents[2] / "conf"
 FILES = sorted(path.stem for path in (CONF / "callbacks").glob("*.yaml"))
@@ -78,3 +80,34 @@ def test_early_stopping_beside_the_default_then_both_are_there(tmp_path):
     callbacks = build(compose_config(tmp_path, callbacks="[default,early_stopping]").callbacks)
     assert sum(isinstance(callback, EarlyStopping) for callback in callbacks) == 1
     assert sum(isinstance(callback, ModelCheckpoint) for callback in callbacks) == 1
+
+
+class Calls(Profiler):
+    """Notes every call that Lightning profiles."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def start(self, action_name):
+        self.names.append(action_name)
+
+    def stop(self, action_name):
+        pass
+
+
+def test_training_step_then_lightning_calls_those_hooks_only_that_do_something(tmp_path):
+    callbacks = [ExamplesPerSecond(), NormalizedEntropyMonitor(), StalenessMonitor()]
+    calls = Calls()
+    make_trainer(tmp_path, callbacks=callbacks, profiler=calls).fit(ClickModule(), make_loader(8, 8, 8), make_loader(8))
+    in_steps = [
+        name.removeprefix("[Callback]")
+        for name in calls.names
+        if any(type(callback).__name__ in name for callback in callbacks) and calls.names.count(name) == 3
+    ]
+    assert sorted(set(in_steps)) == [
+        "ExamplesPerSecond.on_train_batch_end",
+        "ExamplesPerSecond.on_train_batch_start",
+        "NormalizedEntropyMonitor.on_train_batch_end",
+        "StalenessMonitor.on_train_batch_end",
+    ]
