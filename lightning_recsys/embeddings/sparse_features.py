@@ -211,12 +211,13 @@ class SparseFeatures:
 
     def feature_bounds(self) -> list[int]:
         """Where each feature's ids start and end in ``values``: ``F + 1`` positions."""
+        batch_size = self.batch_size
         if self.is_single_hot:
-            return [f * self.batch_size for f in range(len(self.keys) + 1)]
+            return [f * batch_size for f in range(len(self.keys) + 1)]
         offsets = self.bag_offsets()
-        if not self.batch_size:
+        if not batch_size:
             return [0] * (len(self.keys) + 1)
-        bounds: list[int] = offsets[:: self.batch_size].tolist()
+        bounds: list[int] = offsets[::batch_size].tolist()
         return bounds
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SparseFeatures:

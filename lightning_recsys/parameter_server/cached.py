@@ -238,21 +238,22 @@ class CachedBackend(StoreBackend):
         cache = self._cache
         plan = cache.plan(self._keys(features), announced=self._announcement_of(features) if validate else None)
         batch = _Batch(plan)
-        fetch, held = np.flatnonzero(plan.new_U), np.flatnonzero(~plan.new_U)
+        fetch = np.flatnonzero(plan.new_U)
         if validate:
             self._counts["reads"] += len(plan.keys_U)
-            self._counts["hits"] += len(held)
+            self._counts["hits"] += len(plan.keys_U) - len(fetch)
             self._counts["misses"] += len(fetch)
         if not validate or self.staleness is None:
             self._ask(batch, fetch=fetch)
             return batch
-        slots = plan.slots_U[held]
+        start_U, current_U = cache.start[plan.slots_U], cache.current[plan.slots_U]
         # A copy that the update at hand takes too far is refreshed ahead of it; without any slack that is no use.
-        coming = self._in_training(slots) if self.staleness else 0
-        too_far = self._rule.needs_push(cache.start[slots], cache.current[slots] + coming)
-        refresh, check = held[too_far], held[~too_far]
+        if self.staleness and self._waiting:
+            current_U += self._in_training(plan.slots_U)
+        refresh_U = self._rule.needs_push(start_U, current_U) & ~plan.new_U
+        refresh = np.flatnonzero(refresh_U)
         self._counts["refreshes"] += len(refresh)
-        self._ask(batch, fetch=fetch, check=check, refresh=refresh)
+        self._ask(batch, fetch=fetch, check=np.flatnonzero(~(refresh_U | plan.new_U)), refresh=refresh)
         return batch
 
     def _in_training(self, slots: Integers) -> NDArray[np.bool_]:
@@ -313,11 +314,13 @@ class CachedBackend(StoreBackend):
         """
         plan, cache = batch.plan, self._cache
         clocks = cache.current[plan.slots_U[check]]
-        at_once = cache.owes_all(plan.slots_U[refresh])
-        held, others = refresh[at_once], refresh[~at_once]
-        fetch = np.concatenate([fetch, others])
-        self._messages.owe(cache.take(plan.slots_U[others]))
-        updates = cache.take(plan.slots_U[held])
+        held, updates = NO_KEYS, None
+        if len(refresh):
+            at_once = cache.owes_all(plan.slots_U[refresh])
+            held, others = refresh[at_once], refresh[~at_once]
+            fetch = np.concatenate([fetch, others])
+            self._messages.owe(cache.take(plan.slots_U[others]))
+            updates = cache.take(plan.slots_U[held])
         for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks, held=updates):
             batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked], held[answer.held]))
 
@@ -326,9 +329,10 @@ class CachedBackend(StoreBackend):
         cache = self._cache if cache is None else cache  # one that is empty counts as false
         for answer, fetched, checked, held in batch.answers:
             found = answer()
-            current = found.current.numpy()
-            cache.keep(batch.plan.slots_U[held[current]])
-            fetched = np.concatenate([fetched, held[~current]])
+            if len(held):
+                current = found.current.numpy()
+                cache.keep(batch.plan.slots_U[held[current]])
+                fetched = np.concatenate([fetched, held[~current]])
             if len(fetched):
                 cache.install(batch.plan.slots_U[fetched], found.values, found.clocks.numpy())
             if len(checked):
