@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,13 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 SHARED_MEMORY = Path("/dev/shm")
 SCRIPTS = Path(__file__).with_name("launcher_scripts.py")
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files with a short path: those of sockets end after 107 letters."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @contextmanager
@@ -61,8 +69,8 @@ def all_end(pids: list[int]) -> bool:
     return False
 
 
-def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_path):
-    with main_process(str(SCRIPTS), "signals", TMPDIR=str(tmp_path)) as process:
+def test_main_process_when_signalled_then_no_process_and_no_file_is_left(temporary):
+    with main_process(str(SCRIPTS), "signals", TMPDIR=str(temporary)) as process:
 
         def stores():
             return list(SHARED_MEMORY.glob(f"lightning_recsys-{process.pid}-*"))
@@ -82,12 +90,12 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tmp_pat
             process.send_signal(number)
             raised = read(process, rf"raised {said} server (\d+) (\d+)")
             assert all_end(processes)
-            assert list(tmp_path.glob("lightning_recsys-*")) == stores() == []
+            assert list(temporary.glob("lightning_recsys-*")) == stores() == []
         processes = run("served")
-        assert len(list(tmp_path.glob("lightning_recsys-*"))) == 1
+        assert len(list(temporary.glob("lightning_recsys-*"))) == 1
         process.kill()
         assert all_end([*processes, int(raised[1]), int(raised[2])])
-    assert list(tmp_path.glob("lightning_recsys-*")) == stores() == []
+    assert list(temporary.glob("lightning_recsys-*")) == stores() == []
 
 
 IN_JOBLIB = """
@@ -113,16 +121,15 @@ def test_joblib_when_a_run_starts_in_its_process_then_it_works():
         assert process.wait(timeout=60) == 0
 
 
-def test_script_when_it_trains_on_import_then_the_error_says_what_to_do(tmp_path):
+def test_script_when_it_trains_on_import_then_the_error_says_what_to_do(tmp_path, temporary):
     script = tmp_path / "unguarded.py"
     script.write_text("from launcher_scripts import launch, pids\nlaunch(pids)\n")
-    (tmp_path / "tmp").mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "TMPDIR": str(tmp_path / "tmp")}
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "TMPDIR": str(temporary)}
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, env=environment)
     assert result.returncode == 1
     assert "RuntimeError: Worker processes import the script that starts them" in result.stderr
     assert "Worker 0 ended with exit code 1 before it could tell why" in result.stderr
-    assert not list((tmp_path / "tmp").glob("lightning_recsys-*"))
+    assert not list(temporary.glob("lightning_recsys-*"))
 
 
 def test_package_when_imported_then_registers_its_strategies_and_nothing_else():
