@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,11 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 from benchmarks import des_quality
-from benchmarks.bars import Bar, Bars
+from benchmarks.bars import Bar
 from benchmarks.des_data import ROWS, distinct, join
 from benchmarks.des_prediction import ALL_REDUCE, DES, PS, Prediction, predict
 from benchmarks.hosts import Host, NoLinkError, free_port, linked_hosts
 from benchmarks.jobs import Job, python, run_in_turns
+from benchmarks.parts import Measured, measure_parts
 from benchmarks.report import Result, Row
 from benchmarks.turns import Measurement
 from rich.table import Table
@@ -25,7 +25,6 @@ from rich.table import Table
 from lightning_recsys.placement.communication import Network, saving
 
 Part = Literal["rows", "link", "quality"]
-Measured = tuple[list[Result], list[Bar]]
 
 HOSTS = 2
 DISTINCT_AT_512 = 147_664  # Rong et al. 2019, Table 2
@@ -167,17 +166,7 @@ def run(
         "link": suite.link,
         "quality": lambda: des_quality.measure(**quality, cache=Path(cache), root=data),
     }
-    if unknown := [part for part in parts if part not in measures]:
-        raise ValueError(f"suite.parts must be some of {', '.join(measures)}, got {unknown[0]!r}.")
-    results: list[Result] = []
-    bars: list[Bar] = []
-    for part in parts:
-        began = time.monotonic()
-        measured, held = measures[part]()
-        results += measured
-        bars += held
-        log.info("%s: %.0f s", part, time.monotonic() - began)
-    return [*results, Bars(tuple(bars))]
+    return measure_parts(parts, measures)
 
 
 def count_rows() -> Measured:

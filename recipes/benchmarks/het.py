@@ -7,18 +7,18 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import het_cache, het_nominal
-from benchmarks.bars import Bar, Bars
+from benchmarks.bars import Bar
 from benchmarks.curves import Curves
 from benchmarks.het_cache import Columns
 from benchmarks.hosts import Host, NoLinkError, free_port, linked_hosts
 from benchmarks.jobs import Job, python, run_in_turns
+from benchmarks.parts import Measured, measure_parts
 from benchmarks.recipe_runs import Metrics, trained
 from benchmarks.report import Result, Row
 from benchmarks.turns import Measurement
@@ -26,7 +26,6 @@ from benchmarks.turns import Measurement
 from lightning_recsys.parameter_server.keys import JobKeys
 
 Part = Literal["traffic", "operations", "misses", "link", "overhead", "nominal", "quality"]
-Measured = tuple[list[Result], list[Bar]]
 
 TRAINING = "benchmarks.het_training"
 ROWS = 65_536  # examples in memory of each job
@@ -58,17 +57,7 @@ def run(
         "nominal": lambda: het_nominal.measure(**nominal),
         "quality": lambda: measure_quality(**quality, cache=Path(cache), root=data),
     }
-    if unknown := [part for part in parts if part not in measures]:
-        raise ValueError(f"suite.parts must be some of {', '.join(measures)}, got {unknown[0]!r}.")
-    results: list[Result] = []
-    bars: list[Bar] = []
-    for part in parts:
-        began = time.monotonic()
-        measured, held = measures[part]()
-        results += measured
-        bars += held
-        log.info("%s: %.0f s", part, time.monotonic() - began)
-    return [*results, Bars(tuple(bars))]
+    return measure_parts(parts, measures)
 
 
 def measure_misses(**options: Any) -> Measured:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,15 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import shadowsync_quality, shadowsync_store
-from benchmarks.bars import Bar, Bars
+from benchmarks.bars import Bar
 from benchmarks.hosts import NoLinkError, free_port, linked_hosts
 from benchmarks.jobs import Job, python, run_in_turns
+from benchmarks.parts import Measured, measure_parts
 from benchmarks.report import Result, Row
 from benchmarks.turns import Measurement
 from rich.table import Table
 
 Part = Literal["link", "overhead", "scale", "straggler", "store", "quality"]
-Measured = tuple[list[Result], list[Bar]]
 
 NOT_SYNCHRONISED = "not synchronised"
 NEVER = {"mode": "foreground", "gap": 10**9}  # the same processes and servers, and no round
@@ -85,17 +84,7 @@ def run(
         "store": lambda: shadowsync_store.measure(**store),
         "quality": lambda: _quality(quality, cache=cache, data=data),
     }
-    if unknown := [part for part in parts if part not in measures]:
-        raise ValueError(f"suite.parts must be some of {', '.join(measures)}, got {unknown[0]!r}.")
-    results: list[Result] = []
-    bars: list[Bar] = []
-    for part in parts:
-        began = time.monotonic()
-        measured, held = measures[part]()
-        results += measured
-        bars += held
-        log.info("%s: %.0f s", part, time.monotonic() - began)
-    return [*results, Bars(tuple(bars))]
+    return measure_parts(parts, measures)
 
 
 @dataclass(frozen=True)
