@@ -270,11 +270,15 @@ class OneReplica(Callback):
 def test_workers_of_a_trainer_when_training_then_share_replica_and_optimizer_state(num_trainers, fused):
     counts = (5, 3) * num_trainers
     model = Regression(counts, optimizer=partial(torch.optim.Adam, lr=0.01, fused=fused))
-    strategy = ShadowSyncStrategy(num_trainers=num_trainers, workers_per_trainer=2, mode="foreground", gap=1000)
-    trainer = make_trainer(strategy, OneReplica(num_trainers), EndsAlike(), StalenessMonitor(), log_every_n_steps=1)
+    layout = {"num_trainers": num_trainers, "workers_per_trainer": 2}
+    strategy = ShadowSyncStrategy(**layout, mode="foreground", gap=1000, final="average")
+    callbacks = OneReplica(num_trainers), EndsAlike(), StalenessMonitor()
+    trainer = make_trainer(strategy, *callbacks, log_every_n_steps=1, limit_val_batches=0)
     trainer.fit(model)
     assert trainer.world_size == 2 * num_trainers
     assert 0 <= trainer.callback_metrics["staleness/hogwild/mean"] <= 3
+    last_writers = range(1, 2 * num_trainers, 2)  # of each trainer's replica
+    assert model.layers[0].weight[0, 0] == 1000 + sum(last_writers) / num_trainers
 
 
 # --- One set of weights ----------------------------------------------------------------------------------------------
