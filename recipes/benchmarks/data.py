@@ -32,16 +32,23 @@ VARIANTS = {
 
 
 def run(
-    *, rows: int, batch_sizes: list[int], workers: list[int], rounds: int, seconds: float, prepare: list[str]
+    *,
+    rows: int,
+    batch_sizes: list[int],
+    workers: list[int],
+    rounds: int,
+    seconds: float,
+    prepare: list[str],
+    prepare_rows: int,
 ) -> list[Result]:
     """Measure each reader: total rate of all workers, who take their batches in turn in one process.
 
-    And, before that, the preparation of as many raw rows with each of these presets.
+    And, before that, the preparation of so many raw rows with each of these presets.
     """
     measured: list[Result] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bars = preparation.measure(folder, rows=rows, presets=prepare)
+        bars = preparation.measure(folder, rows=prepare_rows, presets=prepare)
         work = Workload(rows=rows)
         roots = {name: write_rows(work, folder / name, compression=name) for name in ("none", "zstd")}
         readers = {name: stack.enter_context(closing(Reader(root))) for name, root in roots.items()}

@@ -8,6 +8,7 @@ def test_data_suite_when_run_then_measures_every_reader_at_every_shape(composed)
     small = [
         "suite.rows=5000",
         "suite.prepare=[bars]",
+        "suite.prepare_rows=2000",
         "suite.batch_sizes=[64]",
         "suite.workers=[1,2]",
         "suite.rounds=1",
