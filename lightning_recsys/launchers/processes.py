@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def start_process(
     ours = sorted(module for module in sys.modules if module.partition(".")[0] == "lightning_recsys")
     context.set_forkserver_preload(["pytorch_lightning", *ours])
     with _portable_start_method():
-        forkserver.ensure_running()  # before signals are held back, which it would inherit
+        _ensure_fork_server()  # before signals are held back, which it would inherit
         process = context.Process(target=target, args=tuple(args), name=name)
         with _signals_held_back():
             process.start()
@@ -66,6 +67,24 @@ def end_with_parent(*folders: Path) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def _ensure_fork_server() -> None:
+    """Start the fork server if there is none; one that we start is gone when this process is.
+
+    By itself it would end a second or two later: it has torch to unload.
+    """
+    server: Any = forkserver._forkserver
+    before = server._forkserver_pid
+    forkserver.ensure_running()
+    if server._forkserver_pid != before:
+
+        def end(pid: int = server._forkserver_pid) -> None:
+            if server._forkserver_pid == pid:
+                os.kill(pid, signal.SIGKILL)
+                server._stop()
+
+        Finalize(None, end, exitpriority=-10)  # after multiprocessing has joined this process's children
 
 
 def _signal(processes: Iterable[Any], number: signal.Signals) -> None:

@@ -47,5 +47,11 @@ def signals():
             say("raised", type(error).__name__, *error.args, "server", server, tracker)
 
 
+def names_fork_server():
+    """A run, and some time for somebody to look around."""
+    say("server", launch(pids, devices=1)[1])
+    sys.stdin.read()
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

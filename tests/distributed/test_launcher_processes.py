@@ -98,6 +98,15 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tempora
     assert list(temporary.glob("lightning_recsys-*")) == stores() == []
 
 
+def test_main_process_when_it_has_ended_then_so_has_its_fork_server(temporary):
+    with main_process(str(SCRIPTS), "names_fork_server", TMPDIR=str(temporary)) as process:
+        server = int(read(process, r"server (\d+)")[1])
+        assert psutil.Process(server).ppid() == process.pid
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+        assert not psutil.pid_exists(server)
+
+
 IN_JOBLIB = """
 import os
 from joblib.externals.loky import get_reusable_executor
