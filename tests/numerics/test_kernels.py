@@ -116,12 +116,12 @@ def test_fbgemm_when_it_cannot_serve_then_says_why_and_auto_finds_another(optimi
     with pytest.raises(ValueError, match=f"kernel='fbgemm' cannot serve these tables: it .*{reason}"):
         make(optimizer, dim, "fbgemm")
     assert make(optimizer, dim, "auto").embedding_bags.kernel.name == "numba"
-    assert make(SGD(), 64, "auto").embedding_bags.kernel.name == "fbgemm"
+    assert make(SGD(), 128, "auto").embedding_bags.kernel.name == "fbgemm"
 
 
 def test_auto_when_rows_are_narrow_then_takes_the_compiled_loops_and_fbgemm_where_they_are_wide():
-    chosen = {dim: make(RowwiseAdagrad(), dim, "auto").embedding_bags.kernel.name for dim in (1, 16, 32, 64)}
-    assert chosen == {1: "numba", 16: "numba", 32: "numba", 64: "fbgemm"}
+    chosen = {dim: make(RowwiseAdagrad(), dim, "auto").embedding_bags.kernel.name for dim in (1, 16, 64, 128)}
+    assert chosen == {1: "numba", 16: "numba", 64: "numba", 128: "fbgemm"}
 
 
 @pytest.mark.parametrize("optimizer", [Adagrad(), RowwiseAdagrad()], ids=["adagrad", "rowwise"])

@@ -17,18 +17,22 @@ from lightning_recsys.embeddings.kernels.base import Kernel, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import AHEAD, apply_update, compile_loop, prefetch_row
+from lightning_recsys.optim.vectors import add_floats, copy_floats, scale_floats, vector_width
 
 _NO_WEIGHTS = np.empty(0, dtype=np.float32)
 _NO_OFFSETS = np.empty(0, dtype=np.int64)
 
 
-# Loops are made for a width that the compiler knows, when they are first called: it then unrolls the innermost ones,
-# which halves the time of a lookup of rows of width 1 or 8.
+# Loops are made for a width that the compiler knows, when they are first called: rows then pass through vector
+# registers, without an innermost loop where they are narrow.
+
+_FAR_AHEAD = 2 * AHEAD  # a narrow row is copied within a few cycles
 
 
 @cache
 def lookup_single_for(dim: int) -> Callable[..., None]:
     """Rows of width ``dim`` for bags of one id each."""
+    ahead = _FAR_AHEAD if dim <= _FAR_AHEAD else AHEAD
 
     @compile_loop
     def lookup_single(ids, starts, rows, out):  # noqa: ANN001, ANN202
@@ -37,10 +41,8 @@ def lookup_single_for(dim: int) -> Callable[..., None]:
             last = (f + 1) * batch_size - 1
             for b in range(batch_size):
                 position = f * batch_size + b
-                prefetch_row(rows, ids[min(position + AHEAD, last)] + starts[f])
-                row = ids[position] + starts[f]
-                for d in range(dim):
-                    out[b, f, d] = rows[row, d]
+                prefetch_row(rows, ids[min(position + ahead, last)] + starts[f])
+                copy_floats(out, (b * num_features + f) * dim, rows, (ids[position] + starts[f]) * dim, dim)
 
     return cast(Callable[..., None], lookup_single)
 
@@ -48,6 +50,7 @@ def lookup_single_for(dim: int) -> Callable[..., None]:
 @cache
 def lookup_bags_for(dim: int) -> Callable[..., None]:
     """Weighted sums of rows of width ``dim``."""
+    width = vector_width(dim)
 
     @compile_loop
     def lookup_bags(ids, offsets, weights, starts, rows, out):  # noqa: ANN001, ANN202
@@ -56,14 +59,15 @@ def lookup_bags_for(dim: int) -> Callable[..., None]:
             last = offsets[(f + 1) * batch_size] - 1
             for b in range(batch_size):
                 bag = f * batch_size + b
+                target = (b * num_features + f) * dim
                 for d in range(dim):
                     out[b, f, d] = np.float32(0)
                 for position in range(offsets[bag], offsets[bag + 1]):
                     prefetch_row(rows, ids[min(position + AHEAD, last)] + starts[f])
-                    row = ids[position] + starts[f]
+                    source = (ids[position] + starts[f]) * dim
                     weight = weights[position] if weights.shape[0] else np.float32(1)
-                    for d in range(dim):
-                        out[b, f, d] += weight * rows[row, d]
+                    for d in range(0, dim, width):
+                        add_floats(out, target + d, rows, source + d, weight, width)
 
     return cast(Callable[..., None], lookup_bags)
 
@@ -88,10 +92,11 @@ def sum_by_row_for(dim: int) -> Callable[..., int]:
         touched: Result, the rows.
         sums: Result, their gradients.
     """
+    width = vector_width(dim)
 
     @compile_loop
     def sum_by_row(ids, offsets, weights, starts, table_bounds, num_rows, grads, slots, touched, sums):  # noqa: ANN001, ANN202
-        batch_size = grads.shape[0]
+        batch_size, num_features = grads.shape[0], grads.shape[1]
         count = 0
         for table in range(table_bounds.shape[0] - 1):
             first_bag, last_bag = table_bounds[table] * batch_size, table_bounds[table + 1] * batch_size
@@ -110,16 +115,17 @@ def sum_by_row_for(dim: int) -> Callable[..., int]:
                         row = ids[position] + starts[f]
                         slot = np.uint64(ids[position] if has_places else _find_slot(row, slots, touched, mask))
                         weight = weights[position] if weights.shape[0] else np.float32(1)
+                        source = (b * num_features + f) * dim
                         target = slots[slot]
                         if target < 0:
                             slots[slot] = count
                             touched[count] = row
-                            for d in range(dim):
-                                sums[count, d] = weight * grads[b, f, d]
+                            for d in range(0, dim, width):
+                                scale_floats(sums, count * dim + d, grads, source + d, weight, width)
                             count += 1
                         else:
-                            for d in range(dim):
-                                sums[np.uint64(target), d] += weight * grads[b, f, d]
+                            for d in range(0, dim, width):
+                                add_floats(sums, target * dim + d, grads, source + d, weight, width)
         return count
 
     return cast(Callable[..., int], sum_by_row)
