@@ -366,11 +366,7 @@ def test_rows_when_several_threads_read_them_then_each_gets_its_own(tmp_path):
             assert sorted(flat([[numbers(batch) for batch in batches]])) == list(range(4000))
 
 
-def test_rows_when_several_threads_read_more_shards_than_stay_open_then_no_file_is_closed_under_another(
-    tmp_path, monkeypatch
-):
-    """Without the lock around the open files, one thread closes the file that another reads from."""
-    monkeypatch.setattr("lightning_recsys.data.prepared.rows._OPEN_SHARDS", 1)
+def test_rows_when_several_threads_read_windows_then_no_file_is_closed_under_another(tmp_path):
     rows = module(write_folder(tmp_path, train=[3000] * 8)).rows("train")
 
     def read(thread: int) -> bool:

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import math
 import mmap
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.prepared.manifest import LABEL, WEIGHTS_SUFFIX, Manifest, Shard
 from lightning_recsys.embeddings import SparseFeatures
 
-_OPEN_SHARDS = 64
+_COLUMNS_AT_ONCE = 8  # decoded together: a megabyte
 
 Positions = NDArray[np.int64]
 
@@ -130,10 +129,8 @@ class PreparedRows:
         self._root = root
         self._manifest = manifest
         self._shards = tuple(shards)
-        self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
         weighted = [name + WEIGHTS_SUFFIX for name, feature in manifest.features.items() if feature.weighted]
         self._columns = [LABEL, *manifest.dense, *manifest.features, *weighted]
-        self._lock = threading.Lock()  # or one thread would close the file that another reads from
         for shard in self._shards:
             path = root / shard.path
             if not path.is_file():
@@ -158,13 +155,6 @@ class PreparedRows:
         """The same rows with some of the categorical features only: no other column is read."""
         kept = {name: self._manifest.features[name] for name in features}
         return PreparedRows(self._root, replace(self._manifest, features=kept), self._shards)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": OrderedDict(), "_lock": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
 
     def take(self, rows: Tensor) -> Batch:
         """The rows with these numbers (int64, shape ``[B]``), as one batch in that order.
@@ -197,18 +187,20 @@ class PreparedRows:
             for name in (bag, bag + WEIGHTS_SUFFIX)
             if name == bag or features[bag].weighted
         }
+        places = {
+            LABEL: labels_W,
+            **{name: dense_WI[:, i] for i, name in enumerate(dense)},
+            **{name: ids_FW[f] for f, name in enumerate(single)},
+        }
         stop = 0
         for group in groups.tolist():
-            start, table = stop, self._read(group)
-            stop += len(table)
-            labels_W[start:stop] = _numbers(table, LABEL)
-            for i, name in enumerate(dense):
-                dense_WI[start:stop, i] = _numbers(table, name)
-            for f, name in enumerate(single):
-                ids_FW[f, start:stop] = _numbers(table, name)
-            for name, parts in lists.items():
-                parts += table[name].chunks
-        self._close()
+            start, stop = stop, stop + int(self.group_rows[group])
+            for table in self._read(group):
+                for name in table.column_names:
+                    if name in lists:
+                        lists[name] += table[name].chunks
+                    else:
+                        places[name][start:stop] = _numbers(table, name)
         bags = {
             name: _bag(lists[name], lists.get(name + WEIGHTS_SUFFIX) if features[name].weighted else None)
             for name in bag_names
@@ -222,38 +214,27 @@ class PreparedRows:
         for group, start in enumerate(range(0, shard.rows, size)):
             yield group, min(size, shard.rows - start)
 
-    def _read(self, group: int) -> pa.Table:
-        position = self._group_shard[group]
-        shard = self._shards[position]
+    def _read(self, group: int) -> Iterator[pa.Table]:
+        """A row group, a few columns at a time.
+
+        Pages of a file count as this process's memory for as long as it is mapped, so it is for one row group only.
+        """
+        shard = self._shards[self._group_shard[group]]
+        path = self._root / shard.path
         try:
-            with self._lock:
-                table = self._file(position).read_row_group(
-                    self._group_number[group], columns=self._columns, use_threads=False
-                )
+            file = pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
+            with closing(file):
+                for first in range(0, len(self._columns), _COLUMNS_AT_ONCE):
+                    columns = self._columns[first : first + _COLUMNS_AT_ONCE]
+                    table = file.read_row_group(self._group_number[group], columns=columns, use_threads=False)
+                    if len(table) != self.group_rows[group]:
+                        raise ValueError(
+                            f"{path} is damaged: row group {self._group_number[group]} has {len(table)} rows where "
+                            f"the manifest expects {self.group_rows[group]}. Prepare the rows again."
+                        )
+                    yield table
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{self._root / shard.path} is damaged: {error} Prepare the rows again.") from error
-        if len(table) != self.group_rows[group]:
-            raise ValueError(
-                f"{self._root / shard.path} is damaged: row group {self._group_number[group]} has {len(table)} rows "
-                f"where the manifest expects {self.group_rows[group]}. Prepare the rows again."
-            )
-        return table
-
-    def _close(self) -> None:
-        """Unmap the files: pages that were read would count as this process's memory for as long as they are mapped."""
-        with self._lock:
-            while self._open:
-                self._open.popitem()[1].close(force=True)
-
-    def _file(self, position: int) -> pq.ParquetFile:
-        if position in self._open:
-            self._open.move_to_end(position)
-            return self._open[position]
-        if len(self._open) >= _OPEN_SHARDS:
-            self._open.popitem(last=False)[1].close(force=True)
-        path = self._root / self._shards[position].path
-        self._open[position] = pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
-        return self._open[position]
+            raise ValueError(f"{path} is damaged: {error} Prepare the rows again.") from error
 
 
 def _pages(shape: tuple[int, ...], kind: type[Any]) -> NDArray[Any]:
