@@ -19,6 +19,12 @@ from torch import Tensor
 from lightning_recsys.optim.compiled import AHEAD, Update, compile_rule, prefetch_row, sum_of_squares
 from lightning_recsys.optim.row_optimizers import SGD, Adagrad, RowOptimizer, RowwiseAdagrad
 
+# Columns of a row's clocks, int32 [C, 4]: together they are in one cache line.
+START = 0  # its server's clock when it was fetched
+CURRENT = 1  # that, and the updates made since
+UNSENT = 2  # updates that the server does not have yet
+CLOCK_COLUMNS = 4
+
 
 def check_additive(optimizer: RowOptimizer) -> None:
     """Refuse a rule whose steps cannot be added to those of other workers.
@@ -35,16 +41,17 @@ def check_additive(optimizer: RowOptimizer) -> None:
 
 
 @compile_rule
-def _sgd(touched, grads, clocks, unsent, rows, owed, learning_rate):  # noqa: ANN001, ANN202
+def _sgd(touched, grads, clocks, rows, owed, learning_rate):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
+        prefetch_row(clocks, coming)
         prefetch_row(rows, coming)
         prefetch_row(owed, coming)
         row = touched[i]
-        clocks[row] += np.int32(1)
-        unsent[row] += np.int32(1)
-        if unsent[row] > 1:
+        clocks[row, CURRENT] += np.int32(1)
+        clocks[row, UNSENT] += np.int32(1)
+        if clocks[row, UNSENT] > 1:
             for d in range(rows.shape[1]):
                 change = learning_rate * grads[i, d]
                 rows[row, d] -= change
@@ -57,16 +64,17 @@ def _sgd(touched, grads, clocks, unsent, rows, owed, learning_rate):  # noqa: AN
 
 
 @compile_rule
-def _adagrad(touched, grads, clocks, unsent, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
+def _adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
+        prefetch_row(clocks, coming)
         for array in (rows, sums, owed, owed_sums):
             prefetch_row(array, coming)
         row = touched[i]
-        clocks[row] += np.int32(1)
-        unsent[row] += np.int32(1)
-        if unsent[row] == 1:
+        clocks[row, CURRENT] += np.int32(1)
+        clocks[row, UNSENT] += np.int32(1)
+        if clocks[row, UNSENT] == 1:
             for d in range(rows.shape[1]):
                 owed[row, d] = np.float32(0)
                 owed_sums[row, d] = np.float32(0)
@@ -82,10 +90,11 @@ def _adagrad(touched, grads, clocks, unsent, rows, sums, owed, owed_sums, learni
 
 
 @compile_rule
-def _rowwise_adagrad(touched, grads, clocks, unsent, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
+def _rowwise_adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
+        prefetch_row(clocks, coming)
         prefetch_row(rows, coming)
         prefetch_row(owed, coming)
         row = touched[i]
@@ -93,9 +102,9 @@ def _rowwise_adagrad(touched, grads, clocks, unsent, rows, sums, owed, owed_sums
         total = sums[row] + square
         sums[row] = total
         scale = learning_rate / (np.sqrt(total) + eps)
-        clocks[row] += np.int32(1)
-        unsent[row] += np.int32(1)
-        if unsent[row] > 1:
+        clocks[row, CURRENT] += np.int32(1)
+        clocks[row, UNSENT] += np.int32(1)
+        if clocks[row, UNSENT] > 1:
             owed_sums[row] += square
             for d in range(rows.shape[1]):
                 change = scale * grads[i, d]
@@ -120,7 +129,6 @@ def apply_and_accumulate(
     state: dict[str, Tensor],
     owed: dict[str, Tensor],
     clocks: NDArray[np.int32],
-    unsent: NDArray[np.int32],
     *,
     learning_rate: float,
 ) -> None:
@@ -137,22 +145,21 @@ def apply_and_accumulate(
         rows: All rows, float32 ``[C, D]``.
         state: All rows' state, as :meth:`RowOptimizer.initial_state` makes it.
         owed: ``weight`` and every state: :math:`U` and :math:`S`, shaped as ``rows`` and ``state``.
-        clocks: Of all rows, int32 ``[C]``.
-        unsent: Updates that each row owes, int32 ``[C]``; where there are none :math:`U` and :math:`S` are not read but
-            set.
+        clocks: Of all rows, int32 ``[C, 4]``: both ``CURRENT`` and ``UNSENT`` count the update. Where a row owed
+            nothing :math:`U` and :math:`S` are not read but set.
         learning_rate: Step size of this update.
     """
     if rows.device.type == "cpu":
         arrays = [tensor.numpy() for tensor in (rows, *state.values(), *owed.values())]
         loop = _LOOPS[type(optimizer)]
         numbers = (learning_rate, optimizer.eps) if isinstance(optimizer, Adagrad) else (learning_rate,)
-        loop(touched, grads.numpy(), clocks, unsent, *arrays, *(np.float32(number) for number in numbers))
+        loop(touched, grads.numpy(), clocks, *arrays, *(np.float32(number) for number in numbers))
         return
     where = torch.from_numpy(touched).to(rows.device)
-    clean = torch.from_numpy(touched[unsent[touched] == 0]).to(rows.device)
+    clean = torch.from_numpy(touched[clocks[touched, UNSENT] == 0]).to(rows.device)
     changes = _changes(optimizer, grads, {name: x.index_select(0, where) for name, x in state.items()}, learning_rate)
-    clocks[touched] += 1
-    unsent[touched] += 1
+    clocks[touched, CURRENT] += 1
+    clocks[touched, UNSENT] += 1
     for name, change in changes.items():
         owed[name].index_fill_(0, clean, 0.0).index_add_(0, where, change)
         if name == "weight":

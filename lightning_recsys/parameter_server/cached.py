@@ -26,6 +26,7 @@ from lightning_recsys.parameter_server.interfaces import EmbeddingStore
 from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.parameter_server.row_messages import NO_KEYS, RowMessages
 from lightning_recsys.parameter_server.row_places import Integers, RowPlaces
+from lightning_recsys.parameter_server.row_transfers import RowTransfers
 from lightning_recsys.placement import TablePart
 from lightning_recsys.sync import ClockName, ClockRule
 
@@ -110,6 +111,8 @@ class CachedBackend(StoreBackend):
         self._passing = RowCache(0, layout.embedding_dim, optimizer, device=device)  # rows of evaluation
         places = RowPlaces(layout, [parts for _, parts in stores])
         self._messages = RowMessages(self.stores, places, self._rule, self.row_shapes)
+        mapped = RowTransfers.between(self.stores, self._cache.rows.device)
+        self._transfers = RowTransfers(mapped, places, self._rule, self.row_shapes) if mapped else None
         self._starts = np.array(layout.feature_starts, dtype=np.int64)
         self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
         self._coming: deque[tuple[SparseFeatures, int]] = deque()  # announced, with the announcement's number
@@ -130,8 +133,9 @@ class CachedBackend(StoreBackend):
         features = sparse.to("cpu")
         batch = self._take_planned(features) or self._begin(features)
         batch.origin = weakref.ref(sparse)
-        self._settle(batch)
-        self._refresh(batch)
+        if self._transfers is None:
+            self._settle(batch)
+            self._refresh(batch)
         self._waiting.append(batch)
         return self._pool(self._cache, batch.plan, sparse)
 
@@ -142,7 +146,7 @@ class CachedBackend(StoreBackend):
         Where each step of a worker must see the last one of all others (``staleness=0`` with a barrier between steps),
         this would read too early.
         """
-        if not self.cache_rows:
+        if not self.cache_rows or self._transfers is not None:  # nothing stays, or nothing travels
             return
         features = sparse.to("cpu")
         if self._planned is not None:
@@ -174,13 +178,15 @@ class CachedBackend(StoreBackend):
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
         """As :meth:`lookup`, past the cache: rows as the stores have them, with every update of this worker."""
         self.flush()
+        if self._transfers is not None:
+            return super().lookup(sparse)
         with torch.inference_mode(False):  # memory that is made here is written to again, perhaps outside of that mode
             features = sparse.to("cpu")
             batch = _Batch(self._passing.plan(self._keys(features)))
             self._ask(batch, fetch=np.arange(len(batch.plan.keys_U)))
             self._settle(batch, self._passing)
             pooled_BFD = self._pool(self._passing, batch.plan, sparse)
-            self._passing.evict(spare_from=batch.plan.number + 1)
+            self._passing.evict(spare_from=batch.plan.number + 1)  # it owes nothing
             return pooled_BFD
 
     def flush(self) -> None:
@@ -190,7 +196,7 @@ class CachedBackend(StoreBackend):
         dirty = self._cache.dirty_slots()
         row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
         for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
-            self._messages.owe(self._cache.take(dirty[first : first + block]))
+            self._push(dirty[first : first + block])
             self._messages.send()
         self._messages.send(with_steps=True)
         super().flush()
@@ -206,9 +212,9 @@ class CachedBackend(StoreBackend):
 
     def _take_planned(self, features: SparseFeatures) -> _Batch | None:
         """The announced batch, if it is this one. If not, its rows come into the cache as they would have."""
-        planned, self._planned = self._planned, None
-        if planned is None:
+        if self._planned is None:
             return None
+        planned, self._planned = self._planned, None
         if _same_ids(planned[0], features):
             return planned[1]
         self._settle(planned[1])
@@ -233,15 +239,18 @@ class CachedBackend(StoreBackend):
             features: Of the batch.
             validate: ``False`` where rows are only to be trained: the copies that are here will do.
         """
-        self._waiting = [batch for batch in self._waiting if batch.origin() is not None]
+        self._waiting[:] = [batch for batch in self._waiting if batch.origin() is not None]
         self._evict()
         cache = self._cache
         plan = cache.plan(self._keys(features), announced=self._announcement_of(features) if validate else None)
         batch = _Batch(plan)
+        if self._transfers is not None:
+            self._lags_U = self._transfers.update_copies(cache, plan)
+            self._counts["reads"] += len(plan.keys_U)
+            return batch
         fetch = np.flatnonzero(plan.new_U)
         if validate:
             self._counts["reads"] += len(plan.keys_U)
-            self._counts["hits"] += len(plan.keys_U) - len(fetch)
             self._counts["misses"] += len(fetch)
         if not validate or self.staleness is None:
             self._ask(batch, fetch=fetch)
@@ -300,9 +309,16 @@ class CachedBackend(StoreBackend):
             needed = [batch.plan.number for batch in self._waiting]
             if self._planned is not None:
                 needed.append(self._planned[1].plan.number)
-            updates, dropped = self._cache.evict(spare_from=min(needed, default=np.iinfo(np.int64).max))
-            self._counts["evictions"] += dropped
-            self._messages.owe(updates)
+            slots_V = self._cache.evict(spare_from=min(needed, default=np.iinfo(np.int64).max))
+            self._counts["evictions"] += len(slots_V)
+            self._push(slots_V)
+
+    def _push(self, slots: Integers) -> None:
+        """Let what copies owe go to the stores: now, or with the next message."""
+        if self._transfers is not None:
+            self._transfers.push(self._cache, slots)
+        else:
+            self._messages.owe(self._cache.take(slots))
 
     def _ask(
         self, batch: _Batch, *, fetch: Integers = NO_KEYS, check: Integers = NO_KEYS, refresh: Integers = NO_KEYS
@@ -408,17 +424,20 @@ class CachedBackend(StoreBackend):
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
         and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
         """
-        counts, sent, reads = self._counts, self._messages.counts, max(self._counts["reads"], 1)
+        counts = self._counts + self._messages.counts
+        if self._transfers is not None:
+            counts += self._transfers.counts
+        reads = max(counts["reads"], 1)
         return {
             "cache/reads": counts["reads"],
-            "cache/hit_rate": counts["hits"] / reads,
+            "cache/hit_rate": (counts["reads"] - counts["misses"]) / reads,
             "cache/miss_rate": counts["misses"] / reads,
             "cache/stale_rate": counts["stale"] / reads,
             "cache/refresh_rate": counts["refreshes"] / reads,
             "cache/evictions": counts["evictions"],
             "cache/clock_lag": torch.from_numpy(self._lags_U.astype(np.float32)),
-            "comm/messages": sent["messages"],
-            **{f"comm/{kind}_bytes": sent[kind] for kind in ("rows", "clocks", "gradients")},
+            "comm/messages": counts["messages"],
+            **{f"comm/{kind}_bytes": counts[kind] for kind in ("rows", "clocks", "gradients")},
         }
 
     def __getstate__(self) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     def push_updates(self, request: RowExchange) -> Tensor:
         """The pushes of a request that was checked; which of its held copies are current then, bool ``[H]``."""
-        clocks = self.marked_clocks.numpy()
+        clocks = _as_matrix(self.marked_clocks)
         if request.num_steps:
             counters.add(self._arrays["counters"], _STEP, request.num_steps)
         rows_P = request.push_rows.contiguous().numpy()

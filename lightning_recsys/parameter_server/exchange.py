@@ -117,31 +117,21 @@ class RowExchange:
     def bytes_by_kind(
         self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]], *, num_outdated: int = 0
     ) -> dict[str, int]:
-        """Bytes that cross the network for it and for its answer, headers aside.
+        """Bytes that cross the network for it and for its answer, as :func:`bytes_by_kind` has them.
 
         Args:
-            num_rows: Rows of the store, of which the size of a row's number on the wire depends.
+            num_rows: Rows of the store.
             row_shapes: Shape of what one row has of ``weight`` and of each state.
             num_outdated: Held rows that come back.
-
-        Returns:
-            ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks, numbers of checked rows, one bit back
-            for each of them and of those held) and ``gradients`` (numbers and updates).
 
         >>> exchange = RowExchange(fetch_rows=torch.tensor([3, 5]))
         >>> exchange.bytes_by_kind(1_000_000, {"weight": (16,), "sum": ()})
         {'rows': 144, 'clocks': 8, 'gradients': 0}
         """
-        number = row_dtype(num_rows).itemsize
-        row = 4 * sum(torch.Size(shape).numel() for shape in row_shapes.values())
         pushed, fetched, checked = (x.numel() for x in (self.push_rows, self.fetch_rows, self.check_rows))
         held = self.held_clocks.numel()
-        clocks = pushed + held + checked + fetched + num_outdated
-        return {
-            "rows": fetched * (number + row) + num_outdated * row,
-            "clocks": 4 * clocks + checked * number + -(-(checked + held) // 8),
-            "gradients": pushed * (number + row),
-        }
+        sizes = {"pushed": pushed, "fetched": fetched, "checked": checked, "held": held, "outdated": num_outdated}
+        return bytes_by_kind(num_rows, row_shapes, **sizes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +150,41 @@ class RowValues:
     clocks: Tensor
     stale: Tensor
     current: Tensor
+
+
+def bytes_by_kind(
+    num_rows: int,
+    row_shapes: Mapping[str, tuple[int, ...]],
+    *,
+    pushed: int,
+    fetched: int,
+    checked: int,
+    held: int,
+    outdated: int,
+) -> dict[str, int]:
+    """Bytes that cross the network for an exchange and its answer, headers aside.
+
+    Args:
+        num_rows: Rows of the store, of which the size of a row's number on the wire depends.
+        row_shapes: Shape of what one row has of ``weight`` and of each state.
+        pushed: Rows that take updates.
+        fetched: Rows that come without being held.
+        checked: Copies whose clocks are compared.
+        held: Pushed rows of which the worker holds copies.
+        outdated: Those that come back.
+
+    Returns:
+        ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks, numbers of checked rows, one bit back for
+        each of them and of those held) and ``gradients`` (numbers and updates).
+    """
+    number = row_dtype(num_rows).itemsize
+    row = 4 * sum(torch.Size(shape).numel() for shape in row_shapes.values())
+    clocks = pushed + held + checked + fetched + outdated
+    return {
+        "rows": fetched * (number + row) + outdated * row,
+        "clocks": 4 * clocks + checked * number + -(-(checked + held) // 8),
+        "gradients": pushed * (number + row),
+    }
 
 
 def row_dtype(num_rows: int) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The work of an exchange as compiled loops: add to rows, move their clocks, compare clocks.
+"""The work of an exchange as compiled loops: add to rows, move their clocks, compare clocks; or all at once.
 
 Rows are written before their clocks and read after them: who runs beside it without a lock may take a row for older
 than it is, never for newer.
@@ -11,13 +11,16 @@ still what somebody read, and has no such mark, says that no push came between.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
 
 import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
+from lightning_recsys.optim.accumulating import CURRENT, START, UNSENT
+from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
 
 MAX_CLOCK = 2**31 - 1  # and what is left of a clock without its mark
 _MARK = -(2**31)
@@ -35,6 +38,32 @@ def _replace_if(typing_context, array, position, expected, value):  # noqa: ANN0
 
 
 _replace: Any = intrinsic(_replace_if)
+
+
+def _read_before(typing_context, array, position):  # noqa: ANN001, ANN202
+    """An element of a contiguous int32 array, read before all that is read later."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.load_atomic(builder.gep(data, [arguments[1]]), "acquire", 4)
+
+    return types.int32(array, types.intp), generate
+
+
+_read: Any = intrinsic(_read_before)
+
+
+@compile_loop
+def _hear(clocks, row, sent, by_sum):  # noqa: ANN001, ANN202
+    """Let a clock hear of a push; returns what it was, with its mark."""
+    found = clocks[row, 0]
+    while True:
+        before, clock = found, found & MAX_CLOCK
+        # It stops at its end rather than to start again from below.
+        moved = clock + min(sent, MAX_CLOCK - clock) if by_sum else max(clock, sent)
+        found = _replace(clocks, row, before, np.int32(moved if moved > clock else moved | _MARK))
+        if found == before:
+            return before
 
 
 @compile_loop
@@ -62,21 +91,12 @@ def move_clocks(touched, sent, clocks, by_sum, before):  # noqa: ANN001, ANN201
     Args:
         touched: Row numbers, int64 ``[P]``.
         sent: Int32 ``[P]``, at least 0.
-        clocks: Of all rows, int32 ``[R]``.
+        clocks: Of all rows, int32 ``[R, 1]``.
         by_sum: Add what was sent; else take it where it is higher.
         before: Result, int32 ``[P]``: the clocks before, with their marks.
     """
     for i in range(touched.shape[0]):
-        row = touched[i]
-        found = clocks[row]
-        while True:
-            before[i] = found
-            clock = found & MAX_CLOCK
-            # It stops at its end rather than to start again from below.
-            moved = clock + min(sent[i], MAX_CLOCK - clock) if by_sum else max(clock, sent[i])
-            found = _replace(clocks, row, before[i], np.int32(moved if moved > clock else moved | _MARK))
-            if found == before[i]:
-                break
+        before[i] = _hear(clocks, touched[i], sent[i], by_sum)
 
 
 @compile_loop
@@ -94,3 +114,123 @@ def compare_clocks(checked, own, clocks, staleness, stale):  # noqa: ANN001, ANN
     for i in range(checked.shape[0]):
         prefetch_row(clocks, checked[min(i + AHEAD, last)])
         stale[i] = np.int64(clocks[checked[i], 0] & MAX_CLOCK) - np.int64(own[i]) > staleness
+
+
+# What is counted of exchanges that happen at once, in an int64 [9].
+FETCHED = 0  # rows that were not here
+CHECKED = 1  # copies whose clocks were compared
+STALE = 2  # those that were too old
+AHEAD_OF_START = 3  # copies with too many updates since they were fetched
+PUSHED = 4  # rows that took updates
+HELD = 5  # those whose copy was to stay, and might have been the row as it then was
+OUTDATED = 6  # those for which it was not, so that the row came back
+RETURNED = 7  # all other rows that came back
+EXCHANGES = 8  # messages that would have said it
+NUM_COUNTS = 9
+
+
+@compile_loop
+def _push(slot, row, copies, own_clocks, stored, clocks, by_sum):  # noqa: ANN001, ANN202
+    """Bring what a copy owes to its row; returns the row's clock before, with its mark."""
+    _, _, owed, owed_state = copies
+    rows, state = stored
+    for d in range(rows.shape[1]):
+        rows[row, d] -= owed[slot, d]
+    for d in range(state.shape[1]):
+        state[row, d] += owed_state[slot, d]
+    sent = own_clocks[slot, UNSENT] if by_sum else own_clocks[slot, CURRENT]
+    own_clocks[slot, UNSENT] = 0
+    return _hear(clocks, row, sent, by_sum)
+
+
+@compile_loop
+def push_copies(slots, touched, copies, own_clocks, stored, clocks, by_sum, counts):  # noqa: ANN001, ANN201
+    """Bring what copies owe to their rows; the arguments are those of :func:`update_copies_for`."""
+    last = slots.shape[0] - 1
+    for i in range(slots.shape[0]):
+        prefetch_row(own_clocks, slots[min(i + AHEAD, last)])
+        soon = min(i + SOON, last)
+        if own_clocks[slots[soon], UNSENT]:
+            prefetch_row(clocks, touched[soon])
+            prefetch_row(stored[0], touched[soon])
+            prefetch_row(copies[2], slots[soon])
+        if own_clocks[slots[i], UNSENT]:
+            _push(slots[i], touched[i], copies, own_clocks, stored, clocks, by_sum)
+            counts[PUSHED] += 1
+
+
+@compile_loop
+def _push_if_unfit(slot, row, copies, own_clocks, stored, clocks, staleness, by_sum, counts):  # noqa: ANN001, ANN202
+    """Bring what a copy owes to its row if it is too far ahead or behind; returns whether the row has to come back."""
+    start, current, unsent = own_clocks[slot, START], own_clocks[slot, CURRENT], own_clocks[slot, UNSENT]
+    is_ahead = np.int64(current) - np.int64(start) > staleness
+    is_behind = np.int64(clocks[row, 0] & MAX_CLOCK) - np.int64(current) > staleness
+    counts[CHECKED] += not is_ahead
+    if not (is_ahead or is_behind):
+        return False
+    counts[AHEAD_OF_START if is_ahead else STALE] += 1
+    owes_all = unsent > 0 and start == current - unsent
+    is_row = False
+    if unsent:
+        counts[PUSHED] += 1
+        is_row = _push(slot, row, copies, own_clocks, stored, clocks, by_sum) == start and owes_all
+    if is_row:
+        own_clocks[slot, START] = current
+    counts[HELD] += owes_all
+    counts[OUTDATED if owes_all else RETURNED] += not is_row
+    return not is_row
+
+
+@cache
+def update_copies_for(dim: int) -> Callable[..., None]:
+    """A loop that makes a batch's copies of rows of width ``dim`` fit for use, with the rows in the same memory.
+
+    Rows that are new here come. Copies that are too far ahead or behind push what they owe, and come again.
+
+    Its arguments:
+        slots: Of the copies, int64 ``[U]``.
+        is_new: Which of them hold nothing yet, bool ``[U]``.
+        touched: The rows that they are copies of, int64 ``[U]``.
+        copies: Float32 ``[C, D]``, their state ``[C, W]``, and what they owe of both.
+        own_clocks: Of the copies, int32 ``[C, 4]``.
+        stored: The rows, float32 ``[R, D]``, and their state ``[R, W]``.
+        clocks: The rows', int32 ``[R, 1]``.
+        staleness: How far ahead or behind a copy may be; below 0 there is no bound.
+        by_sum: How pushes move clocks, as in :func:`move_clocks`.
+        lags: Result, int32 ``[U]``: by how much each copy is ahead of what was fetched.
+        counts: Grows by what was done, int64 ``[9]``.
+    """
+
+    @compile_loop
+    def update_copies(slots, is_new, touched, copies, own_clocks, stored, clocks, staleness, by_sum, lags, counts):  # noqa: ANN001, ANN202
+        copied_rows, copied_state, _, _ = copies
+        rows, state = stored
+        last = slots.shape[0] - 1
+        fetched, checked, stale = counts[FETCHED], counts[CHECKED], counts[STALE]
+        for u in range(slots.shape[0]):
+            coming = min(u + AHEAD, last)
+            prefetch_row(own_clocks, slots[coming])
+            if staleness >= 0 or is_new[coming]:
+                prefetch_row(clocks, touched[coming])
+            if is_new[coming]:
+                prefetch_row(rows, touched[coming])
+                prefetch_row(copied_rows, slots[coming])
+            slot, row = slots[u], touched[u]
+            if is_new[u]:
+                counts[FETCHED] += 1
+            else:
+                is_old = staleness >= 0 and _push_if_unfit(
+                    slot, row, copies, own_clocks, stored, clocks, staleness, by_sum, counts
+                )
+                lags[u] = own_clocks[slot, CURRENT] - own_clocks[slot, START]
+                if not is_old:
+                    continue
+            clock = _read(clocks, row) & MAX_CLOCK
+            own_clocks[slot, START], own_clocks[slot, CURRENT], lags[u] = clock, clock, 0
+            for d in range(dim):
+                copied_rows[slot, d] = rows[row, d]
+            for d in range(state.shape[1]):
+                copied_state[slot, d] = state[row, d]
+        counts[EXCHANGES] += (counts[FETCHED] > fetched or counts[CHECKED] > checked) + (counts[STALE] > stale)
+
+    return cast(Callable[..., None], update_copies)

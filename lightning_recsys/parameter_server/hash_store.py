@@ -299,7 +299,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             sign = np.float32(-1 if name == "weight" else 1)
             add_rows(slots_P, _matrix(amounts)[kept], _matrix(self.arrays[name]), sign)
         sent, before = _array(request.push_clocks)[kept], np.empty(len(slots_P), dtype=np.int32)
-        move_clocks(slots_P, sent, self.marked_clocks.numpy(), request.clock == "sum", before)
+        move_clocks(slots_P, sent, self.marked_clocks.unsqueeze(1).numpy(), request.clock == "sum", before)
         counters.add(self.arrays["counters"], _STEP, request.num_steps)
         self._end_update()
         before_P = torch.full(kept.shape, -1, dtype=torch.int32)

@@ -82,7 +82,8 @@ def test_many_steps_when_rows_are_evicted_and_flushed_then_the_server_has_every_
             direct.values[name][plan.keys_U] = tensor
         torch.testing.assert_close(cache.rows[plan.slots_U].cpu(), rows, rtol=1e-5, atol=1e-5)  # float32 sums
         direct.clock[plan.keys_U] += 1
-        updates, number = cache.evict(spare_from=plan.number + 1)
+        slots = cache.evict(spare_from=plan.number + 1)
+        updates, number = cache.take(slots), len(slots)
         dropped += number
         assert len(cache) <= 100
         server.apply(updates)
@@ -173,7 +174,8 @@ def test_rows_of_the_next_batch_when_it_is_planned_ahead_then_they_are_spared():
     cache.install(plan.slots_U, {"weight": torch.zeros(3, 1)}, np.zeros(3, dtype=np.int32))
     ahead = cache.plan(np.array([3, 4, 5]))
     cache.update(plan.slots_U, torch.ones(3, 1), learning_rate=1.0)
-    updates, dropped = cache.evict(spare_from=ahead.number)
+    slots = cache.evict(spare_from=ahead.number)
+    updates, dropped = cache.take(slots), len(slots)
     assert (updates.keys.tolist(), dropped, len(cache)) == ([1, 2], 2, 3)
     cache.install(ahead.slots_U[ahead.new_U], {"weight": torch.ones(2, 1)}, np.ones(2, dtype=np.int32))
     assert cache.rows[ahead.slots_U].tolist() == [[-1.0], [1.0], [1.0]]

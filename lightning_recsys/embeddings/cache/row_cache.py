@@ -15,7 +15,14 @@ from torch import Tensor
 
 from lightning_recsys.embeddings.cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.optim.accumulating import apply_and_accumulate, check_additive
+from lightning_recsys.optim.accumulating import (
+    CLOCK_COLUMNS,
+    CURRENT,
+    START,
+    UNSENT,
+    apply_and_accumulate,
+    check_additive,
+)
 from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
 
 Clocks = NDArray[np.int32]
@@ -77,9 +84,8 @@ class RowCache:
     Attributes:
         rows: float32 ``[C, D]``, contiguous; a new tensor whenever the slots grow, so read it after :meth:`plan`.
         row_state: The rule's state by name, ``[C]`` or ``[C, D]``.
-        start: ``c_s`` of each slot, int32 ``[C]``.
-        current: ``c_c`` of each slot, int32 ``[C]``.
-        unsent: Updates of each slot that its server does not have yet, int32 ``[C]``.
+        owed: What each slot has not sent yet: ``weight`` and every state, ``[C, D]`` or ``[C]``.
+        clocks: Each slot's, int32 ``[C, 4]``, with the columns of :mod:`lightning_recsys.optim.accumulating`.
 
     Raises:
         ValueError: ``limit`` is negative, or the policy is unknown.
@@ -92,7 +98,7 @@ class RowCache:
     >>> cache.update(plan.slots_U, torch.ones(2, 2), learning_rate=0.5)
     >>> cache.rows[plan.slots_N].tolist()
     [[-0.5, -0.5], [-0.5, -0.5], [-0.5, -0.5]]
-    >>> updates, num_dropped = cache.evict(spare_from=plan.number + 1)
+    >>> updates = cache.take(cache.evict(spare_from=plan.number + 1))
     >>> updates.keys.tolist(), updates.current.tolist(), updates.values["weight"].tolist()
     ([9], [4], [[0.5, 0.5]])
     """
@@ -111,13 +117,28 @@ class RowCache:
         self._index = CacheIndex(limit, policy=policy)
         self.rows = torch.empty(0, embedding_dim, device=device)
         self.row_state = optimizer.initial_state(self.rows)
-        self._owed = {name: torch.empty_like(x) for name, x in {"weight": self.rows, **self.row_state}.items()}
-        self.start, self.current, self.unsent = (np.zeros(0, dtype=np.int32) for _ in range(3))
+        self.owed = {name: torch.empty_like(x) for name, x in {"weight": self.rows, **self.row_state}.items()}
+        self.clocks: Clocks = np.zeros((0, CLOCK_COLUMNS), dtype=np.int32)
         self._sums = self.rows
 
     def __len__(self) -> int:
         """Rows held."""
         return len(self._index)
+
+    @property
+    def start(self) -> Clocks:
+        """``c_s`` of each slot, int32 ``[C]``."""
+        return self.clocks[:, START]
+
+    @property
+    def current(self) -> Clocks:
+        """``c_c`` of each slot, int32 ``[C]``."""
+        return self.clocks[:, CURRENT]
+
+    @property
+    def unsent(self) -> Clocks:
+        """Updates of each slot that its server does not have yet, int32 ``[C]``."""
+        return self.clocks[:, UNSENT]
 
     @property
     def num_plans(self) -> int:
@@ -142,7 +163,6 @@ class RowCache:
         plan = self._index.plan(keys_N, announced=announced)
         if self._index.num_slots > self.rows.shape[0]:
             self._grow(max(self._index.num_slots * 5 // 4, self.limit))
-        self.unsent[plan.slots_U[plan.new_U]] = 0
         return plan
 
     def _grow(self, num_slots: int) -> None:
@@ -153,9 +173,8 @@ class RowCache:
 
         self.rows = grown(self.rows)
         self.row_state = {name: grown(tensor) for name, tensor in self.row_state.items()}
-        self._owed = {name: grown(tensor) for name, tensor in self._owed.items()}
-        extra = num_slots - self.start.shape[0]
-        self.start, self.current, self.unsent = (np.pad(x, (0, extra)) for x in (self.start, self.current, self.unsent))
+        self.owed = {name: grown(tensor) for name, tensor in self.owed.items()}
+        self.clocks = np.pad(self.clocks, ((0, num_slots - len(self.clocks)), (0, 0)))
 
     def install(self, slots_M: Integers, values: dict[str, Tensor], clocks_M: Clocks) -> None:
         """Fetch: put rows as a server sent them into their slots; ``c_s`` becomes the server's clock.
@@ -175,9 +194,7 @@ class RowCache:
         if unsent_M.any():
             again = self._indices(slots_M[unsent_M > 0])
             for name, tensor in {"weight": self.rows, **self.row_state}.items():
-                tensor.index_add_(
-                    0, again, self._owed[name].index_select(0, again), alpha=-1 if name == "weight" else 1
-                )
+                tensor.index_add_(0, again, self.owed[name].index_select(0, again), alpha=-1 if name == "weight" else 1)
 
     def keep(self, slots: Integers) -> None:
         """In place of :meth:`install`: the server says that it has the rows as they were when their updates were taken.
@@ -231,9 +248,8 @@ class RowCache:
             grads_UD,
             self.rows,
             self.row_state,
-            self._owed,
-            self.current,
-            self.unsent,
+            self.owed,
+            self.clocks,
             learning_rate=learning_rate,
         )
 
@@ -245,19 +261,22 @@ class RowCache:
         """
         slots_P = slots[self.unsent[slots] > 0]
         where = self._indices(slots_P)
-        values = {name: tensor.index_select(0, where) for name, tensor in self._owed.items()}
-        updates = RowUpdates(self._index.keys(slots_P), self.current[slots_P], self.unsent[slots_P], values)
+        values = {name: tensor.index_select(0, where) for name, tensor in self.owed.items()}
+        updates = RowUpdates(self.keys(slots_P), self.current[slots_P], self.unsent[slots_P], values)
         self.unsent[slots_P] = 0
         return updates
 
-    def evict(self, *, spare_from: int) -> tuple[RowUpdates, int]:
+    def evict(self, *, spare_from: int) -> Integers:
         """Drop rows by policy until ``limit`` are left, but none of the plans ``spare_from`` and later.
 
         Returns:
-            What the dropped rows owed, and how many were dropped. (Rows without updates owe nothing.)
+            The slots that they leave, int64 ``[V]``. What they owe is there until the next plan, to be taken.
         """
-        slots_V = self._index.evict(spare_from=spare_from)[1]
-        return self.take(slots_V), slots_V.size
+        return self._index.evict(spare_from=spare_from)[1]
+
+    def keys(self, slots: Integers) -> Integers:
+        """The keys of slots that hold rows, or held them until the last :meth:`evict`."""
+        return self._index.keys(slots)
 
     def owes_all(self, slots: Integers) -> NDArray[np.bool_]:
         """Which rows have updates, and none that were taken since the row was last fetched or kept."""

@@ -1,0 +1,118 @@
+"""What a cache does with stores that this process maps: the exchanges of its messages, at once and in place."""
+
+# Shape suffixes: U distinct rows of a batch, K rows, C copies, R rows of a store, W width of their state.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recsys.embeddings.cache import BatchPlan, RowCache
+from lightning_recsys.parameter_server import exchange_loops as loops
+from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
+from lightning_recsys.parameter_server.exchange import bytes_by_kind
+from lightning_recsys.parameter_server.interfaces import EmbeddingStore
+from lightning_recsys.parameter_server.row_places import Integers, RowPlaces
+from lightning_recsys.sync import ClockRule
+
+_NO_STATE = np.empty((0, 0), dtype=np.float32)
+
+
+class RowTransfers:
+    """Moves rows and updates between a cache and mapped stores, by the rule that their messages would follow.
+
+    Args:
+        stores: The collection's stores, all of them mapped.
+        places: Which of them has which row.
+        rule: What a push tells the stores' clocks, and when a copy is too old.
+        row_shapes: Shape of what one row has of ``weight`` and of each state, of which there is one at most.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[MappedEmbeddingStore],
+        places: RowPlaces,
+        rule: ClockRule,
+        row_shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._stores, self._places, self._row_shapes = stores, places, row_shapes
+        self._staleness = -1 if rule.staleness is None else rule.staleness
+        self._by_sum = rule.clock == "sum"
+        self._update = loops.update_copies_for(*row_shapes["weight"])
+        self._counts = np.zeros((len(stores), loops.NUM_COUNTS), dtype=np.int64)
+
+    @staticmethod
+    def between(stores: Sequence[EmbeddingStore], copies: torch.device) -> list[MappedEmbeddingStore] | None:
+        """The stores, if rows can move between them and copies there without a message."""
+        # A subclass may do something else with exchanges.
+        mapped = [x for x in stores if type(x) is MappedEmbeddingStore and copies.type == "cpu"]
+        return mapped if len(mapped) == len(stores) else None
+
+    def update_copies(self, cache: RowCache, plan: BatchPlan) -> NDArray[np.int32]:
+        """Make a batch's copies fit for use: fetch those that are new, refresh those too far ahead or behind.
+
+        Returns:
+            By how many updates each is ahead of what was fetched, int32 ``[U]``.
+        """
+        lags_U = np.empty(len(plan.slots_U), dtype=np.int32)
+        copies = _copies(cache)
+        for index, (which, rows) in enumerate(self._places.split(plan.keys_U)):
+            store, lags = self._stores[index], lags_U[which]
+            self._update(
+                plan.slots_U[which],
+                plan.new_U[which],
+                rows,
+                copies,
+                cache.clocks,
+                _stored(store),
+                store.marked_clocks.numpy()[:, None],
+                self._staleness,
+                self._by_sum,
+                lags,
+                self._counts[index],
+            )
+            lags_U[which] = lags
+        return lags_U
+
+    def push(self, cache: RowCache, slots: Integers) -> None:
+        """Bring what copies owe to their rows."""
+        copies = _copies(cache)
+        for index, (which, rows) in enumerate(self._places.split(cache.keys(slots))):
+            store = self._stores[index]
+            clocks = store.marked_clocks.numpy()[:, None]
+            rule = self._by_sum, self._counts[index]
+            loops.push_copies(slots[which], rows, copies, cache.clocks, _stored(store), clocks, *rule)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What happened so far, in the names of :class:`RowMessages` and of the cache."""
+        total: Counter[str] = Counter()
+        for store, counts in zip(self._stores, self._counts.tolist(), strict=True):
+            fetched, checked, stale, ahead, pushed, held, outdated, returned, exchanges = counts
+            sizes = {"pushed": pushed, "fetched": fetched + returned, "checked": checked, "held": held}
+            total.update(bytes_by_kind(store.layout.num_rows, self._row_shapes, **sizes, outdated=outdated))
+            total.update(misses=fetched, stale=stale, refreshes=ahead, messages=exchanges)
+        return total
+
+
+def _copies(cache: RowCache) -> tuple[NDArray[np.float32], ...]:
+    """A cache's rows, their state, and what they owe of both, as the loops take them."""
+    return cache.rows.numpy(), _state(cache.row_state), cache.owed["weight"].numpy(), _state(cache.owed)
+
+
+def _stored(store: MappedEmbeddingStore) -> tuple[NDArray[np.float32], ...]:
+    return store.rows.numpy(), _state(store.row_state)
+
+
+def _state(tensors: Mapping[str, Tensor]) -> NDArray[np.float32]:
+    """The one state of a rule that has one, ``[C, W]``."""
+    for name, tensor in tensors.items():
+        if name != "weight":
+            array: NDArray[np.float32] = tensor.numpy()
+            return array if array.ndim > 1 else array[:, None]
+    return _NO_STATE
