@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import torch
@@ -110,6 +110,15 @@ class TableBackend(Backend):
             for table in self.layout.tables:
                 self.write(table.name, name, other.read(table.name, name))
         self.step = other.step
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if fn(torch.empty(0)).dtype != torch.float32:
+            raise TypeError(
+                "embedding rows are trained in float32 and cannot be cast. For mixed precision use "
+                "Trainer(precision='bf16-mixed'), which leaves parameters alone."
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.has_rows_in_state_dict:
@@ -280,18 +289,13 @@ class LocalBackend(TableBackend):
             # a copy into nothing would succeed
             error_msgs.append("the tables have no rows here (device='meta'): bind a store before the rows are loaded.")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LocalBackend:
-        if fn(torch.empty(0)).dtype != torch.float32:
-            raise TypeError(
-                "embedding rows are trained in float32 and cannot be cast. For mixed precision use "
-                "Trainer(precision='bf16-mixed'), which leaves parameters alone."
-            )
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if self.is_meta:
             try:
                 fn(self.rows[:0])  # not all of them: torch makes room for them before it finds that they are not there
             except NotImplementedError:  # a move: nothing there that could
                 return self
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self.kernel = self._choose_kernel()
         return self
 

@@ -21,15 +21,26 @@ class RunFolder:
     little where containers with ids of their own share a folder; a lock holds there, too.)
 
     Args:
-        parent: Where it is made.
+        parent: Where it is made; made as well where it is missing.
 
     Attributes:
         path: The folder.
+
+    Raises:
+        OSError: there is no way to make a folder there.
     """
 
     def __init__(self, parent: Path) -> None:
         remove_abandoned(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-{os.getpid()}-", dir=parent))
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-{os.getpid()}-", dir=parent))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no folder can be made in {parent} ({error.strerror}). Choose another place: strategy.store_folder for"
+                " the files of servers, TMPDIR for temporary ones",
+            ) from None
         self._lock = os.open(self.path, os.O_RDONLY)  # the system unlocks it when we die
         with suppress(OSError):  # a network's file system may have no locks: then nobody else can lock it either
             fcntl.flock(self._lock, fcntl.LOCK_EX)

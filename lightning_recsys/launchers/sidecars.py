@@ -153,9 +153,7 @@ class Sidecars:
 
     def _parent_folder(self) -> Path:
         if self.store_folder is not None:
-            folder = Path(self.store_folder).absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder
+            return Path(self.store_folder).absolute()
         return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
     def _start(self) -> None:

@@ -118,8 +118,14 @@ class JobKeys:
         """Read a key file.
 
         Raises:
+            FileNotFoundError: there is no such file.
             ValueError: others can read the file, or it holds no keys.
         """
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"there is no key file {path}. `lightning-recsys-server --make-keys {path}` makes one; every machine of"
+                " the job needs the same."
+            )
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
             raise ValueError(f"key file {path} can be read or written by others (mode {mode:04o}): chmod 600 {path}")

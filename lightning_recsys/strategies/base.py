@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -75,7 +76,8 @@ class RecsysStrategy(DDPStrategy):
         endpoints: Servers by kind, in index order; in workers, from :meth:`setup_environment` on.
 
     Raises:
-        ValueError: ``max_restarts`` is negative, ``transport`` is unknown.
+        ValueError: ``max_restarts`` is negative, ``transport`` is unknown, ``servers`` are no endpoints, or a
+            ``key_file`` comes without them.
         TypeError: an argument that only ``DistributedDataParallel`` could use, or an object from ``lightning.pytorch``.
     """
 
@@ -100,6 +102,13 @@ class RecsysStrategy(DDPStrategy):
             )
         if transport not in ("auto", "tcp"):
             raise ValueError(f"strategy.transport must be 'auto' or 'tcp', got {transport!r}.")
+        if servers is not None:
+            _check_endpoints(servers)
+        elif key_file is not None:
+            raise ValueError(
+                f"strategy.key_file={key_file} is for strategy.servers, of which there are none. Servers that are"
+                " started here get keys of their own: leave it out, or name the servers that it belongs to."
+            )
         _refuse_other_namespace(*kwargs.values())
         if self.asynchronous:
             kwargs.setdefault("timeout", PATIENCE)
@@ -212,7 +221,10 @@ class RecsysStrategy(DDPStrategy):
         if self.lightning_module is not None:
             _refuse_other_namespace_in(self.lightning_module.trainer)
         if self.servers is not None and not specs:
-            raise ValueError(f"{type(self).__name__} uses no servers; got servers={list(self.servers)}.")
+            raise ValueError(
+                f"strategy.servers={list(self.servers)}: {type(self).__name__} keeps nothing on servers. Leave"
+                " strategy.servers out."
+            )
         if self.world_size != (asked := self.num_nodes * self.num_processes):
             raise ValueError(
                 f"{self.world_size} processes were started, but trainer.num_nodes={self.num_nodes} times"
@@ -478,6 +490,16 @@ class _RunFree:
 
 def _nothing() -> None:
     pass
+
+
+def _check_endpoints(servers: Sequence[str]) -> None:
+    """Before workers start: each of them would say what is wrong with one endpoint at a time."""
+    listed = () if isinstance(servers, str) else servers
+    if not listed or not all(re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*", endpoint) for endpoint in listed):
+        raise ValueError(
+            f"strategy.servers must be a list of endpoints such as [tcp://10.0.0.7:5790], got {servers!r}. Leave it out"
+            " to have servers started."
+        )
 
 
 def _refuse_other_namespace(*objects: object) -> None:

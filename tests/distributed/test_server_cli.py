@@ -113,7 +113,7 @@ def test_help_when_asked_then_explains_itself(capsys):
             "can be reached from other machines, so it needs keys",
         ),
         (["--folder", "{}/stores", "--bind", "nonsense"], "bind must be tcp://host:port"),
-        (["--folder", "{}/stores", "--keys", "{}/missing"], "No such file or directory"),
+        (["--folder", "{}/stores", "--keys", "{}/missing"], "there is no key file"),
         (["--folder", "{}/stores", "--keys", "{}/readable"], "chmod 600"),
         (["--make-keys", "{}/readable"], "File exists"),
         (["--status", "nonsense"], "'nonsense' is no endpoint"),

@@ -44,6 +44,10 @@ def from_lightning_pytorch(base):
     [
         ({"max_restarts": -1}, "max_restarts must be at least 0, got -1"),
         ({"transport": "udp"}, "transport must be 'auto' or 'tcp', got 'udp'"),
+        ({"servers": []}, r"strategy\.servers must be a list of endpoints .*, got \[\]"),
+        ({"servers": "tcp://10.0.0.7:5790"}, r"must be a list of endpoints .*, got 'tcp://10\.0\.0\.7:5790'"),
+        ({"servers": ["tcp://10.0.0.7:5790", "10.0.0.8:5790"]}, r"got \['tcp://.*', '10\.0\.0\.8:5790'\]"),
+        ({"key_file": "job.keys"}, r"strategy\.key_file=job\.keys is for strategy\.servers, of which there are none"),
     ],
 )
 def test_argument_when_out_of_range_then_refused(arguments, message):
@@ -71,7 +75,7 @@ def test_callback_when_it_comes_from_lightning_pytorch_then_refused():
 
 def test_servers_when_the_strategy_uses_none_then_refused():
     strategy = connected(ForkserverDDPStrategy(servers=["tcp://127.0.0.1:1"]))
-    with pytest.raises(ValueError, match=r"ForkserverDDPStrategy uses no servers; got servers=\['tcp://127.0.0.1:1'\]"):
+    with pytest.raises(ValueError, match=r"strategy\.servers=\['tcp://127.0.0.1:1'\]: Forkserver.* Leave"):
         strategy.setup_environment()
 
 

@@ -29,6 +29,17 @@ def abandoned(tmp_path) -> Path:
     return path
 
 
+def test_folder_when_its_parent_is_missing_then_made(tmp_path):
+    with RunFolder(tmp_path / "disk" / "stores") as folder:
+        assert folder.is_dir()
+
+
+def test_folder_when_it_cannot_be_made_then_the_error_names_the_settings(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"no folder can be made in .*file/stores .*strategy\.store_folder for .* TMPDIR"):
+        RunFolder(tmp_path / "file" / "stores")
+
+
 def test_folder_when_its_process_was_killed_then_goes_with_the_next_run(tmp_path, abandoned):
     with RunFolder(tmp_path) as folder:
         assert folder.name.startswith(f"lightning_recsys-{os.getpid()}-")

@@ -46,6 +46,13 @@ def test_key_file_when_others_reach_it_then_is_refused_with_what_to_do(tmp_path,
         JobKeys.load(path)
 
 
+def test_key_file_when_it_is_not_there_then_the_error_says_how_to_make_one(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"no key file .*job\.keys\. `lightning-recsys-server --make-keys .*job"
+    ):
+        JobKeys.load(tmp_path / "job.keys")
+
+
 def changed(**parts):
     return json.dumps(json.loads(JobKeys.generate().to_bytes()) | parts).encode()
 

@@ -154,6 +154,14 @@ def test_state_dict_when_loaded_into_a_bound_collection_then_the_stores_have_it(
         target.load_state_dict(saved)
 
 
+def test_bound_collection_when_cast_then_refused_as_an_unbound_one_is(servers):
+    collection = make()
+    bind(collection, servers)
+    with pytest.raises(TypeError, match=r"rows are trained in float32 and cannot be cast.*bf16-mixed"):
+        collection.bfloat16()
+    assert collection.to("cpu") is collection
+
+
 def test_two_collections_when_bound_to_the_same_stores_then_they_train_the_same_rows(servers):
     first, second = make(), make()
     bind(first, servers)
