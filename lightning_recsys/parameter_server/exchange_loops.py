@@ -160,15 +160,9 @@ def push_copies(slots, touched, copies, own_clocks, stored, clocks, by_sum, coun
 
 
 @compile_loop
-def _push_if_unfit(slot, row, copies, own_clocks, stored, clocks, staleness, by_sum, counts):  # noqa: ANN001, ANN202
-    """Bring what a copy owes to its row if it is too far ahead or behind; returns whether the row has to come back."""
+def _push_unfit(slot, row, copies, own_clocks, stored, clocks, by_sum, counts):  # noqa: ANN001, ANN202
+    """Bring what a copy owes to its row; returns whether the row has to come back, or is what the copy is by now."""
     start, current, unsent = own_clocks[slot, START], own_clocks[slot, CURRENT], own_clocks[slot, UNSENT]
-    is_ahead = np.int64(current) - np.int64(start) > staleness
-    is_behind = np.int64(clocks[row, 0] & MAX_CLOCK) - np.int64(current) > staleness
-    counts[CHECKED] += not is_ahead
-    if not (is_ahead or is_behind):
-        return False
-    counts[AHEAD_OF_START if is_ahead else STALE] += 1
     owes_all = unsent > 0 and start == current - unsent
     is_row = False
     if unsent:
@@ -210,8 +204,7 @@ def update_copies_for(dim: int) -> Callable[..., None]:
         for u in range(slots.shape[0]):
             coming = min(u + AHEAD, last)
             prefetch_row(own_clocks, slots[coming])
-            if staleness >= 0 or is_new[coming]:
-                prefetch_row(clocks, touched[coming])
+            prefetch_row(clocks, touched[coming])
             if is_new[coming]:
                 prefetch_row(rows, touched[coming])
                 prefetch_row(copied_rows, slots[coming])
@@ -219,11 +212,16 @@ def update_copies_for(dim: int) -> Callable[..., None]:
             if is_new[u]:
                 counts[FETCHED] += 1
             else:
-                is_old = staleness >= 0 and _push_if_unfit(
-                    slot, row, copies, own_clocks, stored, clocks, staleness, by_sum, counts
-                )
-                lags[u] = own_clocks[slot, CURRENT] - own_clocks[slot, START]
-                if not is_old:
+                current, behind, comes_back = own_clocks[slot, CURRENT], np.int64(0), False
+                lags[u] = current - own_clocks[slot, START]
+                if staleness >= 0:
+                    behind = np.int64(clocks[row, 0] & MAX_CLOCK) - np.int64(current)
+                    counts[CHECKED] += lags[u] <= staleness
+                if staleness >= 0 and max(np.int64(lags[u]), behind) > staleness:
+                    counts[AHEAD_OF_START if lags[u] > staleness else STALE] += 1
+                    comes_back = _push_unfit(slot, row, copies, own_clocks, stored, clocks, by_sum, counts)
+                    lags[u] = 0
+                if not comes_back:
                     continue
             clock = _read(clocks, row) & MAX_CLOCK
             own_clocks[slot, START], own_clocks[slot, CURRENT], lags[u] = clock, clock, 0

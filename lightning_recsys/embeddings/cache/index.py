@@ -63,6 +63,7 @@ def _insert(key, cell, table, slots, slot_keys, free, numbers):  # noqa: ANN001,
     if numbers[_FREE]:
         numbers[_FREE] -= 1
         slot = free[numbers[_FREE]]
+        prefetch_row(slots, free[max(numbers[_FREE] - SOON, 0)])
     else:
         slot = numbers[_SLOTS]
         numbers[_SLOTS] += 1
@@ -75,10 +76,14 @@ def _insert(key, cell, table, slots, slot_keys, free, numbers):  # noqa: ANN001,
 
 
 @compile_loop
-def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, slots_N, distinct_N, slots_U, new_U):  # noqa: ANN001, ANN202
-    """Fill the last four; returns ``U``."""
+def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, found, moving_U):  # noqa: ANN001, ANN202
+    """Fill what is found, which is ``slots_N``, ``distinct_N``, ``slots_U`` and ``new_U``; returns ``U``.
+
+    The last array is for the loop's own use: slots that come into a list, or to another place in one.
+    """
+    slots_N, distinct_N, slots_U, new_U = found
     numbers[_PLANS] += 1
-    number, count, last = numbers[_PLANS], 0, keys_N.shape[0] - 1
+    number, count, moving, last = numbers[_PLANS], 0, 0, keys_N.shape[0] - 1
     for i in range(keys_N.shape[0]):
         prefetch_row(table, home(table, keys_N[min(i + AHEAD, last)]))
         prefetch_row(slots, table[home(table, keys_N[min(i + SOON, last)]), 1])  # nearly always the key's own cell
@@ -92,17 +97,19 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, sl
             slots[slot, PLANNED], slots[slot, POSITION] = number, count
             slots_U[count], new_U[count] = slot, is_new
             count += 1
+            if slots[slot, NEXT] != NOWHERE:
+                slots[slot, COUNT] += step
+            moving_U[moving] = slot
+            moving += is_new or slots[slot, LIST] != NOWHERE
         slots_N[i], distinct_N[i] = slot, slots[slot, POSITION]
-    for u in range(count):
-        prefetch_row(slots, slots_U[min(u + AHEAD, count - 1)])
-        soon = slots_U[min(u + SOON, count - 1)]
+    for m in range(moving):
+        prefetch_row(slots, moving_U[min(m + AHEAD, moving - 1)])
+        soon = moving_U[min(m + SOON, moving - 1)]
         prefetch_row(slots, slots[soon, order.BEFORE])
         prefetch_row(slots, slots[soon, order.AFTER])
-        slot = slots_U[u]
-        if new_U[u]:
+        slot = moving_U[m]
+        if slots[slot, LIST] == NOWHERE:
             order.add(slots, lists, slot, slots[slot, COUNT] + step, bound)
-        elif slots[slot, NEXT] != NOWHERE:
-            slots[slot, COUNT] += step
         else:
             order.use(slots, lists, slot, step, bound)
     return count
@@ -301,10 +308,10 @@ class CacheIndex:
         self._reserve(keys_N.size)
         if announced is not None:
             return self._plan_announced(announced)
-        slots_N, distinct_N, slots_U = (np.empty(keys_N.size, dtype=np.int64) for _ in range(3))
+        slots_N, distinct_N, slots_U, moving_U = (np.empty(keys_N.size, dtype=np.int64) for _ in range(4))
         new_U = np.empty(keys_N.size, dtype=np.bool_)
-        policy = self._step, self._bound
-        count = _plan(keys_N, self._table, *self._arrays(), self._numbers, *policy, slots_N, distinct_N, slots_U, new_U)
+        arrays = self._table, *self._arrays(), self._numbers, self._step, self._bound
+        count = _plan(keys_N, *arrays, (slots_N, distinct_N, slots_U, new_U), moving_U)
         slots_U, new_U = slots_U[:count], new_U[:count]
         return BatchPlan(self.num_plans, slots_N, distinct_N, self._slot_keys[slots_U], slots_U, new_U)
 
