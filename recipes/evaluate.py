@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import hydra
@@ -81,7 +82,7 @@ def offer_checkpoint_config(arguments: list[str]) -> None:
         ConfigStore.instance().store("checkpoint", node={})  # --help and the like
         return
     if not Path(path).is_file() and not is_folder(path):
-        raise SystemExit(f"ckpt_path: there is no file {path}")
+        raise SystemExit(f"ckpt_path: there is no checkpoint {path}")
     trained = load_checkpoint(path).get("hyper_parameters", {}).get("config")
     if trained is None:
         raise SystemExit(f"ckpt_path: {path} carries no configuration; was it written by recipes/train.py?")
@@ -93,7 +94,10 @@ def load_checkpoint(path: str) -> dict[str, Any]:
     """The checkpoint; the tensors of a file are left on disk."""
     if is_folder(path):
         return read_checkpoint(path)
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, UnpicklingError) as error:
+        raise SystemExit(f"ckpt_path: {path} cannot be read as a checkpoint ({str(error).splitlines()[0]})") from None
     return checkpoint
 
 

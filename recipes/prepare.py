@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+from recipe_tools.config_types import check_complete
 from recipe_tools.overrides import CONFIG_DIR, explained_overrides
 from recipe_tools.prepare_rows import prepare_rows
 
@@ -19,6 +20,7 @@ log = logging.getLogger("prepare")
 @hydra.main(version_base="1.3", config_path="../conf/prepare", config_name="schema")
 def schema(cfg: DictConfig) -> None:
     """Guess what the columns of a file mean, and write it down as a schema to correct."""
+    check_complete(cfg)
     out = Path(cfg.out)
     if out.exists() and not cfg.overwrite:
         raise SystemExit(f"{out} exists. Choose another out=, or overwrite=true.")
@@ -31,6 +33,7 @@ def schema(cfg: DictConfig) -> None:
 @hydra.main(version_base="1.3", config_path="../conf/prepare", config_name="rows")
 def rows(cfg: DictConfig) -> None:
     """Turn raw text into Parquet shards to train from."""
+    check_complete(cfg)
     prepare_rows(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
 
 

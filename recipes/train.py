@@ -27,7 +27,7 @@ from recipe_tools.build import (
     test_on_one_device,
     to_floats,
 )
-from recipe_tools.config_types import check_types
+from recipe_tools.config_types import check_complete, check_types
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
@@ -40,6 +40,7 @@ from lightning_recsys.runtime import configure_worker
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     be_quiet()
+    check_complete(cfg)
     if cfg.seed is None:
         cfg.seed = secrets.randbits(32)
     config: Config = self_contained(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A value of the wrong kind is named by its place in the configuration, before anything is built from it."""
+"""A value that is missing or of the wrong kind is named by its place in the configuration, before anything is built."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
 
 # Arguments that take nothing else are checked; whoever takes more, such as a path or a class, knows best what.
 PLAIN = {int, float, bool, type(None), torch.Tensor}
+
+
+def check_complete(config: DictConfig) -> None:
+    """Raise ``ValueError`` if a value that the files leave open (``???``) was not given on the command line either."""
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        has, given = "have" if len(missing) > 1 else "has", " ".join(f"{key}=..." for key in missing)
+        raise ValueError(f"{' and '.join(missing)} {has} no default: add {given} to the command line.")
 
 
 def check_types(node: Any, path: str = "") -> None:

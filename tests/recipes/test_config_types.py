@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from recipe_helpers import plain
 from recipe_tools.build import build
-from recipe_tools.config_types import check_types
+from recipe_tools.config_types import check_complete, check_types
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,19 @@ def test_value_of_the_wrong_type_is_named_by_its_place(override, message, compos
     config = plain(composed("train", "strategy=ddp", override))
     with pytest.raises(TypeError, match=message):
         check_types(config)
+
+
+@pytest.mark.parametrize(
+    ("composition", "message"),
+    [
+        (["train", "data=prepared"], r"^data\.root has no default: add data\.root=\.\.\. to the command line\.$"),
+        (["train", "data=tabular"], r"^data\.schema has no default"),
+        (["rows"], r"^out and raw have no default: add out=\.\.\. raw=\.\.\. to the command line\.$"),
+    ],
+)
+def test_value_that_was_not_given_is_named(composition, message, composed):
+    with pytest.raises(ValueError, match=message):
+        check_complete(composed(*composition, folder="conf/prepare" if composition == ["rows"] else "conf"))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_evaluate_checks_overrides_against_the_checkpoint(run):
 
 
 def test_evaluate_names_a_checkpoint_that_is_not_there():
-    with pytest.raises(SystemExit, match=r"there is no file nowhere\.ckpt"):
+    with pytest.raises(SystemExit, match=r"there is no checkpoint nowhere\.ckpt"):
         offer_checkpoint_config(["ckpt_path=nowhere.ckpt"])
     with pytest.raises(SystemExit, match="ckpt_path: name the checkpoint"):
         offer_checkpoint_config([])
