@@ -188,7 +188,7 @@ class Connection:
             ):
                 oldest = next(pending for pending in self._pending.values() if pending.request.sequence)
                 self._await(oldest)
-            while self._receive(0.0):
+            while self._pending and self._receive(0.0):
                 pass
             self._raise_refusal()
             request = Request(operation, 0, self._id, self._next_sequence, store, arguments or {}, list(arrays))

@@ -477,14 +477,16 @@ class RequestHandler:
         served, local = self._dense_and_vector(request)
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha must be in [0, 1], got {alpha}")
-        return _Push(partial(served.store.elastic_average, local, alpha=alpha), served.undo(("values",)))
+        # The answer takes the place of the vector that came, which nobody reads again.
+        apply = partial(served.store.elastic_average, local, alpha=alpha, out=local)
+        return _Push(apply, served.undo("values"))
 
     def _push_gradient(self, request: Request) -> _Push:
         (learning_rate,) = take_arguments(request, learning_rate=float)
         served, gradient = self._dense_and_vector(request)
         check_rate(learning_rate)
         apply = partial(served.store.push_gradient, gradient, learning_rate=learning_rate)
-        return _Push(apply, served.undo(("values", *served.store.state)))
+        return _Push(apply, served.undo("values", *served.store.state))
 
     def _dense_and_vector(self, request: Request) -> tuple[ServedDense, Tensor]:
         (vector,) = take_arrays(request, ("values", torch.float32, 1))

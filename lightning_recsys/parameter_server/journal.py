@@ -79,6 +79,7 @@ class Journal:
         self._words = _open_words(folder / JOURNAL, max_clients)
         self._header, self._slots = self._words[0], self._words[1:]
         self._undo = torch.empty(0, dtype=torch.uint8)
+        self._recorded: tuple[Undo, list[tuple[Tensor, Tensor]]] | None = None  # whole arrays and their places
         self._index = {slot[_ID].tobytes(): number for number, slot in enumerate(self._slots) if slot[_ID].any()}
         self.nonce = self._header[_HEADER_NONCE].tobytes()
 
@@ -99,6 +100,7 @@ class Journal:
         empty = np.empty((1, _WORDS), dtype=_INT64)
         self._words, self._header, self._slots = empty, empty[0], empty[1:]
         self._undo = torch.empty(0, dtype=torch.uint8)
+        self._recorded = None
 
     # --- Clients -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,9 @@ class Journal:
             sequence: The push's.
             undo: What it touches; ``None`` where doing it twice is doing it once.
         """
-        if undo is not None:
+        if undo is None:
+            self._recorded = None  # it may remove a store, whose memory nobody should hold then
+        else:
             self._record(undo)
             self._header[_HEADER_SEQUENCE] = sequence
             self._header[_HEADER_SLOT] = slot + 1
@@ -200,6 +204,11 @@ class Journal:
     # --- The undo record: length of a msgpack header, the header, the arrays it describes --------------------
 
     def _record(self, undo: Undo) -> None:
+        if self._recorded is not None and self._recorded[0] is undo:  # the header is there, as after any such push
+            for array, place in self._recorded[1]:
+                place.copy_(array)
+            return
+        self._recorded = None
         rows = undo.rows
         saved: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         for name in undo.names:
@@ -226,6 +235,9 @@ class Journal:
                 place.copy_(undo.arrays[name])
             else:
                 torch.index_select(undo.arrays[name], 0, rows, out=place)
+        if rows is None:
+            arrays = [undo.arrays[name] for name, _, _ in saved]
+            self._recorded = undo, list(zip(arrays, self._places(8 + len(header), saved), strict=True))
 
     def _places(self, end: int, saved: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Iterator[Tensor]:
         """Views of the undo record, one array behind the other."""

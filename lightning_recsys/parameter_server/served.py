@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +131,18 @@ class ServedDense:
     def __init__(self, arrays: MappedArrays) -> None:
         self.store = MappedDenseStore(arrays.folder)
         self._arrays = arrays
+        self._undo: dict[tuple[str, ...], Undo] = {}
 
     def describe(self) -> dict[str, Any]:
         """What a client must know, in plain values."""
         rule = self.store.optimizer
         return {"kind": "dense", "size": self.store.size, "optimizer": rule and optimizer_to_plain(rule)}
 
-    def undo(self, names: Sequence[str]) -> Undo:
-        """How to take back an update of these arrays."""
-        return Undo(self._arrays, names, None)
+    def undo(self, *names: str) -> Undo:
+        """How to take back an update of these arrays; the same object each time."""
+        if names not in self._undo:
+            self._undo[names] = Undo(self._arrays, names, None)
+        return self._undo[names]
 
     def close(self) -> None:
         """Let go of the files."""

@@ -73,19 +73,20 @@ class CenterRounds(Rounds):
     def __init__(self, algorithm: SyncAlgorithm, replica: Tensor, *, pieces: Sequence[DenseStore]) -> None:
         super().__init__(algorithm, replica)
         self._pieces = pieces
-        self._sizes = [piece.size for piece in pieces]
+        sizes = [piece.size for piece in pieces]
         self._answer = torch.empty_like(replica)
+        self._parts, self._answers = torch.split(replica, sizes), torch.split(self._answer, sizes)
 
     def _exchange(self, *, leaving: bool) -> Tensor | None:
         if leaving:
             return None
         answers = [
             piece.begin_elastic_average(part, alpha=self.algorithm.alpha)
-            for piece, part in zip(self._pieces, torch.split(self.replica, self._sizes), strict=True)
+            for piece, part in zip(self._pieces, self._parts, strict=True)
         ]
         if len(answers) == 1:
             return answers[0]()
-        for answer, part in zip(answers, torch.split(self._answer, self._sizes), strict=True):
+        for answer, part in zip(answers, self._answers, strict=True):
             part.copy_(answer())
         return self._answer
 

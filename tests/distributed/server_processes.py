@@ -75,11 +75,11 @@ class Trap:
         self.spring("rows made, and not yet named")
         real(index, *rows)
 
-    def average(self, real, store, local, *, alpha):
+    def average(self, real, store, local, *, alpha, out):
         if self.is_at("half applied"):
             store.values[: store.size // 2].lerp_(local[: store.size // 2], alpha)
             die()
-        return real(store, local, alpha=alpha)
+        return real(store, local, alpha=alpha, out=out)
 
     def is_at(self, where: str) -> bool:
         return self.left == 0 and self.where == where
