@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.trainer import quiet_trainer
+from benchmarks.trainer import StepsToTurn, quiet_trainer
 from benchmarks.turns import Turn
 from benchmarks.workload import Workload
 from pytorch_lightning.loggers import CSVLogger
@@ -66,8 +66,7 @@ class Ours:
             data = PreparedDataModule(root=self.root, batch_size=batch_size, drop_last=True)
             with tempfile.TemporaryDirectory() as folder:
                 trainer = quiet_trainer(
-                    turn,
-                    batch_size,
+                    StepsToTurn(turn, batch_size),
                     callbacks=[ExamplesPerSecond(), NormalizedEntropyMonitor()] if self.metrics else [],
                     logger=CSVLogger(folder) if self.metrics else False,
                     precision=self.precision,

@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from benchmarks.floor import DENSE, WITH_FIRST_ORDER
-from benchmarks.trainer import quiet_trainer
+from benchmarks.trainer import StepsToTurn, quiet_trainer
 from benchmarks.turns import Turn
 from benchmarks.workload import Workload
 from torch import Tensor, nn
@@ -62,6 +62,6 @@ def variant(work: Workload, model: str, batch_size: int) -> Callable[[Turn], Non
             for batch in work.batches(batch_size)
         ]
         loader = DataLoader(ReadyBatches(batches), batch_size=None)
-        quiet_trainer(turn, batch_size).fit(PlainModule(work, model), loader)
+        quiet_trainer(StepsToTurn(turn, batch_size)).fit(PlainModule(work, model), loader)
 
     return run

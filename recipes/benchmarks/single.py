@@ -5,11 +5,22 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
-from benchmarks import dlrm_reference, floor, fuxictr_peer, kernels, memory, plain_lightning, steps, torchrec_peer
+from benchmarks import (
+    dlrm_reference,
+    floor,
+    fuxictr_peer,
+    kernels,
+    memory,
+    plain_lightning,
+    steps,
+    torchrec_peer,
+    watching,
+)
+from benchmarks.apart import Apart
 from benchmarks.bars import Bar, Bars
 from benchmarks.data import write_rows
 from benchmarks.ours import Ours, reader_alone
@@ -20,8 +31,6 @@ from benchmarks.workload import Workload
 log = logging.getLogger(__name__)
 
 Rows = dict[tuple[str, int], Measurement]
-
-METRICS_PAIRS = 24  # trainings with metrics and without, each made anew
 
 
 def run(
@@ -41,15 +50,15 @@ def run(
 
 def variants(root: Path, work: Workload, model: str, batch_size: int) -> dict[str, Callable[[Turn], None]]:
     """What can be measured for this model here; TorchRec and FuxiCTR only where they are installed."""
-    makers = {"floor": floor.variant, "ours": Ours(root), "lightning": plain_lightning.variant}
+    makers = {"floor": floor.variant, "ours": Ours(root), "lightning": Apart(plain_lightning.variant)}
     if torch.cpu._is_avx512_bf16_supported():
         makers["ours, bf16"] = Ours(root, precision="bf16-mixed")
     if model == "dlrm":
-        makers["dlrm reference"] = dlrm_reference.variant
+        makers["dlrm reference"] = Apart(dlrm_reference.variant)
         if torchrec_peer.is_available():
-            makers["torchrec"] = torchrec_peer.variant
+            makers["torchrec"] = Apart(torchrec_peer.variant)
     if fuxictr_peer.is_available():
-        makers |= {"fuxictr": fuxictr_peer.variant, "fuxictr, no reader": fuxictr_peer.preloaded}
+        makers |= {"fuxictr": Apart(fuxictr_peer.variant), "fuxictr, no reader": Apart(fuxictr_peer.preloaded)}
     return {name: make(work, model, batch_size) for name, make in makers.items()}
 
 
@@ -72,16 +81,12 @@ def _measure(root: Path, models: list[str], batch_sizes: list[int], *, rounds: i
         row = Row(f"{fastest}, B={batch_size}", in_turns(pair, rounds=rounds, seconds=seconds), base="ours")
         results.append(row)
         bars.append(Bar(f"reader alone / {row.workload}", row.measured.ratio("reader", "ours"), "at least", 5, " x"))
-    for model in models:
-        for batch_size in batch_sizes:
-            row = Row(
-                f"{model}, B={batch_size}",
-                _metrics(root, work, model, batch_size, rounds=rounds, seconds=seconds),
-                base="ours",
-            )
-            results.append(row)
-            cost = 1 - row.measured.ratio("ours", "no metrics")
-            bars.append(Bar(f"metrics and callbacks, {row.workload}", 100 * cost, "at most", 3, " %"))
+    for model, batch_size in product(models, batch_sizes):
+        watched = watching.measure(root, model, batch_size, seconds=40 * seconds, pairs=8 if rounds > 1 else 1)
+        results.append(row := Row(f"{model}, B={batch_size}", watched, base="ours"))
+        most, least = (100 * (1 - ratio) for ratio in watched.quartiles("ours", "no metrics"))
+        name = f"metrics and callbacks, {row.workload} (half of the pairs {least:.1f} to {most:.1f} %)"
+        bars.append(Bar(name, 100 * (1 - watched.ratio("ours", "no metrics")), "at most", 3, " %"))
     results += (
         kernel_rows := kernels.run(dims=[work.dim], batch_sizes=[2048], rounds=rounds, seconds=min(seconds, 0.3))
     )
@@ -94,23 +99,6 @@ def _measure(root: Path, models: list[str], batch_sizes: list[int], *, rounds: i
         name = f"memory beyond rows and their state, {model}, B={largest}"
         bars.append(Bar(name, value, "at most", 600, " MiB"))
     return [*results, Bars(tuple(bars))]
-
-
-def _metrics(root: Path, work: Workload, model: str, batch_size: int, *, rounds: int, seconds: float) -> Measurement:
-    """With and without them, in short turns and many of them: a few percent are asked for.
-
-    Of two trainings that do the same, one is two or three percent faster for as long as it lives, by where its memory
-    lies; so both are made anew many times.
-    """
-    ours = Ours(root)
-    makers = {"ours": ours, "no metrics": replace(ours, metrics=False)}
-    rates: dict[str, list[float]] = {name: [] for name in makers}
-    for i in range(METRICS_PAIRS if rounds > 1 else 1):
-        names = list(makers)[:: 1 if i % 2 else -1]
-        pair = {name: makers[name](work, model, batch_size) for name in names}
-        for name, measured in in_turns(pair, rounds=(rounds + 3) // 4, seconds=seconds / 6).rates.items():
-            rates[name] += measured
-    return Measurement(rates)
 
 
 def _bars_of_steps(model: str, batch_size: int, measured: Measurement) -> list[Bar]:

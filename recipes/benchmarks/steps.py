@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.ours import Ours, TaskAlone, make_task
 from benchmarks.report import Result
-from benchmarks.trainer import quiet_trainer
+from benchmarks.trainer import StepsToTurn, quiet_trainer
 from benchmarks.turns import Measurement, Turn, in_turns
 from benchmarks.workload import Workload
 from rich.table import Table
@@ -190,4 +190,4 @@ class Steps:
     def _through_trainer(self, turn: Turn) -> None:
         task: pl.LightningModule = make_task(self.work, self.model, kind=TaskAlone)
         loader: Any = Ready(self.work.batches(self.batch_size))
-        quiet_trainer(turn, self.batch_size).fit(task, loader)
+        quiet_trainer(StepsToTurn(turn, self.batch_size)).fit(task, loader)

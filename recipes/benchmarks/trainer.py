@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -19,10 +20,8 @@ class StepsToTurn(pl.Callback):
         self.turn.step_done(self.batch_size)
 
 
-def quiet_trainer(
-    turn: Turn, batch_size: int, *, callbacks: list[pl.Callback] | None = None, **kwargs: Any
-) -> pl.Trainer:
-    """A CPU trainer that runs until the turn stops it."""
+def quiet_trainer(last: pl.Callback, *, callbacks: Sequence[pl.Callback] = (), **kwargs: Any) -> pl.Trainer:
+    """A CPU trainer that runs until the last of its callbacks stops it."""
     for message in (
         "You defined a `validation_step` but have no `val_dataloader`",
         "Total length of `list` across ranks",
@@ -37,4 +36,4 @@ def quiet_trainer(
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return pl.Trainer(callbacks=[*(callbacks or []), StepsToTurn(turn, batch_size)], **(defaults | kwargs))
+    return pl.Trainer(callbacks=[*callbacks, last], **(defaults | kwargs))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 
@@ -19,7 +20,7 @@ class Turn:
     """One variant's side: it calls :meth:`step_done` after every training step, and waits there between its turns."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._go, self._done = threading.Event(), threading.Event()
         self._stopping = False
         self._examples, self._started = 0, 0.0
@@ -30,7 +31,7 @@ class Turn:
         """Count a step; blocks when the turn is over, and raises :class:`Stopped` when the measurement is."""
         self._examples += num_examples
         elapsed = time.perf_counter() - self._started
-        if elapsed >= self._seconds:
+        if elapsed >= self.seconds:
             self.rates.append(self._examples / elapsed)
             self._done.set()
             self.wait()
@@ -81,6 +82,11 @@ class Measurement:
     def ratio(self, name: str, base: str) -> float:
         """Median over the rounds of ``name``'s rate divided by ``base``'s in the same round."""
         return statistics.median(a / b for a, b in zip(self.rates[name], self.rates[base], strict=True))
+
+    def quartiles(self, name: str, base: str) -> tuple[float, float]:
+        """Between them lies the middle half of the rounds' ratios."""
+        low, high = np.quantile(np.divide(self.rates[name], self.rates[base]), [0.25, 0.75]).tolist()
+        return low, high
 
     def spread(self, name: str, base: str) -> tuple[float, float]:
         """Smallest and largest of the rounds' ratios."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Any
 
 import pytorch_lightning as pl
@@ -10,16 +11,42 @@ from pytorch_lightning.callbacks import RichProgressBar
 from pytorch_lightning.callbacks.progress.rich_progress import BatchesProcessedColumn, CustomBarColumn
 from rich.progress import ProgressColumn, TextColumn, TimeRemainingColumn
 
+from lightning_recsys.callbacks import LeanCallback
+
 FIRST = ("train/ne", "eps", "val/ne")  # what a narrow terminal shows; the rest follows as far as there is room
 BAR = 8
 BESIDES = len("Epoch 10/99") + BAR + len("1:00:00") + 5  # with a space after each column, of which there are five
 
 
-class ProgressBar(RichProgressBar):
+class ProgressBar(LeanCallback, RichProgressBar):
     """Lightning's Rich bar with time left (taken, at the end) and as many metrics as fit in the line.
 
-    Lightning's own breaks the metrics over several lines where they do not fit.
+    Lightning's own breaks the metrics over several lines where they do not fit, and reads them at every batch, a few
+    percent of a small step; this one when the line is drawn again.
+
+    Args:
+        refresh_rate: How often the line is drawn, a second.
+        leave: Keep the bar of each epoch.
+        console_kwargs: Of Rich's console.
     """
+
+    def __init__(
+        self, refresh_rate: int = 4, *, leave: bool = True, console_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(refresh_rate=refresh_rate, leave=leave, console_kwargs=console_kwargs)
+        self._due, self._done = 0.0, 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Lightning's, for the batches at which the line is due."""
+        self._done = args[-1] + 1
+        if (now := monotonic()) >= self._due:
+            self._due = now + 1 / max(self.refresh_rate, 1)
+            super().on_train_batch_end(*args)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Lightning's, with the last batches."""
+        self._update(self.train_progress_bar_id, self._done)
+        super().on_train_epoch_end(trainer, pl_module)
 
     def configure_columns(self, trainer: pl.Trainer) -> list[ProgressColumn]:
         """Description, bar, batches, time; Lightning adds the metrics."""

@@ -3,13 +3,18 @@
 import json
 import threading
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
+from benchmarks.apart import Apart
 from benchmarks.bars import Bar
 from benchmarks.curves import Curves
 from benchmarks.het_cache import Columns
 from benchmarks.report import Drawn, fill
-from benchmarks.turns import Measurement, Turn, in_turns
+from benchmarks.turns import Measurement, Stopped, Turn, in_turns
+from benchmarks.watching import BLOCK, Switch
+from benchmarks.workload import Workload
+from pytorch_lightning import Callback
 
 
 def endless(turn: Turn, log: list[str], name: str) -> None:
@@ -36,6 +41,39 @@ def test_in_turns_when_a_variant_fails_then_its_error_is_the_cause():
     with pytest.raises(RuntimeError, match="variant 'broken' ended in round 1") as error:
         in_turns({"broken": broken}, rounds=2, seconds=0.0)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def test_apart_when_the_other_process_fails_then_says_what_it_said():
+    with pytest.raises(RuntimeError, match="variant 'peer' ended in round 0") as error:
+        in_turns({"peer": Apart(in_turns)(Workload(rows=1), "deepfm", 1)}, rounds=1, seconds=0.0)  # makes no variant
+    assert "benchmarks.turns in_turns failed" in str(error.value.__cause__)
+    assert "TypeError" in str(error.value.__cause__)
+
+
+def test_switch_then_blocks_come_in_pairs_and_each_time_belongs_to_what_was_on():
+    """A step takes 3 s with the callback and 2 s without; the first pair is left out by the caller."""
+    now = 0.0
+    watcher = Callback()
+    switch = Switch(lambda pairs, seconds: pairs == 4 and seconds == 4 * 5 * BLOCK, clock=lambda: now)
+    trainer = SimpleNamespace(callbacks=[watcher, switch], loggers=["csv"])
+    switch.on_train_start(trainer, None)
+    sides = []
+
+    def step() -> None:
+        nonlocal now
+        on = watcher in trainer.callbacks
+        assert (trainer.loggers, trainer.callbacks[-1]) == (["csv"] if on else [], switch)
+        now += 3 if on else 2
+        sides.append(on)
+        switch.on_train_batch_end(trainer, None)
+
+    for _ in range(10 * BLOCK - 1):
+        step()
+    with pytest.raises(Stopped):
+        step()
+    assert switch.seconds == {True: [3 * BLOCK] * 5, False: [2 * BLOCK] * 5}
+    pairs = [(sides[start], sides[start + BLOCK]) for start in range(0, len(sides), 2 * BLOCK)]
+    assert set(pairs) == {(True, False), (False, True)}
 
 
 def test_measurement_then_ratios_are_taken_round_by_round():

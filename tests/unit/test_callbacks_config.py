@@ -1,6 +1,7 @@
 """conf/callbacks: every choice builds, and the default set works together."""
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from pytorch_lightning.profilers import Profiler
 
 import lightning_recsys.callbacks
-from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonitor, StalenessMonitor
 
 CONF = Path(lightning_recsys.callbacks.__file__).parents[2] / "conf"
 FILES = sorted(path.stem for path in (CONF / "callbacks").glob("*.yaml"))
@@ -97,17 +97,32 @@ class Calls(Profiler):
 
 
 def test_training_step_then_lightning_calls_those_hooks_only_that_do_something(tmp_path):
-    callbacks = [ExamplesPerSecond(), NormalizedEntropyMonitor(), StalenessMonitor()]
+    callbacks = build(compose_config(tmp_path).callbacks)
     calls = Calls()
-    make_trainer(tmp_path, callbacks=callbacks, profiler=calls).fit(ClickModule(), make_loader(8, 8, 8), make_loader(8))
-    in_steps = [
-        name.removeprefix("[Callback]")
+    trainer = make_trainer(
+        tmp_path, callbacks=callbacks, profiler=calls, enable_checkpointing=True, enable_progress_bar=True
+    )
+    trainer.fit(ClickModule(), make_loader(8, 8, 8), make_loader(8))
+    in_steps = {
+        re.sub(r"\[Callback\](\w+).*(\.\w+)", r"\1\2", name)
         for name in calls.names
-        if any(type(callback).__name__ in name for callback in callbacks) and calls.names.count(name) == 3
-    ]
-    assert sorted(set(in_steps)) == [
+        if name.startswith("[Callback]") and calls.names.count(name) == 3
+    }
+    assert sorted(in_steps) == [
         "ExamplesPerSecond.on_train_batch_end",
         "ExamplesPerSecond.on_train_batch_start",
         "NormalizedEntropyMonitor.on_train_batch_end",
+        "ProgressBar.on_train_batch_end",
         "StalenessMonitor.on_train_batch_end",
+    ]
+
+
+def test_checkpoints_within_an_epoch_when_asked_for_then_are_written(tmp_path):
+    kind = get_class(compose_config(tmp_path).callbacks.model_checkpoint["_target_"])
+    every_step = kind(tmp_path / "steps", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(tmp_path, callbacks=[every_step], enable_checkpointing=True)
+    trainer.fit(ClickModule(), make_loader(8, 8), make_loader(8))
+    assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == [
+        "epoch=0-step=1.ckpt",
+        "epoch=0-step=2.ckpt",
     ]
