@@ -77,6 +77,16 @@ class CTRTask(pl.LightningModule):
         self._scheduler_config = {"interval": "step", **(scheduler_config or {})}
         self.val_metrics, self.test_metrics = _evaluation_metrics(), _evaluation_metrics()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the name of Lightning's current hook, which changes 40 times a step, in a plain way.
+
+        A module asks first of each value whether it is a parameter: 2 % of a step of 5 milliseconds.
+        """
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B]``, float32 under mixed precision too."""
         logits: Tensor = self.model(batch.dense, batch.sparse)
