@@ -23,6 +23,7 @@ from lightning_recsys.optim.row_optimizers import SGD, Adagrad, RowOptimizer, Ro
 START = 0  # its server's clock when it was fetched
 CURRENT = 1  # that, and the updates made since
 UNSENT = 2  # updates that the server does not have yet
+HELD = 3  # whether there is a copy at all, where a cache shares its index with others
 CLOCK_COLUMNS = 4
 
 

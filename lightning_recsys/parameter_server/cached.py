@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache
+from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache, SharedIndex
 from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
 from lightning_recsys.optim import SGD, RowOptimizer
 from lightning_recsys.parameter_server.backend import StoreBackend
@@ -81,6 +81,8 @@ class CachedBackend(StoreBackend):
         policy: Which rows go first when there are too many (:class:`CacheIndex`).
         clock: How pushes move the stores' clocks (:class:`ClockRule`).
         device: Where the copies live.
+        shared: For caches of collections whose batches have the same ids, with this size and policy. Used where rows
+            are in this machine's memory.
 
     Raises:
         ValueError: as :class:`StoreBackend`; or ``cache_rows`` or ``staleness`` is negative.
@@ -102,16 +104,17 @@ class CachedBackend(StoreBackend):
         policy: CachePolicy = "light_lfu",
         clock: ClockName = "max",
         device: torch.device | str | None = None,
+        shared: SharedIndex | None = None,
     ) -> None:
         super().__init__(layout, optimizer, stores=stores)
         self.cache_rows = cache_rows
         self.staleness = staleness
+        self.policy: CachePolicy = policy
         self._rule = ClockRule(staleness=staleness, clock=clock)
-        self._cache = RowCache(cache_rows, layout.embedding_dim, optimizer, policy=policy, device=device)
         self._passing = RowCache(0, layout.embedding_dim, optimizer, device=device)  # rows of evaluation
         places = RowPlaces(layout, [parts for _, parts in stores])
         self._messages = RowMessages(self.stores, places, self._rule, self.row_shapes)
-        mapped = RowTransfers.between(self.stores, self._cache.rows.device)
+        mapped = RowTransfers.between(self.stores, self._passing.rows.device)
         self._transfers = RowTransfers(mapped, places, self._rule, self.row_shapes) if mapped else None
         self._starts = np.array(layout.feature_starts, dtype=np.int64)
         self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
@@ -121,6 +124,20 @@ class CachedBackend(StoreBackend):
         self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
         self._counts: Counter[str] = Counter()
         self._lags_U = np.empty(0, dtype=np.int32)
+        self._make_cache(shared or SharedIndex(cache_rows, policy=policy))
+
+    def _make_cache(self, shared: SharedIndex) -> None:
+        self._shared = shared if self._transfers is not None else None
+        self._cache = RowCache(
+            self.cache_rows,
+            self.layout.embedding_dim,
+            self.optimizer,
+            policy=self.policy,
+            device=self._passing.rows.device,
+            index=None if self._shared is None else shared.index,
+        )
+        if self._shared is not None:
+            shared.join(self)
 
     @property
     def asks_servers(self) -> bool:
@@ -156,7 +173,7 @@ class CachedBackend(StoreBackend):
         self._planned = features, self._begin(features)
 
     def announce(self, sparse: SparseFeatures, *, ahead: int) -> None:  # noqa: D102 - inherited
-        if not self.cache_rows:
+        if not self.cache_rows or self._transfers is not None:
             return
         while len(self._coming) > ahead:
             self._cache.forget(self._coming.popleft()[1])
@@ -196,8 +213,12 @@ class CachedBackend(StoreBackend):
         dirty = self._cache.dirty_slots()
         row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
         for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
-            self._push(dirty[first : first + block])
-            self._messages.send()
+            some = dirty[first : first + block]
+            if self._transfers is not None:
+                self._transfers.push(self._cache, some)
+            else:
+                self._messages.owe(self._cache.take(some))
+                self._messages.send()
         self._messages.send(with_steps=True)
         super().flush()
 
@@ -239,15 +260,15 @@ class CachedBackend(StoreBackend):
             features: Of the batch.
             validate: ``False`` where rows are only to be trained: the copies that are here will do.
         """
-        self._waiting[:] = [batch for batch in self._waiting if batch.origin() is not None]
+        if self._transfers is not None and self._shared is not None:
+            plan = self._shared.plan(self, self._keys(features))
+            self._lags_U = self._transfers.update_copies(self._cache, plan)
+            self._counts["reads"] += len(plan.keys_U)
+            return _Batch(plan)
         self._evict()
         cache = self._cache
         plan = cache.plan(self._keys(features), announced=self._announcement_of(features) if validate else None)
         batch = _Batch(plan)
-        if self._transfers is not None:
-            self._lags_U = self._transfers.update_copies(cache, plan)
-            self._counts["reads"] += len(plan.keys_U)
-            return batch
         fetch = np.flatnonzero(plan.new_U)
         if validate:
             self._counts["reads"] += len(plan.keys_U)
@@ -303,20 +324,31 @@ class CachedBackend(StoreBackend):
             self._ask(batch, refresh=again)
             self._settle(batch)
 
-    def _evict(self) -> None:
-        """Bring the cache back to its size; rows of batches that are still to be trained stay."""
-        if len(self._cache) > self.cache_rows:
-            needed = [batch.plan.number for batch in self._waiting]
-            if self._planned is not None:
-                needed.append(self._planned[1].plan.number)
-            slots_V = self._cache.evict(spare_from=min(needed, default=np.iinfo(np.int64).max))
-            self._counts["evictions"] += len(slots_V)
-            self._push(slots_V)
+    @property
+    def needs_from(self) -> int:
+        """Number of the first plan whose rows must stay: those of batches that are still to be trained."""
+        self._waiting[:] = [batch for batch in self._waiting if batch.origin() is not None]
+        needed = [batch.plan.number for batch in self._waiting]
+        if self._planned is not None:
+            needed.append(self._planned[1].plan.number)
+        return min(needed, default=np.iinfo(np.int64).max)
 
-    def _push(self, slots: Integers) -> None:
-        """Let what copies owe go to the stores: now, or with the next message."""
+    def _evict(self) -> None:
+        """Bring the cache back to its size."""
+        if self._shared is not None:
+            self._shared.evict()
+        elif len(self._cache) > self.cache_rows:
+            self.leave(self._cache.evict(spare_from=self.needs_from))
+
+    def make_room(self, num_slots: int) -> None:
+        """Have so many slots; the index may be another cache's as well."""
+        self._cache.make_room(num_slots)
+
+    def leave(self, slots: Integers) -> None:
+        """Let rows go from slots, which the next plan may give to others: their updates go to the stores."""
+        self._counts["evictions"] += len(slots)
         if self._transfers is not None:
-            self._transfers.push(self._cache, slots)
+            self._transfers.push(self._cache, slots, leave=True)
         else:
             self._messages.owe(self._cache.take(slots))
 
@@ -443,7 +475,11 @@ class CachedBackend(StoreBackend):
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts with an empty cache: the updates that are here must not be pushed twice.
         self.invalidate()
-        return super().__getstate__() | {"_kernels": {}}
+        return super().__getstate__() | {"_kernels": {}, "_cache": None, "_shared": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_cache(SharedIndex(self.cache_rows, policy=self.policy))
 
     def extra_repr(self) -> str:
         """Names the tables, the rule, the stores and the cache."""

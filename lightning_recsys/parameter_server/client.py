@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.parameter_server.keys import ClientKeys
+from lightning_recsys.parameter_server.loopback import send_unpaced
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
     Limits,
@@ -288,9 +289,7 @@ class Connection:
         except zmq.Again:
             if seconds <= 0:
                 return False
-            ready = self._poll(seconds)
-            if self._socket not in ready:
-                self._note_loss(ready)
+            if not self._poll(seconds):
                 return False
             frames = self._socket.recv_multipart(copy=False)
         try:
@@ -299,23 +298,31 @@ class Connection:
             raise MessageError(f"{self.endpoint}: {error}") from None
         return self._take(reply)
 
-    def _poll(self, seconds: float) -> dict[Any, int]:
-        """What becomes ready; nothing where the time is over, or the wait was cancelled."""
+    def _poll(self, seconds: float) -> bool:
+        """Whether a reply came; none where the time is over, the wait was cancelled, or the connection was lost."""
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
-            if ready := dict(self._poller.poll(int(1000 * max(0.0, min(left, LOOK_SECONDS))) + 1)):
-                return ready
-            if left <= 0:
-                return {}
-            if self._cancelled():
+            ready = dict(self._poller.poll(int(1000 * max(0.0, min(left, LOOK_SECONDS))) + 1))
+            if self._socket in ready:
+                return True
+            if self._monitor in ready:
+                if self._was_lost():
+                    return False
+            elif left <= 0:
+                self._detail = "no answer in time"
+                return False
+            elif self._cancelled():
                 deadline = min(deadline, time.monotonic() + LAST_SECONDS)
 
-    def _note_loss(self, ready: dict[Any, int]) -> None:
-        if self._monitor in ready:
-            self._detail = _LOST.get(int(recv_monitor_message(self._monitor)["event"]), "")
-        else:
-            self._detail = "no answer in time"
+    def _was_lost(self) -> bool:
+        """What has happened to the connection; the other thing that is told of is that it was made."""
+        event = recv_monitor_message(self._monitor)
+        if event["event"] == zmq.EVENT_CONNECTED:
+            send_unpaced(int(event["value"]))
+            return False
+        self._detail = _LOST.get(int(event["event"]), "")
+        return True
 
     def _take(self, reply: Reply) -> bool:
         pending = self._pending.get(reply.id)
@@ -363,7 +370,7 @@ class Connection:
             self._socket.curve_serverkey = self._keys.server
             self._socket.curve_publickey = self._keys.public
             self._socket.curve_secretkey = self._keys.secret
-        self._monitor = self._socket.get_monitor_socket(sum(_LOST))
+        self._monitor = self._socket.get_monitor_socket(sum(_LOST) | zmq.EVENT_CONNECTED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)

@@ -19,7 +19,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from lightning_recsys.optim.accumulating import CURRENT, START, UNSENT
+from lightning_recsys.optim.accumulating import CURRENT, HELD, START, UNSENT
 from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
 
 MAX_CLOCK = 2**31 - 1  # and what is left of a clock without its mark
@@ -122,7 +122,7 @@ CHECKED = 1  # copies whose clocks were compared
 STALE = 2  # those that were too old
 AHEAD_OF_START = 3  # copies with too many updates since they were fetched
 PUSHED = 4  # rows that took updates
-HELD = 5  # those whose copy was to stay, and might have been the row as it then was
+KEPT = 5  # those whose copy was to stay, and might have been the row as it then was
 OUTDATED = 6  # those for which it was not, so that the row came back
 RETURNED = 7  # all other rows that came back
 EXCHANGES = 8  # messages that would have said it
@@ -144,8 +144,11 @@ def _push(slot, row, copies, own_clocks, stored, clocks, by_sum):  # noqa: ANN00
 
 
 @compile_loop
-def push_copies(slots, touched, copies, own_clocks, stored, clocks, by_sum, counts):  # noqa: ANN001, ANN201
-    """Bring what copies owe to their rows; the arguments are those of :func:`update_copies_for`."""
+def push_copies(slots, touched, copies, own_clocks, stored, clocks, by_sum, leave, counts):  # noqa: ANN001, ANN201
+    """Bring what copies owe to their rows; the arguments are those of :func:`update_copies_for`.
+
+    ``leave`` says that their slots hold nothing from then on.
+    """
     last = slots.shape[0] - 1
     for i in range(slots.shape[0]):
         prefetch_row(own_clocks, slots[min(i + AHEAD, last)])
@@ -157,6 +160,7 @@ def push_copies(slots, touched, copies, own_clocks, stored, clocks, by_sum, coun
         if own_clocks[slots[i], UNSENT]:
             _push(slots[i], touched[i], copies, own_clocks, stored, clocks, by_sum)
             counts[PUSHED] += 1
+        own_clocks[slots[i], HELD] &= not leave
 
 
 @compile_loop
@@ -170,7 +174,7 @@ def _push_unfit(slot, row, copies, own_clocks, stored, clocks, by_sum, counts): 
         is_row = _push(slot, row, copies, own_clocks, stored, clocks, by_sum) == start and owes_all
     if is_row:
         own_clocks[slot, START] = current
-    counts[HELD] += owes_all
+    counts[KEPT] += owes_all
     counts[OUTDATED if owes_all else RETURNED] += not is_row
     return not is_row
 
@@ -183,7 +187,6 @@ def update_copies_for(dim: int) -> Callable[..., None]:
 
     Its arguments:
         slots: Of the copies, int64 ``[U]``.
-        is_new: Which of them hold nothing yet, bool ``[U]``.
         touched: The rows that they are copies of, int64 ``[U]``.
         copies: Float32 ``[C, D]``, their state ``[C, W]``, and what they owe of both.
         own_clocks: Of the copies, int32 ``[C, 4]``.
@@ -196,21 +199,22 @@ def update_copies_for(dim: int) -> Callable[..., None]:
     """
 
     @compile_loop
-    def update_copies(slots, is_new, touched, copies, own_clocks, stored, clocks, staleness, by_sum, lags, counts):  # noqa: ANN001, ANN202
+    def update_copies(slots, touched, copies, own_clocks, stored, clocks, staleness, by_sum, lags, counts):  # noqa: ANN001, ANN202
         copied_rows, copied_state, _, _ = copies
         rows, state = stored
         last = slots.shape[0] - 1
         fetched, checked, stale = counts[FETCHED], counts[CHECKED], counts[STALE]
         for u in range(slots.shape[0]):
-            coming = min(u + AHEAD, last)
+            coming, soon = min(u + AHEAD, last), min(u + SOON, last)
             prefetch_row(own_clocks, slots[coming])
             prefetch_row(clocks, touched[coming])
-            if is_new[coming]:
-                prefetch_row(rows, touched[coming])
-                prefetch_row(copied_rows, slots[coming])
+            if not own_clocks[slots[soon], HELD]:
+                prefetch_row(rows, touched[soon])
+                prefetch_row(copied_rows, slots[soon])
             slot, row = slots[u], touched[u]
-            if is_new[u]:
+            if not own_clocks[slot, HELD]:
                 counts[FETCHED] += 1
+                own_clocks[slot, HELD] = 1
             else:
                 current, behind, comes_back = own_clocks[slot, CURRENT], np.int64(0), False
                 lags[u] = current - own_clocks[slot, START]

@@ -54,7 +54,7 @@ class RowTransfers:
         return mapped if len(mapped) == len(stores) else None
 
     def update_copies(self, cache: RowCache, plan: BatchPlan) -> NDArray[np.int32]:
-        """Make a batch's copies fit for use: fetch those that are new, refresh those too far ahead or behind.
+        """Make a batch's copies fit for use: fetch those that are not here, refresh those too far ahead or behind.
 
         Returns:
             By how many updates each is ahead of what was fetched, int32 ``[U]``.
@@ -65,7 +65,6 @@ class RowTransfers:
             store, lags = self._stores[index], lags_U[which]
             self._update(
                 plan.slots_U[which],
-                plan.new_U[which],
                 rows,
                 copies,
                 cache.clocks,
@@ -79,13 +78,13 @@ class RowTransfers:
             lags_U[which] = lags
         return lags_U
 
-    def push(self, cache: RowCache, slots: Integers) -> None:
-        """Bring what copies owe to their rows."""
+    def push(self, cache: RowCache, slots: Integers, *, leave: bool = False) -> None:
+        """Bring what copies owe to their rows, and let the slots be empty if they are to leave."""
         copies = _copies(cache)
         for index, (which, rows) in enumerate(self._places.split(cache.keys(slots))):
             store = self._stores[index]
             clocks = store.marked_clocks.numpy()[:, None]
-            rule = self._by_sum, self._counts[index]
+            rule = self._by_sum, leave, self._counts[index]
             loops.push_copies(slots[which], rows, copies, cache.clocks, _stored(store), clocks, *rule)
 
     @property
@@ -93,8 +92,8 @@ class RowTransfers:
         """What happened so far, in the names of :class:`RowMessages` and of the cache."""
         total: Counter[str] = Counter()
         for store, counts in zip(self._stores, self._counts.tolist(), strict=True):
-            fetched, checked, stale, ahead, pushed, held, outdated, returned, exchanges = counts
-            sizes = {"pushed": pushed, "fetched": fetched + returned, "checked": checked, "held": held}
+            fetched, checked, stale, ahead, pushed, kept, outdated, returned, exchanges = counts
+            sizes = {"pushed": pushed, "fetched": fetched + returned, "checked": checked, "held": kept}
             total.update(bytes_by_kind(store.layout.num_rows, self._row_shapes, **sizes, outdated=outdated))
             total.update(misses=fetched, stale=stale, refreshes=ahead, messages=exchanges)
         return total

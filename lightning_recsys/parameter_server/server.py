@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import ipaddress
 import logging
 import multiprocessing
 import re
@@ -17,9 +16,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.keys import ServerKeys
+from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
 from lightning_recsys.parameter_server.wire import Limits
 from lightning_recsys.runtime import configure_worker
 
@@ -207,7 +208,7 @@ def check_bind(bind: str, keys: ServerKeys | None) -> None:
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]]+):([0-9]{1,5})", bind)
     if match is None or int(match[2]) > 65535:
         raise ValueError(f"bind must be tcp://host:port, such as tcp://127.0.0.1:0 (0: a free port), got {bind!r}.")
-    if keys is None and not _is_loopback(match[1].strip("[]")):
+    if keys is None and not is_loopback(match[1].strip("[]")):
         raise ValueError(
             f"bind={bind!r} can be reached from other machines, so it needs keys: make some with "
             "`lightning-recsys-server --make-keys FILE`, give FILE to the server and to its clients (--keys FILE, "
@@ -215,24 +216,23 @@ def check_bind(bind: str, keys: ServerKeys | None) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _bind(router: zmq.Socket[bytes], bind: str) -> None:
     router.ipv6 = "[" in bind
     deadline = time.monotonic() + BIND_SECONDS
-    while True:
-        try:
-            router.bind(bind)
-            return
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
-                raise OSError(error.errno, f"cannot listen on {bind}: {error.strerror}") from None
-        time.sleep(0.05)
+    monitor = router.get_monitor_socket(int(zmq.EVENT_LISTENING))
+    try:
+        while True:
+            try:
+                router.bind(bind)
+                break
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                    raise OSError(error.errno, f"cannot listen on {bind}: {error.strerror}") from None
+            time.sleep(0.05)
+        send_unpaced(int(recv_monitor_message(monitor)["value"]))
+    finally:
+        router.disable_monitor()
+        monitor.close(0)
 
 
 def _lock(folder: Path) -> Any:

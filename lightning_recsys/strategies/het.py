@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.embeddings import EmbeddingBagCollection
-from lightning_recsys.embeddings.cache import CachePolicy
+from lightning_recsys.embeddings.cache import CachePolicy, SharedIndex
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.parameter_server.cached import CachedBackend
 from lightning_recsys.parameter_server.interfaces import Stores
@@ -134,10 +134,17 @@ class HETStrategy(ServedStrategy):
         self._dense: ServedDensePart | None = None
         self._ahead: LookAhead | None = None
         self._loads: Any = None
+        self._indexes: dict[object, SharedIndex] = {}
         self._training = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_dense": None, "_ahead": None, "_loads": None, "_training": False}
+        return super().__getstate__() | {
+            "_dense": None,
+            "_ahead": None,
+            "_loads": None,
+            "_indexes": {},
+            "_training": False,
+        }
 
     def server_specs(self) -> list[ServerSpec]:
         """Servers for rows, but for ``allreduce``."""
@@ -172,6 +179,9 @@ class HETStrategy(ServedStrategy):
     ) -> CachedBackend:
         """A cache in front of the stores, empty but for the batch at hand where the mode has none."""
         caches = self.mode == "het"
+        cache_rows = self._rows_kept(collection.layout.num_rows) if caches else 0
+        # Collections of the same features and tables, but for their width, have the same ids in each batch.
+        ids = tuple((table.feature_names, table.num_embeddings) for table in collection.layout.tables)
         return CachedBackend.create(
             name,
             collection.layout,
@@ -180,11 +190,12 @@ class HETStrategy(ServedStrategy):
             plan=plan,
             seed=seed,
             dynamic=self.dynamic_rows_of(collection),
-            cache_rows=self._rows_kept(collection.layout.num_rows) if caches else 0,
+            cache_rows=cache_rows,
             staleness=self.staleness if caches else 0,
             policy=self.policy,
             clock=self.clock,
             device=self.root_device,
+            shared=self._indexes.setdefault(ids, SharedIndex(cache_rows, policy=self.policy)),
         )
 
     def _rows_kept(self, num_rows: int) -> int:

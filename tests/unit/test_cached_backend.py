@@ -1,6 +1,7 @@
 """A collection over stores with a cache: whatever is kept here, no update is lost, doubled or seen too late."""
 
 import copy
+import gc
 from functools import partial
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings.cache import SharedIndex
 from lightning_recsys.embeddings.cache.row_cache import RowCache
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
 from lightning_recsys.parameter_server import CachedBackend, MappedStores, StoreBackend
@@ -622,6 +624,7 @@ def test_training_when_the_copies_are_on_a_gpu_then_it_equals_the_one_on_the_cpu
         torch.testing.assert_close(trained[key], tensor, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("servers", ["by messages"], indirect=True)
 @pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
 def test_one_worker_when_batches_are_announced_then_its_rows_are_the_same_and_fewer_travel(servers, prefetch):
     steps, results, misses = batches(24), [], []
@@ -637,6 +640,7 @@ def test_one_worker_when_batches_are_announced_then_its_rows_are_the_same_and_fe
     assert misses[1] < misses[0]
 
 
+@pytest.mark.parametrize("servers", ["by messages"], indirect=True)
 def test_announced_batches_when_others_come_then_they_are_given_up(servers):
     (worker,) = one_table(servers, 1, cache_rows=3, staleness=None)
     backend = worker.embedding_bags
@@ -650,3 +654,50 @@ def test_announced_batches_when_others_come_then_they_are_given_up(servers):
     worker(ids(2)).sum().backward()  # overtakes
     assert not backend._coming
     assert worker(ids(1, 2, 5)).flatten().tolist() == [0, -1, -4]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_collections_of_the_same_ids_when_they_share_an_index_then_each_trains_as_if_alone(servers, seed):
+    torch.manual_seed(seed)
+    narrow = [EmbeddingBagConfig(x.name, x.num_embeddings, 1, x.feature_names, x.pooling) for x in TABLES]
+    rules = (Adagrad(0.1), SGD(0.125))
+    alone = [EmbeddingBagCollection(x, optimizer=rule) for x, rule in zip((TABLES, narrow), rules, strict=True)]
+    sharing = copy.deepcopy(alone)
+    shared = SharedIndex(9, policy="lfu")
+    for name, collection in zip(("wide", "narrow"), sharing, strict=True):
+        bind(collection, servers, name=name, cache_rows=9, staleness=1, policy="lfu", shared=shared)
+    both = 0
+    for step, sparse in enumerate(batches(40)):
+        used = [(0, 1), (1, 0), (0, 1), (0,), (1,)][step % 5]
+        both += len(used) == 2
+        for collections in (alone, sharing):
+            pooled = [collections[i](sparse) for i in used]
+            if step % 7:  # else the gradients never come
+                sum((x - 1).square().sum() for x in pooled).backward()
+            del pooled
+            if step % 11 == 10:
+                collections[used[0]].embedding_bags.invalidate() if collections is sharing else None
+            if step % 6 == 5:
+                with torch.no_grad():
+                    collections[0](sparse)
+    for one, other in zip(alone, sharing, strict=True):
+        torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=1e-5, atol=1e-6)
+    if not isinstance(sharing[0].embedding_bags.stores[0], Recorded):
+        assert shared.index.num_plans == 40, "one for each batch, whether one looks it up or both"
+        assert both == 24
+        assert all(x.embedding_bags.telemetry()["cache/evictions"] > 0 for x in sharing)
+
+
+def test_collections_that_share_an_index_when_one_is_copied_or_gone_then_the_others_go_on(servers):
+    shared = SharedIndex(2, policy="lru")
+    make = partial(one_table, servers, 1, cache_rows=2, staleness=None, policy="lru", shared=shared)
+    (first,), (second,) = make(), make()
+    for worker in (first, second):
+        update(worker, 0, ids(1, 2))
+    copied = copy.deepcopy(second)
+    del second
+    gc.collect()
+    for worker in (first, copied):
+        update(worker, 0, ids(3, 4, 5))
+        worker.flush()
+    assert first.embedding_bags.read("t", "weight")[:6].flatten().tolist() == [0, -2, -2, -2, -2, -2]

@@ -2,5 +2,6 @@
 
 from lightning_recsys.embeddings.cache.index import BatchPlan, CacheIndex, CachePolicy
 from lightning_recsys.embeddings.cache.row_cache import RowCache, RowUpdates
+from lightning_recsys.embeddings.cache.shared_index import SharedIndex
 
-__all__ = ["BatchPlan", "CacheIndex", "CachePolicy", "RowCache", "RowUpdates"]
+__all__ = ["BatchPlan", "CacheIndex", "CachePolicy", "RowCache", "RowUpdates", "SharedIndex"]

@@ -18,6 +18,7 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.accumulating import (
     CLOCK_COLUMNS,
     CURRENT,
+    HELD,
     START,
     UNSENT,
     apply_and_accumulate,
@@ -80,6 +81,8 @@ class RowCache:
         optimizer: The update rule: one whose state is a sum (SGD, Adagrad, RowwiseAdagrad).
         policy: Which rows go first, as in :class:`CacheIndex`.
         device: Where rows, state and updates are; index and clocks are on the CPU.
+        index: One that other caches use as well, instead of an own one of this limit and policy. It is for its owner
+            to plan and to evict then, and for who uses the cache to keep the column ``HELD`` of its clocks.
 
     Attributes:
         rows: float32 ``[C, D]``, contiguous; a new tensor whenever the slots grow, so read it after :meth:`plan`.
@@ -111,10 +114,12 @@ class RowCache:
         *,
         policy: CachePolicy = "light_lfu",
         device: torch.device | str | None = None,
+        index: CacheIndex | None = None,
     ) -> None:
         check_additive(optimizer)
         self.limit, self.optimizer = limit, optimizer
-        self._index = CacheIndex(limit, policy=policy)
+        self._index = CacheIndex(limit, policy=policy) if index is None else index
+        self._owns_index = index is None
         self.rows = torch.empty(0, embedding_dim, device=device)
         self.row_state = optimizer.initial_state(self.rows)
         self.owed = {name: torch.empty_like(x) for name, x in {"weight": self.rows, **self.row_state}.items()}
@@ -161,9 +166,13 @@ class RowCache:
             announced: Number of the batch's announcement.
         """
         plan = self._index.plan(keys_N, announced=announced)
-        if self._index.num_slots > self.rows.shape[0]:
-            self._grow(max(self._index.num_slots * 5 // 4, self.limit))
+        self.make_room(self._index.num_slots)
         return plan
+
+    def make_room(self, num_slots: int) -> None:
+        """Have so many slots, or more."""
+        if num_slots > self.rows.shape[0]:
+            self._grow(max(num_slots * 5 // 4, self.limit))
 
     def _grow(self, num_slots: int) -> None:
         def grown(tensor: Tensor) -> Tensor:
@@ -289,9 +298,10 @@ class RowCache:
         return np.flatnonzero(self.unsent[: self._index.num_slots])
 
     def clear(self) -> None:
-        """Drop all rows, unsent updates included."""
-        self._index.clear()
-        self.unsent[:] = 0
+        """Drop all rows, unsent updates included; in a shared index only those that are here."""
+        if self._owns_index:
+            self._index.clear()
+        self.clocks[:, UNSENT] = self.clocks[:, HELD] = 0
 
     def _indices(self, numbers: Integers) -> Tensor:
         return torch.from_numpy(numbers).to(self.rows.device)

@@ -1,0 +1,79 @@
+"""One index for caches of several collections whose batches have the same ids: each batch is planned once."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from lightning_recsys.embeddings.cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
+
+_REMEMBERED = 4
+"""Plans that a second cache may still ask for: of the batch at hand, and of lookups between its own and the first's."""
+
+
+class Sharer(Protocol):
+    """A cache with rows of its own in the slots of a shared index."""
+
+    @property
+    def needs_from(self) -> int:
+        """The number of the first plan whose rows must stay."""
+
+    def make_room(self, num_slots: int) -> None:
+        """Have so many slots."""
+
+    def leave(self, slots: Integers) -> None:
+        """Rows go from these slots, which the next plan may give to others."""
+
+
+class SharedIndex:
+    """Gives the same slots to several caches, and makes one plan of what each of them looks up with the same ids.
+
+    DeepFM, say, has vectors and first-order weights of the same tables: two collections, whose batches are the same.
+    A slot belongs to a key in all caches; which of them hold a copy there is theirs to know. Nothing breaks where one
+    looks up what the others do not.
+
+    Args:
+        limit: Rows that outlast a step, in each cache.
+        policy: As in :class:`CacheIndex`.
+    """
+
+    def __init__(self, limit: int, *, policy: CachePolicy) -> None:
+        self.index = CacheIndex(limit, policy=policy)
+        self._sharers: WeakSet[Sharer] = WeakSet()
+        self._plans: deque[tuple[Integers, BatchPlan, set[int]]] = deque(maxlen=_REMEMBERED)
+
+    def join(self, sharer: Sharer) -> None:
+        """Let a cache use the index, as long as it lives."""
+        sharer.make_room(self.index.num_slots)
+        self._sharers.add(sharer)
+
+    def plan(self, sharer: Sharer, keys_N: Integers) -> BatchPlan:
+        """As :meth:`CacheIndex.plan`; what is new to the index may be old to a cache, and the reverse.
+
+        Args:
+            sharer: Which cache asks. It gets each plan once.
+            keys_N: int64 ``[N]``; kept.
+        """
+        for keys, plan, used_by in self._plans:
+            if id(sharer) not in used_by and np.array_equal(keys, keys_N):
+                used_by.add(id(sharer))
+                return plan
+        self.evict()
+        plan = self.index.plan(keys_N)
+        self._plans.append((keys_N, plan, {id(sharer)}))
+        for each in self._sharers:
+            each.make_room(self.index.num_slots)
+        return plan
+
+    def evict(self) -> None:
+        """Bring the index back to its limit; what any of the caches still needs stays."""
+        if len(self.index) <= self.index.limit:
+            return
+        slots_V = self.index.evict(spare_from=min(each.needs_from for each in self._sharers))[1]
+        if slots_V.size:
+            self._plans.clear()  # they may have rows that are gone
+            for each in self._sharers:
+                each.leave(slots_V)
