@@ -113,6 +113,19 @@ def test_dot_interaction_equals_the_lower_triangle_of_the_gram_matrix():
     assert torch.autograd.gradcheck(layer, (vectors,))
 
 
+def test_dot_interaction_when_a_batch_is_taken_in_parts_then_its_gradient_is_autograds_own():
+    torch.manual_seed(0)
+    layer = DotInteraction(4)
+    vectors = torch.randn(600, 4, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(600, 6, dtype=torch.float64)
+    (grad,) = torch.autograd.grad((layer(vectors) * weights).sum(), vectors)
+    rows, columns = torch.tril_indices(4, 4, -1)
+    by_pairs = (vectors[:, rows] * vectors[:, columns]).sum(2)
+    (expected,) = torch.autograd.grad((by_pairs * weights).sum(), vectors)
+    torch.testing.assert_close(layer(vectors), by_pairs)
+    torch.testing.assert_close(grad, expected)
+
+
 def test_flatten_inputs_without_numeric_features_copies_nothing():
     embeddings = torch.randn(2, 3, 4)
     assert flatten_inputs(torch.empty(2, 0), embeddings).data_ptr() == embeddings.data_ptr()
