@@ -25,7 +25,7 @@ from lightning_recsys.parameter_server.exchange import RowValues
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore
 from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.parameter_server.row_messages import NO_KEYS, RowMessages
-from lightning_recsys.parameter_server.row_places import Integers, RowPlaces
+from lightning_recsys.parameter_server.row_places import Integers, RowPlaces, add_starts
 from lightning_recsys.parameter_server.row_transfers import RowTransfers
 from lightning_recsys.placement import TablePart
 from lightning_recsys.sync import ClockName, ClockRule
@@ -388,10 +388,9 @@ class CachedBackend(StoreBackend):
         batch.answers.clear()
 
     def _keys(self, features: SparseFeatures) -> Integers:
-        ids = features.values.numpy()
-        if features.is_single_hot:
-            return (ids.reshape(len(self._starts), -1) + self._starts[:, None]).reshape(-1)
-        return ids + np.repeat(self._starts, np.diff(features.feature_bounds()))
+        keys_N = np.empty(features.values.numel(), dtype=np.int64)
+        add_starts(features.values.numpy(), np.array(features.feature_bounds()), self._starts, keys_N)
+        return keys_N
 
     def _pool(self, cache: RowCache, plan: BatchPlan, sparse: SparseFeatures) -> Tensor:
         """Sum each bag's rows, which are in the slots of the plan."""

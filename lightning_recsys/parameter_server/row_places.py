@@ -1,6 +1,8 @@
 """Where the rows of a collection lie: which of its stores has a row, and at which place."""
 
-# Shape suffixes: K keys, P parts of tables.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+# Shape suffixes: F features, N ids, K keys, P parts of tables.
 
 from __future__ import annotations
 
@@ -10,9 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.optim.compiled import compile_loop
 from lightning_recsys.placement import TablePart
 
 Integers = NDArray[np.int64]
+
+
+@compile_loop
+def add_starts(ids_N, bounds, starts_F, keys_N):  # noqa: ANN001, ANN201
+    """Number the rows of all tables: a key is an id and the first key of its feature's table.
+
+    Args:
+        ids_N: int64 ``[N]``, feature by feature.
+        bounds: Where each feature's ids begin and end, int64 ``[F + 1]``.
+        starts_F: First key of each feature's table, int64 ``[F]``.
+        keys_N: Result, int64 ``[N]``.
+    """
+    for f in range(starts_F.shape[0]):
+        for i in range(bounds[f], bounds[f + 1]):
+            keys_N[i] = ids_N[i] + starts_F[f]
 
 
 class RowPlaces:

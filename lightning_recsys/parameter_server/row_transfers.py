@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,14 +64,14 @@ class RowTransfers:
         lags_U = np.empty(len(plan.slots_U), dtype=np.int32)
         copies = _copies(cache)
         for index, (which, rows) in enumerate(self._places.split(plan.keys_U)):
-            store, lags = self._stores[index], lags_U[which]
+            (stored, clocks), lags = self._stored[index], lags_U[which]
             self._update(
                 plan.slots_U[which],
                 rows,
                 copies,
                 cache.clocks,
-                _stored(store),
-                store.marked_clocks.numpy()[:, None],
+                stored,
+                clocks,
                 self._staleness,
                 self._by_sum,
                 lags,
@@ -82,10 +84,16 @@ class RowTransfers:
         """Bring what copies owe to their rows, and let the slots be empty if they are to leave."""
         copies = _copies(cache)
         for index, (which, rows) in enumerate(self._places.split(cache.keys(slots))):
-            store = self._stores[index]
-            clocks = store.marked_clocks.numpy()[:, None]
             rule = self._by_sum, leave, self._counts[index]
-            loops.push_copies(slots[which], rows, copies, cache.clocks, _stored(store), clocks, *rule)
+            loops.push_copies(slots[which], rows, copies, cache.clocks, *self._stored[index], *rule)
+
+    @cached_property
+    def _stored(self) -> list[tuple[tuple[NDArray[np.float32], ...], NDArray[np.int32]]]:
+        """Of each store the rows with their state, and the clocks, as the loops take them."""
+        return [((x.rows.numpy(), _state(x.row_state)), x.marked_clocks.numpy()[:, None]) for x in self._stores]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_stored"}  # mapped memory
 
     @property
     def counts(self) -> Counter[str]:
@@ -102,10 +110,6 @@ class RowTransfers:
 def _copies(cache: RowCache) -> tuple[NDArray[np.float32], ...]:
     """A cache's rows, their state, and what they owe of both, as the loops take them."""
     return cache.rows.numpy(), _state(cache.row_state), cache.owed["weight"].numpy(), _state(cache.owed)
-
-
-def _stored(store: MappedEmbeddingStore) -> tuple[NDArray[np.float32], ...]:
-    return store.rows.numpy(), _state(store.row_state)
 
 
 def _state(tensors: Mapping[str, Tensor]) -> NDArray[np.float32]:

@@ -77,11 +77,11 @@ def _insert(key, cell, table, slots, slot_keys, free, numbers):  # noqa: ANN001,
 
 @compile_loop
 def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, found, moving_U):  # noqa: ANN001, ANN202
-    """Fill what is found, which is ``slots_N``, ``distinct_N``, ``slots_U`` and ``new_U``; returns ``U``.
+    """Fill what is found, which is all of a plan but its number; returns ``U``.
 
     The last array is for the loop's own use: slots that come into a list, or to another place in one.
     """
-    slots_N, distinct_N, slots_U, new_U = found
+    slots_N, distinct_N, keys_U, slots_U, new_U = found
     numbers[_PLANS] += 1
     number, count, moving, last = numbers[_PLANS], 0, 0, keys_N.shape[0] - 1
     for i in range(keys_N.shape[0]):
@@ -95,7 +95,7 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, fo
             slot = _insert(key, cell, table, slots, slot_keys, free, numbers)
         if is_new or slots[slot, PLANNED] != number:
             slots[slot, PLANNED], slots[slot, POSITION] = number, count
-            slots_U[count], new_U[count] = slot, is_new
+            keys_U[count], slots_U[count], new_U[count] = key, slot, is_new
             count += 1
             if slots[slot, NEXT] != NOWHERE:
                 slots[slot, COUNT] += step
@@ -308,12 +308,11 @@ class CacheIndex:
         self._reserve(keys_N.size)
         if announced is not None:
             return self._plan_announced(announced)
-        slots_N, distinct_N, slots_U, moving_U = (np.empty(keys_N.size, dtype=np.int64) for _ in range(4))
+        slots_N, distinct_N, keys_U, slots_U, moving_U = np.empty((5, keys_N.size), dtype=np.int64)
         new_U = np.empty(keys_N.size, dtype=np.bool_)
         arrays = self._table, *self._arrays(), self._numbers, self._step, self._bound
-        count = _plan(keys_N, *arrays, (slots_N, distinct_N, slots_U, new_U), moving_U)
-        slots_U, new_U = slots_U[:count], new_U[:count]
-        return BatchPlan(self.num_plans, slots_N, distinct_N, self._slot_keys[slots_U], slots_U, new_U)
+        count = _plan(keys_N, *arrays, (slots_N, distinct_N, keys_U, slots_U, new_U), moving_U)
+        return BatchPlan(self.num_plans, slots_N, distinct_N, keys_U[:count], slots_U[:count], new_U[:count])
 
     def _plan_announced(self, number: int) -> BatchPlan:
         window = self._window
@@ -385,7 +384,7 @@ class CacheIndex:
 
     def _reserve(self, num_new: int) -> None:
         """Room for as many new rows as a batch may bring."""
-        rows, slots, free, memories = (int(self._numbers[i]) for i in (_ROWS, _SLOTS, _FREE, _MEMORIES))
+        _, rows, slots, free, memories = self._numbers.tolist()
         num_slots = slots + max(num_new - free, 0)
         if num_slots > self._slots.shape[0]:
             extra = num_slots + num_slots // 4 - self._slots.shape[0]

@@ -171,7 +171,7 @@ class RowCache:
 
     def make_room(self, num_slots: int) -> None:
         """Have so many slots, or more."""
-        if num_slots > self.rows.shape[0]:
+        if num_slots > len(self.clocks):
             self._grow(max(num_slots * 5 // 4, self.limit))
 
     def _grow(self, num_slots: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from typing import Protocol
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 
@@ -42,13 +42,14 @@ class SharedIndex:
 
     def __init__(self, limit: int, *, policy: CachePolicy) -> None:
         self.index = CacheIndex(limit, policy=policy)
-        self._sharers: WeakSet[Sharer] = WeakSet()
+        self._sharers: list[ref[Sharer]] = []
+        self._num_slots = 0  # that all of them have
         self._plans: deque[tuple[Integers, BatchPlan, set[int]]] = deque(maxlen=_REMEMBERED)
 
     def join(self, sharer: Sharer) -> None:
         """Let a cache use the index, as long as it lives."""
-        sharer.make_room(self.index.num_slots)
-        self._sharers.add(sharer)
+        sharer.make_room(self._num_slots)
+        self._sharers.append(ref(sharer, self._sharers.remove))
 
     def plan(self, sharer: Sharer, keys_N: Integers) -> BatchPlan:
         """As :meth:`CacheIndex.plan`; what is new to the index may be old to a cache, and the reverse.
@@ -64,16 +65,21 @@ class SharedIndex:
         self.evict()
         plan = self.index.plan(keys_N)
         self._plans.append((keys_N, plan, {id(sharer)}))
-        for each in self._sharers:
-            each.make_room(self.index.num_slots)
+        if self.index.num_slots > self._num_slots:
+            self._num_slots = self.index.num_slots * 5 // 4
+            for each in self._living():
+                each.make_room(self._num_slots)
         return plan
 
     def evict(self) -> None:
         """Bring the index back to its limit; what any of the caches still needs stays."""
         if len(self.index) <= self.index.limit:
             return
-        slots_V = self.index.evict(spare_from=min(each.needs_from for each in self._sharers))[1]
+        slots_V = self.index.evict(spare_from=min(each.needs_from for each in self._living()))[1]
         if slots_V.size:
             self._plans.clear()  # they may have rows that are gone
-            for each in self._sharers:
+            for each in self._living():
                 each.leave(slots_V)
+
+    def _living(self) -> list[Sharer]:
+        return [sharer for each in self._sharers if (sharer := each()) is not None]
