@@ -28,6 +28,7 @@ from lightning_recsys.parameter_server.wire import (
     Status,
     decode_reply,
     encode_request,
+    send_frames,
 )
 
 FIRST_BACK_OFF_SECONDS = 0.05
@@ -264,7 +265,7 @@ class Connection:
         if self._lost:
             return  # it goes out with the others when the connection is made again
         try:
-            self._socket.send_multipart(encode_request(pending.request), copy=False)
+            send_frames(self._socket, encode_request(pending.request))
         except zmq.Again:
             self._lost = True
             return

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
+from lightning_recsys.embeddings.kernels.numba_kernel import gather_for
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
@@ -115,7 +116,12 @@ class MappedEmbeddingStore(EmbeddingStore):
         return self._arrays[CLOCK]
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        return self.rows.index_select(0, rows_U)
+        dim, out = self.layout.embedding_dim, torch.empty(rows_U.numel(), self.layout.embedding_dim)
+        if not gather_for(dim)(rows_U.contiguous().numpy(), self.rows.numpy(), out.numpy()):
+            raise IndexError(
+                f"rows must be in [0, {self.layout.num_rows}), got {int(rows_U.min())} to {int(rows_U.max())}."
+            )
+        return out
 
     def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         return self._kernel.lookup(self.rows, sparse)

@@ -296,6 +296,8 @@ def _sparse(sparse: SparseFeatures) -> tuple[dict[str, Any], list[Tensor]]:
 
 def _ready(tensor: Tensor) -> Tensor:
     """As it goes over the wire, without a copy where it is so already."""
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor
     return tensor.detach().cpu().contiguous()
 
 

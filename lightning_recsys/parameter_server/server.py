@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.keys import ServerKeys
 from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
-from lightning_recsys.parameter_server.wire import Limits
+from lightning_recsys.parameter_server.wire import Limits, send_frames
 from lightning_recsys.runtime import configure_worker
 
 LOCK = ".server.lock"
@@ -177,7 +177,7 @@ class Server:
             return False
         reply = self.handler.handle(frames)
         del frames  # the memory of a large request goes before the next one comes
-        router.send_multipart([sender, *reply], copy=False)
+        send_frames(router, [sender, *reply])
         return True
 
     def _open_door(self) -> None:

@@ -29,6 +29,7 @@ MAX_SEQUENCE = 2**62
 DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
+_MORE = int(zmq.SNDMORE)
 
 Frame: TypeAlias = "zmq.Frame | bytes | bytearray | memoryview"
 
@@ -128,6 +129,13 @@ def encode_reply(reply: Reply) -> list[bytes | memoryview]:
     """Frames to send; as :func:`encode_request`."""
     header = [VERSION, reply.id, reply.status, reply.value, _describe(reply.arrays)]
     return [msgpack.packb(header), *map(_as_bytes, reply.arrays)]
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
+    """Send a message without copying its arrays; ``send_multipart`` would work out an enumeration for each frame."""
+    for frame in frames[:-1]:
+        socket.send(frame, _MORE, copy=False)
+    socket.send(frames[-1], copy=False)
 
 
 def decode_request(frames: Sequence[Frame], limits: Limits) -> Request:

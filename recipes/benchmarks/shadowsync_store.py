@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from itertools import cycle
+from itertools import cycle, islice
 
 import torch
 from benchmarks import shadowsync_rpc
@@ -24,13 +24,16 @@ from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingSto
 Variant = Callable[[Turn], None]
 
 
-def measure(*, shapes: list[tuple[int, int]], rounds: int, seconds: float) -> tuple[list[Result], list[Bar]]:
+def measure(
+    *, shapes: list[tuple[int, int]], rounds: int, seconds: float, warm_lookups: int
+) -> tuple[list[Result], list[Bar]]:
     """Both comparisons.
 
     Args:
         shapes: Width and batch size of pooled lookups. (Lookups over TCP are 128 wide, 3,328 rows each.)
         rounds: Of each measurement.
         seconds: Of each variant in each round.
+        warm_lookups: Over each connection before the first round.
     """
     results: list[Result] = []
     bars = []
@@ -45,7 +48,7 @@ def measure(*, shapes: list[tuple[int, int]], rounds: int, seconds: float) -> tu
                 0.9,
             )
         )
-    row = _remote(dim=128, batch_size=128, rounds=rounds, seconds=seconds)
+    row = _remote(dim=128, batch_size=128, rounds=rounds, seconds=seconds, warm_lookups=warm_lookups)
     results.append(row)
     bars.append(Bar(f"tcp / torch RPC, {row.workload}", row.measured.ratio("tcp", "torch RPC"), "at least", 1.5, " x"))
     return results, bars
@@ -77,7 +80,7 @@ def _pooled(lookup: Callable[[SparseFeatures], Tensor], batches: list[SparseFeat
     return run
 
 
-def _remote(*, dim: int, batch_size: int, rounds: int, seconds: float) -> Row:
+def _remote(*, dim: int, batch_size: int, rounds: int, seconds: float, warm_lookups: int) -> Row:
     """One request at a time, each for the rows of a batch, without pooling; the servers are processes of their own."""
     work = Workload()
     sizes = torch.tensor(list(work.fields.values()))
@@ -97,7 +100,11 @@ def _remote(*, dim: int, batch_size: int, rounds: int, seconds: float) -> Row:
         closing(connect(endpoint, shared_memory="never")) as stores,
         shadowsync_rpc.client(layout.num_rows, dim) as over_rpc,
     ):
-        variants = {"torch RPC": variant(over_rpc), "tcp": variant(stores.embedding_store("rows").lookup)}
+        lookups = {"torch RPC": over_rpc, "tcp": stores.embedding_store("rows").lookup}
+        for lookup in lookups.values():
+            for rows_U in islice(cycle(wanted), warm_lookups):
+                lookup(rows_U)
+        variants = {name: variant(lookup) for name, lookup in lookups.items()}
         measured = in_turns(variants, rounds=rounds, seconds=seconds)
     return Row(f"{len(wanted[0]):,} rows of width {dim}, loopback", measured, base="torch RPC")
 

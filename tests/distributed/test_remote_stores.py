@@ -5,6 +5,7 @@ import random
 import re
 import socket as plain_socket
 import threading
+import time
 
 import msgpack
 import pytest
@@ -391,6 +392,9 @@ def test_connect_when_the_server_s_folder_is_here_then_maps_it(server, tmp_path)
     remote.embedding_store("users").write("weight", 1, torch.full((1, 4), 7.0))
     assert not torch.equal(users.lookup(torch.tensor([1])), before)
     remote.close()
+    deadline = time.monotonic() + 5
+    while server.handler.status()["clients"] and time.monotonic() < deadline:  # a goodbye is not waited for
+        time.sleep(0.01)
     assert server.handler.status()["clients"] == 0
 
 

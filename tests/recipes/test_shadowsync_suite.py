@@ -259,6 +259,7 @@ SHORT = (
     "suite.store.shapes=[[16,64]]",
     "suite.store.rounds=1",
     "suite.store.seconds=0.02",
+    "suite.store.warm_lookups=5",
 )
 
 

@@ -208,7 +208,7 @@ def test_closed_store_when_used_then_the_error_says_so(stores):
         (lambda s: s.read("weight", 8, 3), IndexError, r"rows 8 to 11 are not within the store's 10"),
         (lambda s: s.read("weight", -1, 1), IndexError, "are not within"),
         (lambda s: s.write("weight", 0, torch.ones(2, 3)), ValueError, r"shape \[2, 4\], got \[2, 3\]"),
-        (lambda s: s.lookup(torch.tensor([10])), IndexError, "out of range"),
+        (lambda s: s.lookup(torch.tensor([3, 10, -1])), IndexError, r"rows must be in \[0, 10\), got -1 to 10"),
         (
             lambda s: s.apply_row_gradients(torch.tensor([10]), torch.ones(1, 4), learning_rate=1.0),
             IndexError,

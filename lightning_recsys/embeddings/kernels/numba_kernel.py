@@ -48,6 +48,26 @@ def lookup_single_for(dim: int) -> Callable[..., None]:
 
 
 @cache
+def gather_for(dim: int) -> Callable[..., bool]:
+    """Rows of width ``dim``, one below the other; ``False``, and nothing is done, where one is not in the table."""
+
+    @compile_loop
+    def gather(wanted, rows, out):  # noqa: ANN001, ANN202
+        low, high = np.int64(0), np.int64(0)
+        for row in wanted:
+            low, high = min(low, row), max(high, row)
+        if low < 0 or high >= rows.shape[0]:
+            return wanted.shape[0] == 0
+        last = wanted.shape[0] - 1
+        for i in range(wanted.shape[0]):
+            prefetch_row(rows, wanted[min(i + AHEAD, last)])
+            copy_floats(out, i * dim, rows, wanted[i] * dim, dim)
+        return True
+
+    return cast(Callable[..., bool], gather)
+
+
+@cache
 def lookup_bags_for(dim: int) -> Callable[..., None]:
     """Weighted sums of rows of width ``dim``."""
     width = vector_width(dim)
