@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,25 @@ from lightning_recsys.checkpoints.folder import is_folder, read_checkpoint
 class FolderCheckpointIO(TorchCheckpointIO):
     """Lightning's own way with checkpoint files, which also loads folders: the whole model, into every process.
 
+    A file that is saved where a folder lies takes its place.
+
     >>> from pytorch_lightning import Trainer
     >>> trainer = Trainer(plugins=[FolderCheckpointIO()], accelerator="cpu", logger=False)
     """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Save a file."""
+        if not is_folder(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        # Lightning would move the file into the folder, which would go on to count.
+        folder = Path(path)
+        file, aside = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("new", "old"))
+        super().save_checkpoint(checkpoint, file, storage_options)
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed in the next two lines
+        folder.rename(aside)
+        file.rename(folder)
+        shutil.rmtree(aside)
 
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None

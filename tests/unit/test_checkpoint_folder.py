@@ -7,6 +7,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_recsys.checkpoints import (
+    FolderCheckpointIO,
     StoredTensor,
     folder,
     is_folder,
@@ -151,6 +152,14 @@ def test_file_of_the_same_name_when_saved_over_then_is_replaced(tmp_path):
     (tmp_path / "last.ckpt").touch()
     save_folder(tmp_path / "last.ckpt", checkpoint())
     assert is_folder(tmp_path / "last.ckpt")
+
+
+def test_folder_of_the_same_name_when_a_file_is_saved_then_is_replaced(saved):
+    """As where a strategy with servers and then a single device write to one place."""
+    FolderCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(3)}, "global_step": 8}, saved)
+    assert saved.is_file()
+    assert FolderCheckpointIO().load_checkpoint(saved)["global_step"] == 8
+    assert list(saved.parent.iterdir()) == [saved]
 
 
 def test_rows_when_missing_or_of_another_shape_then_the_error_names_them(saved):
