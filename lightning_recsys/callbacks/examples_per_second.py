@@ -86,13 +86,6 @@ class ExamplesPerSecond(LeanCallback):
         """Start the clock: waiting for the first batch is training time."""
         self._last_time = perf_counter()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Start the clock again after a validation or a checkpoint."""
-        if self._last_time is None:
-            self._last_time = perf_counter()
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -119,13 +112,22 @@ class ExamplesPerSecond(LeanCallback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
-        self._last_time = None
+        self._stop()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Stop the clock."""
+        self._stop()
+
+    def _stop(self) -> None:
         self._last_time = None
+        self.on_train_batch_start = self._go_on  # a hook of one step: at all others it would find nothing to do
+
+    def _go_on(self, *_: Any) -> None:
+        if self._last_time is None:
+            self._last_time = perf_counter()
+        self.on_train_batch_start = None
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sum the workers' rates and counts."""

@@ -39,7 +39,13 @@ class StalenessMonitor(LeanCallback):
     >>> trainer = Trainer(callbacks=callback, accelerator="cpu", logger=False, enable_checkpointing=False)
     """
 
-    def on_train_batch_end(
+    on_train_batch_end: Any = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Look at steps only where the strategy has something to tell."""
+        self.on_train_batch_end = self._log_step if callable(getattr(trainer.strategy, "telemetry", None)) else None
+
+    def _log_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log at log steps."""

@@ -110,10 +110,8 @@ def test_training_step_then_lightning_calls_those_hooks_only_that_do_something(t
     }
     assert sorted(in_steps) == [
         "ExamplesPerSecond.on_train_batch_end",
-        "ExamplesPerSecond.on_train_batch_start",
         "NormalizedEntropyMonitor.on_train_batch_end",
         "ProgressBar.on_train_batch_end",
-        "StalenessMonitor.on_train_batch_end",
     ]
 
 
