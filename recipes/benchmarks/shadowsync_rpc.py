@@ -15,6 +15,8 @@ import torch.distributed.rpc as rpc
 from benchmarks.hosts import free_port
 from torch import Tensor
 
+from lightning_recsys.runtime import configure_worker
+
 _rows = torch.empty(0)
 
 
@@ -26,7 +28,7 @@ def lookup(rows_U: Tensor) -> Tensor:
 def serve(port: int, num_rows: int, dim: int) -> None:
     """Serve until the client leaves."""
     global _rows
-    torch.set_num_threads(1)
+    configure_worker()  # as our servers do
     _rows = torch.randn(num_rows, dim)
     _join("server", port)
     rpc.shutdown()
