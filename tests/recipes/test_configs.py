@@ -107,6 +107,12 @@ def test_logger_writes(name, composed, tmp_path):
     assert bool(loggers) == any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+@pytest.mark.parametrize("name", ["shadowsync", "het", "het_hybrid", "het_ps"])
+def test_strategy_with_servers_then_the_config_says_how_often_they_are_started_again(name, composed):
+    config = plain(composed("train", f"strategy={name}", "strategy.max_restarts=7"))
+    assert build(config["strategy"]).max_restarts == 7
+
+
 @pytest.mark.parametrize("strategy", leaves("strategy"))
 @pytest.mark.parametrize("trainer", leaves("trainer"))
 def test_trainer_builds(trainer, strategy, composed):
