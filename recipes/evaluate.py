@@ -32,7 +32,7 @@ from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.report import print_results
 
-from lightning_recsys.checkpoints import is_folder, read_checkpoint
+from lightning_recsys.checkpoints import is_folder, read_description
 from lightning_recsys.runtime import configure_worker
 
 # What evaluation decides anew; everything else is as in training.
@@ -91,9 +91,9 @@ def offer_checkpoint_config(arguments: list[str]) -> None:
 
 
 def load_checkpoint(path: str) -> dict[str, Any]:
-    """The checkpoint; the tensors of a file are left on disk."""
+    """The checkpoint; its tensors are left on disk."""
     if is_folder(path):
-        return read_checkpoint(path)
+        return read_description(path)
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, UnpicklingError) as error:

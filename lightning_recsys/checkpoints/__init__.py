@@ -1,6 +1,13 @@
 """Checkpoints that are folders: written by several processes at once, replaced as a whole, readable by any number."""
 
-from lightning_recsys.checkpoints.folder import is_folder, read_checkpoint, read_extras, read_stored, save_folder
+from lightning_recsys.checkpoints.folder import (
+    is_folder,
+    read_checkpoint,
+    read_description,
+    read_extras,
+    read_stored,
+    save_folder,
+)
 from lightning_recsys.checkpoints.plugin import FolderCheckpointIO
 from lightning_recsys.checkpoints.single_file import to_file, to_folder
 from lightning_recsys.checkpoints.stored import StoredRows, StoredTensor
@@ -11,6 +18,7 @@ __all__ = [
     "StoredTensor",
     "is_folder",
     "read_checkpoint",
+    "read_description",
     "read_extras",
     "read_stored",
     "save_folder",

@@ -103,9 +103,8 @@ def read_checkpoint(
     Raises:
         FileNotFoundError: no checkpoint lies there.
     """
-    version = _version(path)
-    checkpoint: dict[str, Any] = torch.load(version / _META, map_location="cpu", weights_only=weights_only)
-    reader = FileSystemReader(version)
+    checkpoint = read_description(path, weights_only=weights_only)
+    reader = FileSystemReader(_version(path))
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in reader.read_metadata().state_dict_metadata.items()
@@ -115,6 +114,20 @@ def read_checkpoint(
         load(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
     checkpoint[_STATE] |= {key.removeprefix(f"{_STATE}."): tensor for key, tensor in tensors.items()}
     return checkpoint
+
+
+def read_description(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
+    """Lightning's dict without the tensors of its state dict: hyperparameters, the data module's state, loops.
+
+    Args:
+        path: The folder.
+        weights_only: As for :func:`read_checkpoint`.
+
+    Raises:
+        FileNotFoundError: no checkpoint lies there.
+    """
+    description: dict[str, Any] = torch.load(_version(path) / _META, map_location="cpu", weights_only=weights_only)
+    return description
 
 
 def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor | StoredRows]) -> None:

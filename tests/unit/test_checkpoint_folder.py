@@ -12,6 +12,7 @@ from lightning_recsys.checkpoints import (
     folder,
     is_folder,
     read_checkpoint,
+    read_description,
     read_extras,
     read_stored,
     save_folder,
@@ -63,6 +64,12 @@ def test_checkpoint_when_read_then_dense_part_and_the_rest_are_back(saved):
     assert read["state_dict"]["extra"] == {"notes": [1, 2]}
     assert torch.equal(read_extras(saved, 0)["replica"], torch.zeros(2))
     assert read_extras(saved, 1) is None
+
+
+def test_description_when_read_then_no_tensor_of_the_state_dict_is(saved):
+    read = read_description(saved)
+    assert (read["global_step"], read["loops"]) == (7, {"fit_loop": {}})
+    assert read["state_dict"] == {"extra": {"notes": [1, 2]}}
 
 
 def test_whole_state_dict_when_read_then_has_the_rows(saved):

@@ -381,6 +381,17 @@ def _first(rows, group: int) -> int:
     return int(rows.window(np.array([group])).ids_FW[0, 0])
 
 
+def test_setup_for_a_test_then_shards_of_other_splits_may_be_gone(tmp_path):
+    folder = write_folder(tmp_path, train=[8], validation=(8,), test=(8,))
+    (folder / "train" / "0.parquet").unlink()
+    (folder / "validation" / "0.parquet").unlink()
+    data = PreparedDataModule(root=folder, batch_size=4)
+    data.setup("test")
+    assert [numbers(batch) for batch in data.test_dataloader()] == [[16, 17, 18, 19], [20, 21, 22, 23]]
+    with pytest.raises(ValueError, match="is missing"):
+        data.setup("fit")
+
+
 def test_prefetching_when_nobody_iterates_then_nothing_starts():
     prefetched(iter([1]), depth=1)
 

@@ -18,6 +18,13 @@ from lightning_recsys.data.prepared.rows import PreparedRows
 from lightning_recsys.data.prepared.service import Reader, receive_batches
 from lightning_recsys.data.prepared.stream import StreamRequest, read_batches, stream_batches
 
+_SPLITS: dict[str | None, tuple[Split, ...]] = {
+    "fit": ("train", "validation"),
+    "validate": ("validation",),
+    "test": ("test",),
+    "predict": ("test",),
+}
+
 
 class PreparedDataModule(CTRDataModule):
     """Rows that ``recipes/prepare.py`` wrote: any number of them, in memory only a window at a time.
@@ -79,11 +86,11 @@ class PreparedDataModule(CTRDataModule):
         return {name: feature.num_embeddings for name, feature in self.manifest.features.items()}
 
     def setup(self, stage: str | None = None) -> None:
-        """Check that the shards are there and whole."""
+        """Check that the shards of the stage's splits are there and whole; those of others when they are asked for."""
         self._position = None
-        self._rows = {
-            split: PreparedRows(self.root, self.manifest, shards) for split, shards in self.manifest.splits.items()
-        }
+        self._rows: dict[str, PreparedRows] = {}
+        for split in _SPLITS.get(stage, ("train", "validation", "test")):
+            self.rows(split)
         super().setup(stage)
 
     def teardown(self, stage: str | None = None) -> None:
@@ -100,11 +107,15 @@ class PreparedDataModule(CTRDataModule):
 
     def rows(self, split: Split) -> PreparedRows | None:
         """The rows of a split; ``None`` if it has none."""
-        return self._rows[split] if self.has(split) else None
+        if not self.has(split):
+            return None
+        if split not in self._rows:
+            self._rows[split] = PreparedRows(self.root, self.manifest, self.manifest.splits[split])
+        return self._rows[split]
 
     def sample_batches(self, count: int) -> list[Batch]:
         """The first rows of the first shard, read in this process."""
-        if not self.has("train"):
+        if (rows := self.rows("train")) is None:
             return []
         request = StreamRequest(
             split="train",
@@ -117,7 +128,7 @@ class PreparedDataModule(CTRDataModule):
             rank=0,
             world_size=1,
         )
-        return list(islice(read_batches(request, self._rows["train"]), count))
+        return list(islice(read_batches(request, rows), count))
 
     def train_dataloader(self) -> PreparedLoader | list[PreparedLoader]:  # type: ignore[override]
         """Batches of the training rows in a new order each epoch (always the same one under ``overfit_batches``)."""
