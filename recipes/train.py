@@ -38,7 +38,7 @@ from lightning_recsys.runtime import configure_worker
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
-def main(cfg: DictConfig) -> float:
+def main(cfg: DictConfig) -> float | None:
     be_quiet()
     check_complete(cfg)
     if cfg.seed is None:
@@ -59,7 +59,8 @@ def main(cfg: DictConfig) -> float:
             train(config, record, sweeping=sweeping)
         except SIGTERMException:  # Lightning would end with status 0, as if the run were complete
             raise SystemExit(128 + signal.SIGTERM) from None
-        return optimized_value(record.metrics, config["optimized_metric"])
+        # Alone there is nothing to compare with, and a run that max_steps ends may not have been validated.
+        return optimized_value(record.metrics, config["optimized_metric"]) if sweeping else None
 
 
 def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:

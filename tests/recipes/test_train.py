@@ -95,6 +95,16 @@ def test_evaluate_reproduces_the_test_metrics(run, run_forked, tmp_path):
     }
 
 
+def test_run_that_was_never_validated_is_complete(run_forked, tmp_path):
+    """A sweep would have nothing to compare; a run alone needs no ``optimized_metric``."""
+    done = run_forked("train.py", *TINY, "trainer.max_steps=2", "logger=none", "hydra.run.dir=out", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = record_of(tmp_path / "out")
+    assert record["status"] == "completed"
+    assert "val/ne" not in record["metrics"]
+    assert "test/ne" in record["metrics"]
+
+
 def test_evaluate_checks_overrides_against_the_checkpoint(run):
     folder, _ = run
     offer_checkpoint_config([f"ckpt_path={folder}/out/checkpoints/best.ckpt"])
