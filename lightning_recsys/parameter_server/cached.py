@@ -262,7 +262,7 @@ class CachedBackend(StoreBackend):
         """
         if self._transfers is not None and self._shared is not None:
             plan = self._shared.plan(self, self._keys(features))
-            self._lags_U = self._transfers.update_copies(self._cache, plan)
+            self._transfers.update_copies(self._cache, plan)
             self._counts["reads"] += len(plan.keys_U)
             return _Batch(plan)
         self._evict()
@@ -455,9 +455,10 @@ class CachedBackend(StoreBackend):
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
         and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
         """
-        counts = self._counts + self._messages.counts
+        counts, lags_U = self._counts + self._messages.counts, self._lags_U
         if self._transfers is not None:
             counts += self._transfers.counts
+            lags_U = self._transfers.lags_U
         reads = max(counts["reads"], 1)
         return {
             "cache/reads": counts["reads"],
@@ -466,7 +467,7 @@ class CachedBackend(StoreBackend):
             "cache/stale_rate": counts["stale"] / reads,
             "cache/refresh_rate": counts["refreshes"] / reads,
             "cache/evictions": counts["evictions"],
-            "cache/clock_lag": torch.from_numpy(self._lags_U.astype(np.float32)),
+            "cache/clock_lag": torch.from_numpy(lags_U.astype(np.float32)),
             "comm/messages": counts["messages"],
             **{f"comm/{kind}_bytes": counts[kind] for kind in ("rows", "clocks", "gradients")},
         }

@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 
 from lightning_recsys.optim.accumulating import CURRENT, HELD, START, UNSENT
 from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
+from lightning_recsys.optim.vectors import copy_floats
 
 MAX_CLOCK = 2**31 - 1  # and what is left of a clock without its mark
 _MARK = -(2**31)
@@ -229,8 +230,7 @@ def update_copies_for(dim: int) -> Callable[..., None]:
                     continue
             clock = _read(clocks, row) & MAX_CLOCK
             own_clocks[slot, START], own_clocks[slot, CURRENT], lags[u] = clock, clock, 0
-            for d in range(dim):
-                copied_rows[slot, d] = rows[row, d]
+            copy_floats(copied_rows, slot * dim, rows, row * dim, dim)
             for d in range(state.shape[1]):
                 copied_state[slot, d] = state[row, d]
         counts[EXCHANGES] += (counts[FETCHED] > fetched or counts[CHECKED] > checked) + (counts[STALE] > stale)

@@ -33,6 +33,9 @@ class RowTransfers:
         places: Which of them has which row.
         rule: What a push tells the stores' clocks, and when a copy is too old.
         row_shapes: Shape of what one row has of ``weight`` and of each state, of which there is one at most.
+
+    Attributes:
+        lags_U: By how many updates each copy of the last batch is ahead of what was fetched, int32 ``[U]``.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class RowTransfers:
         self._staleness = -1 if rule.staleness is None else rule.staleness
         self._by_sum = rule.clock == "sum"
         self._update = loops.update_copies_for(*row_shapes["weight"])
+        self.lags_U = np.empty(0, dtype=np.int32)
         self._counts = np.zeros((len(stores), loops.NUM_COUNTS), dtype=np.int64)
 
     @staticmethod
@@ -55,13 +59,9 @@ class RowTransfers:
         mapped = [x for x in stores if type(x) is MappedEmbeddingStore and copies.type == "cpu"]
         return mapped if len(mapped) == len(stores) else None
 
-    def update_copies(self, cache: RowCache, plan: BatchPlan) -> NDArray[np.int32]:
-        """Make a batch's copies fit for use: fetch those that are not here, refresh those too far ahead or behind.
-
-        Returns:
-            By how many updates each is ahead of what was fetched, int32 ``[U]``.
-        """
-        lags_U = np.empty(len(plan.slots_U), dtype=np.int32)
+    def update_copies(self, cache: RowCache, plan: BatchPlan) -> None:
+        """Make a batch's copies fit for use: fetch those that are not here, refresh those too far ahead or behind."""
+        lags_U = self.lags_U = np.empty(len(plan.slots_U), dtype=np.int32)
         copies = _copies(cache)
         for index, (which, rows) in enumerate(self._places.split(plan.keys_U)):
             (stored, clocks), lags = self._stored[index], lags_U[which]
@@ -78,7 +78,6 @@ class RowTransfers:
                 self._counts[index],
             )
             lags_U[which] = lags
-        return lags_U
 
     def push(self, cache: RowCache, slots: Integers, *, leave: bool = False) -> None:
         """Bring what copies owe to their rows, and let the slots be empty if they are to leave."""

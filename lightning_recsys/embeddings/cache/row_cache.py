@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,6 +28,7 @@ from lightning_recsys.optim.accumulating import (
     check_additive,
 )
 from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
+from lightning_recsys.optim.vectors import add_floats, vector_width
 
 Clocks = NDArray[np.int32]
 
@@ -50,23 +54,30 @@ class RowUpdates:
     values: dict[str, Tensor]
 
 
-@compile_loop
-def _sum_by_position(distinct_N, offsets, weights, grad_BFD, sums_UD):  # noqa: ANN001, ANN202
-    batch_size, num_features, dim = grad_BFD.shape
-    last_id = distinct_N.shape[0] - 1
-    sums_UD[:] = np.float32(0)
-    for f in range(num_features):
-        for b in range(batch_size):
-            bag = f * batch_size + b
-            first, end = bag, bag + 1
-            if offsets.shape[0]:
-                first, end = offsets[bag], offsets[bag + 1]
-            for position in range(first, end):
-                prefetch_row(sums_UD, distinct_N[min(position + AHEAD, last_id)])
-                row = distinct_N[position]
-                weight = weights[position] if weights.shape[0] else np.float32(1)
-                for d in range(dim):
-                    sums_UD[row, d] += weight * grad_BFD[b, f, d]
+@cache
+def _sum_by_position_for(dim: int) -> Callable[..., None]:
+    """A loop that sums gradients of width ``dim`` by the position of their rows."""
+    width = vector_width(dim)
+
+    @compile_loop
+    def sum_by_position(distinct_N, offsets, weights, grad_BFD, sums_UD):  # noqa: ANN001, ANN202
+        batch_size, num_features = grad_BFD.shape[0], grad_BFD.shape[1]
+        last_id = distinct_N.shape[0] - 1
+        sums_UD[:] = np.float32(0)
+        for f in range(num_features):
+            for b in range(batch_size):
+                bag, source = f * batch_size + b, (b * num_features + f) * dim
+                first, end = bag, bag + 1
+                if offsets.shape[0]:
+                    first, end = offsets[bag], offsets[bag + 1]
+                for position in range(first, end):
+                    prefetch_row(sums_UD, distinct_N[min(position + AHEAD, last_id)])
+                    target = distinct_N[position] * dim
+                    weight = weights[position] if weights.shape[0] else np.float32(1)
+                    for d in range(0, dim, width):
+                        add_floats(sums_UD, target + d, grad_BFD, source + d, weight, width)
+
+    return cast(Callable[..., None], sum_by_position)
 
 
 class RowCache:
@@ -228,7 +239,7 @@ class RowCache:
             self._sums = self.rows.new_empty(num_rows * 5 // 4, dim)  # kept: fresh pages would cost more than the sums
         sums_UD = self._sums[:num_rows]
         if self.rows.device.type == "cpu":
-            _sum_by_position(
+            _sum_by_position_for(dim)(
                 plan.distinct_N,
                 _NO_OFFSETS if offsets is None else offsets.numpy(),
                 _NO_WEIGHTS if weights is None else weights.numpy(),
