@@ -110,6 +110,12 @@ class SparseFeatures:
         """The device of ``values``."""
         return self.values.device
 
+    def with_values(self, values: Tensor) -> SparseFeatures:
+        """The same bags with other ids, int64 ``[N]``, which are not checked."""
+        other = object.__new__(SparseFeatures)
+        other.__dict__.update(self.__dict__, values=values)
+        return other
+
     def bag_offsets(self) -> Tensor:
         """Offsets of all bags, int64 ``[F * B + 1]``, built where the batch does not carry them."""
         if self.offsets is not None:

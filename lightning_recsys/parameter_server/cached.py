@@ -394,13 +394,7 @@ class CachedBackend(StoreBackend):
 
     def _pool(self, cache: RowCache, plan: BatchPlan, sparse: SparseFeatures) -> Tensor:
         """Sum each bag's rows, which are in the slots of the plan."""
-        rows = cache.rows
-        slots = SparseFeatures(
-            sparse.keys,
-            torch.from_numpy(plan.slots_N),
-            offsets=None if sparse.is_single_hot else sparse.bag_offsets(),
-            weights=sparse.weights,
-        )
+        rows, slots = cache.rows, sparse.with_values(torch.from_numpy(plan.slots_N))
         return self._kernel(cache).lookup(rows, slots.to(rows.device)).to(sparse.device)
 
     def _kernel(self, cache: RowCache) -> Kernel:

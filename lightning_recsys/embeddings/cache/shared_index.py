@@ -6,8 +6,6 @@ from collections import deque
 from typing import Protocol
 from weakref import ref
 
-import numpy as np
-
 from lightning_recsys.embeddings.cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
 
 _REMEMBERED = 4
@@ -59,7 +57,7 @@ class SharedIndex:
             keys_N: int64 ``[N]``; kept.
         """
         for keys, plan, used_by in self._plans:
-            if id(sharer) not in used_by and np.array_equal(keys, keys_N):
+            if id(sharer) not in used_by and keys.shape == keys_N.shape and (keys == keys_N).all():
                 used_by.add(id(sharer))
                 return plan
         self.evict()
