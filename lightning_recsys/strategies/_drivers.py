@@ -12,7 +12,7 @@ from lightning_recsys.strategies._rounds import Rounds
 
 # Of a core: what a shadow thread without an interval takes. A round over TCP costs connection and server together about
 # four times as much again, and all of it should stay below 3 % of the training.
-SHADOW_SHARE = 0.003
+SHADOW_SHARE = 0.0035
 RECENT = 9  # rounds by whose median cost the next pause is measured
 
 
@@ -67,7 +67,7 @@ class ShadowThread(Driver):
 
     Args:
         rounds: What to run. Nothing else may touch the exchange behind it while the thread runs.
-        interval: Seconds between two rounds. By default as long as keeps the thread's computing at 0.3 % of a core:
+        interval: Seconds between two rounds. By default as long as keeps the thread's computing at 0.35 % of a core:
             a small model is synchronised more often than a large one, and waiting for the network costs nothing.
     """
 
