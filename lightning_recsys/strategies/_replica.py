@@ -59,6 +59,18 @@ class Replica:
         for parameter, _ in self._parameters:
             parameter.data = parameter.data.clone()
 
+    def assign(self, values: Tensor) -> None:
+        """Give every parameter its part of a vector like :attr:`flat`, wherever the parameters lie."""
+        for parameter, start in self._parameters:
+            parameter.data.copy_(values[start : start + parameter.numel()].view(parameter.shape))
+
+    def merge_changes(self, values: Tensor) -> None:
+        """Copy the parameters that differ from :attr:`flat`, detached as they are, into a vector like it."""
+        for parameter, start in self._parameters:
+            own, part = parameter.data.flatten().float(), slice(start, start + parameter.numel())
+            if not torch.equal(own.view(torch.int32), self.flat[part].view(torch.int32)):  # a NaN equals itself
+                values[part] = own
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the vector."""
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()

@@ -129,6 +129,7 @@ class RecsysStrategy(DDPStrategy):
         self._node_servers: NodeServers | None = None
         self._stores: dict[str, list[Stores]] = {}
         self._run_free: _RunFree | None = None
+        self._before_train_end: _BeforeTrainEnd | None = None
         self._said = False
         self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
 
@@ -157,6 +158,13 @@ class RecsysStrategy(DDPStrategy):
         """Whether the rows of this run are where :meth:`bind_backends` brings them: a folder's then wait for it."""
         assert self.lightning_module is not None
         return bool(self.server_specs()) and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+    def finish_training(self) -> None:
+        """Bring the trained model into this process's memory, where the callbacks' ``on_train_end`` may change it.
+
+        Every rank calls this before those, and again in :meth:`on_train_end`. What rank 0 has in the end is what the
+        main process gets.
+        """
 
     def telemetry(self) -> Mapping[str, Any]:
         """What ``StalenessMonitor`` logs: numbers or tensors of many observations, by name. Must not communicate."""
@@ -252,6 +260,8 @@ class RecsysStrategy(DDPStrategy):
         Raises:
             ValueError: a setting of the trainer makes workers wait for each other that are not to.
         """
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._before_train_end = _BeforeTrainEnd(trainer, self)
         if self.asynchronous and trainer.state.fn == TrainerFn.FITTING:
             if self._layer_sync is not None:
                 raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
@@ -297,6 +307,7 @@ class RecsysStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         """Wait for workers that are behind: the first one's process holds what lets them find each other."""
+        self.finish_training()
         if self.asynchronous:
             self.barrier("all workers have finished")
 
@@ -311,6 +322,9 @@ class RecsysStrategy(DDPStrategy):
         if self._run_free is not None:
             self._run_free.end()
             self._run_free = None
+        if self._before_train_end is not None:
+            self._before_train_end.remove()
+            self._before_train_end = None
         if self._node_servers is not None:
             if self._succeeded():
                 self.barrier("servers are needed by nobody")
@@ -323,7 +337,7 @@ class RecsysStrategy(DDPStrategy):
         return trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stores": {}, "_node_servers": None, "_run_free": None}
+        return self.__dict__ | {"_stores": {}, "_node_servers": None, "_run_free": None, "_before_train_end": None}
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 
@@ -486,6 +500,21 @@ class _RunFree:
         for owner, name in self._replaced:
             delattr(owner, name)
         self._replaced = []
+
+
+class _BeforeTrainEnd(pl.Callback):
+    """The first of the trainer's callbacks until :meth:`remove`: Lightning asks the strategy last of all."""
+
+    def __init__(self, trainer: pl.Trainer, strategy: RecsysStrategy) -> None:
+        self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        self._strategy = strategy
+        self._callbacks.insert(0, self)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strategy.finish_training()
+
+    def remove(self) -> None:
+        self._callbacks.remove(self)
 
 
 def _nothing() -> None:

@@ -306,12 +306,11 @@ class HETStrategy(ServedStrategy):
         if self._training:
             self.barrier("everybody has validated")
 
-    def on_train_end(self) -> None:
+    def finish_training(self) -> None:
         """Let the trained model have every update."""
         if self._training:
             self._settle()
             self._training = False
-        super().on_train_end()
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 

@@ -133,6 +133,7 @@ class ShadowSyncStrategy(ServedStrategy):
         self._training = False
         self._averaged = False  # the average of the replicas stands in their place,
         self._own_weights: Tensor | None = None  # and a leader keeps its replica here
+        self._finished = False  # training is; callbacks may change what they find in the model
         self._restored: dict[str, Any] | None = None
         self._restored_trainer: dict[str, Any] | None = None
         self._saved: dict[str, Any] = {}
@@ -355,20 +356,31 @@ class ShadowSyncStrategy(ServedStrategy):
         assert self.lightning_module is not None
         return self.reduce_boolean_decision(self.lightning_module.trainer.fit_loop.epoch_loop._is_training_done)
 
-    def on_train_end(self) -> None:
-        """Make all replicas the final model."""
-        if not self._training:
+    def finish_training(self) -> None:
+        """Let callbacks find what validation sees, each rank in memory of its own."""
+        if not self._training or self._finished:
             return
         if not self._averaged:
             self._pause()
-        self._swap_average_out()
-        self._training = False
-        if self._synchronises:
-            assert self._replica is not None
-            final = self._average() if self.final == "average" else self._replica.flat.clone()
-            dist.broadcast(final, src=0)
-            if self._leads:
-                self._replica.flat.copy_(final)
+            self._swap_average_in()
+        assert self._replica is not None
+        self._replica.detach()
+        self._finished = True
+
+    def on_train_end(self) -> None:
+        """Make all replicas the final model, but for parameters that a callback has changed: those are rank 0's."""
+        if not self._training:
+            return
+        self.finish_training()
+        assert self._replica is not None
+        seen = self._replica.flat
+        final = (seen if self.final == "average" or self._own_weights is None else self._own_weights).clone()
+        self._replica.merge_changes(final)
+        dist.broadcast(final, src=0)
+        self._replica.assign(final)
+        self._replica.attach(seen)
+        self._training = self._finished = self._averaged = False
+        self._own_weights = None
         self._take_buffers()
         self.barrier("all replicas are the final model")
 

@@ -228,6 +228,21 @@ def test_checkpoint_when_loaded_in_the_middle_then_no_worker_goes_on_with_what_i
     assert model.bias.item() == pytest.approx(-0.1 * (STEPS - 2) * (2 if mode == "ps" else 1))
 
 
+class SetsBias(Callback):
+    """Each rank doubles the bias as training ends, and rank 1 loses it."""
+
+    def on_train_end(self, trainer, pl_module):
+        dist.barrier()
+        pl_module.bias.data.mul_(2.0 if trainer.is_global_zero else 0.0)
+
+
+@pytest.mark.parametrize("mode", ["het", "ps"])
+def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept(mode):
+    model = Counting(share=1.0 if mode == "ps" else 0.5)
+    make_trainer(HETStrategy(mode=mode, staleness=2, cache_rows=5), SetsBias(), limit_val_batches=0).fit(model)
+    assert model.bias.item() == pytest.approx(-2 * 0.1 * STEPS * (2 if mode == "ps" else 1))
+
+
 # --- What it equals --------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from served_strategy import Ratings
 from torch import nn
 
@@ -240,6 +240,73 @@ def test_unequal_numbers_of_batches_when_ranks_would_wait_within_the_epoch_then_
         trainer.fit(Regression((9, 3)))
 
 
+# --- What callbacks write at the end ---------------------------------------------------------------------------------
+
+
+class Rewrites(Callback):
+    """At the end of training each rank writes its own number to the first layer, which all of them find alike."""
+
+    def on_train_end(self, trainer, pl_module):
+        found = over_ranks(parameters(pl_module))
+        assert all(torch.equal(other, found[0]) for other in found)
+        dist.barrier()
+        pl_module.layers[0].weight.data.fill_(trainer.global_rank + 7.0)
+        dist.barrier()
+        time.sleep(0.1 * trainer.global_rank)  # where memory is shared the last one's number would stay
+
+
+class RemembersReplica(Callback):
+    """Rank 0's replica and the mean of all, after the last step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "replicas.pt"
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        replicas = over_ranks(parameters(pl_module))
+        if trainer.is_global_zero:
+            torch.save({"trainer0": replicas[0], "average": torch.stack(replicas).mean(0)}, self.file)
+
+
+@pytest.mark.parametrize(
+    ("layout", "final", "validates"),
+    [((2, 1), "trainer0", True), ((2, 1), "average", False), ((1, 2), "trainer0", True), ((2, 2), "average", True)],
+)
+def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept(tmp_path, layout, final, validates):
+    num_trainers, workers = layout
+    model = Regression((4,) * (num_trainers * workers))
+    strategy = ShadowSyncStrategy(
+        num_trainers=num_trainers, workers_per_trainer=workers, mode="foreground", gap=1000, final=final
+    )
+    callbacks = RemembersReplica(tmp_path), Rewrites(), EndsAlike()
+    trainer = make_trainer(strategy, *callbacks, limit_val_batches=1.0 if validates else 0)
+    trainer.fit(model)
+    assert trainer.world_size == num_trainers * workers
+    first = model.layers[0].weight
+    assert torch.equal(first, torch.full_like(first, 7.0)), "what a callback of rank 0 wrote"
+    if not validates or num_trainers == 1:  # otherwise the epoch ends with the average in place
+        expected = torch.load(tmp_path / "replicas.pt")[final]
+        torch.testing.assert_close(parameters(model)[first.numel() :], expected[first.numel() :])
+
+
+class SavesAverage(WeightAveraging):
+    """Lightning's, which says what it is about to make of rank 0's model."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.file = folder / "average.pt"
+
+    def on_train_end(self, trainer, pl_module):
+        if trainer.is_global_zero:
+            torch.save(parameters(self._average_model.module), self.file)
+        super().on_train_end(trainer, pl_module)
+
+
+def test_weight_averaging_when_in_the_background_then_the_model_is_what_trainer_0_averaged(tmp_path):
+    model = Regression((6, 6))
+    make_trainer(ShadowSyncStrategy(num_trainers=2), SavesAverage(tmp_path), EndsAlike()).fit(model)
+    torch.testing.assert_close(parameters(model), torch.load(tmp_path / "average.pt"), rtol=0, atol=0)
+
+
 # --- Hogwild workers -------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +316,7 @@ class OneReplica(Callback):
     def __init__(self, num_trainers: int) -> None:
         self.num_trainers = num_trainers
 
-    def on_train_end(self, trainer, pl_module):
+    def on_train_epoch_end(self, trainer, pl_module):
         dist.barrier()
         optimizer, rank = trainer.optimizers[0], trainer.global_rank
         layout = trainer.strategy.layout
