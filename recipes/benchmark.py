@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hydra
 from benchmarks import report
+from benchmarks.jobs import sigterm_exits
 from omegaconf import DictConfig, OmegaConf
 from recipe_tools.build import build
 from recipe_tools.overrides import explained_overrides
@@ -27,7 +28,8 @@ def main(cfg: DictConfig) -> None:
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     be_quiet()
     configure_worker()
-    rows = build(config["suite"])
+    with sigterm_exits():
+        rows = build(config["suite"])
     report.show(rows)
     folder = Path(config["paths"]["output_dir"])
     for path in report.write(rows, folder, suite=config["name"], settings=config["suite"]):

@@ -18,6 +18,7 @@ class Bar:
         side: Of the limit on which the value must be.
         limit: The bar.
         unit: Of both.
+        standard_error: Of the value, where it is known.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Bar:
     side: Literal["at least", "at most"]
     limit: float
     unit: str = ""
+    standard_error: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -44,7 +46,8 @@ class Bars:
         """One line for each."""
         table = Table("bar", "value", "limit", "", title="bars", title_justify="left")
         for bar in self.bars:
-            value = "" if bar.value is None else f"{_digits(bar.value)}{bar.unit}"
+            error = "" if bar.standard_error is None else f" ± {_digits(bar.standard_error)}"
+            value = "" if bar.value is None else f"{_digits(bar.value)}{error}{bar.unit}"
             table.add_row(bar.name, value, f"{bar.side} {_digits(bar.limit)}{bar.unit}", bar.verdict)
         return table
 
@@ -55,6 +58,7 @@ class Bars:
                 {
                     "name": bar.name,
                     "value": None if bar.value is None else round(bar.value, 4),
+                    **({} if bar.standard_error is None else {"standard_error": round(bar.standard_error, 4)}),
                     bar.side.replace(" ", "_"): bar.limit,
                     "unit": bar.unit.strip(),
                     "verdict": bar.verdict,

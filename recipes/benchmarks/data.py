@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import preparation
+from benchmarks.choices import check_choices, check_numbers
 from benchmarks.report import Result, Row
 from benchmarks.turns import Turn, in_turns
 from benchmarks.workload import Workload
@@ -44,7 +45,16 @@ def run(
     """Measure each reader: total rate of all workers, who take their batches in turn in one process.
 
     And, before that, the preparation of so many raw rows with each of these presets.
+
+    Raises:
+        ValueError: a preset that there is not, or a number too small to measure anything with.
     """
+    check_choices("suite.prepare", prepare, preparation.PRESETS)
+    check_numbers("suite.prepare_rows", prepare_rows)
+    check_numbers("suite.batch_sizes", batch_sizes)
+    check_numbers("suite.workers", workers)
+    check_numbers("suite.rounds", rounds)
+    check_numbers("suite.rows", rows, least=max(batch_sizes) * max(workers))
     measured: list[Result] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

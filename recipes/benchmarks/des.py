@@ -13,8 +13,10 @@ from typing import Any, Literal
 import numpy as np
 from benchmarks import des_quality
 from benchmarks.bars import Bar
+from benchmarks.choices import check_choices, check_numbers
 from benchmarks.des_data import ROWS, distinct, join
 from benchmarks.des_prediction import ALL_REDUCE, DES, PS, Prediction, predict
+from benchmarks.des_training import MODELS
 from benchmarks.hosts import Host, NoLinkError, free_port, linked_hosts
 from benchmarks.jobs import Job, python, run_in_turns
 from benchmarks.parts import Measured, measure_parts
@@ -159,7 +161,15 @@ def run(
     cache: str,
     data: str,
 ) -> list[Result]:
-    """Measure the parts that are asked for; see ``conf/suite/des.yaml`` for the arguments."""
+    """Measure the parts that are asked for; see ``conf/suite/des.yaml`` for the arguments.
+
+    Raises:
+        ValueError: rows or a model that there are not.
+    """
+    if "link" in parts:
+        check_choices("suite.batch_sizes", list(batch_sizes), ROWS)
+        check_choices("suite.models", models, MODELS)
+        check_numbers("suite.rounds", rounds)
     suite = Suite(batch_sizes=batch_sizes, models=models, rounds=rounds, seconds=seconds)
     measures: dict[str, Callable[[], Measured]] = {
         "rows": count_rows,

@@ -10,19 +10,22 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from benchmarks import het_cache, het_nominal
 from benchmarks.bars import Bar
+from benchmarks.choices import check_choices
 from benchmarks.curves import Curves
 from benchmarks.het_cache import Columns
 from benchmarks.hosts import Host, NoLinkError, free_port, linked_hosts
 from benchmarks.jobs import Job, python, run_in_turns
+from benchmarks.ours import MODELS
 from benchmarks.parts import Measured, measure_parts
 from benchmarks.recipe_runs import Metrics, trained
 from benchmarks.report import Result, Row
 from benchmarks.turns import Measurement
 
+from lightning_recsys.embeddings.cache import CachePolicy
 from lightning_recsys.parameter_server.keys import JobKeys
 
 Part = Literal["traffic", "operations", "misses", "link", "overhead", "nominal", "quality"]
@@ -47,7 +50,17 @@ def run(
     cache: str,
     data: str,
 ) -> list[Result]:
-    """Measure the parts that are asked for; see ``conf/suite/het.yaml`` for the arguments."""
+    """Measure the parts that are asked for; see ``conf/suite/het.yaml`` for the arguments.
+
+    Raises:
+        ValueError: a model or a policy that there is not.
+    """
+    if "link" in parts:
+        check_choices("suite.link.models", link["models"], MODELS)
+    if "overhead" in parts:
+        check_choices("suite.overhead.model", [overhead["model"]], MODELS)
+    if "misses" in parts:
+        check_choices("suite.misses.policies", misses["policies"], get_args(CachePolicy))
     measures = {
         "traffic": lambda: het_cache.traffic(**traffic),
         "operations": lambda: het_cache.operations(**operations),

@@ -1,8 +1,13 @@
-"""Two hosts on one machine: network namespaces joined by a link of a given rate. Needs root and iproute2."""
+"""Two hosts on one machine: network namespaces joined by a link of a given rate. Needs root and iproute2.
+
+A namespace outlives the process that made it. So its name has the process's id, and whoever comes next removes those of
+processes that were killed.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -10,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 _numbers = count()  # of the links of this process: several may be there at once
 
@@ -49,6 +55,7 @@ def linked_hosts(rate: str | None = "1gbit") -> Iterator[tuple[Host, Host]]:
     """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NoLinkError("network namespaces need root and iproute2")
+    _remove_left_over()
     pid, number = os.getpid(), next(_numbers)
     hosts = tuple(
         Host(f"lrb{pid}-{number}{x}", f"10.{128 + pid % 64}.{pid // 64 % 256}.{i}", f"b{pid}-{number}{x}")
@@ -71,7 +78,7 @@ def linked_hosts(rate: str | None = "1gbit") -> Iterator[tuple[Host, Host]]:
         yield a, b
     finally:
         for host in hosts:
-            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)  # noqa: S603, S607
+            _delete(host.namespace)
 
 
 def free_port() -> int:
@@ -79,6 +86,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _remove_left_over() -> None:
+    """Remove the namespaces of processes that are gone."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)  # noqa: S607
+    for name, pid in re.findall(r"^(lrb(\d+)-\d+[ab])\b", listed.stdout, re.MULTILINE):
+        if not Path(f"/proc/{pid}").exists():
+            _delete(name)
+
+
+def _delete(namespace: str) -> None:
+    subprocess.run(["ip", "netns", "del", namespace], capture_output=True)  # noqa: S603, S607
 
 
 def _run(*command: str) -> None:

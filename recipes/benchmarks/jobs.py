@@ -168,7 +168,6 @@ def run_in_turns(jobs: Mapping[str, Job], *, rounds: int, seconds: float) -> Non
     """
     names = list(jobs)
     with ExitStack() as stack:
-        stack.enter_context(_sigterm_exits())
         for job in jobs.values():
             stack.enter_context(job)
         for i in range(rounds + 1):
@@ -218,10 +217,11 @@ def descendants(*roots: int) -> list[int]:
 
 
 @contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """Unwind on SIGTERM: stopped jobs would stay for ever."""
+def sigterm_exits() -> Iterator[None]:
+    """Unwind on SIGTERM as on Ctrl-C: else stopped jobs, network namespaces and folders of rows would stay."""
 
     def leave(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # who ends a group sends it twice
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, leave)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import cycle
 
 import torch
+from benchmarks.choices import check_numbers
 from benchmarks.floor import table_batched_embeddings
 from benchmarks.report import Row
 from benchmarks.turns import Turn, in_turns
@@ -63,7 +64,14 @@ class Tables:
 
 
 def run(*, dims: list[int], batch_sizes: list[int], rounds: int, seconds: float) -> list[Row]:
-    """Measure every kernel at every width and batch size; each pair is one interleaved measurement."""
+    """Measure every kernel at every width and batch size; each pair is one interleaved measurement.
+
+    Raises:
+        ValueError: a number too small to measure anything with.
+    """
+    check_numbers("suite.dims", dims)
+    check_numbers("suite.batch_sizes", batch_sizes)
+    check_numbers("suite.rounds", rounds)
     work, rows = Workload(), []
     for dim in dims:
         for batch_size in batch_sizes:

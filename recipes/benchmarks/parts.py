@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.bars import Bar, Bars
+from benchmarks.choices import check_choices
 from benchmarks.report import Result
 
 Measured = tuple[list[Result], list[Bar]]
@@ -25,8 +26,7 @@ def measure_parts(parts: Sequence[str], measures: Mapping[str, Callable[[], Meas
     Raises:
         ValueError: there is no such part.
     """
-    if unknown := [part for part in parts if part not in measures]:
-        raise ValueError(f"suite.parts must be some of {', '.join(measures)}, got {unknown[0]!r}.")
+    check_choices("suite.parts", parts, measures)
     results: list[Result] = []
     bars: list[Bar] = []
     for part in parts:

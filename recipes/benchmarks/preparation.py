@@ -13,6 +13,9 @@ from benchmarks.bars import Bar, Bars
 from benchmarks.workload import Workload
 from pyarrow import csv
 
+PRESETS = ("dlrm", "torchrec", "bars")
+"""Of ``preprocessing``, those for Criteo's rows."""
+
 _PREPARE = Path(__file__).parents[1] / "prepare.py"
 _PROGRAM = """
 import re, runpy, sys

@@ -17,9 +17,11 @@ from typing import Any, Literal
 
 import torch
 from benchmarks import fuxictr_peer
+from benchmarks.choices import check_choices, check_numbers
 from hydra import compose
 from omegaconf import OmegaConf
 from recipe_tools.build import self_contained
+from recipe_tools.overrides import CONFIG_DIR
 from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
 from rich.table import Column, Table
 from rich.text import Text
@@ -184,7 +186,15 @@ def run(
     cache: str,
     data: str,
 ) -> list[Comparison]:
-    """Train what is not in the cache yet; see ``conf/suite/quality.yaml`` for the arguments."""
+    """Train what is not in the cache yet; see ``conf/suite/quality.yaml`` for the arguments.
+
+    Raises:
+        ValueError: an experiment, a model or a library that there is not.
+    """
+    check_choices("suite.experiments", experiments, _leaves("experiment"))
+    check_choices("suite.models", models, _leaves("model"))
+    check_choices("suite.libraries", libraries, rate_factors)
+    check_numbers("suite.seeds", seeds, least=0)
     if "fuxictr" in libraries and not fuxictr_peer.is_available():
         log.info("FuxiCTR is not installed, so it is left out; recipes/benchmarks/fuxictr_peer.py says how to add it.")
         libraries = [library for library in libraries if library != "fuxictr"]
@@ -214,6 +224,10 @@ def run(
         return Comparison(experiment, [runs(job) for job in jobs])
 
     return [compared(experiment) for experiment in experiments]
+
+
+def _leaves(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
 
 
 def climb(steps: Sequence[float], height: Callable[[float], float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from benchmarks.estimates import Estimate, trimmed_mean
 
 
 class Stopped(Exception):
@@ -29,6 +31,8 @@ class Turn:
 
     def step_done(self, num_examples: int) -> None:
         """Count a step; blocks when the turn is over, and raises :class:`Stopped` when the measurement is."""
+        if self._stopping:
+            raise Stopped
         self._examples += num_examples
         elapsed = time.perf_counter() - self._started
         if elapsed >= self.seconds:
@@ -83,10 +87,11 @@ class Measurement:
         """Median over the rounds of ``name``'s rate divided by ``base``'s in the same round."""
         return statistics.median(a / b for a, b in zip(self.rates[name], self.rates[base], strict=True))
 
-    def quartiles(self, name: str, base: str) -> tuple[float, float]:
-        """Between them lies the middle half of the rounds' ratios."""
-        low, high = np.quantile(np.divide(self.rates[name], self.rates[base]), [0.25, 0.75]).tolist()
-        return low, high
+    def estimate(self, name: str, base: str) -> Estimate:
+        """The same ratio as a trimmed mean of its logarithm: for many short rounds, of which one says little."""
+        logs = trimmed_mean(np.log(np.divide(self.rates[name], self.rates[base])).tolist())
+        ratio = math.exp(logs.value)
+        return Estimate(ratio, ratio * logs.standard_error)
 
     def spread(self, name: str, base: str) -> tuple[float, float]:
         """Smallest and largest of the rounds' ratios."""

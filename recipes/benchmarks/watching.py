@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import rich
+from benchmarks.estimates import Estimate
 from benchmarks.ours import make_task
 from benchmarks.trainer import quiet_trainer
 from benchmarks.turns import Measurement, Stopped
@@ -28,8 +29,17 @@ from lightning_recsys.data import Batch
 from lightning_recsys.data.prepared import PreparedDataModule
 from lightning_recsys.data.typed_yaml import load_yaml
 
-BLOCK = 100
-"""Steps of a block: whatever is put off is done within it. Every 50 steps values are logged, every 100 written."""
+BLOCK = 5
+"""Steps of a block: a fraction of a second, within which the machine does not change much."""
+
+WARM_UP = 5
+"""Quadruples of blocks that do not count."""
+
+ENOUGH = 0.3
+"""Standard error of the cost, in percent of the step, at which a measurement ends."""
+
+Seconds = dict[bool, list[Any]]
+"""With callbacks and loggers (``True``) and without: of the two blocks of each quadruple together."""
 
 _CONF = Path(__file__).parents[2] / "conf"
 
@@ -46,60 +56,117 @@ class Endless:
 
 
 class Switch(pl.Callback):
-    """Gives a trainer other callbacks and loggers, or none, for a block at a time, and takes the time of each block.
+    """Gives a trainer other callbacks and loggers, or none, for a block of steps at a time, and takes the time of each.
 
-    Pairs of blocks, one with and one without, in random order; the first pair warms up.
+    Blocks come in quadruples: with, without, without, with, or the other way round, by lot. So a machine that grows
+    slower takes as much from one side as from the other; and what comes every so many steps, such as the reader's next
+    rows, or a step that is logged, meets both sides alike. What callbacks put off they do at a later step of theirs.
 
     Args:
-        is_enough: Asked after each pair with the seconds since the first one; ends the training by
-            :class:`benchmarks.turns.Stopped`.
-        clock: Seconds.
+        is_enough: Asked after each quadruple with :attr:`seconds` and those since the first quadruple that counts; ends
+            the training by :class:`benchmarks.turns.Stopped`.
+        clock: Seconds; an array of them from several clocks.
+
+    Attributes:
+        seconds: By the clock.
     """
 
-    def __init__(
-        self, is_enough: Callable[[int, float], bool], *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+    def __init__(self, is_enough: Callable[[Seconds, Any], bool], *, clock: Callable[[], Any]) -> None:
+        self.seconds: Seconds = {True: [], False: []}
         self._is_enough, self._clock = is_enough, clock
-        self._order = np.random.default_rng(0)
-        self._steps, self._coming = 0, [True, False]
+        self._lot = np.random.default_rng(0)
+        self._warm_up, self._steps = WARM_UP, 0
+        self._next_quadruple()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what there is to switch."""
+        """Note what there is to switch, and begin."""
         self._callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         self._loggers = list(trainer.loggers)
-        self._began = self._since = self._clock()
+        self._began = self._clock()
+        self._switch(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Last of all callbacks: at the end of a block, note its time and switch."""
         self._steps += 1
         if self._steps % BLOCK:
             return
-        self.seconds[self._coming.pop(0)].append(self._clock() - self._since)
+        self._taken[self._coming.pop(0)] += self._clock() - self._since
         if not self._coming:
-            pairs = len(self.seconds[True]) - 1
-            if pairs and self._is_enough(pairs, self._clock() - self._began):
-                raise Stopped
-            if not pairs:
-                self._began = self._clock()
-            self._coming = self._order.permutation([True, False]).tolist()
+            self._end_quadruple()
+            self._next_quadruple()
+        self._switch(trainer)
+
+    def _next_quadruple(self) -> None:
+        first = bool(self._lot.integers(2))
+        self._coming = [first, not first, not first, first]
+        self._taken = {True: 0.0, False: 0.0}
+
+    def _end_quadruple(self) -> None:
+        if self._warm_up:
+            self._warm_up -= 1
+            self._began = self._clock()
+            return
+        for on, seconds in self._taken.items():
+            self.seconds[on].append(seconds)
+        if self._is_enough(self.seconds, self._clock() - self._began):
+            raise Stopped
+
+    def _switch(self, trainer: pl.Trainer) -> None:
         on = self._coming[0]
         trainer.callbacks = [*self._callbacks, self] if on else [self]  # type: ignore[attr-defined]
         trainer.loggers = self._loggers if on else []
         self._since = self._clock()
 
 
-def measure(root: Path, model: str, batch_size: int, *, seconds: float, pairs: int) -> Measurement:
-    """Examples per second with what ``recipes/train.py`` watches a run with by default, and without any of it.
+@dataclass(frozen=True)
+class Watched:
+    """Examples per second with what watches a run (``ours``) and without (``no metrics``), one number a quadruple.
+
+    Args:
+        wall: By the clock on the wall.
+        processor: By the processor time of the thread that trains: without the time in which something else ran.
+    """
+
+    wall: Measurement
+    processor: Measurement
+
+    @classmethod
+    def of(cls, seconds: Seconds, batch_size: int) -> Watched:
+        """From the seconds on both clocks."""
+        examples = 2 * BLOCK * batch_size
+        sides = {"ours": np.array(seconds[True]), "no metrics": np.array(seconds[False])}
+        wall, processor = (
+            Measurement({name: (examples / side[:, clock]).tolist() for name, side in sides.items()})
+            for clock in range(2)
+        )
+        return cls(wall, processor)
+
+
+def cost(measured: Measurement) -> Estimate:
+    """What callbacks and loggers take, in percent of the step."""
+    kept = measured.estimate("ours", "no metrics")
+    return Estimate(100 * (1 - kept.value), 100 * kept.standard_error)
+
+
+def measure(root: Path, model: str, batch_size: int, *, most_seconds: float, quadruples: int) -> Watched:
+    """Rates with what ``recipes/train.py`` watches a run with by default, and without any of it.
+
+    Ends when the standard error of the cost is at most :data:`ENOUGH`.
 
     Args:
         root: Prepared rows.
         model: What is trained.
         batch_size: Examples a step.
-        seconds: How long to go on.
-        pairs: Of blocks, at least.
+        most_seconds: When to end although the standard error is larger.
+        quadruples: Of blocks, at least.
     """
-    switch = Switch(lambda done, elapsed: done >= pairs and elapsed >= seconds)
+
+    def is_enough(seconds: Seconds, elapsed: Any) -> bool:
+        if len(seconds[True]) < quadruples:
+            return False
+        return elapsed[0] >= most_seconds or cost(Watched.of(seconds, batch_size).wall).standard_error <= ENOUGH
+
+    switch = Switch(is_enough, clock=lambda: np.array([time.perf_counter(), time.thread_time()]))
     data = PreparedDataModule(root=root, batch_size=batch_size, drop_last=True)
     data.setup()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as terminal:
@@ -113,12 +180,7 @@ def measure(root: Path, model: str, batch_size: int, *, seconds: float, pairs: i
             pass
         finally:
             rich.reconfigure()
-    return Measurement(
-        {
-            name: [BLOCK * batch_size / each for each in switch.seconds[on][1:]]
-            for name, on in (("ours", True), ("no metrics", False))
-        }
-    )
+    return Watched.of(switch.seconds, batch_size)
 
 
 def watchers(folder: str, terminal: Any) -> tuple[list[pl.Callback], list[Any]]:
@@ -130,5 +192,7 @@ def watchers(folder: str, terminal: Any) -> tuple[list[pl.Callback], list[Any]]:
     loggers = OmegaConf.load(_CONF / "logger" / "csv.yaml")
     whole = OmegaConf.create({"paths": {"output_dir": folder}, "callbacks": config, "loggers": loggers})
     plain: Any = OmegaConf.to_container(whole, resolve=True)
-    plain["callbacks"]["progress_bar"]["console_kwargs"] = {"file": terminal, "force_terminal": True, "width": 80}
+    bar = plain["callbacks"]["progress_bar"]
+    bar["console_kwargs"] = {"file": terminal, "force_terminal": True, "width": 80}
+    bar["refresh_rate"] //= 2  # it goes by the clock, and is there half of the time
     return build_all(plain["callbacks"]), build_all(plain["loggers"])

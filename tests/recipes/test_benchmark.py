@@ -1,20 +1,35 @@
 """The benchmark's turns, and its command line on a workload too small to mean anything."""
 
 import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
 import threading
+import time
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
+import benchmarks
+import numpy as np
 import pytest
 from benchmarks.apart import Apart
-from benchmarks.bars import Bar
+from benchmarks.bars import Bar, Bars
 from benchmarks.curves import Curves
+from benchmarks.estimates import trimmed_mean
 from benchmarks.het_cache import Columns
 from benchmarks.report import Drawn, fill
 from benchmarks.turns import Measurement, Stopped, Turn, in_turns
-from benchmarks.watching import BLOCK, Switch
+from benchmarks.watching import BLOCK, WARM_UP, Switch, Watched, cost
 from benchmarks.workload import Workload
+from omegaconf import OmegaConf
 from pytorch_lightning import Callback
+from recipe_tools.build import build
+
+BENCHMARK = Path(benchmarks.__file__).parents[1] / "benchmark.py"
 
 
 def endless(turn: Turn, log: list[str], name: str) -> None:
@@ -50,30 +65,79 @@ def test_apart_when_the_other_process_fails_then_says_what_it_said():
     assert "TypeError" in str(error.value.__cause__)
 
 
-def test_switch_then_blocks_come_in_pairs_and_each_time_belongs_to_what_was_on():
-    """A step takes 3 s with the callback and 2 s without; the first pair is left out by the caller."""
-    now = 0.0
+def test_switch_then_a_slowing_machine_falls_on_both_sides_alike():
+    """A step takes 3 % more with the callback, and each takes longer than the one before; the first do not count."""
+    now, steps = 0.0, 0
     watcher = Callback()
-    switch = Switch(lambda pairs, seconds: pairs == 4 and seconds == 4 * 5 * BLOCK, clock=lambda: now)
+    ended: list[tuple[int, float]] = []
+
+    def is_enough(seconds: dict[bool, list[float]], elapsed: float) -> bool:
+        ended.append((len(seconds[True]), elapsed))
+        return len(seconds[True]) == 12
+
+    switch = Switch(is_enough, clock=lambda: now)
     trainer = SimpleNamespace(callbacks=[watcher, switch], loggers=["csv"])
     switch.on_train_start(trainer, None)
-    sides = []
+    sides, times = [], []
 
     def step() -> None:
-        nonlocal now
+        nonlocal now, steps
         on = watcher in trainer.callbacks
         assert (trainer.loggers, trainer.callbacks[-1]) == (["csv"] if on else [], switch)
-        now += 3 if on else 2
+        steps += 1
+        took = (1 + 0.01 * steps) * (1.03 if on else 1)
+        now += took
         sides.append(on)
+        times.append(took)
         switch.on_train_batch_end(trainer, None)
 
-    for _ in range(10 * BLOCK - 1):
+    quadruple = 4 * BLOCK
+    for _ in range((WARM_UP + 12) * quadruple - 1):
         step()
     with pytest.raises(Stopped):
         step()
-    assert switch.seconds == {True: [3 * BLOCK] * 5, False: [2 * BLOCK] * 5}
-    pairs = [(sides[start], sides[start + BLOCK]) for start in range(0, len(sides), 2 * BLOCK)]
-    assert set(pairs) == {(True, False), (False, True)}
+    orders = {tuple(sides[start : start + quadruple : BLOCK]) for start in range(0, len(sides), quadruple)}
+    assert orders == {(True, False, False, True), (False, True, True, False)}
+    assert sides == [sides[i // BLOCK * BLOCK] for i in range(len(sides))]
+    assert [on / off for on, off in zip(switch.seconds[True], switch.seconds[False], strict=True)] == [
+        pytest.approx(1.03)
+    ] * 12
+    counted = times[WARM_UP * quadruple :]
+    assert sum(map(sum, switch.seconds.values())) == pytest.approx(sum(counted))
+    assert ended == [(i, pytest.approx(sum(counted[: i * quadruple]))) for i in range(1, 13)]
+
+
+def test_watched_then_each_clock_has_its_own_cost():
+    """3 % more on the wall and 1 % more of the processor, in quadruples of which each is slower than the one before."""
+    base = [np.array([1.0 + i, 0.5 + i]) for i in range(9)]
+    watched = Watched.of({True: [each * np.array([1 / 0.97, 1 / 0.99]) for each in base], False: base}, 64)
+    assert watched.wall.rates["no metrics"][0] == 2 * BLOCK * 64
+    for measured, percent in ((watched.wall, 3.0), (watched.processor, 1.0)):
+        assert cost(measured).value == pytest.approx(percent)
+        assert cost(measured).standard_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_trimmed_mean_then_value_and_error_are_those_of_the_formula():
+    values = [7.0, 1.0, 100.0, 2.0, 4.0]
+    # Without the ends 2, 4, 7. With them put on the last ones kept: 2, 2, 4, 7, 7, of variance 25.2 / 4.
+    estimate = trimmed_mean(values, share=0.2)
+    assert estimate.value == pytest.approx(13 / 3)
+    assert estimate.standard_error == pytest.approx((25.2 / 4) ** 0.5 / (0.6 * 5**0.5))
+    whole = trimmed_mean(values, share=0.19)  # not one whole value
+    assert whole.value == pytest.approx(statistics.mean(values))
+    assert whole.standard_error == pytest.approx(statistics.stdev(values) / 5**0.5)
+    with pytest.raises(ValueError, match="at least two values, got 1"):
+        trimmed_mean([1.0])
+
+
+def test_trimmed_mean_when_some_repetitions_are_disturbed_then_error_is_the_spread_of_repetitions():
+    random = np.random.default_rng(0)
+    drawn = random.normal(0.02, 0.05, (400, 100)) + (random.random((400, 100)) < 0.05) * random.normal(0, 1, (400, 100))
+    estimates = [trimmed_mean(row.tolist()) for row in drawn]
+    spread = statistics.stdev(each.value for each in estimates)
+    assert statistics.mean(each.standard_error for each in estimates) == pytest.approx(spread, rel=0.15)
+    assert spread < 0.5 * drawn.mean(1).std()
+    assert statistics.mean(each.value for each in estimates) == pytest.approx(0.02, abs=4 * spread / 400**0.5)
 
 
 def test_measurement_then_ratios_are_taken_round_by_round():
@@ -81,6 +145,13 @@ def test_measurement_then_ratios_are_taken_round_by_round():
     assert measured.median("ours") == 50.0
     assert measured.ratio("ours", "base") == 2.0
     assert measured.spread("ours", "base") == (1.5, 2.5)
+
+
+def test_measurement_then_an_estimate_is_of_the_geometric_mean():
+    measured = Measurement({"base": [10.0, 20.0, 40.0], "ours": [10.0, 40.0, 160.0]})
+    estimate = measured.estimate("ours", "base")
+    assert estimate.value == pytest.approx(2.0)
+    assert estimate.standard_error == pytest.approx(2.0 * math.log(2) / 3**0.5)
 
 
 SMALL = ["suite.models=[deepfm]", "suite.batch_sizes=[16]", "suite.rounds=1", "suite.seconds=0.01", "suite.rows=4096"]
@@ -110,6 +181,60 @@ def test_command_line_then_every_bar_stands_in_table_json_page_and_picture(run_f
     assert (tmp_path / "images" / "single.png").stat().st_size > 1000
 
 
+def test_command_line_when_ended_by_sigterm_then_nothing_is_left(tmp_path):
+    command = [sys.executable, str(BENCHMARK), *SMALL, "suite.seconds=60", f"hydra.run.dir={tmp_path / 'run'}"]
+    (temporary := tmp_path / "temporary").mkdir()
+    with subprocess.Popen(
+        command, env=os.environ | {"TMPDIR": str(temporary)}, stderr=subprocess.PIPE, process_group=0
+    ) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not list(temporary.rglob("*.json")):  # rows are prepared: the first turns, a minute each, begin
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            process.terminate()
+            assert process.wait(120) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["suite.models=[fooo,dlrm]"], r"suite\.models must be some of dlrm, deepfm, wide_deep, dcn, got 'fooo'\."),
+        (["suite.models=[deepfn]"], "got 'deepfn'. Did you mean 'deepfm'"),
+        (["suite.models=deepfm"], r"got 'deepfm'\. Give a list, such as 'suite\.models=\[dlrm\]'"),
+        (["suite.models=[]"], r"suite\.models must be some of .*, got \[\]"),
+        (["suite.batch_sizes=[0]"], r"suite\.batch_sizes must be one or more numbers of at least 1, got \[0\]"),
+        (["suite.rounds=0"], "suite.rounds must be a number of at least 1, got 0"),
+        (["suite.rows=100"], "suite.rows must be a number of at least 2048, got 100"),
+        (["suite=kernels", "suite.dims=[]"], r"suite\.dims must be one or more numbers .*, got \[\]"),
+        (["suite=data", "suite.prepare=[schema]"], "suite.prepare must be some of dlrm, torchrec, bars, got 'schema'"),
+        (["suite=data", "suite.workers=[two]"], r"suite\.workers must be one or more numbers .*, got \['two'\]"),
+        (["suite=des", "suite.models=[dlrm]"], "suite.models must be some of LR, W&D, DeepFM, got 'dlrm'"),
+        (
+            ["suite=des", "+suite.batch_sizes.criteo=1"],
+            "suite.batch_sizes must be .* got 'criteo'. Did you mean 'Criteo'",
+        ),
+        (["suite=quality", "suite.models=[dcnv2]"], "suite.models must be some of .*Did you mean 'dcn_v2'"),
+        (["suite=quality", "suite.experiments=[movielens]"], "suite.experiments must be some of .*got 'movielens'"),
+        (["suite=quality", "suite.libraries=[torchrec]"], "suite.libraries must be some of ours, fuxictr, got"),
+        (["suite=het", "suite.link.models=[foo]"], "suite.link.models must be some of dlrm, .*, got 'foo'"),
+        (["suite=het", "suite.overhead.model=foo"], "suite.overhead.model must be some of dlrm, .*, got 'foo'"),
+        (["suite=het", "suite.misses.policies=[fifo]"], "suite.misses.policies must be some of lru, .*, got 'fifo'"),
+        (["suite=shadowsync", "suite.parts=[links]"], "suite.parts must be some of .*Did you mean 'link'"),
+    ],
+)
+def test_suite_when_asked_for_what_there_is_not_then_says_so_before_it_measures(composed, arguments, message):
+    paths = {"logs": "logs", "data": "data"}
+    suite = OmegaConf.create({"suite": composed("benchmark", *arguments).suite, "paths": paths}).suite
+    config = OmegaConf.to_container(suite, resolve=True)
+    with pytest.raises(ValueError, match=message):
+        build(config)
+
+
 def test_command_line_when_asked_for_a_profile_then_parts_add_up_to_the_step(run_forked, tmp_path):
     run_dir = f"hydra.run.dir={tmp_path}"
     done = run_forked("benchmark.py", *SMALL, "suite.profile=true", run_dir, folder=tmp_path)
@@ -125,6 +250,15 @@ def test_bar_then_the_limit_itself_passes_and_what_is_not_measured_says_so():
     assert [Bar("a", value, "at least", 0.9).verdict for value in (0.9, 0.89)] == ["pass", "FAIL"]
     assert [Bar("a", value, "at most", 3.0).verdict for value in (3.0, 3.1)] == ["pass", "FAIL"]
     assert Bar("a", None, "at most", 3.0).verdict == "not measured"
+
+
+def test_bars_when_a_standard_error_is_known_then_it_stands_beside_the_value():
+    bars = Bars((Bar("a", 1.234, "at most", 3.0, " %", standard_error=0.31), Bar("b", 1.0, "at most", 3.0)))
+    table = bars.table()
+    assert list(table.columns[1].cells) == ["1.23 ± 0.31 %", "1.00"]
+    first, second = bars.to_dict()["bars"]
+    assert first["standard_error"] == 0.31
+    assert "standard_error" not in second
 
 
 def test_fill_when_the_page_has_no_place_then_names_the_marks(tmp_path):

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import nullcontext
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,6 +122,52 @@ def test_linked_hosts_when_work_fails_inside_then_they_are_gone():
     except NoLinkError as error:
         pytest.skip(str(error))
     assert a.namespace not in namespaces()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_linked_hosts_when_a_signal_ends_the_program_then_they_are_gone(number):
+    env = os.environ | {"PYTHONPATH": str(Path(hosts.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", WAIT], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            if not (namespace := process.stdout.readline().strip()):
+                pytest.skip(process.stderr.read().splitlines()[-1])
+            assert namespace in namespaces()
+            process.send_signal(number)
+            assert process.wait(30) != 0
+        finally:
+            process.kill()
+    assert namespace not in namespaces()
+
+
+WAIT = """
+import time
+from benchmarks.hosts import linked_hosts
+from benchmarks.jobs import sigterm_exits
+with sigterm_exits(), linked_hosts() as (host, _):
+    print(host.namespace, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_linked_hosts_when_somebody_was_killed_then_what_was_left_goes_and_what_is_used_stays():
+    with subprocess.Popen([sys.executable, "-c", ""]) as killed:
+        pass
+    left, used = f"lrb{killed.pid}-0a", f"lrb{os.getppid()}-99999b"
+    try:
+        for name in (left, used):
+            if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+                pytest.skip("there can be no network namespaces here")
+        with linked_hosts():
+            assert left not in namespaces()
+            assert used in namespaces()
+    except (NoLinkError, FileNotFoundError) as error:
+        pytest.skip(str(error))
+    finally:
+        for name in (left, used):
+            if name in namespaces():
+                subprocess.run(["ip", "netns", "del", name], check=True)
 
 
 # --- Quality ---------------------------------------------------------------------------------------------------------
