@@ -29,8 +29,8 @@ from lightning_recsys.data import Batch
 from lightning_recsys.data.prepared import PreparedDataModule
 from lightning_recsys.data.typed_yaml import load_yaml
 
-BLOCK = 5
-"""Steps of a block: a fraction of a second, within which the machine does not change much."""
+BLOCK = 1536
+"""Examples of a block, of two steps at least: a tenth of a second or so, within which a machine hardly changes."""
 
 WARM_UP = 5
 """Quadruples of blocks that do not count."""
@@ -63,6 +63,7 @@ class Switch(pl.Callback):
     rows, or a step that is logged, meets both sides alike. What callbacks put off they do at a later step of theirs.
 
     Args:
+        steps: Of a block.
         is_enough: Asked after each quadruple with :attr:`seconds` and those since the first quadruple that counts; ends
             the training by :class:`benchmarks.turns.Stopped`.
         clock: Seconds; an array of them from several clocks.
@@ -71,9 +72,9 @@ class Switch(pl.Callback):
         seconds: By the clock.
     """
 
-    def __init__(self, is_enough: Callable[[Seconds, Any], bool], *, clock: Callable[[], Any]) -> None:
+    def __init__(self, steps: int, is_enough: Callable[[Seconds, Any], bool], *, clock: Callable[[], Any]) -> None:
         self.seconds: Seconds = {True: [], False: []}
-        self._is_enough, self._clock = is_enough, clock
+        self._steps_of_block, self._is_enough, self._clock = steps, is_enough, clock
         self._lot = np.random.default_rng(0)
         self._warm_up, self._steps = WARM_UP, 0
         self._next_quadruple()
@@ -88,7 +89,7 @@ class Switch(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Last of all callbacks: at the end of a block, note its time and switch."""
         self._steps += 1
-        if self._steps % BLOCK:
+        if self._steps % self._steps_of_block:
             return
         self._taken[self._coming.pop(0)] += self._clock() - self._since
         if not self._coming:
@@ -131,12 +132,11 @@ class Watched:
     processor: Measurement
 
     @classmethod
-    def of(cls, seconds: Seconds, batch_size: int) -> Watched:
-        """From the seconds on both clocks."""
-        examples = 2 * BLOCK * batch_size
+    def of(cls, seconds: Seconds, examples: int) -> Watched:
+        """From the seconds on both clocks, and the examples of a block."""
         sides = {"ours": np.array(seconds[True]), "no metrics": np.array(seconds[False])}
         wall, processor = (
-            Measurement({name: (examples / side[:, clock]).tolist() for name, side in sides.items()})
+            Measurement({name: (2 * examples / side[:, clock]).tolist() for name, side in sides.items()})
             for clock in range(2)
         )
         return cls(wall, processor)
@@ -160,13 +160,14 @@ def measure(root: Path, model: str, batch_size: int, *, most_seconds: float, qua
         most_seconds: When to end although the standard error is larger.
         quadruples: Of blocks, at least.
     """
+    steps = max(2, BLOCK // batch_size)
 
     def is_enough(seconds: Seconds, elapsed: Any) -> bool:
         if len(seconds[True]) < quadruples:
             return False
-        return elapsed[0] >= most_seconds or cost(Watched.of(seconds, batch_size).wall).standard_error <= ENOUGH
+        return elapsed[0] >= most_seconds or cost(Watched.of(seconds, steps * batch_size).wall).standard_error <= ENOUGH
 
-    switch = Switch(is_enough, clock=lambda: np.array([time.perf_counter(), time.thread_time()]))
+    switch = Switch(steps, is_enough, clock=lambda: np.array([time.perf_counter(), time.thread_time()]))
     data = PreparedDataModule(root=root, batch_size=batch_size, drop_last=True)
     data.setup()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as terminal:
@@ -180,7 +181,7 @@ def measure(root: Path, model: str, batch_size: int, *, most_seconds: float, qua
             pass
         finally:
             rich.reconfigure()
-    return Watched.of(switch.seconds, batch_size)
+    return Watched.of(switch.seconds, steps * batch_size)
 
 
 def watchers(folder: str, terminal: Any) -> tuple[list[pl.Callback], list[Any]]:

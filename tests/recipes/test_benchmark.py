@@ -23,7 +23,7 @@ from benchmarks.estimates import trimmed_mean
 from benchmarks.het_cache import Columns
 from benchmarks.report import Drawn, fill
 from benchmarks.turns import Measurement, Stopped, Turn, in_turns
-from benchmarks.watching import BLOCK, WARM_UP, Switch, Watched, cost
+from benchmarks.watching import WARM_UP, Switch, Watched, cost
 from benchmarks.workload import Workload
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback
@@ -75,7 +75,7 @@ def test_switch_then_a_slowing_machine_falls_on_both_sides_alike():
         ended.append((len(seconds[True]), elapsed))
         return len(seconds[True]) == 12
 
-    switch = Switch(is_enough, clock=lambda: now)
+    switch = Switch(5, is_enough, clock=lambda: now)
     trainer = SimpleNamespace(callbacks=[watcher, switch], loggers=["csv"])
     switch.on_train_start(trainer, None)
     sides, times = [], []
@@ -91,14 +91,14 @@ def test_switch_then_a_slowing_machine_falls_on_both_sides_alike():
         times.append(took)
         switch.on_train_batch_end(trainer, None)
 
-    quadruple = 4 * BLOCK
+    quadruple = 4 * 5
     for _ in range((WARM_UP + 12) * quadruple - 1):
         step()
     with pytest.raises(Stopped):
         step()
-    orders = {tuple(sides[start : start + quadruple : BLOCK]) for start in range(0, len(sides), quadruple)}
+    orders = {tuple(sides[start : start + quadruple : 5]) for start in range(0, len(sides), quadruple)}
     assert orders == {(True, False, False, True), (False, True, True, False)}
-    assert sides == [sides[i // BLOCK * BLOCK] for i in range(len(sides))]
+    assert sides == [sides[i // 5 * 5] for i in range(len(sides))]
     assert [on / off for on, off in zip(switch.seconds[True], switch.seconds[False], strict=True)] == [
         pytest.approx(1.03)
     ] * 12
@@ -111,7 +111,7 @@ def test_watched_then_each_clock_has_its_own_cost():
     """3 % more on the wall and 1 % more of the processor, in quadruples of which each is slower than the one before."""
     base = [np.array([1.0 + i, 0.5 + i]) for i in range(9)]
     watched = Watched.of({True: [each * np.array([1 / 0.97, 1 / 0.99]) for each in base], False: base}, 64)
-    assert watched.wall.rates["no metrics"][0] == 2 * BLOCK * 64
+    assert watched.wall.rates["no metrics"][0] == 2 * 64
     for measured, percent in ((watched.wall, 3.0), (watched.processor, 1.0)):
         assert cost(measured).value == pytest.approx(percent)
         assert cost(measured).standard_error == pytest.approx(0.0, abs=1e-9)
