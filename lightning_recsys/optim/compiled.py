@@ -53,14 +53,14 @@ def _prefetch_call(typing_context, array, position):  # noqa: ANN001, ANN202
     return types.void(array, types.intp), generate
 
 
-_prefetch: Any = intrinsic(_prefetch_call)
+prefetch: Any = intrinsic(_prefetch_call)
 
 
 @compile_loop
 def prefetch_row(rows, row):  # noqa: ANN001, ANN201
     """Ask for a row of a contiguous float32 ``[R, D]``; any number is allowed, a wrong one only wastes the effort."""
     for d in range(0, rows.shape[1], _FLOATS_PER_LINE):
-        _prefetch(rows, row * rows.shape[1] + d)
+        prefetch(rows, row * rows.shape[1] + d)
 
 
 @compile_rule
@@ -103,7 +103,7 @@ def _rowwise_adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: A
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
         prefetch_row(rows, coming)
-        _prefetch(sums, coming)
+        prefetch(sums, coming)
         row = touched[i]
         total = sums[row] + sum_of_squares(grads, i) / np.float32(dim)
         sums[row] = total

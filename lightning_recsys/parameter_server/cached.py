@@ -124,20 +124,23 @@ class CachedBackend(StoreBackend):
         self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
         self._counts: Counter[str] = Counter()
         self._lags_U = np.empty(0, dtype=np.int32)
-        self._make_cache(shared or SharedIndex(cache_rows, policy=policy))
+        self._make_cache(shared)
 
-    def _make_cache(self, shared: SharedIndex) -> None:
-        self._shared = shared if self._transfers is not None else None
+    def _make_cache(self, shared: SharedIndex | None) -> None:
+        self._shared = None
+        if self._transfers is not None:
+            num_keys = self.layout.num_rows
+            self._shared = shared or SharedIndex(self.cache_rows, policy=self.policy, num_keys=num_keys)
         self._cache = RowCache(
             self.cache_rows,
             self.layout.embedding_dim,
             self.optimizer,
             policy=self.policy,
             device=self._passing.rows.device,
-            index=None if self._shared is None else shared.index,
+            index=None if self._shared is None else self._shared.index,
         )
         if self._shared is not None:
-            shared.join(self)
+            self._shared.join(self)
 
     @property
     def asks_servers(self) -> bool:
@@ -473,7 +476,7 @@ class CachedBackend(StoreBackend):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._make_cache(SharedIndex(self.cache_rows, policy=self.policy))
+        self._make_cache(None)
 
     def extra_repr(self) -> str:
         """Names the tables, the rule, the stores and the cache."""

@@ -54,10 +54,11 @@ class SimulatedLFU:
         return victims
 
 
-def zipf_batches(num_batches, size, *, num_keys=3000, seed=0):
+def zipf_batches(num_batches, size, *, num_keys=3000, seed=0, bounded=False):
+    """Batches of any keys, or of those from 0 to below ``num_keys``."""
     generator = np.random.default_rng(seed)
     weights = np.arange(1, num_keys + 1) ** -1.1
-    keys = generator.integers(-(2**63), 2**63 - 1, num_keys)
+    keys = generator.permutation(num_keys) if bounded else generator.integers(-(2**63), 2**63 - 1, num_keys)
     return [keys[generator.choice(num_keys, size, p=weights / weights.sum())] for _ in range(num_batches)]
 
 
@@ -105,14 +106,16 @@ def test_lru_when_run_against_a_simulation_then_the_same_rows_go_in_the_same_ord
     assert sum(misses) == distinct if limit == 5000 else sum(misses) > distinct
 
 
+@pytest.mark.parametrize("num_keys", [None, 3000])
 @pytest.mark.parametrize("prefetches", [False, True])
 @pytest.mark.parametrize(("limit", "remembered"), [(0, 8), (1, 8), (100, 8), (100, 1), (400, 2), (400, 1), (5000, 8)])
 def test_lfu_when_run_against_a_simulation_then_the_same_rows_go_in_the_same_order(
-    limit, remembered, prefetches, monkeypatch
+    limit, remembered, prefetches, num_keys, monkeypatch
 ):
     monkeypatch.setattr(index_module, "REMEMBERED", remembered)
     simulation = SimulatedLFU(limit, remembered * limit)
-    run_against(simulation, CacheIndex(limit, policy="lfu"), zipf_batches(80, 150), prefetches=prefetches)
+    cache = CacheIndex(limit, policy="lfu", num_keys=num_keys)
+    run_against(simulation, cache, zipf_batches(80, 150, bounded=num_keys is not None), prefetches=prefetches)
 
 
 def test_lfu_when_compared_then_it_misses_less_than_lru_and_light_lfu_about_as_much():
@@ -161,8 +164,9 @@ def test_evict_when_the_spared_rows_alone_exceed_the_limit_then_they_stay():
         assert cache.plan(np.array([8, 9])).slots_U.tolist() == [1, 0]  # slots come back into use
 
 
-def test_clear_when_called_then_nothing_is_held_and_plans_count_on():
-    cache = CacheIndex(5, policy="lfu")
+@pytest.mark.parametrize("num_keys", [None, 3])
+def test_clear_when_called_then_nothing_is_held_and_plans_count_on(num_keys):
+    cache = CacheIndex(5, policy="lfu", num_keys=num_keys)
     cache.plan(np.array([1, 2]))
     cache.clear()
     assert (len(cache), cache.num_slots, cache.slots().size) == (0, 0, 0)
@@ -254,9 +258,10 @@ def distinct(keys):
     return list(dict.fromkeys(keys.tolist()))
 
 
-def run_window(policy, limit, batches, *, window, prefetches, skipped=(), unannounced=(), **arguments):
+def run_window(policy, limit, batches, *, window, prefetches, skipped=(), unannounced=(), num_keys=None, **arguments):
     """Every step: misses and victims, with so many batches known ahead; returns the misses."""
-    cache, simulation = CacheIndex(limit, policy=policy), SimulatedWindow(policy, limit, **arguments)
+    cache = CacheIndex(limit, policy=policy, num_keys=num_keys)
+    simulation = SimulatedWindow(policy, limit, **arguments)
     numbers, announced, misses, ahead = {}, 0, 0, []
     served = [i for i in range(len(batches)) if i not in skipped]
 
@@ -295,6 +300,13 @@ def test_window_when_run_against_a_simulation_then_the_same_rows_go_in_the_same_
     monkeypatch.setattr(index_module, "REMEMBERED", 10_000)
     batches = zipf_batches(50, 150)
     run_window(policy, limit, batches, window=window, prefetches=prefetches)
+
+
+def test_window_when_keys_have_a_bound_then_the_same_rows_go(monkeypatch):
+    monkeypatch.setattr(index_module, "REMEMBERED", 10_000)
+    for policy, limit in (("lru", 400), ("lfu", 100)):
+        batches = zipf_batches(50, 150, bounded=True)
+        run_window(policy, limit, batches, window=5, prefetches=True, num_keys=3000)
 
 
 @pytest.mark.parametrize("prefetches", [False, True])

@@ -12,8 +12,19 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recsys.embeddings.cache import hash_table, order
-from lightning_recsys.embeddings.cache.hash_table import EMPTY, find, home, make_table
+from lightning_recsys.embeddings.cache import key_table, order
+from lightning_recsys.embeddings.cache.key_table import (
+    EMPTY,
+    find,
+    home,
+    key_at,
+    make_array,
+    make_like,
+    make_table,
+    prefetch_cell,
+    put,
+    value_at,
+)
 from lightning_recsys.embeddings.cache.order import COUNT, HELD, LIST, NEXT, NOWHERE, PLANNED, POSITION
 from lightning_recsys.embeddings.cache.window import FOLLOWING, SLOT, Window, go_on
 from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
@@ -57,7 +68,7 @@ class BatchPlan:
 @compile_loop
 def _insert(key, cell, table, slots, slot_keys, free, numbers):  # noqa: ANN001, ANN202
     """Give a key that is not held a slot, in no list; returns the slot."""
-    uses = EMPTY - table[cell, 1]  # what is remembered of a dropped row; 0 for an empty cell
+    uses = EMPTY - value_at(table, cell)  # what is remembered of a dropped row; 0 for an empty cell
     if uses:
         numbers[_MEMORIES] -= 1
     if numbers[_FREE]:
@@ -68,7 +79,7 @@ def _insert(key, cell, table, slots, slot_keys, free, numbers):  # noqa: ANN001,
         slot = numbers[_SLOTS]
         numbers[_SLOTS] += 1
     numbers[_ROWS] += 1
-    table[cell, 0], table[cell, 1] = key, slot
+    put(table, cell, key, slot)
     slot_keys[slot] = key
     slots[slot, HELD], slots[slot, COUNT] = 1, uses
     slots[slot, NEXT] = slots[slot, LIST] = NOWHERE
@@ -85,11 +96,12 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, fo
     numbers[_PLANS] += 1
     number, count, moving, last = numbers[_PLANS], 0, 0, keys_N.shape[0] - 1
     for i in range(keys_N.shape[0]):
-        prefetch_row(table, home(table, keys_N[min(i + AHEAD, last)]))
-        prefetch_row(slots, table[home(table, keys_N[min(i + SOON, last)]), 1])  # nearly always the key's own cell
+        prefetch_cell(table, home(table, keys_N[min(i + AHEAD, last)]))
+        soon = home(table, keys_N[min(i + SOON, last)])  # nearly always the key's own cell
+        prefetch_row(slots, value_at(table, soon))
         key = keys_N[i]
         cell = find(table, key)
-        slot = table[cell, 1]
+        slot = value_at(table, cell)
         is_new = slot < 0
         if is_new:
             slot = _insert(key, cell, table, slots, slot_keys, free, numbers)
@@ -126,7 +138,7 @@ def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers,
         if occurrences[coming, SLOT] != NOWHERE:
             prefetch_row(slots, occurrences[coming, SLOT])
         else:
-            prefetch_row(table, home(table, keys[coming]))
+            prefetch_cell(table, home(table, keys[coming]))
         soon = (start + min(u + SOON, last)) & ring
         if occurrences[soon, FOLLOWING] != NOWHERE:
             prefetch_row(occurrences, occurrences[soon, FOLLOWING])
@@ -135,7 +147,7 @@ def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers,
         occurrences[at, SLOT] = NOWHERE
         if slot == NOWHERE:
             cell = find(table, keys[at])
-            slot = table[cell, 1]
+            slot = value_at(table, cell)
             if slot < 0:
                 slot = _insert(keys[at], cell, table, slots, slot_keys, free, numbers)
                 new_U[u] = True
@@ -150,14 +162,14 @@ def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers,
 def _forget(victims, table, slots, slot_keys, free, numbers, remembers):  # noqa: ANN001, ANN202
     last = victims.shape[0] - 1
     for i in range(victims.shape[0]):
-        prefetch_row(table, home(table, slot_keys[victims[min(i + SOON, last)]]))
+        prefetch_cell(table, home(table, slot_keys[victims[min(i + SOON, last)]]))
         slot = victims[i]
         cell = find(table, slot_keys[slot])
         if remembers and slots[slot, COUNT]:
-            table[cell, 1] = EMPTY - slots[slot, COUNT]
+            put(table, cell, slot_keys[slot], EMPTY - slots[slot, COUNT])
             numbers[_MEMORIES] += 1
         else:
-            hash_table.erase(table, cell)
+            key_table.erase(table, cell)
         slots[slot, HELD] = 0
         free[numbers[_FREE]] = slot
         numbers[_FREE] += 1
@@ -204,13 +216,12 @@ def _halve_counts(table, halved, slots, lists, numbers, in_order):  # noqa: ANN0
         order.add_last(slots, lists, in_order[i], slots[in_order[i], COUNT] // 2)
     numbers[_MEMORIES] = 0
     for cell in range(table.shape[0]):
-        value = table[cell, 1]
+        value = value_at(table, cell)
         if value < EMPTY:
             value = EMPTY - (EMPTY - value) // 2
             numbers[_MEMORIES] += value != EMPTY
         if value != EMPTY:
-            target = find(halved, table[cell, 0])
-            halved[target, 0], halved[target, 1] = table[cell, 0], value
+            put(halved, find(halved, key_at(table, cell)), key_at(table, cell), value)
 
 
 class CacheIndex:
@@ -234,6 +245,8 @@ class CacheIndex:
     Args:
         limit: Rows that outlast :meth:`evict`.
         policy: One of the above.
+        num_keys: All keys are from 0 to below this; ``None`` where any int64 may come. Where the keys that are held and
+            remembered are more than an eighth of them, each has its place in an array instead of a hash table.
 
     Raises:
         ValueError: ``limit`` is negative, or the policy is unknown.
@@ -247,7 +260,7 @@ class CacheIndex:
     ([70], [0], 2)
     """
 
-    def __init__(self, limit: int, *, policy: CachePolicy) -> None:
+    def __init__(self, limit: int, *, policy: CachePolicy, num_keys: int | None = None) -> None:
         if limit < 0:
             raise ValueError(f"strategy.cache_rows must be at least 0, got {limit}. 0 keeps no rows.")
         if policy not in get_args(CachePolicy):
@@ -258,6 +271,8 @@ class CacheIndex:
         self._remembers = bool(self._step and limit)
         self._numbers = np.zeros(5, dtype=np.int64)
         self._window = Window()
+        kept = limit * (1 + REMEMBERED) if self._remembers else limit  # at 32 to 128 bytes each in a hash table
+        self._bound_of_keys = num_keys if num_keys is not None and num_keys <= 8 * kept else None
         self._make_room(0)
 
     def _make_room(self, num_slots: int) -> None:
@@ -265,7 +280,7 @@ class CacheIndex:
         self._slot_keys = np.zeros(num_slots, dtype=np.int64)
         self._free = np.zeros(num_slots, dtype=np.int64)
         self._lists = order.make_lists(num_slots)
-        self._table = make_table(num_slots)
+        self._table = make_table(num_slots) if self._bound_of_keys is None else make_array(self._bound_of_keys)
 
     def __len__(self) -> int:
         """Rows held."""
@@ -377,7 +392,7 @@ class CacheIndex:
         return bool((unordered & (slots[:, PLANNED] < spare_from)).any())
 
     def _halve_counts(self) -> None:
-        halved = make_table(self._table.shape[0] // 2)
+        halved = make_like(self._table)
         in_order = np.empty(self.num_slots, dtype=np.int64)
         _halve_counts(self._table, halved, self._slots, self._lists, self._numbers, in_order)
         self._table = halved
@@ -391,7 +406,7 @@ class CacheIndex:
             self._slots = np.pad(self._slots, ((0, extra), (0, 0)))
             self._slot_keys, self._free = np.pad(self._slot_keys, (0, extra)), np.pad(self._free, (0, extra))
             self._lists = order.grow_lists(self._lists, extra)
-        if 2 * (rows + memories + num_new) > self._table.shape[0]:
+        if self._bound_of_keys is None and 2 * (rows + memories + num_new) > self._table.shape[0]:
             bigger = make_table(2 * (rows + memories + num_new))
-            hash_table.copy_into(self._table, bigger)
+            key_table.copy_into(self._table, bigger)
             self._table = bigger

@@ -36,10 +36,11 @@ class SharedIndex:
     Args:
         limit: Rows that outlast a step, in each cache.
         policy: As in :class:`CacheIndex`.
+        num_keys: As there.
     """
 
-    def __init__(self, limit: int, *, policy: CachePolicy) -> None:
-        self.index = CacheIndex(limit, policy=policy)
+    def __init__(self, limit: int, *, policy: CachePolicy, num_keys: int | None = None) -> None:
+        self.index = CacheIndex(limit, policy=policy, num_keys=num_keys)
         self._sharers: list[ref[Sharer]] = []
         self._num_slots = 0  # that all of them have
         self._plans: deque[tuple[Integers, BatchPlan, set[int]]] = deque(maxlen=_REMEMBERED)

@@ -16,7 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.embeddings.cache import order
-from lightning_recsys.embeddings.cache.hash_table import EMPTY, copy_into, erase, find, home, make_table
+from lightning_recsys.embeddings.cache.key_table import (
+    EMPTY,
+    KeyTable,
+    copy_into,
+    erase,
+    find,
+    home,
+    make_table,
+    prefetch_cell,
+    value_at,
+)
 from lightning_recsys.embeddings.cache.order import COUNT, LIST, NEXT, NOWHERE, PLANNED
 from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
 
@@ -52,7 +62,7 @@ def _announce(keys_N, occurrences, keys, last_of, chains, counts, table, slots, 
     chains[number & (chains.shape[0] - 1)] = NOWHERE
     start, count, num_fresh = counts[_FIRST] + counts[_LENGTH], 0, 0
     for i in range(keys_N.shape[0]):
-        prefetch_row(last_of, home(last_of, keys_N[min(i + AHEAD, end)]))
+        prefetch_cell(last_of, home(last_of, keys_N[min(i + AHEAD, end)]))
         soon = last_of[home(last_of, keys_N[min(i + SOON, end)]), 1]  # nearly always the key's own cell
         if soon != EMPTY:
             prefetch_row(occurrences, soon)
@@ -77,11 +87,11 @@ def _announce(keys_N, occurrences, keys, last_of, chains, counts, table, slots, 
     counts[_LENGTH] += count
     counts[_KEYS] += num_fresh
     for i in range(num_fresh):
-        prefetch_row(table, home(table, keys[fresh[min(i + AHEAD, num_fresh - 1)]]))
-        soon = table[home(table, keys[fresh[min(i + SOON, num_fresh - 1)]]), 1]
+        prefetch_cell(table, home(table, keys[fresh[min(i + AHEAD, num_fresh - 1)]]))
+        soon = value_at(table, home(table, keys[fresh[min(i + SOON, num_fresh - 1)]]))
         if soon >= 0:
             prefetch_row(slots, soon)
-        slot = table[find(table, keys[fresh[i]]), 1]
+        slot = value_at(table, find(table, keys[fresh[i]]))
         if slot >= 0:
             if slots[slot, LIST] != NOWHERE:
                 order.remove(slots, lists, slot)
@@ -96,7 +106,7 @@ def _drop_oldest(start, size, occurrences, keys, last_of, chains, counts, slots,
     counts[OLDEST] += 1
     counts[_FIRST], counts[_LENGTH] = (start + size) & ring, counts[_LENGTH] - size
     for u in range(size):
-        prefetch_row(last_of, home(last_of, keys[(start + min(u + AHEAD, size - 1)) & ring]))
+        prefetch_cell(last_of, home(last_of, keys[(start + min(u + AHEAD, size - 1)) & ring]))
         at = (start + u) & ring
         slot, following = occurrences[at, SLOT], occurrences[at, FOLLOWING]
         if following == NOWHERE:
@@ -187,7 +197,7 @@ class Window:
         self.last_of = make_table(0)
 
     def announce(
-        self, keys_N: Integers, table: Integers, slots: NDArray[np.int32], lists: NDArray[np.int32]
+        self, keys_N: Integers, table: KeyTable, slots: NDArray[np.int32], lists: NDArray[np.int32]
     ) -> Announced:
         """Put a batch behind all others; held rows that it uses, and no batch before it, leave their lists."""
         self._reserve(keys_N.size, slots)

@@ -1,33 +1,65 @@
-"""The cache's hash table against a dict."""
+"""The cache's tables of keys against a dict."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recsys.embeddings.cache.hash_table import EMPTY, copy_into, erase, find, home, make_table
+from lightning_recsys.embeddings.cache.key_table import (
+    EMPTY,
+    copy_into,
+    erase,
+    find,
+    home,
+    key_at,
+    make_array,
+    make_like,
+    make_table,
+    put,
+    value_at,
+)
 
 
 def stored(table):
-    return {int(key): int(value) for key, value in table if value != EMPTY}
+    cells = [cell for cell in range(len(table)) if value_at(table, cell) != EMPTY]
+    return {int(key_at(table, cell)): int(value_at(table, cell)) for cell in cells}
+
+
+def check_against_a_dict(table, events):
+    expected = {}
+    for number, (puts, key) in enumerate(events):
+        cell = find(table, np.int64(key))
+        assert (value_at(table, cell) != EMPTY) == (key in expected)
+        if puts:
+            put(table, cell, np.int64(key), number)
+            expected[key] = number
+        elif key in expected:
+            erase(table, cell)
+            del expected[key]
+    assert stored(table) == expected
+    assert all(value_at(table, find(table, np.int64(key))) == value for key, value in expected.items())
 
 
 @given(
     events=st.lists(st.tuples(st.booleans(), st.one_of(st.integers(-3, 12), st.integers(-(2**63), 2**63 - 1)))),
 )
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_table_when_keys_come_and_go_then_it_holds_what_a_dict_holds(events):
-    table, expected = make_table(max(len(events), 1)), {}
-    for number, (puts, key) in enumerate(events):
-        cell = find(table, np.int64(key))
-        assert (table[cell, 1] != EMPTY) == (key in expected)
-        if puts:
-            table[cell] = key, number
-            expected[key] = number
-        elif key in expected:
-            erase(table, cell)
-            del expected[key]
-    assert stored(table) == expected
-    assert all(table[find(table, np.int64(key)), 1] == value for key, value in expected.items())
+def test_hash_table_when_keys_come_and_go_then_it_holds_what_a_dict_holds(events):
+    check_against_a_dict(make_table(max(len(events), 1)), events)
+
+
+@given(events=st.lists(st.tuples(st.booleans(), st.integers(0, 12))))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_array_when_keys_come_and_go_then_it_holds_what_a_dict_holds(events):
+    check_against_a_dict(make_array(13), events)
+
+
+@pytest.mark.parametrize("table", [make_table(40), make_array(40)], ids=["hash", "array"])
+def test_like_when_a_table_has_keys_then_the_other_is_empty_and_as_large(table):
+    put(table, find(table, np.int64(7)), np.int64(7), 3)
+    other = make_like(table)
+    assert (other.shape, other.dtype) == (table.shape, table.dtype)
+    assert stored(other) == {}
 
 
 def test_erase_when_keys_collide_and_wrap_around_then_all_others_are_still_found():
