@@ -56,12 +56,13 @@ class RowPlaces:
                 key = starts[part.table] + part.first_row
                 places.append((key, store, row - key))
                 row += part.num_rows
-        self._num_stores = len(stores)
         self._first_keys_P, self._stores_P, self._shifts_P = np.array(sorted(places), dtype=np.int64).T.copy()
+        self._num_stores = len(stores)
+        self._keys_are_rows = len(stores) == 1 and not self._shifts_P.any()
 
     def split(self, keys_K: Integers) -> list[tuple[Integers | slice, Integers]]:
         """For each store: which of the keys are there, as an index of ``keys_K``, and their rows there."""
-        if self._num_stores == 1 and not self._shifts_P.any():
+        if self._keys_are_rows:
             return [(slice(None), keys_K)]
         parts_K = np.searchsorted(self._first_keys_P, keys_K, side="right") - 1
         rows_K, stores_K = keys_K + self._shifts_P[parts_K], self._stores_P[parts_K]

@@ -22,6 +22,8 @@ from lightning_recsys.parameter_server.interfaces import EmbeddingStore
 from lightning_recsys.parameter_server.row_places import Integers, RowPlaces
 from lightning_recsys.sync import ClockRule
 
+Arrays = tuple[NDArray[np.float32], ...]
+
 _NO_STATE = np.empty((0, 0), dtype=np.float32)
 
 
@@ -51,6 +53,7 @@ class RowTransfers:
         self._update = loops.update_copies_for(*row_shapes["weight"])
         self.lags_U = np.empty(0, dtype=np.int32)
         self._counts = np.zeros((len(stores), loops.NUM_COUNTS), dtype=np.int64)
+        self._copies_of: tuple[Tensor, Arrays] | None = None
 
     @staticmethod
     def between(stores: Sequence[EmbeddingStore], copies: torch.device) -> list[MappedEmbeddingStore] | None:
@@ -62,7 +65,7 @@ class RowTransfers:
     def update_copies(self, cache: RowCache, plan: BatchPlan) -> None:
         """Make a batch's copies fit for use: fetch those that are not here, refresh those too far ahead or behind."""
         lags_U = self.lags_U = np.empty(len(plan.slots_U), dtype=np.int32)
-        copies = _copies(cache)
+        copies = self._copies(cache)
         for index, (which, rows) in enumerate(self._places.split(plan.keys_U)):
             (stored, clocks), lags = self._stored[index], lags_U[which]
             self._update(
@@ -81,18 +84,27 @@ class RowTransfers:
 
     def push(self, cache: RowCache, slots: Integers, *, leave: bool = False) -> None:
         """Bring what copies owe to their rows, and let the slots be empty if they are to leave."""
-        copies = _copies(cache)
+        copies = self._copies(cache)
         for index, (which, rows) in enumerate(self._places.split(cache.keys(slots))):
             rule = self._by_sum, leave, self._counts[index]
             loops.push_copies(slots[which], rows, copies, cache.clocks, *self._stored[index], *rule)
 
+    def _copies(self, cache: RowCache) -> Arrays:
+        """A cache's rows, their state, and what they owe of both, as the loops take them."""
+        if self._copies_of is None or self._copies_of[0] is not cache.rows:  # another tensor when the cache has grown
+            owed = cache.owed["weight"].numpy(), _state(cache.owed)
+            self._copies_of = cache.rows, (cache.rows.numpy(), _state(cache.row_state), *owed)
+        return self._copies_of[1]
+
     @cached_property
-    def _stored(self) -> list[tuple[tuple[NDArray[np.float32], ...], NDArray[np.int32]]]:
+    def _stored(self) -> list[tuple[Arrays, NDArray[np.int32]]]:
         """Of each store the rows with their state, and the clocks, as the loops take them."""
         return [((x.rows.numpy(), _state(x.row_state)), x.marked_clocks.numpy()[:, None]) for x in self._stores]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_stored"}  # mapped memory
+        state = self.__dict__ | {"_copies_of": None}
+        state.pop("_stored", None)  # mapped memory
+        return state
 
     @property
     def counts(self) -> Counter[str]:
@@ -104,11 +116,6 @@ class RowTransfers:
             total.update(bytes_by_kind(store.layout.num_rows, self._row_shapes, **sizes, outdated=outdated))
             total.update(misses=fetched, stale=stale, refreshes=ahead, messages=exchanges)
         return total
-
-
-def _copies(cache: RowCache) -> tuple[NDArray[np.float32], ...]:
-    """A cache's rows, their state, and what they owe of both, as the loops take them."""
-    return cache.rows.numpy(), _state(cache.row_state), cache.owed["weight"].numpy(), _state(cache.owed)
 
 
 def _state(tensors: Mapping[str, Tensor]) -> NDArray[np.float32]:
