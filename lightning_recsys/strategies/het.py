@@ -179,7 +179,8 @@ class HETStrategy(ServedStrategy):
     ) -> CachedBackend:
         """A cache in front of the stores, empty but for the batch at hand where the mode has none."""
         caches = self.mode == "het"
-        cache_rows = self._rows_kept(collection.layout.num_rows) if caches else 0
+        num_rows = collection.layout.num_rows
+        cache_rows = self._rows_kept(num_rows) if caches else 0
         # Collections of the same features and tables, but for their width, have the same ids in each batch.
         ids = tuple((table.feature_names, table.num_embeddings) for table in collection.layout.tables)
         return CachedBackend.create(
@@ -195,7 +196,7 @@ class HETStrategy(ServedStrategy):
             policy=self.policy,
             clock=self.clock,
             device=self.root_device,
-            shared=self._indexes.setdefault(ids, SharedIndex(cache_rows, policy=self.policy)),
+            shared=self._indexes.setdefault(ids, SharedIndex(cache_rows, policy=self.policy, num_keys=num_rows)),
         )
 
     def _rows_kept(self, num_rows: int) -> int:
