@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -32,6 +31,7 @@ from lightning_recsys.checkpoints import (
     save_folder,
 )
 from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
+from lightning_recsys.strategies._run_changes import RunChanges
 from lightning_recsys.strategies._stored_rows import row_keys, rows_left_out, rows_replaced, stored_tensors
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
@@ -128,8 +128,7 @@ class RecsysStrategy(DDPStrategy):
         self.endpoints: dict[str, list[str]] = {}
         self._node_servers: NodeServers | None = None
         self._stores: dict[str, list[Stores]] = {}
-        self._run_free: _RunFree | None = None
-        self._before_train_end: _BeforeTrainEnd | None = None
+        self._changes: RunChanges | None = None
         self._said = False
         self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
 
@@ -261,11 +260,11 @@ class RecsysStrategy(DDPStrategy):
             ValueError: a setting of the trainer makes workers wait for each other that are not to.
         """
         if trainer.state.fn == TrainerFn.FITTING:
-            self._before_train_end = _BeforeTrainEnd(trainer, self)
-        if self.asynchronous and trainer.state.fn == TrainerFn.FITTING:
-            if self._layer_sync is not None:
+            if self.asynchronous and self._layer_sync is not None:
                 raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
-            self._run_free = _RunFree(trainer)
+            self._changes = RunChanges(trainer)
+            self._changes.before_train_end(self.finish_training)
+            self._changes.end_by_signal(free=self.asynchronous)
         self.bind_backends()
         self._load_waiting_rows()
         super().setup(trainer)
@@ -319,12 +318,9 @@ class RecsysStrategy(DDPStrategy):
             for opened in stores:
                 opened.close()
         self._stores = {}
-        if self._run_free is not None:
-            self._run_free.end()
-            self._run_free = None
-        if self._before_train_end is not None:
-            self._before_train_end.remove()
-            self._before_train_end = None
+        if self._changes is not None:
+            self._changes.undo()
+            self._changes = None
         if self._node_servers is not None:
             if self._succeeded():
                 self.barrier("servers are needed by nobody")
@@ -337,7 +333,7 @@ class RecsysStrategy(DDPStrategy):
         return trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stores": {}, "_node_servers": None, "_run_free": None, "_before_train_end": None}
+        return self.__dict__ | {"_stores": {}, "_node_servers": None, "_changes": None}
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 
@@ -467,58 +463,6 @@ class RecsysStrategy(DDPStrategy):
             "model_averaging_period": self._model_averaging_period,
         }
         return [*self._ddp_kwargs, *(name for name, value in named.items() if value is not None)]
-
-
-class _RunFree:
-    """Lightning 2.6 broadcasts at every training batch whether rank 0 got a SIGTERM: no worker could run ahead.
-
-    Until :meth:`end`, a worker stops for its own SIGTERM only, after the batch that it is at. Whoever starts the
-    workers sends the signal to all of them.
-    """
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        connector = trainer._signal_connector
-
-        def remember(*_: Any) -> None:
-            connector.received_sigterm = True
-
-        self._replaced: list[tuple[object, str]] = []
-        self._replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
-        self._replace(connector, "_sigterm_notifier_fn", remember)
-
-    def _replace(self, owner: object, name: str, function: Callable[..., None]) -> None:
-        if not callable(getattr(type(owner), name, None)):
-            raise RuntimeError(
-                f"pytorch_lightning {version('pytorch_lightning')} has no {type(owner).__name__}.{name}: whether its"
-                " workers wait for each other at every batch is unknown. Use the version that this package asks for."
-            )
-        setattr(owner, name, function)
-        self._replaced.append((owner, name))
-
-    def end(self) -> None:
-        """Lightning's own functions again."""
-        for owner, name in self._replaced:
-            delattr(owner, name)
-        self._replaced = []
-
-
-class _BeforeTrainEnd(pl.Callback):
-    """The first of the trainer's callbacks until :meth:`remove`: Lightning asks the strategy last of all."""
-
-    def __init__(self, trainer: pl.Trainer, strategy: RecsysStrategy) -> None:
-        self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        self._strategy = strategy
-        self._callbacks.insert(0, self)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._strategy.finish_training()
-
-    def remove(self) -> None:
-        self._callbacks.remove(self)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _check_endpoints(servers: Sequence[str]) -> None:

@@ -166,6 +166,18 @@ def terminate_myself(model):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def break_after_sigterm(model):
+    """As where a server, or another rank, has heard the signal first."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise ConnectionError("nobody answers")
+
+
+def test_worker_when_something_breaks_after_sigterm_then_the_run_ends_by_the_signal():
+    with pytest.raises(pl.utilities.exceptions.SIGTERMException) as caught:
+        make_trainer(strategy=Free()).fit(Model(break_after_sigterm))
+    assert "ConnectionError: nobody answers" in caught.value.__notes__[0]
+
+
 def test_worker_when_it_alone_gets_sigterm_then_the_run_ends_instead_of_hanging():
     with pytest.raises(pl.utilities.exceptions.SIGTERMException):
         make_trainer(strategy=Free()).fit(Model(terminate_myself))

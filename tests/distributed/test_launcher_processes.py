@@ -34,7 +34,7 @@ def main_process(*command: str, **variables: str) -> Iterator[subprocess.Popen[s
     """A main process that ends with the test; its standard error goes where the test's goes."""
     environment = {**os.environ, **variables}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, *command], env=environment, **pipes) as process:
+    with subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True, **pipes) as process:
         try:
             yield process
         finally:
@@ -84,10 +84,15 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tempora
             assert sum(len(list(folder.iterdir())) for folder in stores()) == num_servers
             return [x.pid for x in below]
 
-        signals = ((signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SIGTERMException 143"))
-        for (number, said), strategy in product(signals, ("plain", "served")):
+        terminated = "SIGTERMException 143"
+        signals = (
+            (os.kill, signal.SIGINT, "KeyboardInterrupt"),
+            (os.kill, signal.SIGTERM, terminated),
+            (os.killpg, signal.SIGTERM, terminated),
+        )
+        for (send, number, said), strategy in product(signals, ("plain", "served")):
             processes = run(strategy)
-            process.send_signal(number)
+            send(process.pid, number)
             raised = read(process, rf"raised {said} server (\d+) (\d+)")
             assert all_end(processes)
             assert list(temporary.glob("lightning_recsys-*")) == stores() == []

@@ -34,7 +34,7 @@ def job(*command, **variables):
     """A torchrun of its own process group, of which nothing is left afterwards."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([str(x) for x in command], env=environment, **pipes) as process:
+    with subprocess.Popen([str(x) for x in command], env=environment, start_new_session=True, **pipes) as process:
         ranks = []
         try:
             yield process
@@ -96,9 +96,12 @@ def test_job_when_a_rank_raises_then_its_error_is_seen_and_no_server_is_left():
     assert soon(lambda: folders(lines(output, "pid")) == [])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_job_when_it_is_ended_from_outside_then_no_server_is_left(number):
-    """The signal goes to torchrun; SIGKILL to rank 0, which started the servers."""
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [(signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg), (signal.SIGINT, os.kill), (signal.SIGKILL, os.kill)],
+)
+def test_job_when_it_is_ended_from_outside_then_no_server_is_left(number, send):
+    """The signal goes to torchrun, or its process group; SIGKILL to rank 0, which started the servers."""
     with job(*one_node("go_on")) as process:
         output = ""
         while len(lines(output, "in")) < 2:
@@ -109,9 +112,11 @@ def test_job_when_it_is_ended_from_outside_then_no_server_is_left(number):
         assert all(map(listens, endpoints))
         assert len(folders(pids)) == 1
         victim = int(lines(output, "rank-0-is")[0]) if number == signal.SIGKILL else process.pid
-        os.kill(victim, number)
+        send(victim, number)
         rest, _ = process.communicate(timeout=100)
         assert process.returncode != 0
+        if number == signal.SIGTERM:
+            assert not re.search(r"^\[rank\d\]: ", rest, flags=re.MULTILINE)  # as torch begins the lines of tracebacks
         assert "another server serves" not in rest  # those that a signal to the whole group cut off were left alone
         assert soon(lambda: not any(map(listens, endpoints)))
         assert soon(lambda: folders(pids) == [])

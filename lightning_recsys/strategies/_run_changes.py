@@ -1,0 +1,96 @@
+"""What is otherwise than Lightning has it while a strategy of this package fits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib.metadata import version
+from types import FrameType
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+class RunChanges:
+    """Changes to a trainer, one after another, until :meth:`undo`.
+
+    Args:
+        trainer: That fits.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        self._inserted: list[pl.Callback] = []
+        self._replaced: list[tuple[object, str]] = []
+
+    def before_train_end(self, function: Callable[[], None]) -> None:
+        """Call a function before the callbacks' ``on_train_end``; Lightning asks the strategy last of all."""
+        callback = _BeforeTrainEnd(function)
+        self._callbacks.insert(0, callback)
+        self._inserted.append(callback)
+
+    def end_by_signal(self, *, free: bool) -> None:
+        """End by SIGTERM once it has come, whatever breaks before the loop looks for it.
+
+        Servers and other ranks got it as well: some may be gone while this one is still in its batch.
+
+        Args:
+            free: Let workers run ahead. Lightning 2.6 broadcasts at every training batch whether rank 0 got a SIGTERM,
+                and in the signal's handler as well. Without that a worker stops for its own SIGTERM only, after the
+                batch that it is at. Whoever starts the workers sends the signal to all of them.
+        """
+        fit_loop, connector = self._trainer.fit_loop, self._trainer._signal_connector
+        run, notify = fit_loop.run, connector._sigterm_notifier_fn
+        signals = []
+
+        def hear(number: int, frame: FrameType) -> None:
+            signals.append(number)  # first of all: the broadcast fails where rank 0 has ended
+            if not free:
+                notify(number, frame)
+            connector.received_sigterm = True
+
+        def run_until_signal() -> None:
+            try:
+                run()
+            except Exception as error:
+                if not signals:
+                    raise
+                log.info("After SIGTERM: %s: %s", type(error).__name__, error)
+                raise SIGTERMException from error
+
+        self._replace(connector, "_sigterm_notifier_fn", hear)
+        self._replace(fit_loop, "run", run_until_signal)
+        if free:
+            self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
+
+    def _replace(self, owner: object, name: str, function: Callable[..., None]) -> None:
+        if not callable(getattr(type(owner), name, None)):
+            raise RuntimeError(
+                f"pytorch_lightning {version('pytorch_lightning')} has no {type(owner).__name__}.{name}: whether its"
+                " workers wait for each other at every batch is unknown. Use the version that this package asks for."
+            )
+        setattr(owner, name, function)
+        self._replaced.append((owner, name))
+
+    def undo(self) -> None:
+        """Leave the trainer as it was."""
+        for owner, name in self._replaced:
+            delattr(owner, name)
+        for callback in self._inserted:
+            self._callbacks.remove(callback)
+        self._replaced, self._inserted = [], []
+
+
+class _BeforeTrainEnd(pl.Callback):
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._function()
+
+
+def _nothing() -> None:
+    pass
