@@ -56,13 +56,13 @@ class ShadowSyncStrategy(ServedStrategy):
         alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica; ``None`` is the algorithm's default,
             0.5 for those named above.
         gap: Foreground: steps of a worker from one round to the next.
-        interval: Seconds from one round to the next: in the background instead of as often as 0.3 % of a core allows,
+        interval: Seconds from one round to the next: in the background instead of as often as 0.35 % of a core allows,
             in the foreground instead of ``gap``.
         eta: BMUF's step size; ``None`` is its default, 1.
         block_momentum: BMUF's momentum; ``None`` is its default, 0.
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
         num_embedding_servers: Servers for rows.
-        num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it.
+        num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it; 1 where there is none.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
         **kwargs: As for :class:`~lightning_recsys.strategies.served.ServedStrategy`, such as ``placement``.
 
@@ -116,6 +116,13 @@ class ShadowSyncStrategy(ServedStrategy):
             raise ValueError(f"strategy.interval must be a finite number of seconds, at least 0, got {interval}.")
         options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
         self.algorithm = make_algorithm(algorithm, options) if isinstance(algorithm, str) else algorithm
+        if num_sync_servers > 1 and self.algorithm.exchange is not Exchange.CENTER:
+            raise ValueError(
+                f"strategy.num_sync_servers={num_sync_servers} means nothing to strategy.algorithm="
+                f"{algorithm if isinstance(algorithm, str) else type(algorithm).__name__}, whose trainers average among"
+                " themselves: only an algorithm with a centre, such as easgd, has sync servers. Leave"
+                " strategy.num_sync_servers out."
+            )
         self.num_trainers = num_trainers
         self.workers_per_trainer = workers_per_trainer
         self.mode: Mode = mode

@@ -73,6 +73,8 @@ def test_algorithm_of_ones_own_when_alpha_is_left_out_then_keeps_its_own_default
         ({"interval": -0.1}, r"strategy\.interval must be a finite number of seconds, at least 0, got -0\.1"),
         ({"algorithm": "sgd"}, r"strategy\.algorithm must be one of .*, got 'sgd'"),
         ({"alpha": 2.0}, r"strategy\.alpha must be in \(0, 1\], got 2\.0"),
+        ({"num_sync_servers": 2, "algorithm": "ma"}, r"num_sync_servers=2 means .* strategy\.algorithm=ma, whose"),
+        ({"num_sync_servers": 3, "algorithm": BMUF(alpha=0.5)}, r"num_sync_servers=3 .* strategy\.algorithm=BMUF"),
         ({"eta": 0.5}, r"strategy\.eta means nothing to strategy\.algorithm=easgd"),
     ],
 )
@@ -91,12 +93,13 @@ def test_strategy_when_pickled_then_keeps_its_settings():
 
 def test_servers_when_the_algorithm_has_no_center_then_are_for_rows_only():
     def kinds(**arguments) -> list[str]:
-        strategy = make_trainer(ShadowSyncStrategy(num_embedding_servers=2, num_sync_servers=2, **arguments)).strategy
+        strategy = make_trainer(ShadowSyncStrategy(num_embedding_servers=2, **arguments)).strategy
         return [str(spec) for spec in strategy.server_specs()]
 
-    assert kinds(num_trainers=2) == ["embedding-0", "embedding-1", "sync-0", "sync-1"]
+    center = {"num_sync_servers": 2}
+    assert kinds(num_trainers=2, **center) == ["embedding-0", "embedding-1", "sync-0", "sync-1"]
     assert kinds(num_trainers=2, algorithm="ma") == ["embedding-0", "embedding-1"]
-    assert kinds(num_trainers=1) == ["embedding-0", "embedding-1"]
+    assert kinds(num_trainers=1, **center) == ["embedding-0", "embedding-1"]
 
 
 # --- Processes -------------------------------------------------------------------------------------------------------
