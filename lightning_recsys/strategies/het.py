@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast, get_args
@@ -29,6 +30,8 @@ Mode = Literal["het", "hybrid", "ps", "allreduce"]
 
 DEFAULT_FRACTION = 0.1
 DEFAULT_LOOKAHEAD_IDS = 2_000_000
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
 _LAGS = ("0", "1_to_9", "10_to_99", "from_100")
 
@@ -243,7 +246,21 @@ class HETStrategy(ServedStrategy):
             pairs = [(x, x.embedding_bags) for x in self._tables.collections.values()]
             far = [x for x, backend in pairs if isinstance(backend, CachedBackend) and backend.asks_servers]
             self._ahead = LookAhead(trainer, far, prefetch=self._prefetches, num_ids=self.lookahead_ids)
+        self._warn_of_short_run(trainer)
         self._training = True
+
+    def _warn_of_short_run(self, trainer: pl.Trainer) -> None:
+        steps = trainer.estimated_stepping_batches - trainer.global_step  # negative where nobody knows
+        is_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
+        copies_differ = self.mode == "het" and self.world_size > 1 and not is_trial
+        if self.is_global_zero and copies_differ and self.staleness and 0 < steps <= self.staleness:
+            log.warning(
+                "strategy.staleness=%d, and this run has %d steps: no copy of a row gets so many updates, so the workers'"
+                " caches train copies of their own that do not meet before validation or the end, where their sum may"
+                " overshoot. Choose strategy.staleness well below the number of steps; 0 is exact.",
+                self.staleness,
+                steps,
+            )
 
     def _follow_loads(self) -> None:
         """Bring what is loaded into the model in the middle of the run to the servers, which have its dense part."""

@@ -243,6 +243,13 @@ def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept(
     assert model.bias.item() == pytest.approx(-2 * 0.1 * STEPS * (2 if mode == "ps" else 1))
 
 
+@pytest.mark.parametrize(("staleness", "warns"), [(STEPS, True), (STEPS - 1, False), ("inf", False)])
+def test_run_when_no_copy_can_become_too_old_then_says_so(staleness, warns, capfd):
+    make_trainer(HETStrategy(staleness=staleness, cache_rows=5), limit_val_batches=0).fit(Counting())
+    said = f"strategy.staleness={staleness}, and this run has {STEPS} steps"
+    assert capfd.readouterr().err.count(said) == warns  # by rank 0 alone
+
+
 # --- What it equals --------------------------------------------------------------------------------------------------
 
 
