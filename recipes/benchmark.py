@@ -26,6 +26,8 @@ log = logging.getLogger("benchmark")
 @hydra.main(version_base="1.3", config_path="../conf", config_name="benchmark")
 def main(cfg: DictConfig) -> None:
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    if page := config["page"]:
+        report.around(Path(page), suite=config["name"])  # says now if the page has no place for what comes
     be_quiet()
     configure_worker()
     with sigterm_exits():
@@ -34,7 +36,7 @@ def main(cfg: DictConfig) -> None:
     folder = Path(config["paths"]["output_dir"])
     for path in report.write(rows, folder, suite=config["name"], settings=config["suite"]):
         log.info("wrote %s", path)
-    if page := config["page"]:
+    if page:
         report.fill(Path(page), folder, suite=config["name"])
 
 

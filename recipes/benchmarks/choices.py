@@ -27,7 +27,7 @@ def check_choices(where: str, given: Sequence[str], allowed: Iterable[str]) -> N
         raise ValueError(f"{rule}, got {unknown[0]!r}.{hint}")
 
 
-def check_numbers(where: str, given: Sequence[int] | float, *, least: int = 1) -> None:
+def check_numbers(where: str, given: Sequence[int] | int, *, least: int = 1) -> None:
     """Refuse numbers that nothing can be measured with.
 
     Args:
@@ -36,9 +36,9 @@ def check_numbers(where: str, given: Sequence[int] | float, *, least: int = 1) -
         least: That is allowed.
 
     Raises:
-        ValueError: the list is empty, or something is no number or less than ``least``.
+        ValueError: the list is empty, or something is no whole number or less than ``least``.
     """
     numbers = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    if not numbers or any(not isinstance(each, int | float) or each < least for each in numbers):
-        what = "one or more numbers" if numbers is given else "a number"
+    if not numbers or any(not isinstance(each, int) or each < least for each in numbers):
+        what = "a list of whole numbers" if numbers is given else "a whole number"
         raise ValueError(f"{where} must be {what} of at least {least}, got {given!r}.")

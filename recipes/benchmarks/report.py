@@ -138,23 +138,34 @@ def markdown(results: Sequence[Result]) -> str:
 def fill(page: Path, folder: Path, *, suite: str) -> None:
     """Put what :func:`write` left in ``folder`` into a Markdown page, and its pictures into ``images`` beside that.
 
-    The tables go between the page's marks ``<!-- suite=... -->`` and ``<!-- end of suite=... -->``, and behind them
-    the pictures of single results.
+    The tables go between the page's marks, and behind them the pictures of single results.
 
     Raises:
-        ValueError: the page has no such marks.
+        ValueError: the page has no marks.
     """
+    before, after = around(page, suite=suite)
+    own = sorted(folder.glob(f"{suite}-*.png"))
+    links = "".join(f"\n![{picture.stem}](images/{picture.name})\n" for picture in own)
+    page.write_text(f"{before}\n{(folder / f'{suite}.md').read_text()}{links}{after}")
+    for picture in [*folder.glob(f"{suite}.png"), *own]:
+        (page.parent / "images").mkdir(exist_ok=True)
+        shutil.copy(picture, page.parent / "images" / picture.name)
+
+
+def around(page: Path, *, suite: str) -> tuple[str, str]:
+    """What stands in a page up to the mark ``<!-- suite=... -->``, and from ``<!-- end of suite=... -->`` on.
+
+    Raises:
+        ValueError: there is no such page, or it has no such marks.
+    """
+    if not page.is_file():
+        raise ValueError(f"page={page} is no file.")
     start, end = f"<!-- suite={suite} -->", f"<!-- end of suite={suite} -->"
     before, found, rest = page.read_text().partition(start)
     _, found_end, after = rest.partition(end)
     if not (found and found_end):
         raise ValueError(f"page={page} has no place for the results: it needs the lines {start} and {end}.")
-    own = sorted(folder.glob(f"{suite}-*.png"))
-    links = "".join(f"\n![{picture.stem}](images/{picture.name})\n" for picture in own)
-    page.write_text(f"{before}{start}\n{(folder / f'{suite}.md').read_text()}{links}{end}{after}")
-    for picture in [*folder.glob(f"{suite}.png"), *own]:
-        (page.parent / "images").mkdir(exist_ok=True)
-        shutil.copy(picture, page.parent / "images" / picture.name)
+    return before + start, end + after
 
 
 def _by_base(results: Sequence[Result]) -> dict[str, list[Row]]:

@@ -91,7 +91,7 @@ def _measure(root: Path, models: list[str], batch_sizes: list[int], *, rounds: i
         bars.append(Bar(f"reader alone / {row.workload}", row.measured.ratio("reader", "ours"), "at least", 5, " x"))
     for model, batch_size in product(models, batch_sizes):
         watched = watching.measure(
-            root, model, batch_size, most_seconds=90 * seconds, quadruples=32 if rounds > 1 else 2
+            root, model, batch_size, most_seconds=60 * seconds, quadruples=32 if rounds > 1 else 2
         )
         results.append(row := Row(f"{model}, B={batch_size}", watched.wall, base="ours"))
         wall, processor = watching.cost(watched.wall), watching.cost(watched.processor)

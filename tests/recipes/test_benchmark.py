@@ -207,12 +207,13 @@ def test_command_line_when_ended_by_sigterm_then_nothing_is_left(tmp_path):
         (["suite.models=[deepfn]"], "got 'deepfn'. Did you mean 'deepfm'"),
         (["suite.models=deepfm"], r"got 'deepfm'\. Give a list, such as 'suite\.models=\[dlrm\]'"),
         (["suite.models=[]"], r"suite\.models must be some of .*, got \[\]"),
-        (["suite.batch_sizes=[0]"], r"suite\.batch_sizes must be one or more numbers of at least 1, got \[0\]"),
-        (["suite.rounds=0"], "suite.rounds must be a number of at least 1, got 0"),
-        (["suite.rows=100"], "suite.rows must be a number of at least 2048, got 100"),
-        (["suite=kernels", "suite.dims=[]"], r"suite\.dims must be one or more numbers .*, got \[\]"),
+        (["suite.batch_sizes=[0]"], r"suite\.batch_sizes must be a list of whole numbers of at least 1, got \[0\]"),
+        (["suite.rounds=1.5"], "suite.rounds must be a whole number of at least 1, got 1.5"),
+        (["suite.rounds=0"], "suite.rounds must be a whole number of at least 1, got 0"),
+        (["suite.rows=100"], "suite.rows must be a whole number of at least 2048, got 100"),
+        (["suite=kernels", "suite.dims=[]"], r"suite\.dims must be a list of whole numbers .*, got \[\]"),
         (["suite=data", "suite.prepare=[schema]"], "suite.prepare must be some of dlrm, torchrec, bars, got 'schema'"),
-        (["suite=data", "suite.workers=[two]"], r"suite\.workers must be one or more numbers .*, got \['two'\]"),
+        (["suite=data", "suite.workers=[two]"], r"suite\.workers must be a list of whole numbers .*, got \['two'\]"),
         (["suite=des", "suite.models=[dlrm]"], "suite.models must be some of LR, W&D, DeepFM, got 'dlrm'"),
         (
             ["suite=des", "+suite.batch_sizes.criteo=1"],
@@ -261,12 +262,20 @@ def test_bars_when_a_standard_error_is_known_then_it_stands_beside_the_value():
     assert "standard_error" not in second
 
 
-def test_fill_when_the_page_has_no_place_then_names_the_marks(tmp_path):
+def test_command_line_when_the_page_has_no_place_then_says_so_before_it_measures(run_forked, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("<!-- suite=data -->\n")
-    (tmp_path / "data.md").write_text("| |\n")
-    with pytest.raises(ValueError, match="needs the lines <!-- suite=data --> and <!-- end of suite=data -->"):
-        fill(page, tmp_path, suite="data")
+    for how, message in (
+        (lambda: None, f"page={page} is no file"),
+        (
+            lambda: page.write_text("<!-- suite=data -->\n"),
+            "needs the lines <!-- suite=single --> and <!-- end of suite",
+        ),
+    ):
+        how()
+        done = run_forked("benchmark.py", *SMALL, f"page={page}", f"hydra.run.dir={tmp_path}", folder=tmp_path)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert not list(tmp_path.glob("single*"))
 
 
 def test_curves_when_drawn_then_each_has_its_numbers():
