@@ -22,6 +22,7 @@ from recipe_tools.build import (
     build_datamodule,
     build_task,
     build_trainer,
+    check_checkpoint,
     count_parameters,
     self_contained,
     test_on_one_device,
@@ -69,6 +70,7 @@ def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
     Where several processes run the recipe, as under ``torchrun``, all of them fit, and rank 0 does the rest.
     """
     check_types(config)
+    check_checkpoint(config["ckpt_path"])
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     configure_worker()
 

@@ -255,8 +255,8 @@ class HETStrategy(ServedStrategy):
         copies_differ = self.mode == "het" and self.world_size > 1 and not is_trial
         if self.is_global_zero and copies_differ and self.staleness and 0 < steps <= self.staleness:
             log.warning(
-                "strategy.staleness=%d, and this run has %d steps: no copy of a row gets so many updates, and the copies"
-                " in the workers' caches do not meet before validation or the end, where the sum of what they have learned"
+                "strategy.staleness=%d, and this run has %d steps: no copy of a row gets so many updates, and copies in"
+                " the workers' caches do not meet before validation or the end, where the sum of what they have learned"
                 " may overshoot. Choose strategy.staleness well below the number of steps; 0 is exact.",
                 self.staleness,
                 steps,

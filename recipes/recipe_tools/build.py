@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from hydra.utils import instantiate
 from pytorch_lightning.callbacks import ProgressBar
 from torch import nn
 
-from lightning_recsys.checkpoints import FolderCheckpointIO
+from lightning_recsys.checkpoints import FolderCheckpointIO, is_folder
 from lightning_recsys.data.typed_yaml import load_yaml
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
 from lightning_recsys.tasks import CTRTask
@@ -82,11 +85,37 @@ def build_task(config: Config, datamodule: Any) -> CTRTask:
     make_model = build(config["model"], partial=True)
     return CTRTask(
         make_model(num_dense=datamodule.num_dense, fields=datamodule.fields, **options),
-        optimizer=build(optim["dense"]),
+        optimizer=build_dense_optimizer(optim["dense"]),
         scheduler=build(optim["scheduler"]) if optim["scheduler"] is not None else None,
         scheduler_config=optim["scheduler_config"],
         config=config,
     )
+
+
+def build_dense_optimizer(node: Config) -> Any:
+    """A callable that awaits parameters; without ``fused``, which all leaves set, where there is no such kernel."""
+    make = build(node)
+    if isinstance(make, functools.partial) and not _takes(make.func, "fused"):
+        options = {name: value for name, value in make.keywords.items() if name != "fused"}
+        return functools.partial(make.func, *make.args, **options)
+    return make
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(x.name == name or x.kind == x.VAR_KEYWORD for x in parameters)
+
+
+def check_checkpoint(path: str | None) -> None:
+    """See that the checkpoint of ``ckpt_path`` is there, unless it is a name or an address that Lightning looks up.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if path is None or path in ("best", "last", "hpc") or path.startswith("registry") or "://" in path:
+        return
+    if not Path(path).is_file() and not is_folder(path):
+        raise ValueError(f"ckpt_path: there is no checkpoint {path}, which would be {Path(path).absolute()}.")
 
 
 def build_trainer(config: Config, **arguments: Any) -> pl.Trainer:

@@ -10,7 +10,7 @@ import torch
 from evaluate import offer_checkpoint_config
 from lightning_utilities.core.rank_zero import rank_zero_only
 from recipe_helpers import RECIPES, TINY, plain, run_recipe, train_here
-from recipe_tools.build import build_trainer
+from recipe_tools.build import build_dense_optimizer, build_trainer
 from recipe_tools.overrides import explain
 from recipe_tools.record import RunRecord
 from train import optimized_value, refuse_reexecution
@@ -118,6 +118,21 @@ def test_evaluate_names_a_checkpoint_that_is_not_there():
         offer_checkpoint_config(["ckpt_path=nowhere.ckpt"])
     with pytest.raises(SystemExit, match="ckpt_path: name the checkpoint"):
         offer_checkpoint_config([])
+
+
+def test_train_names_a_checkpoint_that_is_not_there(composed, tmp_path):
+    with pytest.raises(ValueError, match=r"^ckpt_path: there is no checkpoint nowhere/last\.ckpt, which would be /"):
+        train_here(composed("train", *TINY, "ckpt_path=nowhere/last.ckpt"), tmp_path)
+
+
+def test_dense_optimizer_without_a_fused_kernel_is_built_without_it(composed):
+    rmsprop, adam = "torch.optim.RMSprop", "torch.optim.Adam"
+    nodes = [plain(composed("train", f"optim.dense._target_={name}"))["optim"]["dense"] for name in (rmsprop, adam)]
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    first, second = (build_dense_optimizer(node)(parameters).defaults for node in nodes)
+    assert "fused" not in first
+    assert first["lr"] == second["lr"] == 0.001
+    assert second["fused"] is True
 
 
 def test_resumed_run_ends_where_an_uninterrupted_one_does(run, tmp_path, composed):
