@@ -29,8 +29,8 @@ from lightning_recsys.data import Batch
 from lightning_recsys.data.prepared import PreparedDataModule
 from lightning_recsys.data.typed_yaml import load_yaml
 
-BLOCK = 1536
-"""Examples of a block, of two steps at least: a tenth of a second or so, within which a machine hardly changes."""
+BLOCK = 512
+"""Examples of a block, of two steps at least: a tenth of a second or less, within which a machine hardly changes."""
 
 WARM_UP = 5
 """Quadruples of blocks that do not count."""
