@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import cycle, islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -35,21 +40,78 @@ def serve(port: int, num_rows: int, dim: int) -> None:
 
 
 @contextmanager
-def client(num_rows: int, dim: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """A function that looks rows up in a server of its own, over the library's own choice of transports."""
+def lookups(wanted: list[Tensor], num_rows: int, dim: int, *, warm_lookups: int) -> Iterator[Callable[[float], int]]:
+    """A client and a server, over the library's own choice of transports, which stand still but for their turns.
+
+    In each of the two a thread looks for messages in shared memory without a pause, asked or not. It would take the
+    processors from whoever is measured in between; so both are stopped then.
+
+    Args:
+        wanted: Rows of each lookup, again and again.
+        num_rows: Of the server.
+        dim: Width of a row.
+        warm_lookups: Before the first turn.
+
+    Yields:
+        A function that looks rows up for so many seconds and returns how often it did.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    client = context.Process(target=_look_up, args=(theirs, wanted, num_rows, dim, warm_lookups))
+    client.start()
+    theirs.close()
+    assert client.pid is not None
+
+    def run(seconds: float) -> int:
+        os.killpg(client.pid, signal.SIGCONT)
+        ours.send(seconds)
+        done: int = ours.recv()
+        os.killpg(client.pid, signal.SIGSTOP)
+        return done
+
+    try:
+        ours.recv()  # warm
+        os.killpg(client.pid, signal.SIGSTOP)
+        yield run
+        os.killpg(client.pid, signal.SIGCONT)
+        ours.close()  # it leaves then
+        client.join(30)
+    finally:
+        with suppress(ProcessLookupError):  # both have ended
+            os.killpg(client.pid, signal.SIGKILL)
+        client.join()
+
+
+def _look_up(turns: Connection, wanted: list[Tensor], num_rows: int, dim: int, warm_lookups: int) -> None:
+    """The client's process, which starts the server's. The two are a group, to be stopped as one."""
+    os.setpgid(0, 0)  # where the benchmark is killed while they are stopped, the system ends the group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark ends it
+    configure_worker()
     port = free_port()
     search = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "benchmarks.shadowsync_rpc", str(port), str(num_rows), str(dim)]
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": search}) as server:  # noqa: S603
         try:
             _join("client", port)
-            try:
-                yield lambda rows_U: rpc.rpc_sync("server", lookup, args=(rows_U,))
-            finally:
-                rpc.shutdown()
+            for rows_U in islice(cycle(wanted), warm_lookups):
+                rpc.rpc_sync("server", lookup, args=(rows_U,))
+            turns.send(0)
+            with suppress(EOFError):  # no more turns
+                while True:
+                    turns.send(_turn(wanted, turns.recv()))
+            rpc.shutdown()
         except BaseException:
             server.kill()
             raise
+
+
+def _turn(wanted: list[Tensor], seconds: float) -> int:
+    deadline = time.perf_counter() + seconds
+    for done, rows_U in enumerate(cycle(wanted)):
+        if time.perf_counter() >= deadline:
+            return done
+        rpc.rpc_sync("server", lookup, args=(rows_U,))
+    raise AssertionError("there are rows to look up")
 
 
 def _join(name: str, port: int) -> None:

@@ -87,25 +87,25 @@ def _remote(*, dim: int, batch_size: int, rounds: int, seconds: float, warm_look
     starts = (sizes.cumsum(0) - sizes).unsqueeze(1)
     wanted = [(batch.sparse.values.view(len(sizes), -1) + starts).flatten() for batch in work.batches(batch_size)]
 
-    def variant(lookup: Callable[[Tensor], Tensor]) -> Variant:
-        def run(turn: Turn) -> None:
+    with (
+        served_rows(work, dim) as (endpoint, layout),
+        closing(connect(endpoint, shared_memory="never")) as stores,
+        shadowsync_rpc.lookups(wanted, layout.num_rows, dim, warm_lookups=warm_lookups) as over_rpc,
+    ):
+        lookup = stores.embedding_store("rows").lookup
+        for rows_U in islice(cycle(wanted), warm_lookups):
+            lookup(rows_U)
+
+        def torch_rpc(turn: Turn) -> None:
+            while True:
+                turn.step_done(over_rpc(turn.seconds) * batch_size)
+
+        def tcp(turn: Turn) -> None:
             for rows_U in cycle(wanted):
                 lookup(rows_U)
                 turn.step_done(batch_size)
 
-        return run
-
-    with (
-        served_rows(work, dim) as (endpoint, layout),
-        closing(connect(endpoint, shared_memory="never")) as stores,
-        shadowsync_rpc.client(layout.num_rows, dim) as over_rpc,
-    ):
-        lookups = {"torch RPC": over_rpc, "tcp": stores.embedding_store("rows").lookup}
-        for lookup in lookups.values():
-            for rows_U in islice(cycle(wanted), warm_lookups):
-                lookup(rows_U)
-        variants = {name: variant(lookup) for name, lookup in lookups.items()}
-        measured = in_turns(variants, rounds=rounds, seconds=seconds)
+        measured = in_turns({"torch RPC": torch_rpc, "tcp": tcp}, rounds=rounds, seconds=seconds)
     return Row(f"{len(wanted[0]):,} rows of width {dim}, loopback", measured, base="torch RPC")
 
 
