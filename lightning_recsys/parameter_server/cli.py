@@ -1,4 +1,7 @@
-"""The console script ``lightning-recsys-server``: a server in a shell of its own, its keys, its status."""
+"""The console script ``lightning-recsys-server``: a server in a shell of its own, its keys, its status.
+
+``python -m lightning_recsys.parameter_server.cli`` is the same.
+"""
 
 from __future__ import annotations
 
@@ -131,3 +134,7 @@ def _show_status(endpoint: str, *, keys: Path | None, timeout: float, as_json: b
         shown = f"{value:,.0f} s" if name == "uptime" else f"{value:,}" if isinstance(value, int) else str(value)
         table.add_row(name, shown)
     Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

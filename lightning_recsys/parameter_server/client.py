@@ -28,6 +28,7 @@ from lightning_recsys.parameter_server.wire import (
     Status,
     decode_reply,
     encode_request,
+    receive_frames,
     send_frames,
 )
 
@@ -285,14 +286,12 @@ class Connection:
 
     def _receive(self, seconds: float) -> bool:
         """Take one reply; ``False`` where none came in time, or the connection was lost meanwhile."""
+        if seconds > 0 and not self._poll(seconds):
+            return False
         try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames = receive_frames(self._socket)
         except zmq.Again:
-            if seconds <= 0:
-                return False
-            if not self._poll(seconds):
-                return False
-            frames = self._socket.recv_multipart(copy=False)
+            return False
         try:
             reply = decode_reply(frames, self.limits)
         except MessageError as error:

@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.keys import ServerKeys
 from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
-from lightning_recsys.parameter_server.wire import Limits, send_frames
+from lightning_recsys.parameter_server.wire import Limits, receive_frames, send_frames
 from lightning_recsys.runtime import configure_worker
 
 LOCK = ".server.lock"
@@ -29,6 +29,7 @@ BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
 DRAIN_SECONDS = 5.0  # for requests that had arrived when the server was told to stop
 _LINGER_MS = 2000
 _STOP = b"\0"
+_READABLE = int(zmq.POLLIN)
 _TURN = 64  # requests served before the other sockets are looked at
 
 log = logging.getLogger(__name__)
@@ -158,9 +159,10 @@ class Server:
                 self._wake.fileno() in ready and self._told_to_stop()
             ):
                 break
-            for _ in range(_TURN):
-                if not self._serve_one():
-                    break
+            turn = _TURN if self._router in ready else 0
+            while turn and self._serve_one():
+                # Asked first, for an attempt in vain costs an exception, while the reply is on its way.
+                turn = turn - 1 if int(self._router.get(zmq.EVENTS)) & _READABLE else 0
         self._router.unbind(self.endpoint)
         deadline = time.monotonic() + DRAIN_SECONDS
         while self._serve_one() and time.monotonic() < deadline:
@@ -172,7 +174,7 @@ class Server:
     def _serve_one(self) -> bool:
         router = self._router
         try:
-            sender, *frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+            sender, *frames = receive_frames(router)
         except zmq.Again:
             return False
         reply = self.handler.handle(frames)

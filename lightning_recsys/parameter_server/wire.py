@@ -29,7 +29,7 @@ MAX_SEQUENCE = 2**62
 DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
-_MORE = int(zmq.SNDMORE)
+_MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
 
 Frame: TypeAlias = "zmq.Frame | bytes | bytearray | memoryview"
 
@@ -129,6 +129,18 @@ def encode_reply(reply: Reply) -> list[bytes | memoryview]:
     """Frames to send; as :func:`encode_request`."""
     header = [VERSION, reply.id, reply.status, reply.value, _describe(reply.arrays)]
     return [msgpack.packb(header), *map(_as_bytes, reply.arrays)]
+
+
+def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """A message that has arrived; ``recv_multipart`` would ask the socket after each frame.
+
+    Raises:
+        zmq.Again: there is none.
+    """
+    frames = [socket.recv(_NOBLOCK, copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(_NOBLOCK, copy=False))
+    return frames
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
@@ -237,7 +249,7 @@ def _array(description: object, data: memoryview) -> Tensor:
     flat = torch.frombuffer(data, dtype=dtype)
     if flat.data_ptr() % _ALIGNMENT:  # a small frame, somewhere in a block that ZeroMQ has read
         flat = flat.clone()
-    return flat.view(shape)
+    return flat if len(shape) == 1 else flat.view(shape)
 
 
 def _is_count(value: object) -> bool:

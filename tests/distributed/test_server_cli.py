@@ -19,7 +19,7 @@ from lightning_recsys.strategies import ShadowSyncStrategy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
-SCRIPT = "import sys; from lightning_recsys.parameter_server.cli import main; sys.exit(main())"
+COMMAND = (sys.executable, "-m", cli.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _collector_stops():
 
 @contextmanager
 def server(*arguments):
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
         ready = re.fullmatch(r"lightning-recsys-server ready: (tcp://\S+:\d+)\n", line)
