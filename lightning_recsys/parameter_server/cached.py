@@ -181,7 +181,7 @@ class CachedBackend(StoreBackend):
         while len(self._coming) > ahead:
             self._cache.forget(self._coming.popleft()[1])
         features = sparse.to("cpu")
-        self._coming.append((features, self._cache.announce(self._keys(features))))
+        self._coming.append((features, self._cache.announce(self.keys_of(features))))
 
     def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
         cache, batch = self._cache, self._take_waiting(sparse)
@@ -202,7 +202,7 @@ class CachedBackend(StoreBackend):
             return super().lookup(sparse)
         with torch.inference_mode(False):  # memory that is made here is written to again, perhaps outside of that mode
             features = sparse.to("cpu")
-            batch = _Batch(self._passing.plan(self._keys(features)))
+            batch = _Batch(self._passing.plan(self.keys_of(features)))
             self._ask(batch, fetch=np.arange(len(batch.plan.keys_U)))
             self._settle(batch, self._passing)
             pooled_BFD = self._pool(self._passing, batch.plan, sparse)
@@ -264,13 +264,13 @@ class CachedBackend(StoreBackend):
             validate: ``False`` where rows are only to be trained: the copies that are here will do.
         """
         if self._transfers is not None and self._shared is not None:
-            plan = self._shared.plan(self, self._keys(features))
+            plan = self._shared.plan(self, features)
             self._transfers.update_copies(self._cache, plan)
             self._counts["reads"] += len(plan.keys_U)
             return _Batch(plan)
         self._evict()
         cache = self._cache
-        plan = cache.plan(self._keys(features), announced=self._announcement_of(features) if validate else None)
+        plan = cache.plan(self.keys_of(features), announced=self._announcement_of(features) if validate else None)
         batch = _Batch(plan)
         fetch = np.flatnonzero(plan.new_U)
         if validate:
@@ -390,7 +390,8 @@ class CachedBackend(StoreBackend):
                 batch.stale.append(checked[found.stale.numpy()])
         batch.answers.clear()
 
-    def _keys(self, features: SparseFeatures) -> Integers:
+    def keys_of(self, features: SparseFeatures) -> Integers:
+        """The key of each id, int64 ``[N]``: its row's number among the rows of all tables."""
         keys_N = np.empty(features.values.numel(), dtype=np.int64)
         add_starts(features.values.numpy(), np.array(features.feature_bounds()), self._starts, keys_N)
         return keys_N

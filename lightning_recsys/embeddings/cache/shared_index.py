@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import ref
 
+import numpy as np
+
 from lightning_recsys.embeddings.cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
 
 _REMEMBERED = 4
 """Plans that a second cache may still ask for: of the batch at hand, and of lookups between its own and the first's."""
+
+_AT_ONCE = 64
+"""When it is full one of so many rows goes: dropping the few new ones of each step costs more than finding them."""
 
 
 class Sharer(Protocol):
@@ -19,11 +26,41 @@ class Sharer(Protocol):
     def needs_from(self) -> int:
         """The number of the first plan whose rows must stay."""
 
+    def keys_of(self, features: SparseFeatures) -> Integers:
+        """The key of each id, int64 ``[N]``."""
+
     def make_room(self, num_slots: int) -> None:
         """Have so many slots."""
 
     def leave(self, slots: Integers) -> None:
         """Rows go from these slots, which the next plan may give to others."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan that may serve another cache.
+
+    Attributes:
+        features: What it was made for, of which ``version`` tells changes in place; -1 where nothing does.
+        keys_N: Their keys.
+        plan: The plan.
+        used_by: Who has it, by identity.
+    """
+
+    features: SparseFeatures
+    version: int
+    keys_N: Integers
+    plan: BatchPlan
+    used_by: set[int]
+
+    def is_of(self, features: SparseFeatures) -> bool:
+        """Whether these are the same features, which one can tell without a look at their ids."""
+        return features is self.features and self.version == _version(features) >= 0
+
+
+def _version(features: SparseFeatures) -> int:
+    values = features.values
+    return -1 if values.is_inference() else values._version
 
 
 class SharedIndex:
@@ -34,36 +71,43 @@ class SharedIndex:
     looks up what the others do not.
 
     Args:
-        limit: Rows that outlast a step, in each cache.
+        limit: Rows that outlast a step, in each cache; up to a 64th fewer, as rows go many at once.
         policy: As in :class:`CacheIndex`.
         num_keys: As there.
     """
 
     def __init__(self, limit: int, *, policy: CachePolicy, num_keys: int | None = None) -> None:
-        self.index = CacheIndex(limit, policy=policy, num_keys=num_keys)
+        self.limit = limit
+        self.index = CacheIndex(limit - int(limit / _AT_ONCE), policy=policy, num_keys=num_keys)
         self._sharers: list[ref[Sharer]] = []
         self._num_slots = 0  # that all of them have
-        self._plans: deque[tuple[Integers, BatchPlan, set[int]]] = deque(maxlen=_REMEMBERED)
+        self._plans: deque[_Planned] = deque(maxlen=_REMEMBERED)
 
     def join(self, sharer: Sharer) -> None:
         """Let a cache use the index, as long as it lives."""
         sharer.make_room(self._num_slots)
         self._sharers.append(ref(sharer, self._sharers.remove))
 
-    def plan(self, sharer: Sharer, keys_N: Integers) -> BatchPlan:
+    def plan(self, sharer: Sharer, features: SparseFeatures) -> BatchPlan:
         """As :meth:`CacheIndex.plan`; what is new to the index may be old to a cache, and the reverse.
 
         Args:
             sharer: Which cache asks. It gets each plan once.
-            keys_N: int64 ``[N]``; kept.
+            features: Of the batch, on the CPU; kept.
         """
-        for keys, plan, used_by in self._plans:
-            if id(sharer) not in used_by and keys.shape == keys_N.shape and (keys == keys_N).all():
-                used_by.add(id(sharer))
-                return plan
+        keys_N = None
+        for known in self._plans:
+            if id(sharer) not in known.used_by:
+                if not known.is_of(features):
+                    keys_N = sharer.keys_of(features) if keys_N is None else keys_N
+                    if not np.array_equal(known.keys_N, keys_N):
+                        continue
+                known.used_by.add(id(sharer))
+                return known.plan
         self.evict()
+        keys_N = sharer.keys_of(features) if keys_N is None else keys_N
         plan = self.index.plan(keys_N)
-        self._plans.append((keys_N, plan, {id(sharer)}))
+        self._plans.append(_Planned(features, _version(features), keys_N, plan, {id(sharer)}))
         if self.index.num_slots > self._num_slots:
             self._num_slots = self.index.num_slots * 5 // 4
             for each in self._living():
@@ -71,8 +115,8 @@ class SharedIndex:
         return plan
 
     def evict(self) -> None:
-        """Bring the index back to its limit; what any of the caches still needs stays."""
-        if len(self.index) <= self.index.limit:
+        """Bring the index below its limit; what any of the caches still needs stays."""
+        if len(self.index) <= self.limit:
             return
         slots_V = self.index.evict(spare_from=min(each.needs_from for each in self._living()))[1]
         if slots_V.size:
