@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.types import _PATH
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -31,6 +33,7 @@ from lightning_recsys.checkpoints import (
     save_folder,
 )
 from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
+from lightning_recsys.strategies._meeting import await_all_ranks, extend_timeout
 from lightning_recsys.strategies._run_changes import RunChanges
 from lightning_recsys.strategies._stored_rows import row_keys, rows_left_out, rows_replaced, stored_tensors
 
@@ -41,6 +44,7 @@ Transport = Literal["auto", "tcp"]
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
+MEETING_TIME = timedelta(seconds=60)  # for the connections between machines, once all ranks are there
 PATIENCE = timedelta(days=7)  # of a worker that has finished early; those that die are noticed at once
 
 
@@ -252,6 +256,35 @@ class RecsysStrategy(DDPStrategy):
                 max_restarts=self.max_restarts,
             )
             self.endpoints = self._node_servers.start()
+
+    def setup_distributed(self) -> None:
+        """Join the process group. Machines that cannot reach each other end soon, instead of one waiting for the other.
+
+        Raises:
+            RuntimeError: they cannot.
+        """
+        environment, patience = self.cluster_environment, self._timeout
+        if self.num_nodes == 1 or torch.distributed.is_initialized() or environment is None or patience is None:
+            super().setup_distributed()
+            return
+        bounded = isinstance(environment, TorchElasticEnvironment)  # whose store is there before the group is
+        if bounded:
+            await_all_ranks(environment, patience)
+            self._timeout = min(patience, MEETING_TIME)
+        try:
+            super().setup_distributed()
+        except RuntimeError as error:
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "the one of this machine's own name")
+            raise RuntimeError(
+                f"rank {environment.global_rank()} of {environment.world_size()} could not connect to the others (main"
+                f" node {environment.main_address}:{environment.main_port}). Name the network interface on each machine"
+                f" (GLOO_SOCKET_IFNAME=eth0; it is {interface}), and see that a firewall lets machines connect to any"
+                f" port of each other. What was tried: {error}"
+            ) from error
+        finally:
+            self._timeout = patience
+        if bounded:
+            extend_timeout(patience)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Bind backends, then all that Lightning does.

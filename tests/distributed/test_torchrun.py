@@ -122,11 +122,10 @@ def test_job_when_it_is_ended_from_outside_then_no_server_is_left(number, send):
         assert soon(lambda: folders(pids) == [])
 
 
-@pytest.fixture(scope="module")
-def two_nodes():
-    """What the processes of a job said on each of two nodes, and the nodes' addresses; one job for the tests below."""
-    with two_hosts() as hosts, ExitStack() as stack:
-        port = free_port()
+def run_on(hosts, action, **variables):
+    """Status and output of the processes of one job, a rank on each host; ``variables`` of a host, from its link."""
+    port = free_port()
+    with ExitStack() as stack:
         processes = [
             stack.enter_context(
                 job(
@@ -134,16 +133,32 @@ def two_nodes():
                     f"--master-addr={hosts[0].address}",
                     f"--master-port={port}",
                     SCRIPT,
-                    "train_over_the_wire",
+                    action,
                     2,
-                    GLOO_SOCKET_IFNAME=host.link,
+                    **{name: value(host) for name, value in variables.items()},
                 )
             )
             for rank, host in enumerate(hosts)
         ]
         outputs = [process.communicate(timeout=150)[0] for process in processes]
-        for process, output in zip(processes, outputs, strict=True):
-            assert process.returncode == 0, output
+    return [process.returncode for process in processes], outputs
+
+
+def test_job_when_its_nodes_cannot_connect_then_each_says_what_to_look_at():
+    with two_hosts() as hosts:
+        codes, outputs = run_on(hosts, "meet", GLOO_SOCKET_IFNAME=lambda _: "lo")
+    assert 0 not in codes
+    for rank, output in enumerate(outputs):
+        assert re.search(rf"RuntimeError: rank {rank} of 2 could not connect to the others \(main node 10\.", output)
+        assert "GLOO_SOCKET_IFNAME=eth0; it is lo" in output
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """What the processes of a job said on each of two nodes, and the nodes' addresses; one job for the tests below."""
+    with two_hosts() as hosts:
+        codes, outputs = run_on(hosts, "train_over_the_wire", GLOO_SOCKET_IFNAME=lambda host: host.link)
+        assert codes == [0, 0], outputs
         yield outputs, [host.address for host in hosts]
 
 

@@ -3,12 +3,13 @@
 import os
 import sys
 import time
+from datetime import timedelta
 
 import torch
 from served_strategy import Model, Ratings, ServedStrategy, make_trainer, say
 
 from lightning_recsys.optim import SGD
-from lightning_recsys.strategies import ShadowSyncStrategy
+from lightning_recsys.strategies import ShadowSyncStrategy, base
 
 
 class Counting(Model):
@@ -30,6 +31,14 @@ class Counting(Model):
     def on_train_end(self):
         self.trainer.strategy.barrier()
         say("counted", *(int(x.pull()) for x in self.counters))
+
+
+class Late(Counting):
+    """Rank 1 is longer on its way to the end than machines have for connecting."""
+
+    def on_train_end(self):
+        time.sleep(6 * self.trainer.global_rank)
+        super().on_train_end()
 
 
 class Failing(Counting):
@@ -86,12 +95,18 @@ class Synchronised(Ratings):
 
 def train_over_the_wire(num_nodes):
     """Two runs in one job: servers and nothing else, then ShadowSync."""
-    fit(Counting(), num_nodes)
+    base.MEETING_TIME = timedelta(seconds=5)  # for connections; others may be waited for longer
+    fit(Late(), num_nodes)
     options = {"num_embedding_servers": 2, "num_sync_servers": 2, "min_rows": 60, "transport": "tcp"}
     make_trainer(strategy=ShadowSyncStrategy(num_trainers=2, **options), devices=1, num_nodes=num_nodes).fit(
         Synchronised()
     )
     torch.distributed.destroy_process_group()
+
+
+def meet(num_nodes):
+    base.MEETING_TIME = timedelta(seconds=5)  # in which machines connect, once all ranks are there
+    fit(Model(), num_nodes)
 
 
 def crash(num_nodes):

@@ -1,0 +1,34 @@
+"""How the ranks of several machines find each other in bounded time."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+
+
+def await_all_ranks(environment: ClusterEnvironment, patience: timedelta) -> None:
+    """Return when every rank of a job of torchrun's has called this, through the store that torchrun keeps.
+
+    Args:
+        environment: Of the job.
+        patience: For those that have more to do before they come here.
+
+    Raises:
+        RuntimeError: not all came in time, or the store is gone.
+    """
+    address = environment.main_address, environment.main_port
+    store = TCPStore(*address, is_master=False, timeout=patience, wait_for_workers=False)
+    place = f"lightning_recsys/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    if store.add(f"{place}/here", 1) == environment.world_size():
+        store.set(f"{place}/all", "")
+    store.wait([f"{place}/all"], patience)
+
+
+def extend_timeout(timeout: timedelta) -> None:
+    """What the default process group, and groups made of it, wait for from now on."""
+    _set_pg_timeout(timeout)
+    _get_default_store().set_timeout(timeout)
