@@ -3,6 +3,7 @@
 import msgpack
 import pytest
 import torch
+import zmq
 
 from lightning_recsys.parameter_server.wire import (
     VERSION,
@@ -15,6 +16,8 @@ from lightning_recsys.parameter_server.wire import (
     decode_request,
     encode_reply,
     encode_request,
+    receive_frames,
+    send_frames,
 )
 
 CLIENT = bytes(range(1, 17))
@@ -162,3 +165,15 @@ def test_request_when_over_a_limit_then_is_refused_under_its_id():
 def test_reply_when_it_is_none_then_is_refused(header, reason):
     with pytest.raises(MessageError, match=reason):
         decode_reply([msgpack.packb(header)], LIMITS)
+
+
+def test_messages_when_two_wait_then_each_comes_whole_and_alone_and_then_none():
+    messages = [[b"a", b"", b"b" * 1000], [b"c"]]
+    with zmq.Context() as context, context.socket(zmq.PAIR) as there, context.socket(zmq.PAIR) as here:
+        there.bind("inproc://messages")
+        here.connect("inproc://messages")
+        for message in messages:
+            send_frames(there, message)
+        assert [[frame.bytes for frame in receive_frames(here)] for _ in messages] == messages
+        with pytest.raises(zmq.Again):
+            receive_frames(here)
