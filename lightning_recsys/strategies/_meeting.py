@@ -10,6 +10,11 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 
+def launcher_keeps_store() -> bool:
+    """Whether there is a store before there are ranks: torchrun's own, unless it was told that rank 0 makes one."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def await_all_ranks(environment: ClusterEnvironment, patience: timedelta) -> None:
     """Return when every rank of a job of torchrun's has called this, through the store that torchrun keeps.
 

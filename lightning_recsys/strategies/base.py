@@ -33,7 +33,7 @@ from lightning_recsys.checkpoints import (
     save_folder,
 )
 from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
-from lightning_recsys.strategies._meeting import await_all_ranks, extend_timeout
+from lightning_recsys.strategies._meeting import await_all_ranks, extend_timeout, launcher_keeps_store
 from lightning_recsys.strategies._run_changes import RunChanges
 from lightning_recsys.strategies._stored_rows import row_keys, rows_left_out, rows_replaced, stored_tensors
 
@@ -267,7 +267,7 @@ class RecsysStrategy(DDPStrategy):
         if self.num_nodes == 1 or torch.distributed.is_initialized() or environment is None or patience is None:
             super().setup_distributed()
             return
-        bounded = isinstance(environment, TorchElasticEnvironment)  # whose store is there before the group is
+        bounded = isinstance(environment, TorchElasticEnvironment) and launcher_keeps_store()
         if bounded:
             await_all_ranks(environment, patience)
             self._timeout = min(patience, MEETING_TIME)
