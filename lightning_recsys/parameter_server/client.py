@@ -12,15 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
 from torch import Tensor
-from zmq.utils.monitor import recv_monitor_message
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.parameter_server.keys import ClientKeys
-from lightning_recsys.parameter_server.loopback import send_unpaced
+from lightning_recsys.parameter_server.links import DirectLink, Link, LinkLostError, ZeroMQLink
+from lightning_recsys.parameter_server.loopback import host_of, is_loopback
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
+    Frame,
     Limits,
     MessageError,
     Reply,
@@ -28,20 +28,13 @@ from lightning_recsys.parameter_server.wire import (
     Status,
     decode_reply,
     encode_request,
-    receive_frames,
-    send_frames,
 )
 
 FIRST_BACK_OFF_SECONDS = 0.05
 LONGEST_BACK_OFF_SECONDS = 2.0
 LOOK_SECONDS = 0.2  # how often a connection that waits looks whether it still should,
 LAST_SECONDS = 2.0  # and how long it waits for an answer once it should not
-_LOST = {
-    int(zmq.EVENT_DISCONNECTED): "the connection was lost",
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "the server does not accept these keys",
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the server speaks another protocol, or has other keys",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake was cut short",
-}
+GOODBYE_SECONDS = 0.2  # for what is still to be sent when it closes
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +100,9 @@ class Connection:
     for, as long as few are on their way; the server applies each once and in order, however often it must be sent. A
     push that was refused raises at the next call.
 
+    It begins over ZeroMQ. Once it has said ``hello`` to a server of this machine without keys, and nothing is on its
+    way, it goes on over a plain socket, and after each loss in the same way again.
+
     Two threads may use one connection, and wait for each other; give each its own where that matters. It does not
     survive a fork.
 
@@ -153,10 +149,11 @@ class Connection:
         self._window = _Window()
         self._detail = ""
         self._lost = self._gave_up = self._closed = False
+        self._door: tuple[int, bytes] | None = None  # of a direct link: its port, and what is said there first
+        self._greeting: Pending | None = None  # a hello that nobody waits for
         self._mutex = threading.RLock()
         self._random = random.Random(self._id)  # noqa: S311 - spreads retries, guards nothing
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._open()
+        self._link: Link = self._new_link()
 
     # --- Asking ------------------------------------------------------------------------------------------------------
 
@@ -239,11 +236,10 @@ class Connection:
                     self.flush()
             finally:
                 self._closed = True
-                with suppress(zmq.ZMQError):
-                    goodbye = Request("goodbye", self._next_id, self._id)
-                    self._socket.send_multipart(encode_request(goodbye), zmq.NOBLOCK)
-                self._close_socket(linger_ms=0 if self._gave_up else 200)
-                self._context.term()
+                if not self._gave_up and not self._lost:
+                    with suppress(LinkLostError):
+                        self._link.send(encode_request(Request("goodbye", self._next_id, self._id)))
+                self._link.close(linger_seconds=0 if self._gave_up else GOODBYE_SECONDS)
 
     # --- Sending and receiving ---------------------------------------------------------------------------------------
 
@@ -252,6 +248,8 @@ class Connection:
             raise RuntimeError(f"the connection to {self.endpoint} is closed.")
 
     def _send_new(self, request: Request) -> Pending:
+        if self._door is not None and all(pending.reply is not None for pending in self._pending.values()):
+            self._go_direct(*self._door)
         request.id = self._next_id
         self._next_id += 1
         pending = Pending(request, sum(array.nbytes for array in request.arrays))
@@ -266,9 +264,9 @@ class Connection:
         if self._lost:
             return  # it goes out with the others when the connection is made again
         try:
-            send_frames(self._socket, encode_request(pending.request))
-        except zmq.Again:
-            self._lost = True
+            self._link.send(encode_request(pending.request))
+        except LinkLostError as lost:
+            self._lose(lost)
             return
         self.traffic.requests += 1
         self.traffic.sent_bytes += pending.num_bytes
@@ -286,11 +284,12 @@ class Connection:
 
     def _receive(self, seconds: float) -> bool:
         """Take one reply; ``False`` where none came in time, or the connection was lost meanwhile."""
-        if seconds > 0 and not self._poll(seconds):
-            return False
         try:
-            frames = receive_frames(self._socket)
-        except zmq.Again:
+            frames = self._next_message(seconds)
+        except LinkLostError as lost:
+            self._lose(lost)
+            return False
+        if frames is None:
             return False
         try:
             reply = decode_reply(frames, self.limits)
@@ -298,31 +297,22 @@ class Connection:
             raise MessageError(f"{self.endpoint}: {error}") from None
         return self._take(reply)
 
-    def _poll(self, seconds: float) -> bool:
-        """Whether a reply came; none where the time is over, the wait was cancelled, or the connection was lost."""
+    def _next_message(self, seconds: float) -> Sequence[Frame] | None:
+        """None where the time is over, or the wait was cancelled."""
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
-            ready = dict(self._poller.poll(int(1000 * max(0.0, min(left, LOOK_SECONDS))) + 1))
-            if self._socket in ready:
-                return True
-            if self._monitor in ready:
-                if self._was_lost():
-                    return False
-            elif left <= 0:
+            frames = self._link.receive(max(0.0, min(left, LOOK_SECONDS)))
+            if frames is not None or seconds <= 0:
+                return frames
+            if left <= 0:
                 self._detail = "no answer in time"
-                return False
-            elif self._cancelled():
+                return None
+            if self._cancelled():
                 deadline = min(deadline, time.monotonic() + LAST_SECONDS)
 
-    def _was_lost(self) -> bool:
-        """What has happened to the connection; the other thing that is told of is that it was made."""
-        event = recv_monitor_message(self._monitor)
-        if event["event"] == zmq.EVENT_CONNECTED:
-            send_unpaced(int(event["value"]))
-            return False
-        self._detail = _LOST.get(int(event["event"]), "")
-        return True
+    def _lose(self, lost: LinkLostError) -> None:
+        self._lost, self._detail = True, str(lost)
 
     def _take(self, reply: Reply) -> bool:
         pending = self._pending.get(reply.id)
@@ -334,6 +324,11 @@ class Connection:
             return False
         self._gave_up = False
         pending.reply = reply
+        if pending.request.operation == "hello" and reply.status == Status.OK:
+            self._door = _door(self.endpoint, reply.value)
+        if pending is self._greeting:
+            self._greeting = None
+            del self._pending[reply.id]
         self.traffic.received_bytes += sum(array.nbytes for array in reply.arrays)
         if pending.request.sequence:
             del self._pending[reply.id]
@@ -358,37 +353,21 @@ class Connection:
 
     # --- Connecting --------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # the window bounds both
-        self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1000
-        # A server that refuses our keys leaves a socket without a way out, on which a send would wait for ever.
-        self._socket.sndtimeo = max(1, int(1000 * self._timeout))
-        self._socket.ipv6 = "[" in self.endpoint
-        if self._keys is not None:
-            self._socket.curve_serverkey = self._keys.server
-            self._socket.curve_publickey = self._keys.public
-            self._socket.curve_secretkey = self._keys.secret
-        self._monitor = self._socket.get_monitor_socket(sum(_LOST) | zmq.EVENT_CONNECTED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        try:
-            self._socket.connect(self.endpoint)
-        except zmq.ZMQError as error:
-            self._close_socket(linger_ms=0)
-            self._context.term()
-            raise ValueError(f"{self.endpoint!r} is no endpoint, such as tcp://host:port: {error.strerror}.") from None
+    def _new_link(self) -> ZeroMQLink:
+        return ZeroMQLink(self.endpoint, keys=self._keys, send_seconds=self._timeout)
 
-    def _close_socket(self, *, linger_ms: int) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(linger_ms)
+    def _go_direct(self, port: int, greeting: bytes) -> None:
+        """Nothing is on its way: the next request may take another one."""
+        self._door = None
+        host, max_bytes = host_of(self.endpoint), 2 * self.limits.message_bytes
+        with suppress(OSError):  # another program's port, seen through a tunnel: this link does as well
+            direct = DirectLink(host, port, greeting=greeting, send_seconds=self._timeout, max_bytes=max_bytes)
+            self._link.close(linger_seconds=0)
+            self._link = direct
 
     def _try_again(self, operation: str, attempts: _Attempts) -> None:
         """After a pause, send everything that has no answer over a new connection, in its order; or give up."""
-        self._close_socket(linger_ms=0)
+        self._link.close(linger_seconds=0)
         if attempts.count > self._retries or self._cancelled():
             self._gave_up = True
             self._reopen()
@@ -401,9 +380,18 @@ class Connection:
         attempts.deadline = time.monotonic() + self._timeout
 
     def _reopen(self) -> None:
-        self._open()
+        goes_direct, self._door = self._door is not None or isinstance(self._link, DirectLink), None
+        self._link = self._new_link()
         self._lost = False
         self.traffic.reconnects += 1
         for pending in self._pending.values():
             if pending.reply is None:
                 self._send(pending)
+        if goes_direct:
+            self._greeting = self.begin("hello")
+
+
+def _door(endpoint: str, hello: dict[str, Any]) -> tuple[int, bytes] | None:
+    """Where a server of this machine takes direct links, and what it says there first."""
+    port = hello["direct"]
+    return (port, hello["nonce"]) if port is not None and is_loopback(host_of(endpoint)) else None

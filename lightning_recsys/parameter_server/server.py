@@ -18,16 +18,17 @@ from typing import Any, Self
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from lightning_recsys.parameter_server.direct import DirectDoor, DirectSocket
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.keys import ServerKeys
-from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
+from lightning_recsys.parameter_server.loopback import host_of, is_loopback, send_unpaced
 from lightning_recsys.parameter_server.wire import Limits, receive_frames, send_frames
 from lightning_recsys.runtime import configure_worker
 
 LOCK = ".server.lock"
 BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
 DRAIN_SECONDS = 5.0  # for requests that had arrived when the server was told to stop
-_LINGER_MS = 2000
+_LINGER_SECONDS = 2.0  # for answers that wait to be sent
 _STOP = b"\0"
 _READABLE = int(zmq.POLLIN)
 _TURN = 64  # requests served before the other sockets are looked at
@@ -113,13 +114,16 @@ class Server:
         self._wake, self.waker = socket.socketpair()
         self.waker.setblocking(False)
         self._stopping: list[int] = []
+        self._direct: dict[int, DirectSocket] = {}  # by descriptor
+        self._direct_door: DirectDoor | None = None
+        self._poller = zmq.Poller()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = self._context.socket(zmq.REP)
         self._door.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key may come in
         self._router = self._context.socket(zmq.ROUTER)
         # Beyond this a connection is cut without a word; a request over the limits, but below this, gets an answer.
         self._router.maxmsgsize = 2 * limits.message_bytes
-        self._router.linger = _LINGER_MS
+        self._router.linger = int(1000 * _LINGER_SECONDS)
         if keys is not None:
             self._router.curve_server = True
             self._router.curve_secretkey = keys.secret
@@ -130,6 +134,10 @@ class Server:
             self.close()
             raise
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        if keys is None:
+            host, nonce = host_of(self.endpoint), self.handler.journal.nonce
+            self._direct_door = DirectDoor(host, greeting=nonce, max_bytes=2 * limits.message_bytes)
+            self.handler.direct_port = self._direct_door.port
 
     def __enter__(self) -> Self:
         return self
@@ -148,9 +156,11 @@ class Server:
 
     def run(self) -> None:
         """Serve until told to stop, then answer what has arrived."""
-        poller = zmq.Poller()
+        poller = self._poller
         for source in (self._router, self._door, self._wake.fileno(), *self._stopping):
             poller.register(source, zmq.POLLIN)
+        if self._direct_door is not None:
+            poller.register(self._direct_door.fileno(), zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._door in ready:
@@ -159,14 +169,24 @@ class Server:
                 self._wake.fileno() in ready and self._told_to_stop()
             ):
                 break
+            for descriptor in ready.keys() & self._direct.keys():
+                self._serve_direct(descriptor)
+            if self._direct_door is not None and self._direct_door.fileno() in ready:
+                self._let_in(self._direct_door)
             turn = _TURN if self._router in ready else 0
             while turn and self._serve_one():
                 # Asked first, for an attempt in vain costs an exception, while the reply is on its way.
                 turn = turn - 1 if int(self._router.get(zmq.EVENTS)) & _READABLE else 0
+        self._drain(time.monotonic() + DRAIN_SECONDS)
+
+    def _drain(self, deadline: float) -> None:
+        """Answer what has arrived, and let nobody in any more."""
         self._router.unbind(self.endpoint)
-        deadline = time.monotonic() + DRAIN_SECONDS
         while self._serve_one() and time.monotonic() < deadline:
             pass
+        for descriptor in list(self._direct):
+            while self._serve_direct(descriptor) and time.monotonic() < deadline:
+                pass
 
     def _told_to_stop(self) -> bool:
         return bool(set(self._wake.recv(4096)) & {*_STOP, signal.SIGTERM, signal.SIGINT})
@@ -182,6 +202,33 @@ class Server:
         send_frames(router, [sender, *reply])
         return True
 
+    def _serve_direct(self, descriptor: int) -> bool:
+        """Go on with one connection, which takes no request while an answer waits; ``False`` if there was none."""
+        direct = self._direct[descriptor]
+        try:
+            waited = direct.waits
+            frames = direct.receive() if direct.send_rest() else None
+            if frames is not None:
+                direct.send(self.handler.handle(frames))
+        except (OSError, MemoryError):  # it was closed, or what arrived are no messages, or there is no room for them
+            self._poller.unregister(descriptor)
+            self._direct.pop(descriptor).close()
+            return False
+        if direct.waits != waited:
+            self._poller.modify(descriptor, zmq.POLLOUT if direct.waits else zmq.POLLIN)
+        return frames is not None
+
+    def _let_in(self, door: DirectDoor) -> None:
+        try:
+            direct = door.let_in()
+        except OSError as error:
+            log.warning("Clients on this machine go on over ZeroMQ, a little slower: %s.", error)
+            self._poller.unregister(door.fileno())
+            return
+        if direct is not None:
+            self._direct[direct.fileno()] = direct
+            self._poller.register(direct.fileno(), zmq.POLLIN)
+
     def _open_door(self) -> None:
         """Answer ZeroMQ's question about a key (RFC 27): yes to a client's of this job, no to any other."""
         version, request_id, _domain, _address, _identity, mechanism, *credentials = self._door.recv_multipart()
@@ -192,6 +239,10 @@ class Server:
 
     def close(self) -> None:
         """Close sockets and stores; replies that wait to be sent get a moment."""
+        if self._direct_door is not None:
+            self._direct_door.close()
+        for direct in self._direct.values():
+            direct.close(linger_seconds=_LINGER_SECONDS)
         self._router.close()
         self._door.close(0)
         self._context.term()

@@ -26,13 +26,13 @@ def test_server_and_client_on_loopback_then_neither_end_is_paced(tmp_path, monke
         send_unpaced(descriptor)
         told.append(control_of(descriptor))
 
-    monkeypatch.setattr("lightning_recsys.parameter_server.server.send_unpaced", spy)
-    monkeypatch.setattr("lightning_recsys.parameter_server.client.send_unpaced", spy)
+    for module in ("server", "links", "direct"):
+        monkeypatch.setattr(f"lightning_recsys.parameter_server.{module}.send_unpaced", spy)
     with running(tmp_path) as server:
         stores = connect(server.endpoint, shared_memory="never")
         assert stores.create_dense_store("center", torch.zeros(3)).pull().tolist() == [0.0] * 3
         stores.close()
-    assert told == [b"reno"] * 2
+    assert told == [b"reno"] * 4  # where ZeroMQ listens and connects, and where direct links do
 
 
 def test_sockets_of_other_kinds_then_nothing_happens(tmp_path):

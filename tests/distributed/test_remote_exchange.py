@@ -1,19 +1,16 @@
 """Exchanges with a server: as with mapped stores, each push once whatever is lost, the answer when it is wanted."""
 
 import random
-import threading
 
 import pytest
 import torch
-import zmq
-from server_helpers import CLIENT, LAYOUT, ask, digest, running, stop_collector
+from server_helpers import CLIENT, LAYOUT, ForgetfulServer, ask, digest, running, stop_collector
 
 from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import SGD, Adagrad, RowwiseAdagrad
 from lightning_recsys.parameter_server import MappedStores, connect
 from lightning_recsys.parameter_server.exchange import RowExchange
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.parameter_server.server import Server
 from lightning_recsys.parameter_server.wire import Limits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
@@ -161,44 +158,20 @@ def test_exchange_when_refused_then_raises_where_it_is_awaited_and_later_ones_co
         stores.close()
 
 
-class Forgetful(Server):
-    """Drops one request in five, and three replies in ten."""
-
-    draws = random.Random(0)
-
-    def _serve_one(self):
-        try:
-            sender, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        if self.draws.random() < 0.2:
-            return True
-        reply = self.handler.handle(frames)
-        if self.draws.random() < 0.7:
-            self._router.send_multipart([sender, *reply])
-        return True
-
-
 def test_exchange_when_replies_are_lost_then_is_applied_once_and_answered(tmp_path):
-    server = Forgetful(tmp_path)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
+    with running(tmp_path, kind=ForgetfulServer) as server:
         stores = connect(server.endpoint, shared_memory="never", timeout=0.2, retries=100)
         users, row = make_users(stores), torch.tensor([4])
         start = users.lookup(row)
-        for turn in range(1, 21):
+        for turn in range(1, 41):
             checks = {"check_rows": row, "check_clocks": clocks(turn - 2), "staleness": 1}
             answer = users.begin_exchange(add_ones([4], fetch_rows=row, **checks))()
             torch.testing.assert_close(answer.values["weight"], start + turn)
             assert (answer.clocks.tolist(), answer.stale.tolist()) == ([turn], [True])
-        assert users.step == 20
+        assert users.step == 40
+        assert min(server.lost.values()) > 5
         assert server.handler.duplicates > 0
         stores.close()
-    finally:
-        server.stop()
-        thread.join()
-        server.close()
 
 
 def test_clients_when_they_take_turns_at_random_then_every_update_counts_once(tmp_path):

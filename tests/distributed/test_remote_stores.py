@@ -1,7 +1,6 @@
 """Stores behind a server: the same answers as mapped ones, in order, over what goes wrong on the way."""
 
 import pickle
-import random
 import re
 import socket as plain_socket
 import threading
@@ -11,7 +10,7 @@ import msgpack
 import pytest
 import torch
 import zmq
-from server_helpers import LAYOUT, running, stop_collector
+from server_helpers import LAYOUT, ForgetfulServer, running, stop_collector
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
@@ -19,7 +18,6 @@ from lightning_recsys.optim import SGD, Adagrad
 from lightning_recsys.parameter_server import JobKeys, MappedStores, connect, serve
 from lightning_recsys.parameter_server import remote as remote_module
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import Server, check_bind
 from lightning_recsys.parameter_server.wire import VERSION, Limits
@@ -38,9 +36,11 @@ def _collector_stops():
     stop_collector()
 
 
-@pytest.fixture
-def server(tmp_path):
+@pytest.fixture(params=["direct", "zeromq"])
+def server(tmp_path, request):
     with running(tmp_path) as server:
+        if request.param == "zeromq":
+            server.handler.direct_port = None
         yield server
 
 
@@ -168,49 +168,21 @@ def test_request_when_larger_than_the_server_allows_then_says_so(tmp_path):
         stores.close()
 
 
-def test_reply_when_lost_then_the_push_is_sent_again_and_applied_once(tmp_path, monkeypatch):
-    """A server that drops every third reply, and one request in five."""
-    handle, seen = RequestHandler.handle, {"requests": 0, "dropped": 0}
-
-    draws = random.Random(0)  # a fixed rhythm could hit the same request of every repetition
-
-    class Forgetful(Server):
-        def _serve_one(self):
-            try:
-                sender, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return False
-            seen["requests"] += 1
-            if draws.random() < 0.2:
-                seen["dropped"] += 1
-                return True
-            reply = handle(self.handler, frames)
-            if draws.random() < 0.3:
-                seen["dropped"] += 1
-                return True
-            self._router.send_multipart([sender, *reply])
-            return True
-
-    server = Forgetful(tmp_path)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
+def test_reply_when_lost_then_the_push_is_sent_again_and_applied_once(tmp_path):
+    with running(tmp_path, kind=ForgetfulServer) as server:
         stores = connect(server.endpoint, shared_memory="never", timeout=0.2, retries=100)
         users = make_users(stores)
         row = torch.tensor([4])
         before = users.lookup(row)
-        for _ in range(40):
+        for count in range(1, 41):
             users.apply_row_gradients(row, torch.full((1, 4), -1.0), learning_rate=1.0)
-        users.flush()
-        assert torch.allclose(users.lookup(row), before + 40)
+            if count % 4 == 0:  # a connection goes direct when nothing is on its way
+                users.flush()
+                assert torch.allclose(users.lookup(row), before + count)
         assert users.step == 40
-        assert seen["dropped"] > 5
+        assert min(server.lost.values()) > 5
         assert server.handler.duplicates > 0
         stores.close()
-    finally:
-        server.stop()
-        thread.join()
-        server.close()
 
 
 def test_server_when_it_starts_again_then_its_clients_go_on(tmp_path):
