@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
@@ -21,8 +20,9 @@ from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache, 
 from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
 from lightning_recsys.optim import SGD, RowOptimizer
 from lightning_recsys.parameter_server.backend import StoreBackend
+from lightning_recsys.parameter_server.copy_loops import measure_lags, sort_copies
 from lightning_recsys.parameter_server.exchange import RowValues
-from lightning_recsys.parameter_server.interfaces import EmbeddingStore
+from lightning_recsys.parameter_server.interfaces import DynamicEmbeddingStore, EmbeddingStore
 from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.parameter_server.row_messages import NO_KEYS, RowMessages
 from lightning_recsys.parameter_server.row_places import Integers, RowPlaces, add_starts
@@ -128,8 +128,9 @@ class CachedBackend(StoreBackend):
 
     def _make_cache(self, shared: SharedIndex | None) -> None:
         self._shared = None
+        dynamic = any(isinstance(store, DynamicEmbeddingStore) for store in self.stores)
+        num_keys = None if dynamic else self.layout.num_rows
         if self._transfers is not None:
-            num_keys = self.layout.num_rows
             self._shared = shared or SharedIndex(self.cache_rows, policy=self.policy, num_keys=num_keys)
         self._cache = RowCache(
             self.cache_rows,
@@ -137,6 +138,7 @@ class CachedBackend(StoreBackend):
             self.optimizer,
             policy=self.policy,
             device=self._passing.rows.device,
+            num_keys=num_keys,
             index=None if self._shared is None else self._shared.index,
         )
         if self._shared is not None:
@@ -269,37 +271,32 @@ class CachedBackend(StoreBackend):
             self._counts["reads"] += len(plan.keys_U)
             return _Batch(plan)
         self._evict()
-        cache = self._cache
-        plan = cache.plan(self.keys_of(features), announced=self._announcement_of(features) if validate else None)
+        cache, number = self._cache, self._announcement_of(features) if validate else None
+        plan = cache.plan(self.keys_of(features)) if number is None else cache.plan_announced(number)
         batch = _Batch(plan)
-        fetch = np.flatnonzero(plan.new_U)
+        if not validate or self.staleness is None:
+            fetch, check, refresh = np.flatnonzero(plan.new_U), NO_KEYS, NO_KEYS
+        else:
+            fetch, check, refresh = self._sorted(plan, self.staleness)
         if validate:
             self._counts["reads"] += len(plan.keys_U)
             self._counts["misses"] += len(fetch)
-        if not validate or self.staleness is None:
-            self._ask(batch, fetch=fetch)
-            return batch
-        start_U, current_U = cache.start[plan.slots_U], cache.current[plan.slots_U]
-        # A copy that the update at hand takes too far is refreshed ahead of it; without any slack that is no use.
-        if self.staleness and self._waiting:
-            current_U += self._in_training(plan.slots_U)
-        refresh_U = self._rule.needs_push(start_U, current_U) & ~plan.new_U
-        refresh = np.flatnonzero(refresh_U)
-        self._counts["refreshes"] += len(refresh)
-        self._ask(batch, fetch=fetch, check=np.flatnonzero(~(refresh_U | plan.new_U)), refresh=refresh)
+            self._counts["refreshes"] += len(refresh)
+        self._ask(batch, fetch=fetch, check=check, refresh=refresh)
         return batch
 
-    def _in_training(self, slots: Integers) -> NDArray[np.bool_]:
-        """Which slots' rows were looked up, and wait for their update."""
-        marks = self._marks
-        if len(marks) < len(self._cache.current):
-            marks = self._marks = np.zeros(len(self._cache.current), dtype=np.bool_)
-        for waiting in self._waiting:
-            marks[waiting.plan.slots_U] = True
-        found: NDArray[np.bool_] = marks[slots]
-        for waiting in self._waiting:
-            marks[waiting.plan.slots_U] = False
-        return found
+    def _sorted(self, plan: BatchPlan, staleness: int) -> tuple[Integers, Integers, Integers]:
+        """Positions in a plan of the rows to fetch, to check and to refresh."""
+        clocks, training = self._cache.clocks, NO_KEYS
+        if len(self._marks) < len(clocks):
+            self._marks = np.zeros(len(clocks), dtype=np.bool_)
+        # A copy that the update at hand takes too far is refreshed ahead of it; without any slack that is no use.
+        if staleness and self._waiting:
+            training = np.concatenate([waiting.plan.slots_U for waiting in self._waiting])
+        positions = np.empty((3, len(plan.slots_U)), dtype=np.int64)
+        sizes = sort_copies(plan.slots_U, plan.new_U, training, clocks, self._marks, staleness, positions)
+        fetch, check, refresh = (row[:size] for row, size in zip(positions, sizes, strict=True))
+        return fetch, check, refresh
 
     def _announcement_of(self, features: SparseFeatures) -> int | None:
         """The number of a batch's announcement, which it uses up, and all before it."""
@@ -312,20 +309,18 @@ class CachedBackend(StoreBackend):
 
     def _refresh(self, batch: _Batch) -> None:
         """Second message of a batch whose first was answered: push and fetch what may not be used as it is."""
-        cache, slots_U = self._cache, batch.plan.slots_U
-        start_U, current_U = cache.start[slots_U], cache.current[slots_U]
-        self._lags_U = current_U - start_U
-        if self.staleness is None:
+        slots_U = batch.plan.slots_U
+        self._lags_U = lags_U = np.empty(len(slots_U), dtype=np.int32)
+        largest = measure_lags(slots_U, self._cache.clocks, lags_U)
+        if self.staleness is None or (largest <= self.staleness and not any(map(len, batch.stale))):
             return
-        again_U = self._rule.needs_push(start_U, current_U)
+        again_U = lags_U > self.staleness
         self._counts["refreshes"] += int(again_U.sum())
         for positions in batch.stale:
             self._counts["stale"] += len(positions)
             again_U[positions] = True
-        again = np.flatnonzero(again_U)
-        if len(again):
-            self._ask(batch, refresh=again)
-            self._settle(batch)
+        self._ask(batch, refresh=np.flatnonzero(again_U))
+        self._settle(batch)
 
     @property
     def needs_from(self) -> int:
@@ -368,9 +363,11 @@ class CachedBackend(StoreBackend):
         held, updates = NO_KEYS, None
         if len(refresh):
             at_once = cache.owes_all(plan.slots_U[refresh])
-            held, others = refresh[at_once], refresh[~at_once]
-            fetch = np.concatenate([fetch, others])
-            self._messages.owe(cache.take(plan.slots_U[others]))
+            held, others = refresh, NO_KEYS
+            if not at_once.all():
+                held, others = refresh[at_once], refresh[~at_once]
+                fetch = np.concatenate([fetch, others])
+                self._messages.owe(cache.take(plan.slots_U[others]))
             updates = cache.take(plan.slots_U[held])
         for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks, held=updates):
             batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked], held[answer.held]))
@@ -486,6 +483,8 @@ class CachedBackend(StoreBackend):
 
 def _same_ids(one: SparseFeatures, other: SparseFeatures) -> bool:
     """Whether two batches look up the same rows, features in the same order."""
+    if one is other:
+        return True
     if one.is_single_hot != other.is_single_hot or not torch.equal(one.values, other.values):
         return False
     return one.is_single_hot or torch.equal(one.bag_offsets(), other.bag_offsets())

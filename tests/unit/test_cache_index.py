@@ -267,7 +267,7 @@ def run_window(policy, limit, batches, *, window, prefetches, skipped=(), unanno
 
     def plan(i):
         number = numbers.get(i)
-        plan = cache.plan(batches[i], announced=number)
+        plan = cache.plan(batches[i]) if number is None else cache.plan_announced(number)
         assert plan.keys_U.tolist() == distinct(batches[i])
         assert plan.new_U.tolist() == simulation.plan(distinct(batches[i]), number)
         assert (plan.keys_U[plan.distinct_N] == batches[i]).all()
@@ -343,9 +343,9 @@ def test_clear_when_batches_are_announced_then_they_are_still_known():
     cache.plan(np.array([1, 2, 3]))
     first, second = cache.announce(np.array([1, 2])), cache.announce(np.array([2, 1, 3, 3]))
     cache.clear()
-    plan = cache.plan(np.array([1, 2]), announced=first)
+    plan = cache.plan_announced(first)
     assert plan.new_U.tolist() == [True, True]
     assert len(cache.evict(spare_from=99)[0]) == 1
-    assert cache.plan(np.array([2, 1, 3, 3]), announced=second).slots_N.size == 4
+    assert cache.plan_announced(second).slots_N.size == 4
     cache.forget(second)
     assert len(cache) == 3

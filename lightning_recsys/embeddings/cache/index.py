@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lightning_recsys.embeddings.cache import key_table, order
 from lightning_recsys.embeddings.cache.key_table import (
     EMPTY,
+    compile_inline,
     find,
     home,
     key_at,
@@ -26,7 +27,16 @@ from lightning_recsys.embeddings.cache.key_table import (
     value_at,
 )
 from lightning_recsys.embeddings.cache.order import COUNT, HELD, LIST, NEXT, NOWHERE, PLANNED, POSITION
-from lightning_recsys.embeddings.cache.window import FOLLOWING, SLOT, Window, go_on
+from lightning_recsys.embeddings.cache.window import (
+    FOLLOWING,
+    SLOT,
+    Window,
+    attach,
+    drop_batch,
+    drop_key,
+    fall_out,
+    prefetch_last,
+)
 from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
 
 CachePolicy = Literal["lru", "lfu", "light_lfu"]
@@ -51,7 +61,7 @@ class BatchPlan:
     Attributes:
         number: Counts the plans of a cache, from 1.
         slots_N: Slot of each id, int64 ``[N]``: what a kernel looks up.
-        distinct_N: Position of each id in the arrays below, int64 ``[N]``, to sum gradients by row.
+        distinct_N: Position of each id in the arrays below, int32 ``[N]``, to sum gradients by row.
         keys_U: The distinct keys, in the order of their first occurrence, int64 ``[U]``.
         slots_U: Their slots, int64 ``[U]``.
         new_U: Which of them the cache did not hold, bool ``[U]``: their slots hold nothing yet.
@@ -59,13 +69,13 @@ class BatchPlan:
 
     number: int
     slots_N: Integers
-    distinct_N: Integers
+    distinct_N: NDArray[np.int32]
     keys_U: Integers
     slots_U: Integers
     new_U: NDArray[np.bool_]
 
 
-@compile_loop
+@compile_inline
 def _insert(key, cell, table, slots, slot_keys, free, numbers):  # noqa: ANN001, ANN202
     """Give a key that is not held a slot, in no list; returns the slot."""
     uses = EMPTY - value_at(table, cell)  # what is remembered of a dropped row; 0 for an empty cell
@@ -128,9 +138,10 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, fo
 
 
 @compile_loop
-def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers, step, bound, slots_U, new_U):  # noqa: ANN001, ANN202
-    """As :func:`_plan` for the oldest announced batch, which leaves its occurrences without slots."""
-    occurrences, keys, chains, counts = ahead
+def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers, step, bound, found):  # noqa: ANN001, ANN202
+    """As :func:`_plan` for the oldest announced batch, which the window forgets; its distinct keys are known."""
+    occurrences, keys, last_of, chains, counts = ahead
+    slots_N, distinct_N, keys_U, slots_U, new_U = found
     ring, last = occurrences.shape[0] - 1, slots_U.shape[0] - 1
     numbers[_PLANS] += 1
     for u in range(slots_U.shape[0]):
@@ -139,12 +150,13 @@ def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers,
             prefetch_row(slots, occurrences[coming, SLOT])
         else:
             prefetch_cell(table, home(table, keys[coming]))
+        prefetch_last(last_of, occurrences, keys, coming)
         soon = (start + min(u + SOON, last)) & ring
         if occurrences[soon, FOLLOWING] != NOWHERE:
             prefetch_row(occurrences, occurrences[soon, FOLLOWING])
         at = (start + u) & ring
-        slot, new_U[u] = occurrences[at, SLOT], False
-        occurrences[at, SLOT] = NOWHERE
+        slot, following = occurrences[at, SLOT], occurrences[at, FOLLOWING]
+        keys_U[u], new_U[u] = keys[at], False
         if slot == NOWHERE:
             cell = find(table, keys[at])
             slot = value_at(table, cell)
@@ -154,8 +166,15 @@ def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers,
             elif slots[slot, LIST] != NOWHERE:
                 order.remove(slots, lists, slot)
         slots_U[u], slots[slot, PLANNED], slots[slot, POSITION] = slot, numbers[_PLANS], u
-        count, following = slots[slot, COUNT] + step, occurrences[at, FOLLOWING]
-        go_on(slots, lists, occurrences, chains, counts, slot, following, count, bound)
+        slots[slot, COUNT] += step
+        if following != NOWHERE:
+            attach(slots, occurrences, chains, counts, slot, following)
+        else:
+            drop_key(last_of, counts, keys[at])
+            fall_out(slots, lists, slot, bound)
+    drop_batch(counts, slots_U.shape[0], ring)
+    for i in range(distinct_N.shape[0]):
+        slots_N[i] = slots_U[distinct_N[i]]
 
 
 @compile_loop
@@ -270,9 +289,9 @@ class CacheIndex:
         self._bound = LIGHT_BOUND if policy == "light_lfu" else _NO_BOUND
         self._remembers = bool(self._step and limit)
         self._numbers = np.zeros(5, dtype=np.int64)
-        self._window = Window()
         kept = limit * (1 + REMEMBERED) if self._remembers else limit  # at 32 to 128 bytes each in a hash table
         self._bound_of_keys = num_keys if num_keys is not None and num_keys <= 8 * kept else None
+        self._window = Window(self._bound_of_keys)
         self._make_room(0)
 
     def _make_room(self, num_slots: int) -> None:
@@ -312,34 +331,34 @@ class CacheIndex:
         while self._window.batches and self._window.batches[0].number <= number:
             self._window.drop_oldest(self._slots, self._lists, self._bound)
 
-    def plan(self, keys_N: Integers, *, announced: int | None = None) -> BatchPlan:
+    def plan(self, keys_N: Integers) -> BatchPlan:
         """Find a batch's keys, give the new ones slots, and note that they were used.
+
+        Rows that come with a batch that was not announced have no known use until one that has them is planned.
 
         Args:
             keys_N: int64 ``[N]``, any numbers, repeated as the batch repeats them.
-            announced: Number of the announcement of the same keys; it and those before it are used up. Rows that come
-                with other batches have no known use until a batch that has them is planned.
         """
         self._reserve(keys_N.size)
-        if announced is not None:
-            return self._plan_announced(announced)
-        slots_N, distinct_N, keys_U, slots_U, moving_U = np.empty((5, keys_N.size), dtype=np.int64)
-        new_U = np.empty(keys_N.size, dtype=np.bool_)
+        slots_N, keys_U, slots_U, moving_U = np.empty((4, keys_N.size), dtype=np.int64)
+        distinct_N, new_U = np.empty(keys_N.size, dtype=np.int32), np.empty(keys_N.size, dtype=np.bool_)
         arrays = self._table, *self._arrays(), self._numbers, self._step, self._bound
         count = _plan(keys_N, *arrays, (slots_N, distinct_N, keys_U, slots_U, new_U), moving_U)
         return BatchPlan(self.num_plans, slots_N, distinct_N, keys_U[:count], slots_U[:count], new_U[:count])
 
-    def _plan_announced(self, number: int) -> BatchPlan:
-        window = self._window
+    def plan_announced(self, number: int) -> BatchPlan:
+        """As :meth:`plan` for the batch of that announcement; it and those before it are used up."""
         self.forget(number - 1)
-        batch = window.batches[0]
-        slots_U, new_U = np.empty(batch.size, dtype=np.int64), np.empty(batch.size, dtype=np.bool_)
-        ahead = window.occurrences, window.keys, window.chains, window.counts
-        policy = self._step, self._bound
-        _plan_announced(batch.start, ahead, self._table, *self._arrays(), self._numbers, *policy, slots_U, new_U)
-        self.forget(number)
-        distinct_N = batch.distinct_N.astype(np.int64)
-        return BatchPlan(self.num_plans, slots_U[distinct_N], distinct_N, self._slot_keys[slots_U], slots_U, new_U)
+        batch = self._window.batches.popleft()
+        self._reserve(batch.size)
+        slots_N, (keys_U, slots_U) = (
+            np.empty(batch.distinct_N.size, dtype=np.int64),
+            np.empty((2, batch.size), np.int64),
+        )
+        found = slots_N, batch.distinct_N, keys_U, slots_U, np.empty(batch.size, dtype=np.bool_)
+        arrays = self._table, *self._arrays(), self._numbers, self._step, self._bound
+        _plan_announced(batch.start, self._window.arrays(), *arrays, found)
+        return BatchPlan(self.num_plans, *found)
 
     def evict(self, *, spare_from: int) -> tuple[Integers, Integers]:
         """Drop rows until at most ``limit`` are held.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +21,10 @@ from lightning_recsys.optim.compiled import compile_loop, prefetch
 KeyTable: TypeAlias = NDArray[np.int64] | NDArray[np.int32]
 
 EMPTY = -1
+
+# For what loops do with each key: a call with many arrays, which the compiler may leave as one, takes longer than most
+# of what these functions do.
+compile_inline = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 
 _MULTIPLIERS = np.int64(-7046029254386353131), np.int64(-4658895280553007687)  # 2^64 / golden ratio; SplitMix64's
 
@@ -41,7 +46,12 @@ def make_like(table: KeyTable) -> KeyTable:
     return make_array(len(table)) if table.ndim == 1 else make_table(len(table) // 2)
 
 
-@compile_loop
+def values(table: KeyTable) -> KeyTable:
+    """The value in each cell; a view."""
+    return table if table.ndim == 1 else table[:, 1]
+
+
+@compile_inline
 def home(table, key):  # noqa: ANN001, ANN201
     """The cell where the search for a key begins."""
     if table.ndim == 1:
@@ -51,7 +61,7 @@ def home(table, key):  # noqa: ANN001, ANN201
     return (mixed ^ (mixed >> 29)) & (table.shape[0] - 1)
 
 
-@compile_loop
+@compile_inline
 def find(table, key):  # noqa: ANN001, ANN201
     """The cell of a key, or the free one where it belongs."""
     cell = home(table, key)
@@ -62,19 +72,19 @@ def find(table, key):  # noqa: ANN001, ANN201
     return cell
 
 
-@compile_loop
+@compile_inline
 def value_at(table, cell):  # noqa: ANN001, ANN201
     """The value in a cell."""
     return np.int64(table[cell]) if table.ndim == 1 else table[cell, 1]
 
 
-@compile_loop
+@compile_inline
 def key_at(table, cell):  # noqa: ANN001, ANN201
     """The key of a cell that is not free."""
     return cell if table.ndim == 1 else table[cell, 0]
 
 
-@compile_loop
+@compile_inline
 def put(table, cell, key, value):  # noqa: ANN001, ANN201
     """Fill the cell that was found for a key."""
     if table.ndim == 1:
@@ -83,7 +93,7 @@ def put(table, cell, key, value):  # noqa: ANN001, ANN201
         table[cell, 0], table[cell, 1] = key, value
 
 
-@compile_loop
+@compile_inline
 def erase(table, cell):  # noqa: ANN001, ANN201
     """Free a cell; in a hash table close the gap: what was pushed past it moves up, so that no search stops early."""
     if table.ndim == 1:
@@ -109,7 +119,7 @@ def copy_into(table, other):  # noqa: ANN001, ANN201
             put(other, find(other, key), key, value_at(table, cell))
 
 
-@compile_loop
+@compile_inline
 def prefetch_cell(table, cell):  # noqa: ANN001, ANN201
     """Ask for a cell ahead of time; any number is allowed."""
     prefetch(table, cell if table.ndim == 1 else cell * 2)

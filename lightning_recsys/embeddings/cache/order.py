@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recsys.embeddings.cache.key_table import compile_inline
 from lightning_recsys.optim.compiled import compile_loop
 
 # Columns of the slots' array, int32 [S, 8]; two slots share a cache line.
@@ -57,20 +58,20 @@ def reset_lists(lists):  # noqa: ANN001, ANN201
         lists[i, HIGHER] = i + 1 if i + 1 < lists.shape[0] else NOWHERE
 
 
-@compile_loop
+@compile_inline
 def lowest_list(lists):  # noqa: ANN001, ANN201
     """The list of the lowest count, or NOWHERE."""
     return next_list(lists, _RING)
 
 
-@compile_loop
+@compile_inline
 def next_list(lists, at):  # noqa: ANN001, ANN201
     """The list of the next higher count, or NOWHERE."""
     higher = lists[at, HIGHER]
     return higher if higher != _RING else NOWHERE
 
 
-@compile_loop
+@compile_inline
 def _list_after(lists, lower, count):  # noqa: ANN001, ANN202
     """The list of a count that belongs right after the list ``lower``; made if it is not there."""
     higher = lists[lower, HIGHER]
@@ -85,7 +86,7 @@ def _list_after(lists, lower, count):  # noqa: ANN001, ANN202
     return made
 
 
-@compile_loop
+@compile_inline
 def _append(slots, lists, slot, at):  # noqa: ANN001, ANN202
     last = lists[at, LAST]
     slots[slot, LIST], slots[slot, BEFORE], slots[slot, AFTER] = at, last, NOWHERE
@@ -96,7 +97,7 @@ def _append(slots, lists, slot, at):  # noqa: ANN001, ANN202
     lists[at, LAST] = slot
 
 
-@compile_loop
+@compile_inline
 def _unlink(slots, lists, slot):  # noqa: ANN001, ANN202
     at, before, after = slots[slot, LIST], slots[slot, BEFORE], slots[slot, AFTER]
     if before == NOWHERE:
@@ -109,7 +110,7 @@ def _unlink(slots, lists, slot):  # noqa: ANN001, ANN202
         slots[after, BEFORE] = before
 
 
-@compile_loop
+@compile_inline
 def _drop_if_empty(lists, at):  # noqa: ANN001, ANN202
     if lists[at, FIRST] == NOWHERE:
         lower, higher = lists[at, LOWER], lists[at, HIGHER]
@@ -118,7 +119,7 @@ def _drop_if_empty(lists, at):  # noqa: ANN001, ANN202
         lists[_RING, LAST] = at
 
 
-@compile_loop
+@compile_inline
 def add(slots, lists, slot, count, bound):  # noqa: ANN001, ANN201
     """Put a slot that is in no list where its count belongs; from ``bound`` on, into none."""
     slots[slot, COUNT] = count
@@ -130,7 +131,7 @@ def add(slots, lists, slot, count, bound):  # noqa: ANN001, ANN201
         _append(slots, lists, slot, _list_after(lists, lower, count))
 
 
-@compile_loop
+@compile_inline
 def add_last(slots, lists, slot, count):  # noqa: ANN001, ANN201
     """As :func:`add` for a count that no slot exceeds yet."""
     slots[slot, COUNT] = count
@@ -140,7 +141,7 @@ def add_last(slots, lists, slot, count):  # noqa: ANN001, ANN201
     _append(slots, lists, slot, highest)
 
 
-@compile_loop
+@compile_inline
 def use(slots, lists, slot, step, bound):  # noqa: ANN001, ANN201
     """A slot was used: its count rises by ``step`` (0 or 1), and it becomes the last of its list."""
     at = slots[slot, LIST]
@@ -157,7 +158,7 @@ def use(slots, lists, slot, step, bound):  # noqa: ANN001, ANN201
         _drop_if_empty(lists, at)
 
 
-@compile_loop
+@compile_inline
 def remove(slots, lists, slot):  # noqa: ANN001, ANN201
     """Take a slot out of its list."""
     at = slots[slot, LIST]

@@ -80,6 +80,31 @@ def _sum_by_position_for(dim: int) -> Callable[..., None]:
     return cast(Callable[..., None], sum_by_position)
 
 
+@compile_loop
+def _set_clocks(slots, fetched, clocks):  # noqa: ANN001, ANN202
+    """Rows were fetched at these clocks; returns whether updates have been made here meanwhile."""
+    has_updates = False
+    for i in range(slots.shape[0]):
+        slot, unsent = slots[i], clocks[slots[i], UNSENT]
+        clocks[slot, START], clocks[slot, CURRENT] = fetched[i], fetched[i] + unsent
+        has_updates |= unsent > 0
+    return has_updates
+
+
+@compile_loop
+def _take_unsent(slots, clocks, taken, current, unsent):  # noqa: ANN001, ANN202
+    """Let slots owe nothing; fills those that did, and their clocks, and returns how many."""
+    count, last = 0, slots.shape[0] - 1
+    for i in range(slots.shape[0]):
+        prefetch_row(clocks, slots[min(i + AHEAD, last)])
+        slot = slots[i]
+        if clocks[slot, UNSENT] > 0:
+            taken[count], current[count], unsent[count] = slot, clocks[slot, CURRENT], clocks[slot, UNSENT]
+            clocks[slot, UNSENT] = 0
+            count += 1
+    return count
+
+
 class RowCache:
     """A bounded set of rows with optimizer state and clocks, trained here and sent later.
 
@@ -92,6 +117,7 @@ class RowCache:
         optimizer: The update rule: one whose state is a sum (SGD, Adagrad, RowwiseAdagrad).
         policy: Which rows go first, as in :class:`CacheIndex`.
         device: Where rows, state and updates are; index and clocks are on the CPU.
+        num_keys: What all keys are below, as in :class:`CacheIndex`.
         index: One that other caches use as well, instead of an own one of this limit and policy. It is for its owner
             to plan and to evict then, and for who uses the cache to keep the column ``HELD`` of its clocks.
 
@@ -125,11 +151,12 @@ class RowCache:
         *,
         policy: CachePolicy = "light_lfu",
         device: torch.device | str | None = None,
+        num_keys: int | None = None,
         index: CacheIndex | None = None,
     ) -> None:
         check_additive(optimizer)
         self.limit, self.optimizer = limit, optimizer
-        self._index = CacheIndex(limit, policy=policy) if index is None else index
+        self._index = CacheIndex(limit, policy=policy, num_keys=num_keys) if index is None else index
         self._owns_index = index is None
         self.rows = torch.empty(0, embedding_dim, device=device)
         self.row_state = optimizer.initial_state(self.rows)
@@ -169,14 +196,19 @@ class RowCache:
         """Forget announcements up to this number."""
         self._index.forget(number)
 
-    def plan(self, keys_N: Integers, *, announced: int | None = None) -> BatchPlan:
+    def plan(self, keys_N: Integers) -> BatchPlan:
         """Find a batch's rows; new ones get slots whose content :meth:`install` has to bring before any lookup.
 
         Args:
             keys_N: int64 ``[N]``, any numbers, repeated as the batch repeats them.
-            announced: Number of the batch's announcement.
         """
-        plan = self._index.plan(keys_N, announced=announced)
+        return self._with_room(self._index.plan(keys_N))
+
+    def plan_announced(self, number: int) -> BatchPlan:
+        """As :meth:`plan` for the batch of that announcement; it and those before it are used up."""
+        return self._with_room(self._index.plan_announced(number))
+
+    def _with_room(self, plan: BatchPlan) -> BatchPlan:
         self.make_room(self._index.num_slots)
         return plan
 
@@ -207,12 +239,11 @@ class RowCache:
             values: ``weight`` and every state, float32 ``[M, ...]``, on any device.
             clocks_M: The server's clocks, int32 ``[M]``.
         """
-        where, unsent_M = self._indices(slots_M), self.unsent[slots_M]
+        where = self._indices(slots_M)
         for name, tensor in {"weight": self.rows, **self.row_state}.items():
             tensor.index_copy_(0, where, values[name].to(tensor.device))
-        self.start[slots_M], self.current[slots_M] = clocks_M, clocks_M + unsent_M
-        if unsent_M.any():
-            again = self._indices(slots_M[unsent_M > 0])
+        if _set_clocks(slots_M, clocks_M, self.clocks):
+            again = self._indices(slots_M[self.unsent[slots_M] > 0])
             for name, tensor in {"weight": self.rows, **self.row_state}.items():
                 tensor.index_add_(0, again, self.owed[name].index_select(0, again), alpha=-1 if name == "weight" else 1)
 
@@ -279,12 +310,12 @@ class RowCache:
         ``c_s`` stays as well: a row that was updated since it was fetched lacks what others sent meanwhile, so it still
         counts as ahead of where it started.
         """
-        slots_P = slots[self.unsent[slots] > 0]
+        slots_P, (current_P, unsent_P) = np.empty_like(slots), np.empty((2, slots.size), dtype=np.int32)
+        count = _take_unsent(slots, self.clocks, slots_P, current_P, unsent_P)
+        slots_P, current_P, unsent_P = slots_P[:count], current_P[:count], unsent_P[:count]
         where = self._indices(slots_P)
         values = {name: tensor.index_select(0, where) for name, tensor in self.owed.items()}
-        updates = RowUpdates(self.keys(slots_P), self.current[slots_P], self.unsent[slots_P], values)
-        self.unsent[slots_P] = 0
-        return updates
+        return RowUpdates(self.keys(slots_P), current_P, unsent_P, values)
 
     def evict(self, *, spare_from: int) -> Integers:
         """Drop rows by policy until ``limit`` are left, but none of the plans ``spare_from`` and later.
@@ -314,5 +345,5 @@ class RowCache:
             self._index.clear()
         self.clocks[:, UNSENT] = self.clocks[:, HELD] = 0
 
-    def _indices(self, numbers: Integers) -> Tensor:
+    def _indices(self, numbers: Integers | NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(numbers).to(self.rows.device)

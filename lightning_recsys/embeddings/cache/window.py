@@ -19,13 +19,17 @@ from lightning_recsys.embeddings.cache import order
 from lightning_recsys.embeddings.cache.key_table import (
     EMPTY,
     KeyTable,
+    compile_inline,
     copy_into,
     erase,
     find,
     home,
+    make_array,
     make_table,
     prefetch_cell,
+    put,
     value_at,
+    values,
 )
 from lightning_recsys.embeddings.cache.order import COUNT, LIST, NEXT, NOWHERE, PLANNED
 from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
@@ -42,7 +46,7 @@ CHAIN = 3  # another occurrence of this batch that has a slot, or NOWHERE
 OLDEST, NEWEST, FARTHEST, _FIRST, _LENGTH, _KEYS = range(6)
 
 
-@compile_loop
+@compile_inline
 def attach(slots, occurrences, chains, counts, slot, at):  # noqa: ANN001, ANN201
     """Note that a held row, which is in no list, is used next by an occurrence."""
     number = occurrences[at, BATCH]
@@ -63,12 +67,12 @@ def _announce(keys_N, occurrences, keys, last_of, chains, counts, table, slots, 
     start, count, num_fresh = counts[_FIRST] + counts[_LENGTH], 0, 0
     for i in range(keys_N.shape[0]):
         prefetch_cell(last_of, home(last_of, keys_N[min(i + AHEAD, end)]))
-        soon = last_of[home(last_of, keys_N[min(i + SOON, end)]), 1]  # nearly always the key's own cell
+        soon = value_at(last_of, home(last_of, keys_N[min(i + SOON, end)]))  # nearly always the key's own cell
         if soon != EMPTY:
             prefetch_row(occurrences, soon)
         key = keys_N[i]
         cell = find(last_of, key)
-        last = last_of[cell, 1]
+        last = value_at(last_of, cell)
         if last != EMPTY and occurrences[last, BATCH] == number:
             distinct_N[i] = (last - start) & ring
             continue
@@ -78,10 +82,9 @@ def _announce(keys_N, occurrences, keys, last_of, chains, counts, table, slots, 
         if last != EMPTY:
             occurrences[last, FOLLOWING] = at
         else:
-            last_of[cell, 0] = key
             fresh[num_fresh] = at
             num_fresh += 1
-        last_of[cell, 1] = at
+        put(last_of, cell, key, at)
         distinct_N[i] = count
         count += 1
     counts[_LENGTH] += count
@@ -103,31 +106,48 @@ def _announce(keys_N, occurrences, keys, last_of, chains, counts, table, slots, 
 def _drop_oldest(start, size, occurrences, keys, last_of, chains, counts, slots, lists, bound):  # noqa: ANN001, ANN202
     """Forget the oldest announcement; rows that were held for it are held for their next use, or for none."""
     ring = occurrences.shape[0] - 1
-    counts[OLDEST] += 1
-    counts[_FIRST], counts[_LENGTH] = (start + size) & ring, counts[_LENGTH] - size
     for u in range(size):
-        prefetch_cell(last_of, home(last_of, keys[(start + min(u + AHEAD, size - 1)) & ring]))
+        prefetch_last(last_of, occurrences, keys, (start + min(u + AHEAD, size - 1)) & ring)
         at = (start + u) & ring
         slot, following = occurrences[at, SLOT], occurrences[at, FOLLOWING]
         if following == NOWHERE:
-            erase(last_of, find(last_of, keys[at]))
-            counts[_KEYS] -= 1
-        if slot != NOWHERE:
-            go_on(slots, lists, occurrences, chains, counts, slot, following, slots[slot, COUNT], bound)
+            drop_key(last_of, counts, keys[at])
+        if slot != NOWHERE and following != NOWHERE:
+            attach(slots, occurrences, chains, counts, slot, following)
+        elif slot != NOWHERE:
+            fall_out(slots, lists, slot, bound)
+    drop_batch(counts, size, ring)
 
 
-@compile_loop
-def go_on(slots, lists, occurrences, chains, counts, slot, following, count, bound):  # noqa: ANN001, ANN201
-    """A row, in no list, is held for a following occurrence; without one, in the order of the policy.
+@compile_inline
+def prefetch_last(last_of, occurrences, keys, at):  # noqa: ANN001, ANN201
+    """Ask for where a key's last occurrence is noted, if this is it."""
+    if occurrences[at, FOLLOWING] == NOWHERE:
+        prefetch_cell(last_of, home(last_of, keys[at]))
 
-    What is no longer known to come has at most the highest count that is kept in order, so that it can go.
+
+@compile_inline
+def drop_key(last_of, counts, key):  # noqa: ANN001, ANN201
+    """A key does not occur any more."""
+    erase(last_of, find(last_of, key))
+    counts[_KEYS] -= 1
+
+
+@compile_inline
+def drop_batch(counts, size, ring):  # noqa: ANN001, ANN201
+    """The oldest announcement, of so many keys, is done with."""
+    counts[OLDEST] += 1
+    counts[_FIRST], counts[_LENGTH] = (counts[_FIRST] + size) & ring, counts[_LENGTH] - size
+
+
+@compile_inline
+def fall_out(slots, lists, slot, bound):  # noqa: ANN001, ANN201
+    """A held row, in no list, is not known to come any more: it is held in the order of the policy.
+
+    It has at most the highest count that is kept in order, so that it can go.
     """
-    slots[slot, COUNT] = count
-    if following != NOWHERE:
-        attach(slots, occurrences, chains, counts, slot, following)
-    else:
-        slots[slot, NEXT] = NOWHERE
-        order.add(slots, lists, slot, min(count, bound - 1), bound)
+    slots[slot, NEXT] = NOWHERE
+    order.add(slots, lists, slot, min(slots[slot, COUNT], bound - 1), bound)
 
 
 @compile_loop
@@ -186,15 +206,18 @@ class Window:
         chains: For each announcement, first of its occurrences that have slots; by number, modulo the size.
         counts: Numbers that the loops share.
         last_of: Key -> its last occurrence.
+
+    Args:
+        num_keys: All keys are from 0 to below this, and each has its place in an array; ``None`` for a hash table.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_keys: int | None = None) -> None:
         self.batches: deque[Announced] = deque()
         self.keys = np.zeros(1, dtype=np.int64)
         self.occurrences = np.zeros((1, 4), dtype=np.int32)
         self.chains = np.full(1, NOWHERE, dtype=np.int32)
         self.counts = np.array([1, 0, 0, 0, 0, 0], dtype=np.int64)
-        self.last_of = make_table(0)
+        self.last_of: KeyTable = make_table(0) if num_keys is None else make_array(num_keys)
 
     def announce(
         self, keys_N: Integers, table: KeyTable, slots: NDArray[np.int32], lists: NDArray[np.int32]
@@ -203,21 +226,23 @@ class Window:
         self._reserve(keys_N.size, slots)
         start = int(self.counts[_FIRST] + self.counts[_LENGTH]) & (len(self.keys) - 1)
         distinct_N, fresh = np.empty(keys_N.size, dtype=np.int32), np.empty(keys_N.size, dtype=np.int32)
-        arrays = self.occurrences, self.keys, self.last_of, self.chains, self.counts
-        size = _announce(keys_N, *arrays, table, slots, lists, distinct_N, fresh)
+        size = _announce(keys_N, *self.arrays(), table, slots, lists, distinct_N, fresh)
         self.batches.append(Announced(int(self.counts[NEWEST]), start, size, distinct_N))
         return self.batches[-1]
 
     def drop_oldest(self, slots: NDArray[np.int32], lists: NDArray[np.int32], bound: int) -> None:
         """Forget the oldest batch."""
         batch = self.batches.popleft()
-        arrays = self.occurrences, self.keys, self.last_of, self.chains, self.counts
-        _drop_oldest(batch.start, batch.size, *arrays, slots, lists, bound)
+        _drop_oldest(batch.start, batch.size, *self.arrays(), slots, lists, bound)
 
     def take_farthest(self, victims: Integers, slots: NDArray[np.int32], spare_from: int) -> int:
         """Fill victims with slots whose next use is the farthest; returns how many, which may be too few."""
         count: int = _take_farthest(slots, self.occurrences, self.chains, self.counts, spare_from, victims)
         return count
+
+    def arrays(self) -> tuple[NDArray[np.int32], Integers, KeyTable, NDArray[np.int32], Integers]:
+        """As the loops take them."""
+        return self.occurrences, self.keys, self.last_of, self.chains, self.counts
 
     def release(self) -> None:
         """Know of no slots any more: nothing is held."""
@@ -236,7 +261,7 @@ class Window:
             self.chains = chains
         if int(self.counts[_LENGTH]) + num_new > size:
             self._grow(1 << (int(self.counts[_LENGTH]) + num_new - 1).bit_length(), slots)
-        if 2 * (int(self.counts[_KEYS]) + num_new) > len(self.last_of):
+        if self.last_of.ndim > 1 and 2 * (int(self.counts[_KEYS]) + num_new) > len(self.last_of):
             larger = make_table(2 * (int(self.counts[_KEYS]) + num_new))
             copy_into(self.last_of, larger)
             self.last_of = larger
@@ -252,7 +277,7 @@ class Window:
             occurrences[:, CHAIN],
             self.chains,
             slots[:, NEXT],
-            self.last_of[:, 1],
+            values(self.last_of),
         ):
             links[:] = np.where(links < 0, links, (links - first) & mask)
         self.batches = deque(Announced(x.number, (x.start - first) & mask, x.size, x.distinct_N) for x in self.batches)
