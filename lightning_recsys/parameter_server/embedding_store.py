@@ -159,20 +159,21 @@ class MappedEmbeddingStore(EmbeddingStore):
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
             add_rows(rows_P, _as_matrix(amounts), _as_matrix(self._arrays[name]), sign)
-        before_P = np.empty(len(rows_P), dtype=np.int32)
+        before_P, held_H = np.empty(len(rows_P), dtype=np.int32), request.held_clocks.numpy()
         move_clocks(rows_P, request.push_clocks.contiguous().numpy(), clocks, request.clock == "sum", before_P)
-        return torch.from_numpy(before_P)[len(rows_P) - request.held_clocks.numel() :] == request.held_clocks
+        return torch.from_numpy(before_P[len(rows_P) - len(held_H) :] == held_H)
 
     def fetch_and_check(self, request: RowExchange, current_H: Tensor) -> RowValues:
         """The fetches and checks of a request that was checked; changes nothing."""
-        wanted_M = request.wanted_rows(current_H)
-        clocks_M = self.marked_clocks.index_select(0, wanted_M) & MAX_CLOCK
-        values = {name: self._arrays[name].index_select(0, wanted_M) for name in self.row_shapes}
-        stale_C = torch.zeros(request.check_rows.numel(), dtype=torch.bool)
+        wanted_M, all_clocks = request.wanted_rows(current_H), self.marked_clocks.numpy()
+        clocks_M = all_clocks.take(wanted_M.numpy()) & MAX_CLOCK
+        values = {"weight": self.lookup(wanted_M)}
+        values.update((name, self._arrays[name].index_select(0, wanted_M)) for name in self._state_names)
+        stale_C = np.zeros(request.check_rows.numel(), dtype=np.bool_)
         if request.staleness is not None:
             rows_C, own_C = (x.contiguous().numpy() for x in (request.check_rows, request.check_clocks))
-            compare_clocks(rows_C, own_C, _as_matrix(self.marked_clocks), request.staleness, stale_C.numpy())
-        return RowValues(values, clocks_M, stale_C, current_H)
+            compare_clocks(rows_C, own_C, all_clocks[:, None], request.staleness, stale_C)
+        return RowValues(values, torch.from_numpy(clocks_M), torch.from_numpy(stale_C), current_H)
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
         return self._stretch(name, first_row, num_rows).clone()
@@ -213,7 +214,8 @@ class MappedEmbeddingStore(EmbeddingStore):
 
 def _as_matrix(array: Tensor) -> np.ndarray:
     """``[X]`` as ``[X, 1]``, ``[X, W]`` as it is."""
-    return (array if array.dim() > 1 else array.unsqueeze(1)).contiguous().numpy()
+    matrix = array.contiguous().numpy()
+    return matrix if matrix.ndim > 1 else matrix[:, None]
 
 
 def _draw_rows(arrays: MappedArrays, layout: TableLayout, optimizer: RowOptimizer, seed: int) -> None:

@@ -55,6 +55,15 @@ _read: Any = intrinsic(_read_before)
 
 
 @compile_loop
+def all_within(numbers, bound):  # noqa: ANN001, ANN201
+    """Whether all numbers are from 0 to below a bound."""
+    low, high = np.int64(0), np.int64(-1)
+    for number in numbers:
+        low, high = min(low, number), max(high, number)
+    return low == 0 and high < bound
+
+
+@compile_loop
 def _hear(clocks, row, sent, by_sum):  # noqa: ANN001, ANN202
     """Let a clock hear of a push; returns what it was, with its mark."""
     found = clocks[row, 0]

@@ -7,6 +7,7 @@ what is current comes back as one bit for each check and each held copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +25,8 @@ RowShapes = Mapping[str, tuple[int, ...]]
 def pack_request(exchange: RowExchange, num_rows: int, row_shapes: RowShapes) -> tuple[dict[str, Any], list[Tensor]]:
     """Arguments and arrays of the request for an exchange that was checked."""
     pushes = exchange.push_rows.numel()
-    rows = torch.cat([exchange.push_rows, exchange.check_rows, exchange.fetch_rows]).to(row_dtype(num_rows))
-    clocks = torch.cat([exchange.push_clocks, exchange.check_clocks, exchange.held_clocks])
+    rows = _joined(exchange.push_rows, exchange.check_rows, exchange.fetch_rows).to(row_dtype(num_rows))
+    clocks = _joined(exchange.push_clocks, exchange.check_clocks, exchange.held_clocks)
     updates = [exchange.updates[name].detach().contiguous() for name in row_shapes] if pushes else []
     arguments = {
         "pushes": pushes,
@@ -76,7 +77,7 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
         clock=clock,
     )
     exchange.check(num_rows, row_shapes)
-    row_bytes = 4 + 4 * sum(torch.Size(shape).numel() for shape in row_shapes.values())
+    row_bytes = 4 + 4 * sum(map(math.prod, row_shapes.values()))
     reply_bytes = (fetch_rows.numel() + held) * row_bytes
     if reply_bytes > limits.message_bytes:
         raise ValueError(f"the reply would have {reply_bytes} bytes and may have {limits.message_bytes}: ask in parts")
@@ -85,7 +86,7 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
 
 def pack_reply(values: RowValues) -> list[Tensor]:
     """Arrays of the reply."""
-    bits = np.packbits(torch.cat([values.stale, values.current]).numpy())
+    bits = np.packbits(_joined(values.stale, values.current).numpy())
     return [*values.values.values(), values.clocks, torch.from_numpy(bits)]
 
 
@@ -93,6 +94,11 @@ def unpack_reply(arrays: list[Tensor], exchange: RowExchange, row_shapes: RowSha
     """The reverse of :func:`pack_reply`, for the exchange that was sent."""
     *values, clocks, bits = arrays
     checked, held = exchange.check_rows.numel(), exchange.held_clocks.numel()
-    flags = torch.from_numpy(np.unpackbits(bits.numpy(), count=checked + held).view(np.bool_))
-    stale, current = flags[:checked], flags[checked:]
+    flags = np.unpackbits(bits.numpy(), count=checked + held).view(np.bool_)
+    stale, current = torch.from_numpy(flags[:checked]), torch.from_numpy(flags[checked:])
     return RowValues(dict(zip(row_shapes, values, strict=True)), clocks, stale, current)
+
+
+def _joined(*arrays: Tensor) -> Tensor:
+    """``torch.cat``, in half the time where there is little to join."""
+    return torch.from_numpy(np.concatenate([array.numpy() for array in arrays]))

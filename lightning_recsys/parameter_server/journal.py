@@ -26,6 +26,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
@@ -43,6 +44,11 @@ _ID = slice(0, 2)
 _APPLIED, _REFUSED, _SEEN_SECONDS, _CLOSED = 2, 3, 4, 5
 _ALIGNMENT = 64
 _INT64 = np.dtype("<i8")
+_COUNTERS = "counters"
+_ROWS = ""  # in the undo record: which rows are there, if not all
+
+_Saved = tuple[str, np.dtype[Any], Sequence[int]]  # name, dtype and shape of an array in the undo record
+_Copy = tuple[NDArray[Any], NDArray[Any]]  # an array and its place there
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class Journal:
         self._words = _open_words(folder / JOURNAL, max_clients)
         self._header, self._slots = self._words[0], self._words[1:]
         self._undo = torch.empty(0, dtype=torch.uint8)
-        self._recorded: tuple[Undo, list[tuple[Tensor, Tensor]]] | None = None  # whole arrays and their places
+        self._recorded: tuple[Undo, list[_Copy]] | None = None  # of whole arrays
         self._index = {slot[_ID].tobytes(): number for number, slot in enumerate(self._slots) if slot[_ID].any()}
         self.nonce = self._header[_HEADER_NONCE].tobytes()
 
@@ -206,45 +212,41 @@ class Journal:
     def _record(self, undo: Undo) -> None:
         if self._recorded is not None and self._recorded[0] is undo:  # the header is there, as after any such push
             for array, place in self._recorded[1]:
-                place.copy_(array)
+                np.copyto(place, array)
             return
         self._recorded = None
-        rows = undo.rows
-        saved: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        for name in undo.names:
-            array = undo.arrays[name]
-            saved.append((name, array.dtype, tuple(array.shape if rows is None else (rows.numel(), *array.shape[1:]))))
-        saved.append(("counters", torch.int64, tuple(undo.arrays["counters"].shape)))
+        rows = None if undo.rows is None else undo.rows.numpy()
+        arrays = {name: undo.arrays[name].numpy() for name in (*undo.names, _COUNTERS)}
+        saved: list[_Saved] = []
+        for name, array in arrays.items():
+            shape = array.shape if rows is None or name == _COUNTERS else (rows.size, *array.shape[1:])
+            saved.append((name, array.dtype, shape))
         if rows is not None:
-            saved.append(("", torch.int64, tuple(rows.shape)))
-        header = msgpack.packb(
-            {
-                "store": undo.arrays.folder.name,
-                "by_rows": rows is not None,
-                "arrays": [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in saved],
-            }
-        )
-        self._reserve(8 + len(header) + sum(math.prod(x[2]) * x[1].itemsize + _ALIGNMENT for x in saved) + _ALIGNMENT)
+            saved.append((_ROWS, _INT64, rows.shape))
+        described = [(name, dtype.str, shape) for name, dtype, shape in saved]
+        header = msgpack.packb({"store": undo.arrays.folder.name, "arrays": described})
+        size = sum(math.prod(shape) * dtype.itemsize + _ALIGNMENT for _, dtype, shape in saved)
+        self._reserve(8 + len(header) + size + _ALIGNMENT)
         memory = self._undo.numpy()
         memory[:8].view(_INT64)[0] = len(header)
         memory[8 : 8 + len(header)] = np.frombuffer(header, dtype=np.uint8)
-        for (name, _, _), place in zip(saved, self._places(8 + len(header), saved), strict=True):
-            if name == "":
-                place.copy_(rows)  # type: ignore[arg-type]  # there is such an entry where rows are
-            elif rows is None or name == "counters":
-                place.copy_(undo.arrays[name])
-            else:
-                torch.index_select(undo.arrays[name], 0, rows, out=place)
+        places = dict(zip((name for name, _, _ in saved), self._places(8 + len(header), saved), strict=True))
+        if rows is not None:
+            places.pop(_ROWS)[:] = rows
+            for name in undo.names:
+                arrays[name].take(rows, axis=0, out=places.pop(name))
+        for name, place in places.items():
+            np.copyto(place, arrays[name])
         if rows is None:
-            arrays = [undo.arrays[name] for name, _, _ in saved]
-            self._recorded = undo, list(zip(arrays, self._places(8 + len(header), saved), strict=True))
+            self._recorded = undo, [(arrays[name], place) for name, place in places.items()]
 
-    def _places(self, end: int, saved: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Iterator[Tensor]:
+    def _places(self, end: int, saved: Sequence[_Saved]) -> Iterator[NDArray[Any]]:
         """Views of the undo record, one array behind the other."""
+        memory = self._undo.numpy()
         for _, dtype, shape in saved:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + math.prod(shape) * dtype.itemsize
-            yield self._undo[start:end].view(dtype).view(tuple(shape))
+            yield memory[start:end].view(dtype).reshape(shape)
 
     def _restore(self, arrays: MappedArrays | None = None) -> None:
         memory = self._undo.numpy()
@@ -255,14 +257,12 @@ class Journal:
                 arrays = MappedArrays(self.folder / header["store"])
             except FileNotFoundError:  # removed since: nothing to put back
                 return
-        saved = [(name, getattr(torch, dtype), shape) for name, dtype, shape in header["arrays"]]
+        saved = [(name, np.dtype(dtype), shape) for name, dtype, shape in header["arrays"]]
         places = dict(zip([name for name, _, _ in saved], self._places(8 + length, saved), strict=True))
-        rows = places.pop("", None)
+        rows = places.pop(_ROWS, None)
         for name, values in places.items():
-            if rows is None or name == "counters":
-                arrays[name].copy_(values)
-            else:
-                arrays[name].index_copy_(0, rows, values)  # a row that is named twice was saved twice, and equal
+            where = slice(None) if rows is None or name == _COUNTERS else rows
+            arrays[name].numpy()[where] = values  # a row that is named twice was saved twice, and equal
 
     def _reserve(self, size: int) -> None:
         if size <= self._undo.numel():
