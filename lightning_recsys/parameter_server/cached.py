@@ -389,6 +389,9 @@ class CachedBackend(StoreBackend):
 
     def keys_of(self, features: SparseFeatures) -> Integers:
         """The key of each id, int64 ``[N]``: its row's number among the rows of all tables."""
+        if features.is_single_hot:
+            keys_FB: Integers = features.values.numpy().reshape(len(self._starts), -1) + self._starts[:, None]
+            return keys_FB.reshape(-1)
         keys_N = np.empty(features.values.numel(), dtype=np.int64)
         add_starts(features.values.numpy(), np.array(features.feature_bounds()), self._starts, keys_N)
         return keys_N

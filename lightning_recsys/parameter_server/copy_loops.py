@@ -47,8 +47,9 @@ def sort_copies(slots, is_new, in_training, clocks, marks, staleness, positions)
 @compile_loop
 def measure_lags(slots, clocks, lags):  # noqa: ANN001, ANN201
     """By how much copies are ahead of what was fetched, into int32 ``[U]``; returns the largest, and at least 0."""
-    largest = 0
+    largest, last = 0, slots.shape[0] - 1
     for u in range(slots.shape[0]):
+        prefetch_row(clocks, slots[min(u + AHEAD, last)])
         lags[u] = clocks[slots[u], CURRENT] - clocks[slots[u], START]
         largest = max(largest, lags[u])
     return largest

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_recsys.embeddings.cache import RowUpdates
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
@@ -101,7 +102,7 @@ class RowMessages:
         owed, self._owed = self._owed, []
         keys_K = np.concatenate([x.keys for x in owed] or [NO_KEYS])
         heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [NO_CLOCKS])
-        updates = {name: torch.cat([x.values[name] for x in owed]).to("cpu") for name in self._row_shapes if owed}
+        updates = {name: _joined([x.values[name] for x in owed]) for name in self._row_shapes if owed}
         answers = []
         splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C, held_H)]
         for index, (store, *parts) in enumerate(zip(self._stores, *splits, strict=True)):
@@ -124,7 +125,9 @@ class RowMessages:
             )
             answer = partial(self._wait, request, store.layout.num_rows, store.begin_exchange(request))
             answers.append(Answer(answer, fetched, checked, kept))
-            self.counts.update(request.bytes_by_kind(store.layout.num_rows, self._row_shapes), messages=1)
+            for kind, size in request.bytes_by_kind(store.layout.num_rows, self._row_shapes).items():
+                self.counts[kind] += size
+            self.counts["messages"] += 1
         return answers
 
     def _wait(self, request: RowExchange, num_rows: int, answer: Callable[[], RowValues]) -> RowValues:
@@ -135,3 +138,8 @@ class RowMessages:
             self.counts.update(request.bytes_by_kind(num_rows, self._row_shapes, num_outdated=num_outdated))
             self.counts.subtract(request.bytes_by_kind(num_rows, self._row_shapes))
         return found
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors one behind the other, on the CPU."""
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to("cpu")
