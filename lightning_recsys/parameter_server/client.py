@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.parameter_server.keys import ClientKeys
-from lightning_recsys.parameter_server.links import DirectLink, Link, LinkLostError, ZeroMQLink
+from lightning_recsys.parameter_server.links import DirectLink, Link, LinkLostError, Patience, ZeroMQLink
 from lightning_recsys.parameter_server.loopback import host_of, is_loopback
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
@@ -32,8 +32,6 @@ from lightning_recsys.parameter_server.wire import (
 
 FIRST_BACK_OFF_SECONDS = 0.05
 LONGEST_BACK_OFF_SECONDS = 2.0
-LOOK_SECONDS = 0.2  # how often a connection that waits looks whether it still should,
-LAST_SECONDS = 2.0  # and how long it waits for an answer once it should not
 GOODBYE_SECONDS = 0.2  # for what is still to be sent when it closes
 
 
@@ -101,7 +99,7 @@ class Connection:
     push that was refused raises at the next call.
 
     It begins over ZeroMQ. Once it has said ``hello`` to a server of this machine without keys, and nothing is on its
-    way, it goes on over a plain socket, and after each loss in the same way again.
+    way, it goes on over a plain socket; after each loss in the same way again.
 
     Two threads may use one connection, and wait for each other; give each its own where that matters. It does not
     survive a fork.
@@ -149,8 +147,9 @@ class Connection:
         self._window = _Window()
         self._detail = ""
         self._lost = self._gave_up = self._closed = False
-        self._door: tuple[int, bytes] | None = None  # of a direct link: its port, and what is said there first
-        self._greeting: Pending | None = None  # a hello that nobody waits for
+        self._offer: tuple[int, bytes] | None = None  # of a direct link: its port, and what is said there first
+        self._direct: DirectLink | None = None  # not in use yet
+        self._hello: Pending | None = None  # for another offer; nobody waits for it
         self._mutex = threading.RLock()
         self._random = random.Random(self._id)  # noqa: S311 - spreads retries, guards nothing
         self._link: Link = self._new_link()
@@ -191,9 +190,8 @@ class Connection:
             while self._pending and self._receive(0.0):
                 pass
             self._raise_refusal()
-            request = Request(operation, 0, self._id, self._next_sequence, store, arguments or {}, list(arrays))
-            self._next_sequence += 1
-            return self._send_new(request)
+            sequence = self._next_sequence
+            return self._send_new(Request(operation, 0, self._id, sequence, store, arguments or {}, list(arrays)))
 
     def wait(self, pending: Pending) -> Reply:
         """The answer to a request.
@@ -236,9 +234,10 @@ class Connection:
                     self.flush()
             finally:
                 self._closed = True
-                if not self._gave_up and not self._lost:
+                self._forget_direct()
+                if not self._gave_up:
                     with suppress(LinkLostError):
-                        self._link.send(encode_request(Request("goodbye", self._next_id, self._id)))
+                        self._say_goodbye()
                 self._link.close(linger_seconds=0 if self._gave_up else GOODBYE_SECONDS)
 
     # --- Sending and receiving ---------------------------------------------------------------------------------------
@@ -248,13 +247,13 @@ class Connection:
             raise RuntimeError(f"the connection to {self.endpoint} is closed.")
 
     def _send_new(self, request: Request) -> Pending:
-        if self._door is not None and all(pending.reply is not None for pending in self._pending.values()):
-            self._go_direct(*self._door)
+        self._go_direct_when_free()
         request.id = self._next_id
         self._next_id += 1
         pending = Pending(request, sum(array.nbytes for array in request.arrays))
         self._pending[request.id] = pending
         if request.sequence:
+            self._next_sequence += 1
             self._window.pushes += 1
             self._window.num_bytes += pending.num_bytes
         self._send(pending)
@@ -299,17 +298,15 @@ class Connection:
 
     def _next_message(self, seconds: float) -> Sequence[Frame] | None:
         """None where the time is over, or the wait was cancelled."""
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds, self._cancelled)
         while True:
-            left = deadline - time.monotonic()
-            frames = self._link.receive(max(0.0, min(left, LOOK_SECONDS)))
-            if frames is not None or seconds <= 0:
-                return frames
-            if left <= 0:
+            wait = patience.next_wait()
+            frames = self._link.receive(wait)
+            if frames is None and wait > 0:
+                continue
+            if frames is None and seconds > 0:
                 self._detail = "no answer in time"
-                return None
-            if self._cancelled():
-                deadline = min(deadline, time.monotonic() + LAST_SECONDS)
+            return frames
 
     def _lose(self, lost: LinkLostError) -> None:
         self._lost, self._detail = True, str(lost)
@@ -325,9 +322,10 @@ class Connection:
         self._gave_up = False
         pending.reply = reply
         if pending.request.operation == "hello" and reply.status == Status.OK:
-            self._door = _door(self.endpoint, reply.value)
-        if pending is self._greeting:
-            self._greeting = None
+            port, nonce = reply.value["direct"], reply.value["nonce"]
+            self._offer = (port, nonce) if port is not None and is_loopback(host_of(self.endpoint)) else None
+        if pending is self._hello:
+            self._hello = None
             del self._pending[reply.id]
         self.traffic.received_bytes += sum(array.nbytes for array in reply.arrays)
         if pending.request.sequence:
@@ -356,18 +354,48 @@ class Connection:
     def _new_link(self) -> ZeroMQLink:
         return ZeroMQLink(self.endpoint, keys=self._keys, send_seconds=self._timeout)
 
-    def _go_direct(self, port: int, greeting: bytes) -> None:
-        """Nothing is on its way: the next request may take another one."""
-        self._door = None
-        host, max_bytes = host_of(self.endpoint), 2 * self.limits.message_bytes
-        with suppress(OSError):  # another program's port, seen through a tunnel: this link does as well
-            direct = DirectLink(host, port, greeting=greeting, send_seconds=self._timeout, max_bytes=max_bytes)
+    def _go_direct_when_free(self) -> None:
+        """Leave ZeroMQ when nothing is on its way there and the server has greeted us at its other port."""
+        try:
+            if self._offer is not None:
+                (port, nonce), self._offer = self._offer, None
+                self._direct = DirectLink(
+                    host_of(self.endpoint),
+                    port,
+                    nonce=nonce,
+                    send_seconds=self._timeout,
+                    cancelled=self._cancelled,
+                    max_bytes=2 * self.limits.message_bytes,
+                )
+            if self._direct is None or any(pending.reply is None for pending in self._pending.values()):
+                return
+            if not self._direct.is_ready():
+                return
+        except OSError:  # another program's port, seen through a tunnel: ZeroMQ does as well
+            self._forget_direct()
+            return
+        before, self._link, self._direct = self._link, self._direct, None
+        before.close(linger_seconds=0)
+
+    def _forget_direct(self) -> None:
+        self._offer = None
+        if self._direct is not None:
+            self._direct.close(linger_seconds=0)
+            self._direct = None
+
+    def _say_goodbye(self) -> None:
+        if isinstance(self._link, DirectLink):
+            try:
+                self._link.receive(0)  # it has to look whether the server has restarted; ZeroMQ does by itself
+            except LinkLostError as lost:
+                self._lose(lost)
+        if self._lost:
             self._link.close(linger_seconds=0)
-            self._link = direct
+            self._link = self._new_link()
+        self._link.send(encode_request(Request("goodbye", self._next_id, self._id)))
 
     def _try_again(self, operation: str, attempts: _Attempts) -> None:
         """After a pause, send everything that has no answer over a new connection, in its order; or give up."""
-        self._link.close(linger_seconds=0)
         if attempts.count > self._retries or self._cancelled():
             self._gave_up = True
             self._reopen()
@@ -380,7 +408,9 @@ class Connection:
         attempts.deadline = time.monotonic() + self._timeout
 
     def _reopen(self) -> None:
-        goes_direct, self._door = self._door is not None or isinstance(self._link, DirectLink), None
+        goes_direct = any((self._offer, self._direct, isinstance(self._link, DirectLink)))
+        self._forget_direct()
+        self._link.close(linger_seconds=0)
         self._link = self._new_link()
         self._lost = False
         self.traffic.reconnects += 1
@@ -388,10 +418,4 @@ class Connection:
             if pending.reply is None:
                 self._send(pending)
         if goes_direct:
-            self._greeting = self.begin("hello")
-
-
-def _door(endpoint: str, hello: dict[str, Any]) -> tuple[int, bytes] | None:
-    """Where a server of this machine takes direct links, and what it says there first."""
-    port = hello["direct"]
-    return (port, hello["nonce"]) if port is not None and is_loopback(host_of(endpoint)) else None
+            self._hello = self.begin("hello")

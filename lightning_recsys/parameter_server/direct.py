@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TypeAlias
 
 import numpy as np
@@ -20,12 +19,15 @@ from lightning_recsys.parameter_server.loopback import send_unpaced
 MAX_FRAMES = 15  # of a message
 _SIZES = struct.Struct(f"<{1 + MAX_FRAMES}Q")  # before each message: how many frames it has, and their sizes
 _MAX_BUFFERS = 512  # in one call of the system
+_TURN_BYTES = 4 << 20  # after which others get their turn
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 class DirectSocket:
     """One end of a connection; nothing in it waits.
+
+    Whatever is raised while bytes move, Ctrl-C included, closes it: nobody could say how far they have come.
 
     Args:
         connected: The socket, which belongs to this object from now on.
@@ -39,23 +41,26 @@ class DirectSocket:
         self._max_bytes = max_bytes
         self._unsent: list[Buffer] = []
         self._sizes = memoryview(bytearray(_SIZES.size))
-        self._empty: list[Buffer] = [self._sizes]  # what is to be filled before anything else can be done
+        self._to_fill: list[Buffer] = [self._sizes]
         self._frames: list[memoryview] | None = None  # of the message whose sizes are known
 
     def fileno(self) -> int:
-        """To wait for it."""
+        """Its descriptor, for `select` and its like."""
         return self._socket.fileno()
 
     @property
     def waits(self) -> bool:
-        """Whether something is still to be sent, for which the socket must become writable."""
+        """Whether something is still to be sent."""
         return bool(self._unsent)
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Send a message behind those that wait. It must stay as it is until all is sent.
 
+        Args:
+            frames: 1 to 15.
+
         Returns:
-            Whether all is sent; otherwise :meth:`send_rest` goes on.
+            Whether all is sent; otherwise :meth:`send_rest` goes on, when the socket is writable.
 
         Raises:
             OSError: the connection is lost.
@@ -66,13 +71,18 @@ class DirectSocket:
 
     def send_rest(self) -> bool:
         """Send what waits; returns and raises as :meth:`send`."""
-        while self._unsent:
-            try:
+        try:
+            num_bytes = 0
+            while self._unsent and num_bytes < _TURN_BYTES:
                 sent = self._socket.sendmsg(self._unsent[:_MAX_BUFFERS])
-            except BlockingIOError:
-                return False
-            self._unsent = _without(self._unsent, sent)
-        return True
+                self._unsent = _without(self._unsent, sent)
+                num_bytes += sent
+        except BlockingIOError:
+            pass
+        except BaseException:
+            self.close()
+            raise
+        return not self._unsent
 
     def receive(self) -> list[memoryview] | None:
         """The next message, or ``None`` where it has not arrived as a whole.
@@ -80,32 +90,40 @@ class DirectSocket:
         Raises:
             OSError: the connection is lost, or what arrives are no messages.
         """
-        while True:
-            while self._empty:
-                try:
-                    received, *_ = self._socket.recvmsg_into(self._empty)
-                except BlockingIOError:
+        try:
+            num_bytes = 0
+            while self._to_fill or not self._is_whole():
+                if num_bytes >= _TURN_BYTES:
                     return None
+                received, *_ = self._socket.recvmsg_into(self._to_fill)
                 if received == 0:
-                    raise ConnectionResetError("the other side has closed the connection")
-                self._empty = _without(self._empty, received)
-            if self._frames is not None:
-                frames, self._frames, self._empty = self._frames, None, [self._sizes]
-                return frames
+                    raise ConnectionResetError("the connection was lost")
+                self._to_fill = _without(self._to_fill, received)
+                num_bytes += received
+            frames, self._frames, self._to_fill = self._frames, None, [self._sizes]
+            return frames
+        except BlockingIOError:
+            pass
+        except BaseException:
+            self.close()
+            raise
+        return None
+
+    def _is_whole(self) -> bool:
+        """Asked when nothing is left to fill; where those were the sizes, the frames come next."""
+        if self._frames is None:
             self._frames = self._make_room()
-            self._empty = [frame for frame in self._frames if len(frame)]
+            self._to_fill = [frame for frame in self._frames if len(frame)]
+        return not self._to_fill
 
     def _make_room(self) -> list[memoryview]:
         count, *sizes = _SIZES.unpack(self._sizes)
         if not 1 <= count <= MAX_FRAMES or any(sizes[count:]) or sum(sizes) > self._max_bytes:
-            raise ConnectionAbortedError("these are no messages")
+            raise ConnectionAbortedError("what arrived were no messages")
         return [np.empty(size, np.uint8).data for size in sizes[:count]]  # not touched before it is filled
 
-    def close(self, *, linger_seconds: float = 0.0) -> None:
-        """Let go of the socket; what waits gets so much time, and is lost then."""
-        with suppress(OSError):
-            self._socket.settimeout(linger_seconds)
-            self.send_rest()
+    def close(self) -> None:
+        """Let go of the socket; what waits is lost."""
         self._socket.close()
 
 
@@ -114,23 +132,23 @@ class DirectDoor:
 
     Args:
         host: An address of this machine.
-        greeting: Said to everyone who comes, by which a client knows that it has found the server.
+        nonce: Said to everyone who comes, by which a client knows that it has found the server.
         max_bytes: Size of a message that is received, at most.
 
     Attributes:
         port: The port.
     """
 
-    def __init__(self, host: str, *, greeting: bytes, max_bytes: int) -> None:
+    def __init__(self, host: str, *, nonce: bytes, max_bytes: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, 0), family=family, backlog=128)
         self._listening.setblocking(False)
         send_unpaced(self._listening.fileno())
-        self._greeting, self._max_bytes = greeting, max_bytes
+        self._nonce, self._max_bytes = nonce, max_bytes
         self.port: int = self._listening.getsockname()[1]
 
     def fileno(self) -> int:
-        """To wait for somebody."""
+        """Its descriptor, which is readable when somebody is there."""
         return self._listening.fileno()
 
     def let_in(self) -> DirectSocket | None:
@@ -139,11 +157,16 @@ class DirectDoor:
         Raises:
             OSError: this process cannot have another socket.
         """
-        with suppress(BlockingIOError, ConnectionError):
+        try:
             connected, _ = self._listening.accept()
-            connected.send(self._greeting)  # less than what every new socket has room for
+        except (BlockingIOError, ConnectionError):
+            return None
+        try:
+            connected.send(self._nonce)  # less than what every new socket has room for
             return DirectSocket(connected, max_bytes=self._max_bytes)
-        return None
+        except OSError:
+            connected.close()
+            return None
 
     def close(self) -> None:
         """Let nobody in any more."""

@@ -6,7 +6,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import zmq
@@ -23,11 +23,35 @@ _LOST = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the server speaks another protocol, or has other keys",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake was cut short",
 }
-_GREETING_SECONDS = 1.0  # from a server on this machine
+_CONNECT_SECONDS = 1.0  # within a machine, where the system answers
+LOOK_SECONDS = 0.2  # how often a wait looks whether anybody still wants its end,
+LAST_SECONDS = 2.0  # and how long it lasts once nobody does
 
 
 class LinkLostError(Exception):
     """A link that is of no use any more, and why."""
+
+
+class Patience:
+    """How long to wait; not much longer once nobody wants the result.
+
+    Args:
+        seconds: At most.
+        cancelled: Whether nobody wants it any more.
+    """
+
+    def __init__(self, seconds: float, cancelled: Callable[[], bool]) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._cancelled = cancelled
+        self._looked = False
+
+    def next_wait(self) -> float:
+        """Seconds to wait before asking again, 0 when the time is over."""
+        now = time.monotonic()
+        if self._looked and self._cancelled():
+            self._deadline = min(self._deadline, now + LAST_SECONDS)
+        self._looked = True
+        return max(0.0, min(self._deadline - now, LOOK_SECONDS))
 
 
 class Link(Protocol):
@@ -111,6 +135,8 @@ class ZeroMQLink:
         send_unpaced(int(event["value"]))
 
     def close(self, *, linger_seconds: float) -> None:  # noqa: D102 - as in Link
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(int(1000 * linger_seconds))
@@ -118,46 +144,69 @@ class ZeroMQLink:
 
 
 class DirectLink:
-    """A plain socket to a server on this machine.
+    """A plain socket to a server on this machine; of use once :meth:`is_ready`.
 
     Args:
         host: Of this machine.
         port: Where the server said that it listens.
-        greeting: What it says first; whoever says anything else is not that server.
-        send_seconds: Within which it must be possible to send something.
+        nonce: What it says first there; whoever says anything else is not that server.
+        send_seconds: Within which it must be possible to send a message.
+        cancelled: Whether nobody wants it sent any more.
         max_bytes: Size of a message from the server, at most.
 
     Raises:
-        OSError: there is nobody, or somebody else.
+        OSError: nobody listens there.
     """
 
-    def __init__(self, host: str, port: int, *, greeting: bytes, send_seconds: float, max_bytes: int) -> None:
-        connected = socket.create_connection((host, port), timeout=_GREETING_SECONDS)
-        try:
-            if connected.recv(len(greeting), socket.MSG_WAITALL) != greeting:
-                raise ConnectionRefusedError(f"port {port} of this machine is not the server's")
-            send_unpaced(connected.fileno())
-            self._socket = DirectSocket(connected, max_bytes=max_bytes)
-        except BaseException:
-            connected.close()
-            raise
-        self._send_seconds = send_seconds
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        nonce: bytes,
+        send_seconds: float,
+        cancelled: Callable[[], bool],
+        max_bytes: int,
+    ) -> None:
+        self._plain = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+        send_unpaced(self._plain.fileno())
+        self._socket = DirectSocket(self._plain, max_bytes=max_bytes)
+        self._nonce, self._send_seconds, self._cancelled = nonce, send_seconds, cancelled
         self._arrived: deque[list[memoryview]] = deque()
         self._readable, self._either = select.poll(), select.poll()
-        self._readable.register(connected, select.POLLIN)
-        self._either.register(connected, select.POLLIN | select.POLLOUT)
+        self._readable.register(self._plain, select.POLLIN)
+        self._either.register(self._plain, select.POLLIN | select.POLLOUT)
+
+    def is_ready(self) -> bool:
+        """Whether the server has greeted us, which a busy one does later.
+
+        Raises:
+            OSError: it was somebody else.
+        """
+        try:
+            said = self._plain.recv(len(self._nonce), socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        if not self._nonce.startswith(said) or not said:
+            raise ConnectionRefusedError("this port of the machine is not the server's")
+        return len(said) == len(self._nonce) and bool(self._plain.recv(len(said)))
 
     def send(self, frames: Sequence[bytes | memoryview]) -> None:  # noqa: D102 - as in Link
+        patience = Patience(self._send_seconds, self._cancelled)
         try:
             sent = self._socket.send(frames)
             while not sent:  # a server takes nothing from whoever does not take its answers
-                if not self._either.poll(1000 * self._send_seconds):
+                seconds = patience.next_wait()
+                if not self._either.poll(1000 * seconds) and not seconds:
                     raise LinkLostError("nothing can be sent")
                 if (message := self._socket.receive()) is not None:
                     self._arrived.append(message)
                 sent = self._socket.send_rest()
         except OSError as error:
-            raise LinkLostError("the connection was lost") from error
+            raise LinkLostError(str(error)) from error
+        except BaseException:  # the rest of the message would be missing
+            self._socket.close()
+            raise
 
     def receive(self, seconds: float) -> Sequence[Frame] | None:  # noqa: D102 - as in Link
         if self._arrived:
@@ -169,8 +218,8 @@ class DirectLink:
                 if left <= 0 or not self._readable.poll(1000 * left):
                     return None
         except OSError as error:
-            raise LinkLostError("the connection was lost") from error
+            raise LinkLostError(str(error)) from error
         return message
 
     def close(self, *, linger_seconds: float) -> None:  # noqa: D102 - as in Link
-        self._socket.close()  # all is with the system already, which goes on sending it
+        self._socket.close()  # what was sent is with the system already, which goes on by itself

@@ -1,4 +1,4 @@
-"""The process that offers a folder of stores to other machines: one socket, one thread, many requests in flight."""
+"""The process that offers a folder of stores: one thread, many requests in flight, over ZeroMQ and direct sockets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import logging
 import multiprocessing
 import re
+import resource
 import signal
 import socket
 import threading
@@ -28,7 +29,7 @@ from lightning_recsys.runtime import configure_worker
 LOCK = ".server.lock"
 BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
 DRAIN_SECONDS = 5.0  # for requests that had arrived when the server was told to stop
-_LINGER_SECONDS = 2.0  # for answers that wait to be sent
+LINGER_SECONDS = 2.0  # for answers that nobody takes
 _STOP = b"\0"
 _READABLE = int(zmq.POLLIN)
 _TURN = 64  # requests served before the other sockets are looked at
@@ -116,28 +117,29 @@ class Server:
         self._stopping: list[int] = []
         self._direct: dict[int, DirectSocket] = {}  # by descriptor
         self._direct_door: DirectDoor | None = None
+        self._max_direct = min(max_clients, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._poller = zmq.Poller()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._door = self._context.socket(zmq.REP)
-        self._door.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key may come in
+        self._key_check = self._context.socket(zmq.REP)
+        self._key_check.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key may come in
         self._router = self._context.socket(zmq.ROUTER)
         # Beyond this a connection is cut without a word; a request over the limits, but below this, gets an answer.
         self._router.maxmsgsize = 2 * limits.message_bytes
-        self._router.linger = int(1000 * _LINGER_SECONDS)
+        self._router.linger = int(1000 * LINGER_SECONDS)
         if keys is not None:
             self._router.curve_server = True
             self._router.curve_secretkey = keys.secret
             self._router.zap_domain = b"lightning_recsys"
         try:
             _bind(self._router, bind)
+            self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+            if keys is None:
+                nonce, max_bytes = self.handler.journal.nonce, 2 * limits.message_bytes
+                self._direct_door = DirectDoor(host_of(self.endpoint), nonce=nonce, max_bytes=max_bytes)
+                self._open_or_shut_door()
         except BaseException:
             self.close()
             raise
-        self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        if keys is None:
-            host, nonce = host_of(self.endpoint), self.handler.journal.nonce
-            self._direct_door = DirectDoor(host, greeting=nonce, max_bytes=2 * limits.message_bytes)
-            self.handler.direct_port = self._direct_door.port
 
     def __enter__(self) -> Self:
         return self
@@ -157,14 +159,12 @@ class Server:
     def run(self) -> None:
         """Serve until told to stop, then answer what has arrived."""
         poller = self._poller
-        for source in (self._router, self._door, self._wake.fileno(), *self._stopping):
+        for source in (self._router, self._key_check, self._wake.fileno(), *self._stopping):
             poller.register(source, zmq.POLLIN)
-        if self._direct_door is not None:
-            poller.register(self._direct_door.fileno(), zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            if self._door in ready:
-                self._open_door()
+            if self._key_check in ready:
+                self._check_key()
             if any(descriptor in ready for descriptor in self._stopping) or (
                 self._wake.fileno() in ready and self._told_to_stop()
             ):
@@ -177,16 +177,24 @@ class Server:
             while turn and self._serve_one():
                 # Asked first, for an attempt in vain costs an exception, while the reply is on its way.
                 turn = turn - 1 if int(self._router.get(zmq.EVENTS)) & _READABLE else 0
-        self._drain(time.monotonic() + DRAIN_SECONDS)
+        for source in (self._wake.fileno(), *self._stopping):
+            poller.unregister(source)
+        self._drain()
 
-    def _drain(self, deadline: float) -> None:
-        """Answer what has arrived, and let nobody in any more."""
+    def _drain(self) -> None:
+        """Answer what has arrived, and let nobody in any more; who takes no answers for a while gets none."""
         self._router.unbind(self.endpoint)
-        while self._serve_one() and time.monotonic() < deadline:
-            pass
-        for descriptor in list(self._direct):
-            while self._serve_direct(descriptor) and time.monotonic() < deadline:
-                pass
+        self._max_direct = 0
+        self._open_or_shut_door()
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            waits = any(direct.waits for direct in self._direct.values())
+            ready = dict(self._poller.poll(int(1000 * min(left, LINGER_SECONDS)) if waits else 0))
+            direct = ready.keys() & self._direct.keys()
+            for descriptor in direct:
+                self._serve_direct(descriptor)
+            if not self._serve_one() and not direct:
+                break
 
     def _told_to_stop(self) -> bool:
         return bool(set(self._wake.recv(4096)) & {*_STOP, signal.SIGTERM, signal.SIGINT})
@@ -210,9 +218,11 @@ class Server:
             frames = direct.receive() if direct.send_rest() else None
             if frames is not None:
                 direct.send(self.handler.handle(frames))
-        except (OSError, MemoryError):  # it was closed, or what arrived are no messages, or there is no room for them
+        except (OSError, MemoryError) as error:  # it was closed, or what arrived are no messages, or too large ones
+            self.handler.refused += isinstance(error, ConnectionAbortedError)
             self._poller.unregister(descriptor)
             self._direct.pop(descriptor).close()
+            self._open_or_shut_door()
             return False
         if direct.waits != waited:
             self._poller.modify(descriptor, zmq.POLLOUT if direct.waits else zmq.POLLIN)
@@ -222,29 +232,41 @@ class Server:
         try:
             direct = door.let_in()
         except OSError as error:
-            log.warning("Clients on this machine go on over ZeroMQ, a little slower: %s.", error)
-            self._poller.unregister(door.fileno())
-            return
-        if direct is not None:
-            self._direct[direct.fileno()] = direct
-            self._poller.register(direct.fileno(), zmq.POLLIN)
+            log.warning("New clients on this machine go on over ZeroMQ, a little slower: %s.", error)
+            self._max_direct = len(self._direct)
+        else:
+            if direct is not None:
+                self._direct[direct.fileno()] = direct
+                self._poller.register(direct.fileno(), zmq.POLLIN)
+        self._open_or_shut_door()
 
-    def _open_door(self) -> None:
+    def _open_or_shut_door(self) -> None:
+        """Clients are told of direct connections while there is room for more."""
+        if (door := self._direct_door) is None:
+            return
+        if len(self._direct) < self._max_direct:
+            self.handler.direct_port = door.port
+            self._poller.register(door.fileno(), zmq.POLLIN)
+        elif door.fileno() in self._poller:
+            self.handler.direct_port = None
+            self._poller.unregister(door.fileno())
+
+    def _check_key(self) -> None:
         """Answer ZeroMQ's question about a key (RFC 27): yes to a client's of this job, no to any other."""
-        version, request_id, _domain, _address, _identity, mechanism, *credentials = self._door.recv_multipart()
+        version, request_id, _domain, _address, _identity, mechanism, *credentials = self._key_check.recv_multipart()
         known = () if self._keys is None else self._keys.clients
         welcome = mechanism == b"CURVE" and len(credentials) == 1 and zmq.utils.z85.encode(credentials[0]) in known
         answer = (b"200", b"OK") if welcome else (b"400", b"unknown key")
-        self._door.send_multipart([version, request_id, *answer, b"", b""])
+        self._key_check.send_multipart([version, request_id, *answer, b"", b""])
 
     def close(self) -> None:
         """Close sockets and stores; replies that wait to be sent get a moment."""
         if self._direct_door is not None:
             self._direct_door.close()
         for direct in self._direct.values():
-            direct.close(linger_seconds=_LINGER_SECONDS)
+            direct.close()
         self._router.close()
-        self._door.close(0)
+        self._key_check.close(0)
         self._context.term()
         self._wake.close()
         self.waker.close()

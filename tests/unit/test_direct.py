@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_recsys.parameter_server.direct import MAX_FRAMES, DirectDoor, DirectSocket
 
-GREETING = bytes(range(16))
+NONCE = bytes(range(16))
 messages = st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=MAX_FRAMES), min_size=1, max_size=5)
 
 
@@ -19,11 +19,11 @@ messages = st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=MAX_F
 def connected():
     """A direct socket, and a plain one at its other end."""
     with (
-        closing(DirectDoor("127.0.0.1", greeting=GREETING, max_bytes=1 << 20)) as door,
+        closing(DirectDoor("127.0.0.1", nonce=NONCE, max_bytes=1 << 20)) as door,
         socket.create_connection(("127.0.0.1", door.port), timeout=5) as plain,
         closing(door.let_in()) as direct,
     ):
-        assert plain.recv(16, socket.MSG_WAITALL) == GREETING
+        assert plain.recv(16, socket.MSG_WAITALL) == NONCE
         yield direct, plain
 
 
@@ -89,16 +89,23 @@ def test_message_when_larger_than_the_system_takes_then_waits_and_goes_on(pair):
     assert received == expected
 
 
-def test_socket_when_closed_with_time_left_then_what_waits_is_sent(pair):
+@pytest.mark.parametrize("way", ["send", "receive"])
+def test_socket_when_interrupted_while_bytes_move_then_is_closed_for_nobody_knows_how_many_have(pair, monkeypatch, way):
     direct, plain = pair
-    message = [bytes(1 << 20)] * 8
-    assert not direct.send(message)
-    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
-    direct.close(linger_seconds=0.2)  # nobody reads: the time is over, and that is all
-    received = 0
-    while part := plain.recv(1 << 20):
-        received += len(part)
-    assert 0 < received <= len(as_bytes(message))
+
+    def interrupted(buffers, num_bytes):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_recsys.parameter_server.direct._without", interrupted)
+    plain.sendall(as_bytes([b"a message"]))
+    select.select([direct], [], [], 5)
+    with pytest.raises(KeyboardInterrupt):
+        direct.send([b"another"]) if way == "send" else direct.receive()
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        direct.send([b"another"])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        direct.receive()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +125,7 @@ def test_bytes_when_they_are_no_message_then_are_refused_before_there_is_room_fo
     direct, plain = pair
     plain.sendall(wrong)
     select.select([direct], [], [], 5)
-    with pytest.raises(ConnectionAbortedError, match="these are no messages"):
+    with pytest.raises(ConnectionAbortedError, match="what arrived were no messages"):
         direct.receive()
 
 
@@ -128,10 +135,10 @@ def test_socket_when_the_other_side_closes_then_says_so(pair):
     assert receive(direct, 1) == [[b"whole"]]
     plain.close()
     select.select([direct], [], [], 5)
-    with pytest.raises(ConnectionResetError, match="has closed"):
+    with pytest.raises(ConnectionResetError, match="the connection was lost"):
         direct.receive()
 
 
 def test_door_when_nobody_is_there_then_lets_nobody_in():
-    with closing(DirectDoor("127.0.0.1", greeting=b"", max_bytes=1)) as door:
+    with closing(DirectDoor("127.0.0.1", nonce=b"", max_bytes=1)) as door:
         assert door.let_in() is None
