@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import sys
 import tempfile
 import threading
 import time
@@ -105,13 +107,13 @@ class ForkserverLauncher(_MultiProcessingLauncher):
                 "Worker processes import the script that starts them, and this one starts training when imported."
                 " Start it under `if __name__ == '__main__':`."
             )
-        self._choose_port()
         for logger in trainer.loggers if trainer else ():
             getattr(logger, "log_dir", None)  # a version number is chosen here, so that all processes know it
         self.failed = True
         job = Job(self._strategy, trainer, function, args, kwargs)
         with (
             _sigterm_raises(),
+            self._port_held(),
             RunFolder(Path(tempfile.gettempdir())) as folder,
             self._serving() as sidecars,
         ):
@@ -125,13 +127,24 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         self.failed = False
         return value
 
-    def _choose_port(self) -> None:
-        """A free port for each launch, chosen here so that all workers know it."""
+    @contextmanager
+    def _port_held(self) -> Iterator[None]:
+        """A free port for each launch, chosen here so that all workers know it.
+
+        Rank 0 listens there seconds later. A socket that is bound, and does not listen, keeps the system from giving
+        the port to anybody's outgoing connection meanwhile; Linux lets rank 0 listen beside it.
+        """
         environment = self._strategy.cluster_environment
         assert environment is not None
         if isinstance(environment, LightningEnvironment):
             environment._main_port = -1
-        _ = environment.main_port
+        port = environment.main_port
+        with socket.socket() as held:
+            if isinstance(environment, LightningEnvironment) and sys.platform == "linux":
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with suppress(OSError):  # the user's choice, where somebody listens: rank 0 will say so
+                    held.bind(("", port))
+            yield
 
     def _save_job(self, job: Job, folder: Path) -> None:
         """One file under one name per worker: each removes its name, and the last one frees the space."""

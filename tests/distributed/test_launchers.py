@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins.environments import LightningEnvironment
 from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_recsys.launchers import ForkserverLauncher
 from lightning_recsys.strategies import ForkserverDDPStrategy
 
 pytestmark = [
@@ -449,3 +452,16 @@ def test_callback_when_it_has_a_state_then_it_comes_back(tmp_path):
     recorder = Recorder()
     make_trainer(tmp_path, callbacks=recorder).fit(Regression())
     assert recorder.steps == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are held on Linux")
+def test_port_of_a_launch_then_is_rank_0_s_and_nobody_else_s():
+    strategy = ForkserverDDPStrategy()
+    strategy.cluster_environment = environment = LightningEnvironment()
+    with ForkserverLauncher(strategy)._port_held():
+        with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            other.bind(("127.0.0.1", environment.main_port))
+        store = torch.distributed.TCPStore("127.0.0.1", environment.main_port, 1, is_master=True)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        del store

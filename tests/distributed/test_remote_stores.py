@@ -180,7 +180,8 @@ def test_reply_when_lost_then_the_push_is_sent_again_and_applied_once(tmp_path):
                 users.flush()
                 assert torch.allclose(users.lookup(row), before + count)
         assert users.step == 40
-        assert min(server.lost.values()) > 5
+        assert min(server.lost.values()) > 0
+        assert sum(server.lost.values()) > 10
         assert server.handler.duplicates > 0
         stores.close()
 
