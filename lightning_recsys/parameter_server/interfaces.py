@@ -178,6 +178,11 @@ class DenseStore(ABC):
     def version(self) -> int:
         """Updates applied so far (averages and gradients)."""
 
+    @property
+    def moving_seconds(self) -> float:
+        """Processor time of the callers' threads so far for moving bytes to a server; none where memory is shared."""
+        return 0.0
+
     @abstractmethod
     def close(self) -> None:
         """Let go of memory and connections; the vector stays."""

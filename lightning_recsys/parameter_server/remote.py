@@ -209,6 +209,10 @@ class RemoteDenseStore(DenseStore):
     def version(self) -> int:  # noqa: D102 - inherited
         return int(self._connection.request("counter", store=self.name).value)
 
+    @property
+    def moving_seconds(self) -> float:  # noqa: D102 - inherited
+        return self._connection.traffic.cpu_seconds
+
     def close(self) -> None:
         """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""
 

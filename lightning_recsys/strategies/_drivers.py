@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies._rounds import Rounds
 
-# Of a core: what a shadow thread without an interval takes. A round over TCP costs connection and server together about
-# four times as much again, and all of it should stay below 3 % of the training.
+# Of a core: what a shadow thread without an interval computes. A round over TCP costs connection and server together
+# about four times as much again, whichever thread moves the bytes, and all of it should stay below 3 % of the training.
 SHADOW_SHARE = 0.0035
 RECENT = 9  # rounds by whose median cost the next pause is measured
 
@@ -89,10 +89,11 @@ class ShadowThread(Driver):
         try:
             configure_worker()  # thread count and denormals are settings of each thread
             while True:
-                began = time.thread_time()
+                began = time.thread_time() - self.rounds.moving_seconds
                 if self.rounds.run(leaving=self._leaving.is_set()):
                     return
-                self._computed = [*self._computed[-RECENT:], time.thread_time() - began]
+                ended = time.thread_time() - self.rounds.moving_seconds
+                self._computed = [*self._computed[-RECENT:], ended - began]
                 self._leaving.wait(self._pause())
         except BaseException as error:
             self._error = error

@@ -56,6 +56,11 @@ class Rounds(ABC):
         self.count += 1
         return False
 
+    @property
+    def moving_seconds(self) -> float:
+        """Processor time of the threads that ran rounds so far, for moving bytes instead of computing."""
+        return 0.0
+
     @abstractmethod
     def _exchange(self, *, leaving: bool) -> Tensor | None:
         """What the algorithm asks for, or ``None`` where this trainer may leave."""
@@ -89,6 +94,10 @@ class CenterRounds(Rounds):
         for answer, part in zip(answers, self._answers, strict=True):
             part.copy_(answer())
         return self._answer
+
+    @property
+    def moving_seconds(self) -> float:
+        return sum(piece.moving_seconds for piece in self._pieces)
 
     def pull_center(self) -> Tensor:
         """A copy of the centre."""
