@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ def control_of(descriptor: int) -> bytes:
         return own.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
 
-def test_server_and_client_on_loopback_then_neither_end_is_paced(tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", ["zeromq", "direct"])
+def test_server_and_client_on_loopback_then_no_end_is_paced(tmp_path, monkeypatch, way):
     told = []
 
     def spy(descriptor):
@@ -29,10 +31,17 @@ def test_server_and_client_on_loopback_then_neither_end_is_paced(tmp_path, monke
     for module in ("server", "links", "direct"):
         monkeypatch.setattr(f"lightning_recsys.parameter_server.{module}.send_unpaced", spy)
     with running(tmp_path) as server:
+        assert told == [b"reno"] * 2  # where ZeroMQ listens, and where direct links come in
+        if way == "zeromq":
+            server.handler.direct_port = None
         stores = connect(server.endpoint, shared_memory="never")
-        assert stores.create_dense_store("center", torch.zeros(3)).pull().tolist() == [0.0] * 3
+        center = stores.create_dense_store("center", torch.zeros(3))
+        deadline = time.monotonic() + 10
+        while len(told) < 3 and time.monotonic() < deadline:  # a link looks at its socket when it waits
+            assert center.pull().tolist() == [0.0] * 3
         stores.close()
-    assert told == [b"reno"] * 4  # where ZeroMQ listens and connects, and where direct links do
+    assert len(told) > 2
+    assert set(told) == {b"reno"}
 
 
 def test_sockets_of_other_kinds_then_nothing_happens(tmp_path):
