@@ -16,6 +16,7 @@ from benchmarks.bars import Bar
 from benchmarks.choices import check_choices, check_numbers
 from benchmarks.des_data import ROWS, distinct, join
 from benchmarks.des_prediction import ALL_REDUCE, DES, PS, Prediction, predict
+from benchmarks.des_processors import PAPER, Share, Shares, encryption_seconds
 from benchmarks.des_training import MODELS
 from benchmarks.hosts import Host, NoLinkError, free_port, linked_hosts
 from benchmarks.jobs import Job, python, run_in_turns
@@ -31,7 +32,6 @@ Part = Literal["rows", "link", "quality"]
 HOSTS = 2
 DISTINCT_AT_512 = 147_664  # Rong et al. 2019, Table 2
 FEATURES = 950  # of an example, section 6
-THROUGHPUT = {"LR": 1.55, "W&D": 4.52, "DeepFM": 3.91}  # DES over servers, Table 5
 LINK = Network(bandwidth=125e6, latency=1e-4)  # 1 Gbit/s
 HEADERS = 66  # of a packet: Ethernet 14, IP 20, TCP with time stamps 32
 
@@ -150,6 +150,23 @@ class Forecasts:
         }
 
 
+@dataclass(frozen=True)
+class Measure:
+    """One workload in all variants.
+
+    Args:
+        rates: Of a global batch's examples.
+        sent: Variant -> bytes that a process sends in a step.
+        servers: Seconds of processor time that a host's server takes in a step.
+        encrypted: Bytes that a host's worker encrypts or decrypts in a step over servers.
+    """
+
+    rates: Measurement
+    sent: Mapping[str, float]
+    servers: float
+    encrypted: float
+
+
 def run(
     *,
     parts: list[Part],
@@ -214,7 +231,7 @@ class Suite:
     def link(self) -> Measured:
         """Rates and bytes of each model on each rows."""
         workloads = [(model, rows) for rows in self.batch_sizes for model in self.models]
-        measured: dict[tuple[str, str], tuple[Measurement, dict[str, float]]] = {}
+        measured: dict[tuple[str, str], Measure] = {}
         try:
             with linked_hosts(self.rate) as hosts:
                 for workload in workloads:
@@ -222,16 +239,20 @@ class Suite:
         except NoLinkError as error:
             log.warning("The link is left out: %s.", error)
         expected = self._expected() if measured else {}
+        # Of a byte, one way: half of what both ends take together.
+        encryption = encryption_seconds() / 2 if measured else 0.0
         results: list[Result] = []
-        sent, forecasts = [], []
-        for (model, rows), (measurement, counted) in measured.items():
+        sent, forecasts, shares = [], [], []
+        for (model, rows), each in measured.items():
             title, prediction = self._title(model, rows), expected[model, rows]
-            results.append(Row(title, measurement, base=PS))
-            sent.append(Sent(title, counted, prediction))
-            steps = {name: 1e3 * self.batch_sizes[rows] / measurement.median(name) for name in STRATEGIES}
+            results.append(Row(title, each.rates, base=PS))
+            sent.append(Sent(title, each.sent, prediction))
+            steps = {name: 1e3 * self.batch_sizes[rows] / each.rates.median(name) for name in STRATEGIES}
             link = {name: 1e3 * traffic.seconds(LINK) for name, traffic in prediction.traffic.items()}
             forecasts.append(Forecast(title, link, steps))
-        results += [Bytes(tuple(sent)), Forecasts(tuple(forecasts))] if measured else []
+            paper = PAPER[model] if rows == "paper" else None
+            shares.append(Share(title, steps, link, 1e3 * each.servers, 1e3 * encryption * each.encrypted, paper))
+        results += [Bytes(tuple(sent)), Forecasts(tuple(forecasts)), Shares(tuple(shares))] if measured else []
         return results, [bar for workload in workloads for bar in self._bars(*workload, results)]
 
     def _title(self, model: str, rows: str) -> str:
@@ -248,7 +269,6 @@ class Suite:
     def _bars(self, model: str, rows: str, results: Sequence[Result]) -> list[Bar]:
         """Their values are missing where nothing was measured."""
         title = self._title(model, rows)
-        rates = next((x.measured for x in results if isinstance(x, Row) and x.workload == title), None)
         sent = next((y for x in results if isinstance(x, Bytes) for y in x.sent if y.workload == title), None)
         forecast = next(
             (y for x in results if isinstance(x, Forecasts) for y in x.forecasts if y.workload == title), None
@@ -259,14 +279,10 @@ class Suite:
             for name in STRATEGIES
         ]
         bars.append(Bar(f"saved bytes off the formula's, {title}", off, "at most", 2, " %"))
-        if rows == "paper":
-            ratio = rates and rates.ratio(DES, PS)
-            bars.append(Bar(f"DES / PS, {title}", ratio, "at least", THROUGHPUT[model], " x"))
         wrong = forecast and float(len(set(forecast.beaten()[0]) ^ set(forecast.beaten()[1])))
         return [*bars, Bar(f"baselines that DES beats or not, foretold wrongly, {title}", wrong, "at most", 0)]
 
-    def _measure(self, model: str, rows: str, hosts: tuple[Host, Host]) -> tuple[Measurement, dict[str, float]]:
-        """Rates of a global batch's examples, and bytes that a process sends in a step."""
+    def _measure(self, model: str, rows: str, hosts: tuple[Host, Host]) -> Measure:
         batch_size = self.batch_sizes[rows]
         with ExitStack() as stack:
             jobs = {}
@@ -284,7 +300,9 @@ class Suite:
                 )
             run_in_turns(jobs, rounds=self.rounds, seconds=self.seconds)
             rates = {name: job.rates(batch_size // HOSTS) for name, job in jobs.items()}
-            return Measurement(rates), {name: sent_per_step(job.folder) for name, job in jobs.items()}
+            sent = {name: sent_per_step(job.folder) for name, job in jobs.items()}
+            encrypted = jobs[PS].told_per_step("comm/sent_bytes", "comm/received_bytes")
+            return Measure(Measurement(rates), sent, jobs[PS].processor_per_step()[1], encrypted)
 
 
 def sent_per_step(folder: Path) -> float:

@@ -66,6 +66,9 @@ class Job:
         self._main: list[subprocess.Popen[bytes]] = []
         self._runs: list[tuple[float, float]] = []  # when it ran: its start, then each turn
         self._resumed = 0.0
+        # Processor time at both ends of each: of the processes that were started, and of all that those started.
+        self._processor: list[tuple[np.ndarray, np.ndarray]] = []
+        self._processor_before = np.zeros(2)
 
     def __enter__(self) -> Job:
         search = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -109,9 +112,11 @@ class Job:
         for pid in descendants(*(process.pid for process in self._main)):
             _signal(pid, signal.SIGSTOP)
         self._runs.append((self._resumed, time.monotonic()))
+        self._processor.append((self._processor_before, self._processor_seconds()))
 
     def resume(self) -> None:
         """Let them go on."""
+        self._processor_before = self._processor_seconds()
         self._resumed = time.monotonic()
         for pid in descendants(*(process.pid for process in self._main)):
             _signal(pid, signal.SIGCONT)
@@ -123,6 +128,28 @@ class Job:
         """
         times = self._step_times() if rank is None else self._times_in(f"steps-{rank}-*")
         return [rate * batch_size for rate in steps_per_second(times, self._runs)][1:]
+
+    def told_per_step(self, *names: str) -> float:
+        """Sum of some numbers of the workers' telemetry, by their steps; after the job."""
+        told = sum(telemetry[name] for telemetry in self.telemetry.values() for name in names)
+        return told / sum(map(len, self._step_times()))
+
+    def processor_per_step(self) -> tuple[float, float]:
+        """Seconds of processor time that a worker's step takes; after the job, medians over the turns that count.
+
+        The first is that of the processes that this job was given to start, the second that of all that those started.
+        """
+        rates = steps_per_second(self._step_times(), self._runs)[1:]
+        turns = self._runs[2:-1]
+        steps = np.array([rate * (end - begin) for rate, (begin, end) in zip(rates, turns, strict=True)])
+        seconds = np.array([after - before for before, after in self._processor[2:]])
+        main, others = np.median(seconds / steps[:, None], axis=0).tolist()
+        return main, others
+
+    def _processor_seconds(self) -> np.ndarray:
+        main = [process.pid for process in self._main]
+        others = descendants(*main)[len(main) :]
+        return np.array([sum(map(processor_seconds, pids)) for pids in (main, others)])
 
     def _step_times(self) -> list[np.ndarray]:
         times = self._times_in("steps-*")
@@ -214,6 +241,15 @@ def descendants(*roots: int) -> list[int]:
     for pid in found:
         found += children.get(pid, ())
     return found
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process, all its threads together; 0 where there is none any more."""
+    try:
+        behind_command = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(behind_command[11]) + int(behind_command[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from contextlib import nullcontext
 from inspect import signature
 from itertools import islice
@@ -11,10 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from benchmarks import des, des_quality, des_training
+from benchmarks import des, des_processors, des_quality, des_training
 from benchmarks.des_data import CriteoRows, HeldRows, PaperRows, distinct, join
 from benchmarks.des_prediction import ALL_REDUCE, DES, GLOO_BYTES, LIGHTNING_BYTES, PS, dense_floats, predict
+from benchmarks.des_processors import Share, encryption_seconds
 from benchmarks.hosts import Host, NoLinkError
+from benchmarks.jobs import Job, processor_seconds
 
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import SparseFeatures
@@ -121,6 +125,13 @@ class Pretended:
     def rates(self, batch_size):
         return [batch_size * (2.0 if self.is_des else 1.0)] * 3
 
+    def told_per_step(self, *names):
+        assert names == ("comm/sent_bytes", "comm/received_bytes")
+        return 4e6
+
+    def processor_per_step(self):
+        return 9.0, 0.3
+
 
 @pytest.fixture
 def suite(monkeypatch):
@@ -129,19 +140,23 @@ def suite(monkeypatch):
     monkeypatch.setattr(des, "Job", Pretended)
     monkeypatch.setattr(des, "run_in_turns", lambda jobs, *, rounds, seconds: None)
     monkeypatch.setattr(des, "ROWS", {"paper": SMALL})
+    monkeypatch.setattr(des, "encryption_seconds", lambda: 1e-7)
     return des.Suite(batch_sizes={"paper": 40}, models=["LR"], rounds=1, seconds=0.0)
 
 
 def test_link_then_rates_bytes_and_forecasts_have_their_bars(suite):
-    (row, sent, forecasts), bars = suite.link()
+    (row, sent, forecasts, shares), bars = suite.link()
     assert row.to_dict()["ratio_to_base"] == {DES: 2.0, PS: 1.0, ALL_REDUCE: 1.0}
     (counted,) = sent.to_dict()["sent_bytes"].values()
     assert counted["counted"] == {DES: 2000 - 660, PS: 4000 - 660, ALL_REDUCE: 4000 - 660}
     (forecast,) = forecasts.to_dict()["forecasts"].values()
     assert forecast["step_ms"] == {DES: 1000.0, PS: 2000.0, ALL_REDUCE: 2000.0}
+    (share,) = shares.to_dict()["processors"].values()
+    assert (share["server_ms"], share["encryption_ms"], share["paper"]) == pytest.approx((300, 200, 1.55))
+    assert share["ratios"]["measured"] == pytest.approx(2.0)
+    assert share["ratios"]["without servers' time"] == pytest.approx(2.0 - 0.3 - 0.2)
     verdicts = {bar.name: (bar.value, bar.verdict) for bar in bars}
-    assert verdicts["DES / PS, LR, paper, B=40"] == (2.0, "pass")
-    assert len(verdicts) == 6
+    assert len(verdicts) == 5
     assert all(value is not None for value, _ in verdicts.values())
 
 
@@ -158,6 +173,42 @@ def test_link_when_there_can_be_none_then_its_bars_say_not_measured(suite, monke
 def test_forecast_then_those_with_longer_steps_are_beaten():
     forecast = des.Forecast("rows", {DES: 2.0, PS: 1.0, ALL_REDUCE: 3.0}, {DES: 2.0, PS: 4.0, ALL_REDUCE: 5.0})
     assert forecast.beaten() == ([ALL_REDUCE], [PS, ALL_REDUCE])
+
+
+def test_share_then_each_ratio_has_less_of_what_only_servers_take():
+    share = Share("rows", {DES: 40.0, PS: 200.0}, {DES: 10.0, PS: 90.0}, servers=50.0, encryption=30.0, paper=None)
+    assert share.ratios() == {"measured": 5.0, "link alone": 3.0, "without servers' time": 3.0}
+
+
+def test_encryption_seconds_then_it_is_what_encrypted_messages_take_more(monkeypatch):
+    taken = iter([5.0, 3.0, 4.0, 2.0, 6.0, 2.5])  # encrypted and not, in turns
+    monkeypatch.setattr(des_processors, "_transfer_seconds", lambda *, encrypted: next(taken))
+    assert encryption_seconds() == pytest.approx((4.0 - 2.0) / (100 * 2**20))
+
+
+def test_transfer_seconds_when_encrypted_then_messages_arrive_as_well(monkeypatch):
+    monkeypatch.setattr(des_processors, "_MESSAGES", 3)
+    assert des_processors._transfer_seconds(encrypted=True) > 0
+
+
+def test_processor_seconds_then_it_is_what_the_process_counts_itself():
+    began = time.process_time()
+    while time.process_time() < began + 0.05:
+        pass
+    assert processor_seconds(os.getpid()) == pytest.approx(time.process_time(), abs=0.05)
+
+
+def test_job_then_processor_time_and_telemetry_are_by_the_steps_of_all_workers(tmp_path):
+    job = Job("made", [], training="none", settings=[], folder=tmp_path, workers=2)
+    for rank in range(2):  # a step every half second in which the job runs
+        times = [np.arange(begin + 0.25, begin + 2, 0.5) for begin in (0, 10, 20, 30)]
+        np.concatenate([*times, [40.25]]).tofile(tmp_path / f"steps-{rank}-1")
+    job._runs = [(0.0, 2.0), (10.0, 12.0), (20.0, 22.0), (30.0, 32.0), (40.0, 40.5)]  # its start, three turns, its end
+    used = [(0.0, 0.0), (9.0, 9.0), (4.0, 0.8), (4.0, 0.8)]  # two turns count
+    job._processor = [(np.zeros(2), np.array(seconds)) for seconds in used]
+    job.telemetry = {0: {"sent": 20.0, "received": 6.0}, 1: {"sent": 10.0, "received": 3.0}}
+    assert job.processor_per_step() == pytest.approx((0.5, 0.1))  # of 8 steps
+    assert job.told_per_step("sent", "received") == pytest.approx(39 / 34)
 
 
 def test_sent_by_then_it_is_what_the_system_says_of_an_interface():
