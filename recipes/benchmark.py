@@ -11,8 +11,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hydra
-from benchmarks import report
-from benchmarks.jobs import sigterm_exits
+from benchmarks.harness import report
+from benchmarks.harness.jobs import sigterm_exits
 from omegaconf import DictConfig, OmegaConf
 from recipe_tools.build import build
 from recipe_tools.overrides import explained_overrides

@@ -1,1 +1,1 @@
-"""What ``recipes/benchmark.py`` measures, one suite per file."""
+"""What ``recipes/benchmark.py`` measures, in three rooms: see README.md."""

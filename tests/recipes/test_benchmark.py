@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -16,15 +17,15 @@ from types import SimpleNamespace
 import benchmarks
 import numpy as np
 import pytest
-from benchmarks.apart import Apart
-from benchmarks.bars import Bar, Bars
-from benchmarks.curves import Curves
-from benchmarks.estimates import trimmed_mean
-from benchmarks.het_cache import Columns
-from benchmarks.report import Drawn, fill
-from benchmarks.turns import Measurement, Stopped, Turn, in_turns
-from benchmarks.watching import WARM_UP, Switch, Watched, cost
-from benchmarks.workload import Workload
+from benchmarks.harness.apart import Apart
+from benchmarks.harness.bars import Bar, Bars
+from benchmarks.harness.estimates import trimmed_mean
+from benchmarks.harness.report import Drawn, fill
+from benchmarks.harness.turns import Measurement, Stopped, Turn, in_turns
+from benchmarks.harness.workload import Workload
+from benchmarks.suites.het.cache import Columns
+from benchmarks.suites.het.curves import Curves
+from benchmarks.suites.single.watching import WARM_UP, Switch, Watched, cost
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback
 from recipe_tools.build import build
@@ -36,6 +37,18 @@ def endless(turn: Turn, log: list[str], name: str) -> None:
     for _ in count():
         log.append(name)
         turn.step_done(10)
+
+
+def test_readme_then_its_tables_name_every_file_and_no_other():
+    room = Path(benchmarks.__file__).parent
+    named = set()
+    for line in (room / "README.md").read_text().partition("**Promises**")[0].splitlines():
+        if heading := re.match(r"\| `(\w+)/` \|", line):
+            part = heading[1]
+        elif line.startswith("| `"):
+            named |= {f"{part}/{name}" for name in re.findall(r"`([\w/]+\.py)`", line.split("|")[1])}
+    files = {str(path.relative_to(room)) for path in room.rglob("*.py") if path.name != "__init__.py"}
+    assert named == files
 
 
 def test_in_turns_then_one_variant_at_a_time_and_each_once_a_round():
@@ -61,7 +74,7 @@ def test_in_turns_when_a_variant_fails_then_its_error_is_the_cause():
 def test_apart_when_the_other_process_fails_then_says_what_it_said():
     with pytest.raises(RuntimeError, match="variant 'peer' ended in round 0") as error:
         in_turns({"peer": Apart(in_turns)(Workload(rows=1), "deepfm", 1)}, rounds=1, seconds=0.0)  # makes no variant
-    assert "benchmarks.turns in_turns failed" in str(error.value.__cause__)
+    assert "benchmarks.harness.turns in_turns failed" in str(error.value.__cause__)
     assert "TypeError" in str(error.value.__cause__)
 
 

@@ -13,12 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from benchmarks import des, des_processors, des_quality, des_training
-from benchmarks.des_data import CriteoRows, HeldRows, PaperRows, distinct, join
-from benchmarks.des_prediction import ALL_REDUCE, DES, GLOO_BYTES, LIGHTNING_BYTES, PS, dense_floats, predict
-from benchmarks.des_processors import Share, encryption_seconds
-from benchmarks.hosts import Host, NoLinkError
-from benchmarks.jobs import Job, processor_seconds
+from benchmarks.harness.hosts import Host, NoLinkError
+from benchmarks.harness.jobs import Job, processor_seconds
+from benchmarks.suites.des import processors as des_processors
+from benchmarks.suites.des import quality as des_quality
+from benchmarks.suites.des import suite as des
+from benchmarks.suites.des import training as des_training
+from benchmarks.suites.des.prediction import ALL_REDUCE, DES, GLOO_BYTES, LIGHTNING_BYTES, PS, dense_floats, predict
+from benchmarks.suites.des.processors import Share, encryption_seconds
+from benchmarks.suites.des.rows import CriteoRows, HeldRows, PaperRows, distinct, join
 
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import SparseFeatures
@@ -109,7 +112,7 @@ class Pretended:
     """A job of which nothing is started; what it is asked to do is checked. DES is twice as fast as the others."""
 
     def __init__(self, name, launchers, *, training, settings, folder, workers, environment):
-        assert training == "benchmarks.des_training"
+        assert training == "benchmarks.suites.des.training"
         assert len(launchers) == len(settings) == len(environment) == workers
         for own in settings:
             assert own.keys() <= signature(des_training.train).parameters.keys()

@@ -4,9 +4,9 @@ from functools import cache
 
 import numpy as np
 import pytest
-from benchmarks.het_cache import replay
-from benchmarks.het_traces import Trace, oracle
-from benchmarks.workload import Workload
+from benchmarks.harness.workload import Workload
+from benchmarks.suites.het.cache import replay
+from benchmarks.suites.het.traces import Trace, oracle
 
 
 def fewest_misses(keys, limit):

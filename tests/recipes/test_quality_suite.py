@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import fuxictr_peer, quality
-from benchmarks.quality import Comparison, Job, Runs, climb
-from benchmarks.turns import in_turns
-from benchmarks.workload import Workload
+from benchmarks.harness.turns import in_turns
+from benchmarks.harness.workload import Workload
+from benchmarks.peers import fuxictr as fuxictr_peer
+from benchmarks.suites import quality
+from benchmarks.suites.quality import Comparison, Job, Runs, climb
 from hydra import initialize_config_dir
 from recipe_helpers import CONF
 from recipe_tools.quiet import be_quiet
@@ -188,7 +189,7 @@ SIZES: dict[str, dict[str, Any]] = {
 @needs_fuxictr
 @pytest.mark.parametrize("name", OURS)
 def test_counterpart_then_as_many_parameters_as_ours(name, tmp_path):
-    from benchmarks.fuxictr_models import MODELS, feature_map
+    from benchmarks.peers.fuxictr_models import MODELS, feature_map
 
     fields = {"user": 50, "movie": 40, "genre": 7}
     columns = feature_map(tmp_path, embedding_dim=4, dense=[], fields=fields, bags={})
@@ -203,7 +204,7 @@ def test_counterpart_then_as_many_parameters_as_ours(name, tmp_path):
 
 @needs_fuxictr
 def test_columns_then_every_row_as_it_was_and_bags_filled_up_with_zeros():
-    from benchmarks.fuxictr_training import Loader, as_columns
+    from benchmarks.peers.fuxictr_training import Loader, as_columns
 
     bags = {"genres": (torch.tensor([0, 2, 2, 3]), torch.tensor([7, 8, 0]))}
     dense, ids = torch.tensor([[0.5], [1.5], [2.5]]), torch.tensor([[4], [5], [6]])

@@ -15,10 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from benchmarks import hosts, shadowsync, shadowsync_quality, shadowsync_training
-from benchmarks.hosts import Host, NoLinkError, linked_hosts
-from benchmarks.jobs import Job, descendants, steps_per_second
-from benchmarks.shadowsync_quality import Quality
+from benchmarks.harness import hosts
+from benchmarks.harness.hosts import Host, NoLinkError, linked_hosts
+from benchmarks.harness.jobs import Job, descendants, steps_per_second
+from benchmarks.suites.shadowsync import quality as shadowsync_quality
+from benchmarks.suites.shadowsync import suite as shadowsync
+from benchmarks.suites.shadowsync import training as shadowsync_training
+from benchmarks.suites.shadowsync.quality import Quality
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from recipe_helpers import CONF, TINY
@@ -61,7 +64,7 @@ def test_job_when_it_fails_then_its_output_is_told_and_nothing_is_left(tmp_path)
     job = Job(
         "broken",
         [[sys.executable]],
-        training="benchmarks.shadowsync_training",
+        training="benchmarks.suites.shadowsync.training",
         settings=[settings],
         folder=tmp_path,
         workers=2,
@@ -144,8 +147,8 @@ def test_linked_hosts_when_a_signal_ends_the_program_then_they_are_gone(number):
 
 WAIT = """
 import time
-from benchmarks.hosts import linked_hosts
-from benchmarks.jobs import sigterm_exits
+from benchmarks.harness.hosts import linked_hosts
+from benchmarks.harness.jobs import sigterm_exits
 with sigterm_exits(), linked_hosts() as (host, _):
     print(host.namespace, flush=True)
     time.sleep(60)

@@ -1,0 +1,63 @@
+"""What the processes of a :class:`benchmarks.harness.jobs.Job` share, whatever they train: step times, batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from lightning_recsys.data import Batch
+from lightning_recsys.strategies.base import RecsysStrategy
+
+
+class StepTimes(pl.Callback):
+    """Writes the time of every step of this process into a folder, and in the end what the strategy tells.
+
+    Training ends when there is a file ``stop``, or the process that asked for it is gone.
+    """
+
+    def __init__(self, folder: Path, *, asker: int) -> None:
+        self.folder = folder
+        self.asker = Path(f"/proc/{asker}")
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._file = (self.folder / f"steps-{trainer.global_rank}-{os.getpid()}").open("wb", buffering=0)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._file.write(struct.pack("d", time.monotonic()))
+        if (self.folder / "stop").exists() or not self.asker.exists():
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._file.close()
+        del self._file
+        if isinstance(trainer.strategy, RecsysStrategy):
+            told = {name: value for name, value in trainer.strategy.telemetry().items() if isinstance(value, float)}
+            (self.folder / f"telemetry-{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches that lie in memory, again and again; each rank starts elsewhere.
+
+    Args:
+        batches: All of them.
+        start: The first one of rank 0, as a share of all.
+    """
+
+    batches: list[Batch]
+    start: float
+
+    def __iter__(self) -> Iterator[Batch]:
+        ranks = torch.distributed.is_initialized()
+        share = torch.distributed.get_rank() / torch.distributed.get_world_size() if ranks else self.start
+        return islice(cycle(self.batches), int(share * len(self.batches)), None)

@@ -1,0 +1,1 @@
+"""What we are held against, one file a peer."""

@@ -1,0 +1,1 @@
+"""Suite ``data``: readers, and the preparation of raw rows."""

@@ -1,0 +1,193 @@
+"""Where a training step's time goes: the step built up part by part, in turns; its operators from torch's profiler."""
+
+# Shape suffixes: B batch, F features, D embedding dim.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from benchmarks.harness.ours import Ours, TaskAlone, make_task
+from benchmarks.harness.report import Result
+from benchmarks.harness.trainer import StepsToTurn, quiet_trainer
+from benchmarks.harness.turns import Measurement, Turn, in_turns
+from benchmarks.harness.workload import Workload
+from rich.table import Table
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_recsys.data import Batch
+from lightning_recsys.embeddings import Backend, EmbeddingBagCollection, SparseFeatures
+from lightning_recsys.tasks import CTRTask
+
+Variant = Callable[[Turn], None]
+
+PROFILED_STEPS = 30
+
+
+class FixedRows(Backend):
+    """Looks nothing up and trains nothing."""
+
+    def __init__(self, shape_BFD: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.pooled = torch.randn(shape_BFD) * 0.01
+
+    def lookup(self, sparse: SparseFeatures) -> Tensor:
+        return self.pooled.detach()
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A loader over batches that lie in memory, again and again."""
+
+    batches: list[Batch]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return cycle(self.batches)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Milliseconds of a step, part by part: differences between a step with the part and the step before it."""
+
+    title: str
+    milliseconds: dict[str, float]
+
+    @classmethod
+    def of(cls, title: str, measured: Measurement, batch_size: int) -> Parts:
+        """From variants that each have one part more than the one before."""
+        times = {name: 1e3 * batch_size / measured.median(name) for name in measured.rates}
+        parts = [(after, times[after] - times[before]) for before, after in pairwise(times)]
+        first = next(iter(times))
+        return cls(title, {first: times[first], **dict(parts), "the whole step": list(times.values())[-1]})
+
+    def table(self) -> Table:
+        """With each part's share of the step."""
+        table = Table("part", "ms", "share", title=self.title, title_justify="left")
+        whole = list(self.milliseconds.values())[-1]
+        for name, value in self.milliseconds.items():
+            table.add_row(name, f"{value:.3f}", f"{value / whole:.1%}")
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {"parts": self.title, "milliseconds": {name: round(v, 4) for name, v in self.milliseconds.items()}}
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The operators that take most of the time: name -> calls a step, milliseconds a step without what they call."""
+
+    title: str
+    operators: dict[str, tuple[float, float]]
+
+    def table(self) -> Table:
+        """Most expensive first."""
+        table = Table("operator", "calls a step", "ms a step", title=self.title, title_justify="left")
+        for name, (calls, milliseconds) in self.operators.items():
+            table.add_row(name, f"{calls:g}", f"{milliseconds:.3f}")
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for programs."""
+        listed = {name: {"calls": calls, "ms": round(ms, 4)} for name, (calls, ms) in self.operators.items()}
+        return {"operators": self.title, "per_step": listed}
+
+
+def measure(root: Path, model: str, batch_size: int, *, rounds: int, seconds: float) -> list[Result]:
+    """Both tables for one model."""
+    work, name = Workload(), f"{model}, B={batch_size}"
+    steps = Steps(root, work, model, batch_size)
+    # Short turns and many of them: some parts are a few percent of the step.
+    measured = in_turns(steps.variants(), rounds=3 * rounds, seconds=seconds / 3)
+    return [Parts.of(f"parts of a step, {name}", measured, batch_size), steps.operators(f"operators, {name}")]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A step of ours, part by part.
+
+    Args:
+        root: Prepared rows.
+        work: The same, in memory.
+        model: What is trained.
+        batch_size: Examples a step.
+    """
+
+    root: Path
+    work: Workload
+    model: str
+    batch_size: int
+
+    def variants(self) -> dict[str, Variant]:
+        """Each has one part more than the one before."""
+        return {
+            "dense part, forward and backward": self._loop(rows=False, optimizer=False),
+            "dense optimizer": self._loop(rows=False),
+            "embeddings: checks, lookup, update": self._loop(),
+            "Lightning's loop": self._through_trainer,
+            "reader": Ours(self.root, metrics=False)(self.work, self.model, self.batch_size),
+            "metrics, callbacks, logger": Ours(self.root)(self.work, self.model, self.batch_size),
+        }
+
+    def operators(self, title: str, *, most: int = 12) -> Operators:
+        """From torch's profiler, which costs a few microseconds a call itself; compiled loops do not show."""
+        step = self._step(make_task(self.work, self.model))
+        batches = cycle(self.work.batches(self.batch_size))
+        for _ in range(PROFILED_STEPS):
+            step(next(batches))
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for _ in range(PROFILED_STEPS):
+                step(next(batches))
+        events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)[:most]
+        per_step = {
+            event.key: (round(event.count / PROFILED_STEPS, 1), event.self_cpu_time_total / 1e3 / PROFILED_STEPS)
+            for event in events
+        }
+        return Operators(title, per_step)
+
+    def _loop(self, *, rows: bool = True, optimizer: bool = True) -> Variant:
+        """A plain loop over ready batches."""
+
+        def run(turn: Turn) -> None:
+            task = make_task(self.work, self.model)
+            if not rows:
+                self._fix_rows(task)
+            step = self._step(task, optimizer=optimizer)
+            for batch in cycle(self.work.batches(self.batch_size)):
+                step(batch)
+                turn.step_done(self.batch_size)
+
+        return run
+
+    def _step(self, task: CTRTask, *, optimizer: bool = True) -> Callable[[Batch], None]:
+        dense: Any = task.configure_optimizers() if optimizer else None
+
+        def step(batch: Batch) -> None:
+            task.zero_grad()
+            F.binary_cross_entropy_with_logits(task.model(batch.dense, batch.sparse), batch.labels).backward()
+            if dense is not None:
+                dense.step()
+
+        return step
+
+    def _fix_rows(self, task: CTRTask) -> None:
+        for module in task.modules():
+            if isinstance(module, EmbeddingBagCollection):
+                module.check_ids = False
+                shape = (self.batch_size, len(module.feature_names), module.embedding_dim)
+                module.embedding_bags = FixedRows(shape)
+
+    def _through_trainer(self, turn: Turn) -> None:
+        task: pl.LightningModule = make_task(self.work, self.model, kind=TaskAlone)
+        loader: Any = Ready(self.work.batches(self.batch_size))
+        quiet_trainer(StepsToTurn(turn, self.batch_size)).fit(task, loader)

@@ -1,0 +1,125 @@
+"""Suite ``single``: one process, one thread, whole training steps, and the bars that they are held against."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import torch
+from benchmarks.harness import memory
+from benchmarks.harness.apart import Apart
+from benchmarks.harness.bars import Bar, Bars
+from benchmarks.harness.choices import check_choices, check_numbers
+from benchmarks.harness.ours import MODELS, Ours, reader_alone
+from benchmarks.harness.report import Result, Row
+from benchmarks.harness.turns import Measurement, Turn, in_turns
+from benchmarks.harness.workload import Workload
+from benchmarks.peers import dlrm_reference, floor, fuxictr, plain_lightning, torchrec
+from benchmarks.suites import kernels
+from benchmarks.suites.data.suite import write_rows
+from benchmarks.suites.single import steps, watching
+
+log = logging.getLogger(__name__)
+
+Rows = dict[tuple[str, int], Measurement]
+
+
+def run(
+    *, models: list[str], batch_sizes: list[int], rows: int, rounds: int, seconds: float, profile: bool
+) -> list[Result]:
+    """Measure every model at every batch size, each pair in one interleaved measurement; then what else has a bar.
+
+    With ``profile``, where the time of ours goes, and nothing else.
+
+    Raises:
+        ValueError: a model that there is not, or a number too small to measure anything with.
+    """
+    check_choices("suite.models", models, MODELS)
+    check_numbers("suite.batch_sizes", batch_sizes)
+    check_numbers("suite.rounds", rounds)
+    check_numbers("suite.rows", rows, least=max(batch_sizes))
+    with tempfile.TemporaryDirectory() as folder:
+        root = write_rows(Workload(rows=rows), Path(folder), compression="none")
+        if profile:
+            pairs = [(model, batch_size) for model in models for batch_size in batch_sizes]
+            return [part for pair in pairs for part in steps.measure(root, *pair, rounds=rounds, seconds=seconds)]
+        return _measure(root, models, batch_sizes, rounds=rounds, seconds=seconds)
+
+
+def variants(root: Path, work: Workload, model: str, batch_size: int) -> dict[str, Callable[[Turn], None]]:
+    """What can be measured for this model here; TorchRec and FuxiCTR only where they are installed."""
+    makers = {"floor": floor.variant, "ours": Ours(root), "lightning": Apart(plain_lightning.variant)}
+    if torch.cpu._is_avx512_bf16_supported():
+        makers["ours, bf16"] = Ours(root, precision="bf16-mixed")
+    if model == "dlrm":
+        makers["dlrm reference"] = Apart(dlrm_reference.variant)
+        if torchrec.is_available():
+            makers["torchrec"] = Apart(torchrec.variant)
+    if fuxictr.is_available():
+        makers |= {"fuxictr": Apart(fuxictr.variant), "fuxictr, no reader": Apart(fuxictr.preloaded)}
+    return {name: make(work, model, batch_size) for name, make in makers.items()}
+
+
+def _measure(root: Path, models: list[str], batch_sizes: list[int], *, rounds: int, seconds: float) -> list[Result]:
+    for name, peer in (("TorchRec", torchrec), ("FuxiCTR", fuxictr)):
+        if not peer.is_available():
+            log.info("%s is not installed, so it is left out; recipes/benchmarks says how to add it.", name)
+    work = Workload()
+    measured: Rows = {
+        (model, batch_size): in_turns(variants(root, work, model, batch_size), rounds=rounds, seconds=seconds)
+        for batch_size in batch_sizes
+        for model in models
+    }
+    results: list[Result] = [Row(f"{model}, B={b}", each, base="floor") for (model, b), each in measured.items()]
+    bars = [bar for (model, b), each in measured.items() for bar in _bars_of_steps(model, b, each)]
+
+    for batch_size in batch_sizes:
+        fastest = max(models, key=lambda model: measured[model, batch_size].median("ours"))
+        pair = {"ours": Ours(root)(work, fastest, batch_size), "reader": reader_alone(root, batch_size)}
+        row = Row(f"{fastest}, B={batch_size}", in_turns(pair, rounds=rounds, seconds=seconds), base="ours")
+        results.append(row)
+        bars.append(Bar(f"reader alone / {row.workload}", row.measured.ratio("reader", "ours"), "at least", 5, " x"))
+    for model, batch_size in product(models, batch_sizes):
+        watched = watching.measure(
+            root, model, batch_size, most_seconds=60 * seconds, quadruples=32 if rounds > 1 else 2
+        )
+        results.append(row := Row(f"{model}, B={batch_size}", watched.wall, base="ours"))
+        wall, processor = watching.cost(watched.wall), watching.cost(watched.processor)
+        told = f"processor time: {processor.value:.2f} ± {processor.standard_error:.2f} %"
+        name = f"metrics and callbacks, {row.workload} ({told})"
+        bars.append(Bar(name, wall.value, "at most", 3, " %", standard_error=wall.standard_error))
+    results += (
+        kernel_rows := kernels.run(dims=[work.dim], batch_sizes=[2048], rounds=rounds, seconds=min(seconds, 0.3))
+    )
+    for rule in ("Adam", "FTRL"):
+        value = kernel_rows[0].measured.ratio(f"numba {rule}", "fbgemm module")
+        bars.append(Bar(f"numba {rule} / FBGEMM rowwise Adagrad, {kernel_rows[0].workload}", value, "at least", 0.5))
+    largest = max(batch_sizes)
+    for model in models:
+        value = memory.beyond_rows_mib(root, model, largest)
+        name = f"memory beyond rows and their state, {model}, B={largest}"
+        bars.append(Bar(name, value, "at most", 600, " MiB"))
+    return [*results, Bars(tuple(bars))]
+
+
+def _bars_of_steps(model: str, batch_size: int, measured: Measurement) -> list[Bar]:
+    """The bars for one model at one batch size: the other side, and how many times its rate is asked for."""
+    asked: dict[str, float] = {}
+    if batch_size == 2048:
+        asked = {"floor": 0.9, "fuxictr": 3.5}
+        if model == "dlrm":
+            asked |= {"torchrec": 1.05, "dlrm reference": 1.3}
+    elif (model, batch_size) == ("deepfm", 128):
+        asked = {"floor": 0.7, "lightning": 20.0}
+    return [
+        Bar(
+            f"ours / {other}, {model}, B={batch_size}",
+            measured.ratio("ours", other) if other in measured.rates else None,
+            "at least",
+            limit,
+        )
+        for other, limit in asked.items()
+    ]

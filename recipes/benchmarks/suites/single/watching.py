@@ -1,0 +1,200 @@
+"""What metrics and callbacks take of a step: switched on and off inside one training, a block of steps each.
+
+Of two trainings that do the same, one is two or three percent faster for as long as it lives, by where its memory lies.
+Here both sides are the same training: the same memory, reader and model.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import rich
+from benchmarks.harness.estimates import Estimate
+from benchmarks.harness.ours import make_task
+from benchmarks.harness.processes import RECIPES
+from benchmarks.harness.trainer import quiet_trainer
+from benchmarks.harness.turns import Measurement, Stopped
+from benchmarks.harness.workload import Workload
+from omegaconf import OmegaConf
+from recipe_tools.build import build_all
+
+from lightning_recsys.data import Batch
+from lightning_recsys.data.prepared import PreparedDataModule
+from lightning_recsys.data.typed_yaml import load_yaml
+
+BLOCK = 512
+"""Examples of a block, of two steps at least: a tenth of a second or less, within which a machine hardly changes."""
+
+WARM_UP = 5
+"""Quadruples of blocks that do not count."""
+
+ENOUGH = 0.3
+"""Standard error of the cost, in percent of the step, at which a measurement ends."""
+
+Seconds = dict[bool, list[Any]]
+"""With callbacks and loggers (``True``) and without: of the two blocks of each quadruple together."""
+
+_CONF = RECIPES.parent / "conf"
+
+
+@dataclass(frozen=True)
+class Endless:
+    """Epoch after epoch as one, so that no block has an epoch's end in it, with its checkpoint."""
+
+    loader: Any
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield from self.loader
+
+
+class Switch(pl.Callback):
+    """Gives a trainer other callbacks and loggers, or none, for a block of steps at a time, and takes the time of each.
+
+    Blocks come in quadruples: with, without, without, with, or the other way round, by lot. So a machine that grows
+    slower takes as much from one side as from the other; and what comes every so many steps, such as the reader's next
+    rows, or a step that is logged, meets both sides alike. What callbacks put off they do at a later step of theirs.
+
+    Args:
+        steps: Of a block.
+        is_enough: Asked after each quadruple with :attr:`seconds` and those since the first quadruple that counts; ends
+            the training by :class:`benchmarks.harness.turns.Stopped`.
+        clock: Seconds; an array of them from several clocks.
+
+    Attributes:
+        seconds: By the clock.
+    """
+
+    def __init__(self, steps: int, is_enough: Callable[[Seconds, Any], bool], *, clock: Callable[[], Any]) -> None:
+        self.seconds: Seconds = {True: [], False: []}
+        self._steps_of_block, self._is_enough, self._clock = steps, is_enough, clock
+        self._lot = np.random.default_rng(0)
+        self._warm_up, self._steps = WARM_UP, 0
+        self._next_quadruple()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note what there is to switch, and begin."""
+        self._callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        self._loggers = list(trainer.loggers)
+        self._began = self._clock()
+        self._switch(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Last of all callbacks: at the end of a block, note its time and switch."""
+        self._steps += 1
+        if self._steps % self._steps_of_block:
+            return
+        self._taken[self._coming.pop(0)] += self._clock() - self._since
+        if not self._coming:
+            self._end_quadruple()
+            self._next_quadruple()
+        self._switch(trainer)
+
+    def _next_quadruple(self) -> None:
+        first = bool(self._lot.integers(2))
+        self._coming = [first, not first, not first, first]
+        self._taken = {True: 0.0, False: 0.0}
+
+    def _end_quadruple(self) -> None:
+        if self._warm_up:
+            self._warm_up -= 1
+            self._began = self._clock()
+            return
+        for on, seconds in self._taken.items():
+            self.seconds[on].append(seconds)
+        if self._is_enough(self.seconds, self._clock() - self._began):
+            raise Stopped
+
+    def _switch(self, trainer: pl.Trainer) -> None:
+        on = self._coming[0]
+        trainer.callbacks = [*self._callbacks, self] if on else [self]  # type: ignore[attr-defined]
+        trainer.loggers = self._loggers if on else []
+        self._since = self._clock()
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Examples per second with what watches a run (``ours``) and without (``no metrics``), one number a quadruple.
+
+    Args:
+        wall: By the clock on the wall.
+        processor: By the processor time of the thread that trains: without the time in which something else ran.
+    """
+
+    wall: Measurement
+    processor: Measurement
+
+    @classmethod
+    def of(cls, seconds: Seconds, examples: int) -> Watched:
+        """From the seconds on both clocks, and the examples of a block."""
+        sides = {"ours": np.array(seconds[True]), "no metrics": np.array(seconds[False])}
+        wall, processor = (
+            Measurement({name: (2 * examples / side[:, clock]).tolist() for name, side in sides.items()})
+            for clock in range(2)
+        )
+        return cls(wall, processor)
+
+
+def cost(measured: Measurement) -> Estimate:
+    """What callbacks and loggers take, in percent of the step."""
+    kept = measured.estimate("ours", "no metrics")
+    return Estimate(100 * (1 - kept.value), 100 * kept.standard_error)
+
+
+def measure(root: Path, model: str, batch_size: int, *, most_seconds: float, quadruples: int) -> Watched:
+    """Rates with what ``recipes/train.py`` watches a run with by default, and without any of it.
+
+    Ends when the standard error of the cost is at most :data:`ENOUGH`.
+
+    Args:
+        root: Prepared rows.
+        model: What is trained.
+        batch_size: Examples a step.
+        most_seconds: When to end although the standard error is larger.
+        quadruples: Of blocks, at least.
+    """
+    steps = max(2, BLOCK // batch_size)
+
+    def is_enough(seconds: Seconds, elapsed: Any) -> bool:
+        if len(seconds[True]) < quadruples:
+            return False
+        return elapsed[0] >= most_seconds or cost(Watched.of(seconds, steps * batch_size).wall).standard_error <= ENOUGH
+
+    switch = Switch(steps, is_enough, clock=lambda: np.array([time.perf_counter(), time.thread_time()]))
+    data = PreparedDataModule(root=root, batch_size=batch_size, drop_last=True)
+    data.setup()
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as terminal:
+        callbacks, loggers = watchers(folder, terminal)
+        trainer = quiet_trainer(
+            switch, callbacks=callbacks, logger=loggers, enable_checkpointing=True, enable_progress_bar=True
+        )
+        try:
+            trainer.fit(make_task(Workload(), model), Endless(data.train_dataloader()))
+        except Stopped:
+            pass
+        finally:
+            rich.reconfigure()
+    return Watched.of(switch.seconds, steps * batch_size)
+
+
+def watchers(folder: str, terminal: Any) -> tuple[list[pl.Callback], list[Any]]:
+    """The callbacks and loggers of a recipe's run by default; the progress bar draws as in a terminal."""
+    leaves: Any = load_yaml(_CONF / "callbacks" / "default.yaml")["defaults"]
+    *files, bar = [leaf if isinstance(leaf, str) else "/".join(*leaf.items()) for leaf in leaves]
+    config = OmegaConf.merge(*(OmegaConf.load(_CONF / "callbacks" / f"{file}.yaml") for file in files))
+    config["progress_bar"] = OmegaConf.load(_CONF / "callbacks" / f"{bar}.yaml")
+    loggers = OmegaConf.load(_CONF / "logger" / "csv.yaml")
+    whole = OmegaConf.create({"paths": {"output_dir": folder}, "callbacks": config, "loggers": loggers})
+    plain: Any = OmegaConf.to_container(whole, resolve=True)
+    bar = plain["callbacks"]["progress_bar"]
+    bar["console_kwargs"] = {"file": terminal, "force_terminal": True, "width": 80}
+    bar["refresh_rate"] //= 2  # it goes by the clock, and is there half of the time
+    return build_all(plain["callbacks"]), build_all(plain["loggers"])
