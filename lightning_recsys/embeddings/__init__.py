@@ -4,7 +4,6 @@ from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBack
 from lightning_recsys.embeddings.collection import EmbeddingBagCollection, EmbeddingOptions
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
 from lightning_recsys.embeddings.kernels import KernelName
-from lightning_recsys.embeddings.lookup_cost import measure_lookup_cost
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 
 __all__ = [
@@ -17,5 +16,4 @@ __all__ = [
     "PoolingType",
     "SparseFeatures",
     "TableBackend",
-    "measure_lookup_cost",
 ]

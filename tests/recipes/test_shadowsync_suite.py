@@ -9,13 +9,12 @@ import sys
 import time
 from contextlib import nullcontext
 from inspect import signature
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
-from benchmarks.harness import hosts
+from benchmarks.harness import hosts, processes
 from benchmarks.harness.hosts import Host, NoLinkError, linked_hosts
 from benchmarks.harness.jobs import Job, descendants, steps_per_second
 from benchmarks.suites.shadowsync import quality as shadowsync_quality
@@ -130,13 +129,15 @@ def test_linked_hosts_when_work_fails_inside_then_they_are_gone():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_linked_hosts_when_a_signal_ends_the_program_then_they_are_gone(number):
-    env = os.environ | {"PYTHONPATH": str(Path(hosts.__file__).parents[1])}
+    env = processes.environment()
     with subprocess.Popen(
         [sys.executable, "-c", WAIT], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             if not (namespace := process.stdout.readline().strip()):
-                pytest.skip(process.stderr.read().splitlines()[-1])
+                said = process.stderr.read()
+                assert "NoLinkError" in said
+                pytest.skip(said.splitlines()[-1])
             assert namespace in namespaces()
             process.send_signal(number)
             assert process.wait(30) != 0
