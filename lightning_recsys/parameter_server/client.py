@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.parameter_server.keys import ClientKeys
-from lightning_recsys.parameter_server.links import DirectLink, Link, LinkLostError, Patience, ZeroMQLink
-from lightning_recsys.parameter_server.loopback import host_of, is_loopback
+from lightning_recsys.parameter_server.links import Link, LinkLostError, Patience
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
     Frame,
@@ -100,9 +99,6 @@ class Connection:
     for, as long as few are on their way; the server applies each once and in order, however often it must be sent. A
     push that was refused raises at the next call.
 
-    It begins over ZeroMQ. Once it has said ``hello`` to a server of this machine without keys, and nothing is on its
-    way, it goes on over a plain socket; after each loss in the same way again.
-
     Two threads may use one connection, and wait for each other; give each its own where that matters. It does not
     survive a fork.
 
@@ -149,12 +145,9 @@ class Connection:
         self._window = _Window()
         self._detail = ""
         self._lost = self._gave_up = self._closed = False
-        self._offer: tuple[int, bytes] | None = None  # of a direct link: its port, and what is said there first
-        self._direct: DirectLink | None = None  # not in use yet
-        self._hello: Pending | None = None  # for another offer; nobody waits for it
         self._mutex = threading.RLock()
         self._random = random.Random(self._id)  # noqa: S311 - spreads retries, guards nothing
-        self._link: Link = self._new_link()
+        self._link = self._new_link()
 
     # --- Asking ------------------------------------------------------------------------------------------------------
 
@@ -236,7 +229,6 @@ class Connection:
                     self.flush()
             finally:
                 self._closed = True
-                self._forget_direct()
                 if not self._gave_up:
                     with suppress(LinkLostError):
                         self._say_goodbye()
@@ -249,7 +241,6 @@ class Connection:
             raise RuntimeError(f"the connection to {self.endpoint} is closed.")
 
     def _send_new(self, request: Request) -> Pending:
-        self._go_direct_when_free()
         request.id = self._next_id
         self._next_id += 1
         pending = Pending(request, sum(array.nbytes for array in request.arrays))
@@ -327,12 +318,6 @@ class Connection:
             return False
         self._gave_up = False
         pending.reply = reply
-        if pending.request.operation == "hello" and reply.status == Status.OK:
-            port, nonce = reply.value["direct"], reply.value["nonce"]
-            self._offer = (port, nonce) if port is not None and is_loopback(host_of(self.endpoint)) else None
-        if pending is self._hello:
-            self._hello = None
-            del self._pending[reply.id]
         self.traffic.received_bytes += sum(array.nbytes for array in reply.arrays)
         if pending.request.sequence:
             del self._pending[reply.id]
@@ -357,44 +342,10 @@ class Connection:
 
     # --- Connecting --------------------------------------------------------------------------------------------------
 
-    def _new_link(self) -> ZeroMQLink:
-        return ZeroMQLink(self.endpoint, keys=self._keys, send_seconds=self._timeout)
-
-    def _go_direct_when_free(self) -> None:
-        """Leave ZeroMQ when nothing is on its way there and the server has greeted us at its other port."""
-        try:
-            if self._offer is not None:
-                (port, nonce), self._offer = self._offer, None
-                self._direct = DirectLink(
-                    host_of(self.endpoint),
-                    port,
-                    nonce=nonce,
-                    send_seconds=self._timeout,
-                    cancelled=self._cancelled,
-                    max_bytes=2 * self.limits.message_bytes,
-                )
-            if self._direct is None or any(pending.reply is None for pending in self._pending.values()):
-                return
-            if not self._direct.is_ready():
-                return
-        except OSError:  # another program's port, seen through a tunnel: ZeroMQ does as well
-            self._forget_direct()
-            return
-        before, self._link, self._direct = self._link, self._direct, None
-        before.close(linger_seconds=0)
-
-    def _forget_direct(self) -> None:
-        self._offer = None
-        if self._direct is not None:
-            self._direct.close(linger_seconds=0)
-            self._direct = None
+    def _new_link(self) -> Link:
+        return Link(self.endpoint, keys=self._keys, send_seconds=self._timeout)
 
     def _say_goodbye(self) -> None:
-        if isinstance(self._link, DirectLink):
-            try:
-                self._link.receive(0)  # it has to look whether the server has restarted; ZeroMQ does by itself
-            except LinkLostError as lost:
-                self._lose(lost)
         if self._lost:
             self._link.close(linger_seconds=0)
             self._link = self._new_link()
@@ -414,8 +365,6 @@ class Connection:
         attempts.deadline = time.monotonic() + self._timeout
 
     def _reopen(self) -> None:
-        goes_direct = any((self._offer, self._direct, isinstance(self._link, DirectLink)))
-        self._forget_direct()
         self._link.close(linger_seconds=0)
         self._link = self._new_link()
         self._lost = False
@@ -423,5 +372,3 @@ class Connection:
         for pending in self._pending.values():
             if pending.reply is None:
                 self._send(pending)
-        if goes_direct:
-            self._hello = self.begin("hello")

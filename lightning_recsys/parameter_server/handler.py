@@ -78,7 +78,6 @@ class RequestHandler:
 
     Attributes:
         recovered: A push that the folder's last server had not finished was taken back.
-        direct_port: Where clients on this machine may go on without ZeroMQ; the server says it.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -90,7 +89,6 @@ class RequestHandler:
         self.stores = MappedStores(folder)
         self.journal = Journal(self.stores.folder, max_clients=max_clients)
         self.recovered = self.journal.recover()
-        self.direct_port: int | None = None
         self.requests = self.refused = self.pushes = self.duplicates = 0
         self._started = time.monotonic()
         self._open: dict[str, ServedEmbedding | ServedDense] = {}
@@ -231,7 +229,7 @@ class RequestHandler:
     def _hello(self, request: Request) -> object:
         take_nothing(request)
         self.journal.register(request.client)
-        return {"folder": str(self.stores.folder), "nonce": self.journal.nonce, "direct": self.direct_port}
+        return {"folder": str(self.stores.folder), "nonce": self.journal.nonce}
 
     def _goodbye(self, request: Request) -> object:
         take_nothing(request)

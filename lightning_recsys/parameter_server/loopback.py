@@ -21,15 +21,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def host_of(endpoint: str) -> str:
-    """The host of ``tcp://host:port``.
-
-    >>> host_of("tcp://127.0.0.1:5000"), host_of("tcp://[::1]:5000")
-    ('127.0.0.1', '::1')
-    """
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
 def send_unpaced(descriptor: int) -> None:
     """Take the simplest congestion control for a TCP socket on loopback; a listening one hands it on.
 

@@ -1,4 +1,4 @@
-"""The process that offers a folder of stores: one thread, many requests in flight, over ZeroMQ and direct sockets."""
+"""The process that offers a folder of stores: one thread, many requests in flight, over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import fcntl
 import logging
 import multiprocessing
 import re
-import resource
 import signal
 import socket
 import threading
@@ -19,10 +18,9 @@ from typing import Any, Self
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_recsys.parameter_server.direct import DirectDoor, DirectSocket
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.keys import ServerKeys
-from lightning_recsys.parameter_server.loopback import host_of, is_loopback, send_unpaced
+from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
 from lightning_recsys.parameter_server.wire import Limits, receive_frames, send_frames
 from lightning_recsys.runtime import configure_worker
 
@@ -115,10 +113,6 @@ class Server:
         self._wake, self.waker = socket.socketpair()
         self.waker.setblocking(False)
         self._stopping: list[int] = []
-        self._direct: dict[int, DirectSocket] = {}  # by descriptor
-        self._direct_door: DirectDoor | None = None
-        self._max_direct = min(max_clients, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        self._poller = zmq.Poller()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._key_check = self._context.socket(zmq.REP)
         self._key_check.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key may come in
@@ -133,10 +127,6 @@ class Server:
         try:
             _bind(self._router, bind)
             self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-            if keys is None:
-                nonce, max_bytes = self.handler.journal.nonce, 2 * limits.message_bytes
-                self._direct_door = DirectDoor(host_of(self.endpoint), nonce=nonce, max_bytes=max_bytes)
-                self._open_or_shut_door()
         except BaseException:
             self.close()
             raise
@@ -158,7 +148,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until told to stop, then answer what has arrived."""
-        poller = self._poller
+        poller = zmq.Poller()
         for source in (self._router, self._key_check, self._wake.fileno(), *self._stopping):
             poller.register(source, zmq.POLLIN)
         while True:
@@ -169,32 +159,17 @@ class Server:
                 self._wake.fileno() in ready and self._told_to_stop()
             ):
                 break
-            for descriptor in ready.keys() & self._direct.keys():
-                self._serve_direct(descriptor)
-            if self._direct_door is not None and self._direct_door.fileno() in ready:
-                self._let_in(self._direct_door)
             turn = _TURN if self._router in ready else 0
             while turn and self._serve_one():
                 # Asked first, for an attempt in vain costs an exception, while the reply is on its way.
                 turn = turn - 1 if int(self._router.get(zmq.EVENTS)) & _READABLE else 0
-        for source in (self._wake.fileno(), *self._stopping):
-            poller.unregister(source)
         self._drain()
 
     def _drain(self) -> None:
-        """Answer what has arrived, and let nobody in any more; who takes no answers for a while gets none."""
-        self._router.unbind(self.endpoint)
-        self._max_direct = 0
-        self._open_or_shut_door()
+        """Answer what has arrived; without unbinding, which would cut the connections that the answers go over."""
         deadline = time.monotonic() + DRAIN_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            waits = any(direct.waits for direct in self._direct.values())
-            ready = dict(self._poller.poll(int(1000 * min(left, LINGER_SECONDS)) if waits else 0))
-            direct = ready.keys() & self._direct.keys()
-            for descriptor in direct:
-                self._serve_direct(descriptor)
-            if not self._serve_one() and not direct:
-                break
+        while time.monotonic() < deadline and self._serve_one():
+            pass
 
     def _told_to_stop(self) -> bool:
         return bool(set(self._wake.recv(4096)) & {*_STOP, signal.SIGTERM, signal.SIGINT})
@@ -210,47 +185,6 @@ class Server:
         send_frames(router, [sender, *reply])
         return True
 
-    def _serve_direct(self, descriptor: int) -> bool:
-        """Go on with one connection, which takes no request while an answer waits; ``False`` if there was none."""
-        direct = self._direct[descriptor]
-        try:
-            waited = direct.waits
-            frames = direct.receive() if direct.send_rest() else None
-            if frames is not None:
-                direct.send(self.handler.handle(frames))
-        except (OSError, MemoryError) as error:  # it was closed, or what arrived are no messages, or too large ones
-            self.handler.refused += isinstance(error, ConnectionAbortedError)
-            self._poller.unregister(descriptor)
-            self._direct.pop(descriptor).close()
-            self._open_or_shut_door()
-            return False
-        if direct.waits != waited:
-            self._poller.modify(descriptor, zmq.POLLOUT if direct.waits else zmq.POLLIN)
-        return frames is not None
-
-    def _let_in(self, door: DirectDoor) -> None:
-        try:
-            direct = door.let_in()
-        except OSError as error:
-            log.warning("New clients on this machine go on over ZeroMQ, a little slower: %s.", error)
-            self._max_direct = len(self._direct)
-        else:
-            if direct is not None:
-                self._direct[direct.fileno()] = direct
-                self._poller.register(direct.fileno(), zmq.POLLIN)
-        self._open_or_shut_door()
-
-    def _open_or_shut_door(self) -> None:
-        """Clients are told of direct connections while there is room for more."""
-        if (door := self._direct_door) is None:
-            return
-        if len(self._direct) < self._max_direct:
-            self.handler.direct_port = door.port
-            self._poller.register(door.fileno(), zmq.POLLIN)
-        elif door.fileno() in self._poller:
-            self.handler.direct_port = None
-            self._poller.unregister(door.fileno())
-
     def _check_key(self) -> None:
         """Answer ZeroMQ's question about a key (RFC 27): yes to a client's of this job, no to any other."""
         version, request_id, _domain, _address, _identity, mechanism, *credentials = self._key_check.recv_multipart()
@@ -261,10 +195,6 @@ class Server:
 
     def close(self) -> None:
         """Close sockets and stores; replies that wait to be sent get a moment."""
-        if self._direct_door is not None:
-            self._direct_door.close()
-        for direct in self._direct.values():
-            direct.close()
         self._router.close()
         self._key_check.close(0)
         self._context.term()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_recsys.parameter_server.mapped_arrays import check_name
 
-VERSION = 3  # raised with every change of a message
+VERSION = 4  # raised with every change of a message
 CLIENT_ID_BYTES = 16
 MAX_SEQUENCE = 2**62
 DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}

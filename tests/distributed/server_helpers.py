@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 import zmq
 from zmq.utils import garbage
@@ -27,38 +25,29 @@ LAYOUT = TableLayout(
 
 
 class ForgetfulServer(Server):
-    """Loses one request in five, and three replies in ten; of a direct connection with the connection itself.
+    """Loses one request in five, and three replies in ten.
 
     Attributes:
-        lost: How many, by way.
+        lost: How many.
     """
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         self._draws = random.Random(0)  # a fixed rhythm could hit the same request of every repetition
-        self.lost = {"zeromq": 0, "direct": 0}
+        self.lost = 0
 
     def _serve_one(self):
         try:
             sender, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
-        with suppress(ConnectionResetError):
-            self._router.send_multipart([sender, *self._unreliably("zeromq", frames)])
-        return True
-
-    def _serve_direct(self, descriptor):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.handler, "handle", partial(self._unreliably, "direct"))
-            return super()._serve_direct(descriptor)
-
-    def _unreliably(self, way, frames):
         fate = self._draws.random()
-        reply = RequestHandler.handle(self.handler, frames) if fate > 0.2 else None
+        reply = self.handler.handle(frames) if fate > 0.2 else None
         if fate > 0.5:
-            return reply
-        self.lost[way] += 1
-        raise ConnectionResetError
+            self._router.send_multipart([sender, *reply])
+        else:
+            self.lost += 1
+        return True
 
 
 @contextmanager

@@ -169,8 +169,7 @@ def test_exchange_when_replies_are_lost_then_is_applied_once_and_answered(tmp_pa
             torch.testing.assert_close(answer.values["weight"], start + turn)
             assert (answer.clocks.tolist(), answer.stale.tolist()) == ([turn], [True])
         assert users.step == 40
-        assert min(server.lost.values()) > 0
-        assert sum(server.lost.values()) > 10
+        assert server.lost > 10
         assert server.handler.duplicates > 0
         stores.close()
 

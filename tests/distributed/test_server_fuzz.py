@@ -3,10 +3,8 @@
 Most cases are given to the handler itself; some hundreds go through a socket, with what only a socket can bring.
 """
 
-import select
 import socket as plain_socket
 import time
-from contextlib import closing
 
 import msgpack
 import pytest
@@ -18,7 +16,6 @@ from server_helpers import CLIENT, LAYOUT, ask, digest, raw_dealer, request_fram
 
 from lightning_recsys.optim import SGD
 from lightning_recsys.parameter_server import connect
-from lightning_recsys.parameter_server.direct import MAX_FRAMES, DirectSocket
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.plain import layout_to_plain, optimizer_to_plain
 from lightning_recsys.parameter_server.wire import Limits, Status, decode_reply
@@ -28,7 +25,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 CASES = 20_000
 PER_EXAMPLE = 50  # requests that hypothesis draws at once: its own overhead is per example
 LIMITS = Limits(frames=5, header_bytes=2048, message_bytes=4096, rows=64)
-TWICE = 2 * LIMITS.message_bytes  # what a server receives at all
 IDS, OFFSETS, GRADS = torch.tensor([0, 5, 1, 4, 2, 0]), torch.arange(7), torch.ones(2, 3, 4)
 ROWS, CLOCKS = torch.tensor([2, 3, 4], dtype=torch.int32), torch.tensor([5, 1], dtype=torch.int32)
 TABLES, RULE = layout_to_plain(LAYOUT), optimizer_to_plain(SGD())
@@ -226,41 +222,13 @@ def _collector_stops():
     stop_collector()
 
 
-class DirectDealer:
-    """A direct socket that sends what it likes, with the methods of a dealer."""
-
-    def __init__(self, server):
-        plain = plain_socket.create_connection(("127.0.0.1", server.handler.direct_port), timeout=5)
-        plain.recv(16)
-        self._socket, self._arrived = DirectSocket(plain, max_bytes=1 << 20), []
-
-    def send_multipart(self, message):
-        assert self._socket.send(message)
-
-    def poll(self, milliseconds):
-        deadline = time.monotonic() + milliseconds / 1000
-        while not self._arrived and time.monotonic() < deadline:
-            select.select([self._socket], [], [], 1)
-            if (message := self._socket.receive()) is not None:
-                self._arrived.append(message)
-        return bool(self._arrived)
-
-    def recv_multipart(self):
-        return self._arrived.pop()
-
-    def close(self):
-        self._socket.close()
-
-
 @pytest.mark.usefixtures("_collector_stops")
-@pytest.mark.parametrize("way", ["zeromq", "direct"])
-def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on(tmp_path, way):
+def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on(tmp_path):
     with running(tmp_path, limits=LIMITS) as server, zmq.Context() as context:
         server.handler.stores.create_embedding_store("users", LAYOUT, SGD(), seed=0)
         server.handler.stores.create_dense_store("center", torch.zeros(3), optimizer=SGD())
         before, sent = digest(tmp_path), 0
-        dealer = raw_dealer(context, server.endpoint) if way == "zeromq" else DirectDealer(server)
-        with closing(dealer):
+        with raw_dealer(context, server.endpoint) as dealer:
 
             @settings(
                 max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -269,8 +237,6 @@ def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on
             def fuzz(batch):
                 nonlocal sent
                 messages = [mutated(frames, changes) or [b""] for frames, changes in batch]
-                if way == "direct":  # larger ones end the connection, as test_direct.py shows
-                    messages = [x for x in messages if len(x) <= MAX_FRAMES and sum(map(len, x)) <= TWICE]
                 for message in messages:
                     dealer.send_multipart(message)
                 for _ in messages:
@@ -293,9 +259,8 @@ def test_server_when_given_what_is_no_message_then_cuts_that_connection_and_goes
         server.handler.stores.create_embedding_store("users", LAYOUT, SGD(), seed=0)
         host, port = server.endpoint.removeprefix("tcp://").split(":")
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 100, b""):
-            for number in (int(port), server.handler.direct_port):
-                with plain_socket.create_connection((host, number), timeout=5) as stranger:
-                    stranger.sendall(garbage)
+            with plain_socket.create_connection((host, int(port)), timeout=5) as stranger:
+                stranger.sendall(garbage)
         with raw_dealer(context, server.endpoint) as dealer:  # one frame that is larger than ZeroMQ is told to take
             dealer.send(bytes(3 * LIMITS.message_bytes))
             assert not dealer.poll(300)
