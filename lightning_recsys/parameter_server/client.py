@@ -19,12 +19,14 @@ from lightning_recsys.parameter_server.keys import ClientKeys
 from lightning_recsys.parameter_server.links import Link, LinkLostError, Patience
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
+    MAX_WINDOW,
     Frame,
     Limits,
     MessageError,
     Reply,
     Request,
     Status,
+    check_size,
     decode_reply,
     encode_request,
 )
@@ -97,7 +99,8 @@ class Connection:
 
     Reads are sent at once and waited for when their result is wanted. Pushes carry a sequence number and are not waited
     for, as long as few are on their way; the server applies each once and in order, however often it must be sent. A
-    push that was refused raises at the next call.
+    push that was refused raises at the next call, and one that is larger than a message may be at once: neither holds
+    up those that follow.
 
     Two threads may use one connection, and wait for each other; give each its own where that matters. It does not
     survive a fork.
@@ -107,7 +110,8 @@ class Connection:
         keys: For a server that asks for them.
         timeout: Seconds without any answer after which an attempt has failed.
         retries: Attempts after the first, with growing pauses between them, before it gives up.
-        window: Pushes on their way, at most; the next one waits.
+        window: Pushes on their way, at most; the next one waits. At most 64, of which a server remembers which it has
+            refused.
         window_bytes: Their size, at most.
         limits: What one reply may take, and one exchange, which is cut where it is larger; a server's are the same.
         cancelled: Asked while it waits; once ``True``, this attempt is the last and ends within two seconds.
@@ -128,9 +132,9 @@ class Connection:
         limits: Limits | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        if not timeout > 0 or retries < 0 or window < 1 or window_bytes < 1:
+        if not timeout > 0 or retries < 0 or not 1 <= window <= MAX_WINDOW or window_bytes < 1:
             raise ValueError(
-                "timeout, window and window_bytes must be above 0 and retries at least 0, got "
+                f"timeout and window_bytes must be above 0, window from 1 to {MAX_WINDOW} and retries at least 0, got "
                 f"timeout={timeout}, window={window}, window_bytes={window_bytes}, retries={retries}."
             )
         self.endpoint = endpoint
@@ -144,7 +148,9 @@ class Connection:
         self._pending: OrderedDict[int, Pending] = OrderedDict()
         self._window = _Window()
         self._detail = ""
-        self._lost = self._gave_up = self._closed = False
+        self._lost = self._closed = False
+        # After how many attempts and seconds, and why; nothing was heard since.
+        self._gave_up: tuple[int, float, str] | None = None
         self._mutex = threading.RLock()
         self._random = random.Random(self._id)  # noqa: S311 - spreads retries, guards nothing
         self._link = self._new_link()
@@ -171,7 +177,8 @@ class Connection:
         """Send a change; returns when it is on its way. ``arrays`` belong to the connection from now on.
 
         Raises:
-            RequestRefusedError: an earlier push was refused.
+            RequestRefusedError: earlier pushes were refused, and this one was not sent; or it is larger than a message
+                may be.
             ServerUnreachableError: too many pushes are on their way, and the server does not answer.
         """
         size = sum(array.nbytes for array in arrays)
@@ -220,19 +227,34 @@ class Connection:
             self._raise_refusal()
 
     def close(self) -> None:
-        """Flush, say goodbye, and let go of the socket, whatever happens."""
+        """Flush, say goodbye, and let go of the socket, whatever happens; where nobody answered before, at once.
+
+        Raises:
+            RequestRefusedError: pushes were refused.
+            ServerUnreachableError: pushes are lost: the server has not acknowledged them, and may have some of them.
+        """
         with self._mutex:
             if self._closed:
                 return
             try:
-                if not self._gave_up:
-                    self.flush()
+                if self._gave_up is None:
+                    with suppress(ServerUnreachableError):  # which pushes that costs is told below
+                        self.flush()
             finally:
                 self._closed = True
-                if not self._gave_up:
+                if self._gave_up is None:
                     with suppress(LinkLostError):
                         self._say_goodbye()
-                self._link.close(linger_seconds=0 if self._gave_up else GOODBYE_SECONDS)
+                self._link.close(linger_seconds=GOODBYE_SECONDS if self._gave_up is None else 0)
+            self._raise_lost()
+            self._raise_refusal()
+
+    def _raise_lost(self) -> None:
+        lost = [pending.request.operation for pending in self._pending.values() if pending.request.sequence]
+        if lost and self._gave_up is not None:
+            attempts, seconds, why = self._gave_up
+            what = f"{len(lost)} {'push was' if len(lost) == 1 else 'pushes were'} never acknowledged"
+            raise ServerUnreachableError(self.endpoint, lost[0], attempts, seconds, f"{why}; {what}" if why else what)
 
     # --- Sending and receiving ---------------------------------------------------------------------------------------
 
@@ -242,6 +264,11 @@ class Connection:
 
     def _send_new(self, request: Request) -> Pending:
         request.id = self._next_id
+        frames = encode_request(request)
+        try:
+            check_size(frames, self.limits)
+        except MessageError as error:  # before it has taken a place among the pushes
+            raise RequestRefusedError(self.endpoint, request.operation, str(error)) from None
         self._next_id += 1
         pending = Pending(request, sum(array.nbytes for array in request.arrays))
         self._pending[request.id] = pending
@@ -249,15 +276,15 @@ class Connection:
             self._next_sequence += 1
             self._window.pushes += 1
             self._window.num_bytes += pending.num_bytes
-        self._send(pending)
+        self._send(pending, frames)
         return pending
 
-    def _send(self, pending: Pending) -> None:
+    def _send(self, pending: Pending, frames: Sequence[bytes | memoryview]) -> None:
         if self._lost:
             return  # it goes out with the others when the connection is made again
         began = time.thread_time()
         try:
-            self._link.send(encode_request(pending.request))
+            self._link.send(frames)
         except LinkLostError as lost:
             self._lose(lost)
             return
@@ -316,7 +343,7 @@ class Connection:
             self._detail = f"pushes after {reply.value} have not arrived"
             self._lost = True
             return False
-        self._gave_up = False
+        self._gave_up = None
         pending.reply = reply
         self.traffic.received_bytes += sum(array.nbytes for array in reply.arrays)
         if pending.request.sequence:
@@ -329,10 +356,12 @@ class Connection:
         return True
 
     def _raise_refusal(self) -> None:
+        """Raise for the first of them; what it says names the others."""
         if self._window.refusals:
-            first = next(iter(self._window.refusals.values()))
+            first, *others = self._window.refusals.values()
             self._window.refusals.clear()
-            raise first
+            also = "".join(f"; and {other.operation!r}: {other.reason}" for other in others)
+            raise RequestRefusedError(first.endpoint, first.operation, f"{first.reason}{also}")
 
     def _raise_if_refused(self, operation: str, reply: Reply) -> None:
         if reply.status == Status.MISSING:
@@ -354,10 +383,10 @@ class Connection:
     def _try_again(self, operation: str, attempts: _Attempts) -> None:
         """After a pause, send everything that has no answer over a new connection, in its order; or give up."""
         if attempts.count > self._retries or self._cancelled():
-            self._gave_up = True
-            self._reopen()
             seconds = time.monotonic() - attempts.started
-            raise ServerUnreachableError(self.endpoint, operation, attempts.count, seconds, self._detail)
+            self._gave_up = attempts.count, seconds, self._detail
+            self._reopen()
+            raise ServerUnreachableError(self.endpoint, operation, *self._gave_up)
         pause = min(FIRST_BACK_OFF_SECONDS * 2 ** (attempts.count - 1), LONGEST_BACK_OFF_SECONDS)
         time.sleep(pause * self._random.uniform(0.5, 1.5))
         self._reopen()
@@ -371,4 +400,4 @@ class Connection:
         self.traffic.reconnects += 1
         for pending in self._pending.values():
             if pending.reply is None:
-                self._send(pending)
+                self._send(pending, encode_request(pending.request))

@@ -154,7 +154,13 @@ class RequestHandler:
         self.requests += 1
         request_id = 0
         try:
-            request = decode_request(frames, self.limits)
+            try:
+                request = decode_request(frames, self.limits)
+            except MessageError as error:
+                request_id = error.request_id
+                if error.push is not None:
+                    self._refuse(error.push, error)
+                raise
             request_id = request.id
             result = self._answer(request)
             if isinstance(result, Tensor):
@@ -164,8 +170,6 @@ class RequestHandler:
             return Reply(request_id, Status.OK, result)
         except _Gap as gap:
             return Reply(request_id, Status.GAP, gap.applied)
-        except MessageError as error:
-            status, reason, request_id = Status.REFUSED, str(error), error.request_id or request_id
         except (ValueError, TypeError, IndexError, OverflowError) as error:
             status, reason = Status.REFUSED, str(error)
         except KeyError as error:
@@ -176,24 +180,44 @@ class RequestHandler:
         return Reply(request_id, status, reason[:2000])
 
     def _answer(self, request: Request) -> object:
-        read, check = self._reads.get(request.operation), self._pushes.get(request.operation)
-        if check is not None and (request.sequence or read is None):
-            return self._once(request, check)
-        if read is None:
-            known = sorted({*self._reads, *self._pushes})
-            raise MessageError(f"there is no operation {request.operation!r}; there are {known}")
         if request.sequence:
+            return self._once(request, self._check_push)
+        read = self._reads.get(request.operation)
+        if read is not None:
+            return read(request)
+        if request.operation in self._pushes:
+            raise MessageError(f"{request.operation} needs a sequence number")
+        raise self._unknown(request)
+
+    def _check_push(self, request: Request) -> _Push:
+        check = self._pushes.get(request.operation)
+        if check is not None:
+            return check(request)
+        if request.operation in self._reads:
             raise MessageError(f"{request.operation} changes nothing and takes no sequence number")
-        return read(request)
+        raise self._unknown(request)
+
+    def _unknown(self, request: Request) -> MessageError:
+        known = sorted({*self._reads, *self._pushes})
+        return MessageError(f"there is no operation {request.operation!r}; there are {known}")
+
+    def _refuse(self, push: Request, error: Exception) -> None:
+        """Count a push that cannot even be read, in its place among the client's; always raises."""
+
+        def check(_: Request) -> _Push:
+            raise error
+
+        self._once(push, check)
 
     def _once(self, request: Request, check: Callable[[Request], _Push]) -> object:
-        """Apply a push if it is the client's next one; one that was applied before is acknowledged again."""
+        """Apply a push if it is the client's next one; one that was applied before is acknowledged again.
+
+        Whatever is wrong with it, its number is used: later ones are on their way, and would wait for it for ever.
+        """
         journal, sequence = self.journal, request.sequence
         slot = journal.slot(request.client)
         if slot is None:
             raise ValueError("this client has not said hello here, or was not heard of for long: connect again")
-        if sequence == 0:
-            raise MessageError(f"{request.operation} needs a sequence number")
         applied = journal.applied(slot)
         if sequence > applied + 1:
             raise _Gap(applied)

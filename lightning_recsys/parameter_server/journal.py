@@ -30,13 +30,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
+from lightning_recsys.parameter_server.wire import MAX_WINDOW
 
 JOURNAL = ".journal"  # a name that no store can have
 UNDO = ".undo"
 CLOSED_SECONDS = 600.0  # a client that said goodbye keeps its slot this long: no request of it travels longer
 EXPIRY_SECONDS = 86_400.0  # one that was cut off keeps it this long
 
-_MAGIC = 0x4C52_5331_4A4F_5552
+_MAGIC = 0x4C52_5332_4A4F_5552
 _WORDS = 8  # 64 bytes for the header and for each slot
 _HEADER_MAGIC, _HEADER_SLOT, _HEADER_SEQUENCE = 0, 3, 4
 _HEADER_NONCE = slice(1, 3)
@@ -84,6 +85,7 @@ class Journal:
         self.folder = folder
         self._words = _open_words(folder / JOURNAL, max_clients)
         self._header, self._slots = self._words[0], self._words[1:]
+        self._refused = self._slots[:, _REFUSED].view(np.uint64)  # a bit for each of the last pushes, by its number
         self._undo = torch.empty(0, dtype=torch.uint8)
         self._recorded: tuple[Undo, list[_Copy]] | None = None  # of whole arrays
         self._index = {slot[_ID].tobytes(): number for number, slot in enumerate(self._slots) if slot[_ID].any()}
@@ -105,6 +107,7 @@ class Journal:
         """Let go of the files."""
         empty = np.empty((1, _WORDS), dtype=_INT64)
         self._words, self._header, self._slots = empty, empty[0], empty[1:]
+        self._refused = self._slots[:, _REFUSED].view(np.uint64)
         self._undo = torch.empty(0, dtype=torch.uint8)
         self._recorded = None
 
@@ -171,13 +174,12 @@ class Journal:
         return int(self._slots[slot, _APPLIED])
 
     def was_refused(self, slot: int, sequence: int) -> bool:
-        """Whether this push, the last one that was, was refused."""
-        return int(self._slots[slot, _REFUSED]) == sequence
+        """Whether this push was refused; known of the last 64 that count."""
+        return bool(int(self._refused[slot]) & _bit(sequence))
 
     def refuse(self, slot: int, sequence: int) -> None:
         """Count a push as done without doing it, so that the next one may follow."""
-        self._slots[slot, _REFUSED] = sequence
-        self._mark(slot, sequence)
+        self._mark(slot, sequence, refused=True)
 
     @contextmanager
     def push(self, slot: int, sequence: int, undo: Undo | None) -> Iterator[None]:
@@ -204,7 +206,10 @@ class Journal:
         self._mark(slot, sequence)
         self._header[_HEADER_SLOT] = 0
 
-    def _mark(self, slot: int, sequence: int) -> None:
+    def _mark(self, slot: int, sequence: int, *, refused: bool = False) -> None:
+        """The bit first: a server killed between the two leaves that of a push which comes again and writes it anew."""
+        others = int(self._refused[slot]) & ~_bit(sequence)
+        self._refused[slot] = others | _bit(sequence) if refused else others
         self._slots[slot, _APPLIED] = sequence
 
     # --- The undo record: length of a msgpack header, the header, the arrays it describes --------------------
@@ -274,6 +279,10 @@ class Journal:
 
     def _map_undo(self, size: int) -> None:
         self._undo = torch.from_file(str(self.folder / UNDO), shared=True, size=size, dtype=torch.uint8)
+
+
+def _bit(sequence: int) -> int:
+    return 1 << (sequence % MAX_WINDOW)
 
 
 def read_nonce(folder: Path) -> bytes | None:

@@ -26,6 +26,7 @@ from lightning_recsys.parameter_server.mapped_arrays import check_name
 VERSION = 4  # raised with every change of a message
 CLIENT_ID_BYTES = 16
 MAX_SEQUENCE = 2**62
+MAX_WINDOW = 64  # pushes that a client may have on their way: of so many a server knows which it has refused
 DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
@@ -53,11 +54,14 @@ class MessageError(ValueError):
     Args:
         reason: What is wrong with it.
         request_id: The id of its reply; 0 where none could be read.
+        push: Whose push it is and which, without what was to be done; ``None`` where that could not be read, or it
+            is none. It was refused and is done with: the client's next one follows it.
     """
 
-    def __init__(self, reason: str, request_id: int = 0) -> None:
+    def __init__(self, reason: str, request_id: int = 0, push: Request | None = None) -> None:
         super().__init__(reason)
         self.request_id = request_id
+        self.push = push
 
 
 @dataclass(frozen=True)
@@ -158,25 +162,33 @@ def decode_request(frames: Sequence[Frame], limits: Limits) -> Request:
     """
     header = _unpack_header(frames, limits)
     request_id = header[2] if len(header) > 2 and _is_count(header[2]) else 0
+    sender: Request | None = None
     try:
-        return _request(header, frames[1:], limits)
+        sender = _sender(header)
+        return _request(header, sender, frames[1:], limits)
     except MessageError as error:
-        raise MessageError(str(error), request_id) from None
+        raise MessageError(str(error), request_id, sender if sender and sender.sequence else None) from None
 
 
-def _request(header: list[Any], frames: Sequence[Frame], limits: Limits) -> Request:
+def _sender(header: list[Any]) -> Request:
+    """What says whose request it is and which, checked; the rest is to be filled in."""
     _check_version(header, "client")
     if len(header) != 8:
         raise MessageError(f"a request has 8 fields, got {len(header)}")
-    _, operation, request_id, client, sequence, store, arguments, arrays = header
-    if type(operation) is not str or len(operation) > 64:
-        raise MessageError(f"an operation must be a short string, got {operation!r:.100}")
+    _, _, request_id, client, sequence, *_ = header
     if not _is_count(request_id) or request_id == 0:
         raise MessageError(f"a request's id must be a positive integer, got {request_id!r:.100}")
     if type(client) is not bytes or len(client) != CLIENT_ID_BYTES or not any(client):
         raise MessageError(f"a client id must be {CLIENT_ID_BYTES} bytes, not all 0, got {client!r:.100}")
     if not _is_count(sequence):
         raise MessageError(f"a sequence number must be an integer from 0 to 2**62, got {sequence!r:.100}")
+    return Request("", request_id, client, sequence)
+
+
+def _request(header: list[Any], sender: Request, frames: Sequence[Frame], limits: Limits) -> Request:
+    _, operation, _, _, _, store, arguments, arrays = header
+    if type(operation) is not str or len(operation) > 64:
+        raise MessageError(f"an operation must be a short string, got {operation!r:.100}")
     if type(store) is not str:
         raise MessageError(f"a store's name must be a string, got {store!r:.100}")
     if store:
@@ -186,7 +198,8 @@ def _request(header: list[Any], frames: Sequence[Frame], limits: Limits) -> Requ
             raise MessageError(f"{error!s:.300}") from None
     if type(arguments) is not dict or not all(type(name) is str for name in arguments):
         raise MessageError(f"arguments must be a map with strings as keys, got {arguments!r:.100}")
-    return Request(operation, request_id, client, sequence, store, arguments, _arrays(arrays, frames, limits))
+    tensors = _arrays(arrays, frames, limits)
+    return Request(operation, sender.id, sender.client, sender.sequence, store, arguments, tensors)
 
 
 def decode_reply(frames: Sequence[Frame], limits: Limits) -> Reply:
@@ -207,12 +220,30 @@ def _check_version(header: list[Any], sender: str) -> None:
         )
 
 
-def _unpack_header(frames: Sequence[Frame], limits: Limits) -> list[Any]:
+def check_size(frames: Sequence[Frame], limits: Limits) -> None:
+    """Refuse a message that its receiver would.
+
+    Raises:
+        MessageError: it is over a limit.
+    """
     if not frames:
         raise MessageError("a message has at least one frame")
+    if len(frames[0]) > limits.header_bytes:
+        raise MessageError(f"a header has at most {limits.header_bytes} bytes, got {len(frames[0])}")
+    _check_arrays(frames[1:], limits)
+
+
+def _check_arrays(frames: Sequence[Frame], limits: Limits) -> None:
+    if len(frames) > limits.frames:
+        raise MessageError(f"a message has at most {limits.frames} arrays, got {len(frames)}")
+    total = sum(map(len, frames))
+    if total > limits.message_bytes:
+        raise MessageError(f"the arrays of a message have at most {limits.message_bytes} bytes, got {total}: cut it")
+
+
+def _unpack_header(frames: Sequence[Frame], limits: Limits) -> list[Any]:
+    check_size(frames[:1], limits)
     data = _buffer(frames[0])
-    if len(data) > limits.header_bytes:
-        raise MessageError(f"a header has at most {limits.header_bytes} bytes, got {len(data)}")
     try:
         header = msgpack.unpackb(data, use_list=True, raw=False, strict_map_key=True)
     except Exception as error:  # ValueError, UnicodeDecodeError and msgpack's own: bytes of a stranger
@@ -223,11 +254,7 @@ def _unpack_header(frames: Sequence[Frame], limits: Limits) -> list[Any]:
 
 
 def _arrays(described: object, frames: Sequence[Frame], limits: Limits) -> list[Tensor]:
-    if len(frames) > limits.frames:
-        raise MessageError(f"a message has at most {limits.frames} arrays, got {len(frames)}")
-    total = sum(map(len, frames))
-    if total > limits.message_bytes:
-        raise MessageError(f"the arrays of a message have at most {limits.message_bytes} bytes, got {total}: cut it")
+    _check_arrays(frames, limits)
     if type(described) is not list or len(described) != len(frames):
         raise MessageError(f"{len(frames)} arrays follow the header, which describes {described!r:.100}")
     return [_array(description, _buffer(frame)) for description, frame in zip(described, frames, strict=True)]

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -32,6 +32,7 @@ from lightning_recsys.checkpoints import (
     read_stored,
     save_folder,
 )
+from lightning_recsys.errors import ServerUnreachableError
 from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
 from lightning_recsys.strategies._meeting import await_all_ranks, extend_timeout, launcher_keeps_store
 from lightning_recsys.strategies._run_changes import RunChanges
@@ -347,10 +348,22 @@ class RecsysStrategy(DDPStrategy):
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
         self._rows_to_load = None
         self.unbind_backends()
-        for stores in self._stores.values():
-            for opened in stores:
-                opened.close()
-        self._stores = {}
+        try:
+            self._close_stores()
+        finally:
+            self._undo_environment()
+
+    def _close_stores(self) -> None:
+        """All of them, whatever one has to say; where the run has failed its own error says it."""
+        quiet = () if self._succeeded() else (ServerUnreachableError,)
+        with ExitStack() as closing:
+            for stores in self._stores.values():
+                for opened in stores:
+                    closing.enter_context(suppress(*quiet))
+                    closing.callback(opened.close)
+            self._stores = {}
+
+    def _undo_environment(self) -> None:
         if self._changes is not None:
             self._changes.undo()
             self._changes = None

@@ -158,12 +158,56 @@ def test_pushes_when_the_window_is_small_then_wait_and_all_arrive(server):
     stores.close()
 
 
-def test_request_when_larger_than_the_server_allows_then_says_so(tmp_path):
+def test_request_when_larger_than_the_server_allows_then_says_so_and_the_next_counts(tmp_path):
     with running(tmp_path, limits=Limits(message_bytes=4096)) as server:
-        stores = connect(server.endpoint, shared_memory="never")
-        with pytest.raises(RequestRefusedError, match="at most 4096 bytes, got 6000: cut it"):
-            stores.create_dense_store("center", torch.zeros(1500))
+        stores = connect(server.endpoint, shared_memory="never", timeout=20)
+        for _ in range(2):
+            with pytest.raises(RequestRefusedError, match="at most 4096 bytes, got 6000: cut it"):
+                stores.create_dense_store("center", torch.zeros(1500))
+        assert stores.create_dense_store("center", torch.zeros(150)).version == 0
+        assert stores.connection.traffic.reconnects == 0
         stores.close()
+
+
+@pytest.mark.parametrize(
+    ("store", "arguments", "size", "error"),
+    [
+        ("center", {"optimizer": None}, 1500, "at most 4096 bytes, got 6000: cut it"),
+        ("center", {"optimizer": "x" * (1 << 20)}, 1, "a header has at most 1048576 bytes"),
+        ("center", {"optimizer": object()}, 1, "can not serialize 'object' object"),
+        ("center", {"optimizer": 2**65}, 1, "Integer value out of range"),
+    ],
+)
+def test_push_when_the_client_cannot_send_it_then_says_so_and_the_next_counts(server, store, arguments, size, error):
+    connection = Connection(server.endpoint, timeout=20, limits=Limits(message_bytes=4096))
+    connection.request("hello")
+    for _ in range(2):
+        with pytest.raises((RequestRefusedError, TypeError, OverflowError), match=error):
+            connection.push("create_dense_store", store=store, arguments=arguments, arrays=[torch.zeros(size)])
+    connection.wait(
+        connection.push("create_dense_store", store=store, arguments={"optimizer": None}, arrays=[torch.zeros(3)])
+    )
+    assert connection.traffic.reconnects == 0
+    connection.close()
+
+
+def test_pushes_when_the_server_cannot_read_them_then_all_are_told_of_and_the_next_counts(stores, server):
+    users = make_users(stores)
+    before = users.lookup(torch.tensor([1]))
+    for name in (".x", "-y"):
+        stores.connection.push("remove", store=name)
+    stores.connection.push("remove", store="nobody")
+    with pytest.raises(
+        RequestRefusedError, match=r"name must be .*'\.x'.; and 'remove': .*'-y'.; and 'remove': .*nobody"
+    ):
+        stores.connection.flush()
+    users.apply_row_gradients(torch.tensor([1]), torch.ones(1, 4), learning_rate=1.0)
+    users.flush()
+    assert torch.equal(users.lookup(torch.tensor([1])), before - 1)
+    stores.connection.push("remove", store=".x")
+    with pytest.raises(RequestRefusedError, match="a store's name must be"):
+        stores.close()
+    stores.close()
 
 
 def test_reply_when_lost_then_the_push_is_sent_again_and_applied_once(tmp_path):
@@ -256,9 +300,10 @@ def test_push_when_cancelled_while_the_server_stands_still_then_ends_soon(tmp_pa
         stores.connection.push("assign", store="center", arrays=[torch.ones(16 << 20)])
         with pytest.raises(ServerUnreachableError, match="did not answer 'assign' in 1 attempts"):
             stores.connection.flush()
+        with pytest.raises(ServerUnreachableError, match="1 push was never acknowledged"):
+            stores.close()
         monkeypatch.undo()
         go_on.set()
-        stores.close()
 
 
 @pytest.mark.parametrize("num_floats", [1 << 20, 4 << 20])
@@ -293,7 +338,7 @@ def test_server_when_of_another_version_then_the_client_is_told_which_two_do_not
         thread.join()
 
 
-def test_server_when_it_goes_for_good_then_pushes_and_flushes_raise_and_close_returns(tmp_path):
+def test_server_when_it_goes_for_good_then_pushes_and_flushes_raise_and_close_says_what_is_lost(tmp_path):
     with running(tmp_path) as server:
         stores = connect(server.endpoint, shared_memory="never", timeout=0.1, retries=1, window=2)
         users = make_users(stores)
@@ -304,6 +349,10 @@ def test_server_when_it_goes_for_good_then_pushes_and_flushes_raise_and_close_re
         users.apply_row_gradients(rows, gradients, learning_rate=1.0)
     with pytest.raises(ServerUnreachableError, match="did not answer 'lookup'"):
         users.lookup(rows)
+    with pytest.raises(
+        ServerUnreachableError, match=r"did not answer 'apply_row_gradients' in 2 .*; 2 pushes were never"
+    ):
+        stores.close()
     stores.close()
     with pytest.raises(RuntimeError, match="is closed"):
         users.lookup(rows)
@@ -418,7 +467,7 @@ def test_connect_when_given_no_endpoint_then_says_what_one_is(endpoint):
 def test_connect_when_an_option_is_wrong_then_says_which(server):
     with pytest.raises(ValueError, match=r"shared_memory must be one of \['auto', 'never'\], got 'no'"):
         connect(server.endpoint, shared_memory="no")
-    with pytest.raises(ValueError, match="timeout, window and window_bytes must be above 0"):
+    with pytest.raises(ValueError, match="timeout and window_bytes must be above 0, window from 1 to 64"):
         Connection(server.endpoint, timeout=0)
 
 

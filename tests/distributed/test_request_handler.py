@@ -61,6 +61,39 @@ def test_push_when_refused_then_the_next_one_follows_and_it_stays_refused(handle
     assert handler.pushes == 1
 
 
+@pytest.mark.parametrize(
+    ("operation", "arrays", "changes", "reason"),
+    [
+        ("create_dense_store", (torch.ones(3),), {"store": ".x", "optimizer": None}, "a store's name must be"),
+        ("create_dense_store", (torch.ones(1 << 15),), {"store": "x", "optimizer": None}, "at most 65536 bytes"),
+        ("nothing_of_the_kind", (), {"store": "users"}, "there is no operation 'nothing_of_the_kind'"),
+        ("lookup", (torch.tensor([0]),), {"store": "users"}, "takes no sequence number"),
+    ],
+)
+def test_push_when_it_cannot_be_read_then_its_number_is_used_in_its_turn(handler, operation, arrays, changes, reason):
+    early = ask(handler, operation, *arrays, sequence=2, **changes)
+    assert (early.status, early.value) == ("gap", 0)
+    assert push(handler, 1).status == "ok"
+    refused = ask(handler, operation, *arrays, sequence=2, **changes)
+    assert (refused.status, refused.id) == ("refused", 1)
+    assert reason in refused.value
+    assert ask(handler, operation, *arrays, sequence=2, **changes).value == "this push was refused before"
+    assert push(handler, 3).status == "ok"
+
+
+def test_pushes_when_several_are_refused_then_each_stays_refused_and_the_others_applied(handler, tmp_path):
+    wrong = torch.tensor([9]), torch.ones(1, 4)
+    for sequence in range(1, 65):
+        assert push(handler, sequence, arrays=wrong if sequence % 3 else ONE_ROW).status in ("ok", "refused")
+    second = RequestHandler(tmp_path)
+    for server in (handler, second):
+        again = [push(server, sequence).status for sequence in range(1, 65)]
+        assert again == ["refused" if sequence % 3 else "ok" for sequence in range(1, 65)]
+    assert push(second, 65).status == "ok"  # in the place of the first, which was refused
+    assert push(second, 65).status == "ok"
+    second.close()
+
+
 def test_push_when_of_a_client_that_is_unknown_then_is_refused(handler):
     reply = ask(
         handler, "apply_row_gradients", *ONE_ROW, sequence=1, store="users", client=b"z" * 16, learning_rate=1.0
