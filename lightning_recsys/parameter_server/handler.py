@@ -30,7 +30,7 @@ from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.exchange_wire import pack_reply
 from lightning_recsys.parameter_server.journal import Journal, Undo
 from lightning_recsys.parameter_server.mapped import MappedStores, check_same
-from lightning_recsys.parameter_server.mapped_arrays import META, check_name
+from lightning_recsys.parameter_server.mapped_arrays import META, check_name, remove_leftovers
 from lightning_recsys.parameter_server.plain import layout_from_plain, optimizer_from_plain
 from lightning_recsys.parameter_server.served import ServedDense, ServedDynamic, ServedEmbedding, open_served
 from lightning_recsys.parameter_server.wire import (
@@ -87,6 +87,7 @@ class RequestHandler:
     def __init__(self, folder: Path, *, limits: Limits | None = None, max_clients: int = 1024) -> None:
         self.limits = limits or Limits()
         self.stores = MappedStores(folder)
+        remove_leftovers(self.stores.folder)
         self.journal = Journal(self.stores.folder, max_clients=max_clients)
         self.recovered = self.journal.recover()
         self.requests = self.refused = self.pushes = self.duplicates = 0

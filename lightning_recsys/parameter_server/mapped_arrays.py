@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 META = "meta.json"
+_BUILDING, _DOOMED = ".making-", ".removing-"  # what folders that are not whole begin with; no store's name does
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 _DTYPES = {"float32": torch.float32, "int32": torch.int32, "int64": torch.int64}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
@@ -74,10 +76,10 @@ class MappedArrays:
             FileExistsError: the folder is there, perhaps made by another process meanwhile.
             OSError: there is no room for the arrays.
         """
+        remove_leftovers(folder.parent)
         fixed = {name: shape for name, shape in shapes.items() if name not in growing}
         check_free_space(folder.parent, total_bytes(fixed), what=folder.name)
-        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        with _building(folder) as building:
             for name, (dtype, shape) in shapes.items():
                 with (building / name).open("wb") as file:
                     file.truncate(0 if name in growing else math.prod(shape) * _ITEM_BYTES[dtype])
@@ -91,9 +93,6 @@ class MappedArrays:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     raise FileExistsError(f"{folder} is there already.") from error
                 raise
-        except BaseException:
-            shutil.rmtree(building, ignore_errors=True)
-            raise
         arrays.folder = folder
         return arrays
 
@@ -137,9 +136,57 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def remove_arrays(folder: Path) -> None:
     """Delete a folder of arrays; who has it open keeps what is mapped until it closes it."""
-    doomed = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    folder.rename(doomed)  # at once: nobody opens half of it
-    shutil.rmtree(doomed)
+    descriptor = _lock(folder)
+    try:
+        doomed = Path(tempfile.mkdtemp(prefix=f"{_DOOMED}{folder.name}-", dir=folder.parent))
+        folder.rename(doomed)  # at once: nobody opens half of it
+        shutil.rmtree(doomed)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what processes that were killed have left half made, or half removed, among a folder's stores.
+
+    Who is still at work holds a lock on what it makes or removes, which the system lets go of when the process ends.
+    """
+    for path in [*folder.glob(f"{_BUILDING}*"), *folder.glob(f"{_DOOMED}*")]:
+        if (descriptor := _lock(path)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(descriptor)
+
+
+@contextmanager
+def _building(folder: Path) -> Iterator[Path]:
+    """A new folder beside another one, ours until it is renamed to that; gone if it is not."""
+    descriptor = None
+    while descriptor is None:  # somebody who takes it for a leftover may be faster than our lock
+        building = Path(tempfile.mkdtemp(prefix=f"{_BUILDING}{folder.name}-", dir=folder.parent))
+        descriptor = _lock(building)
+    try:
+        yield building
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds a folder until it is closed; ``None`` where somebody else does, or it is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
 
 
 def check_name(name: str) -> str:

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
 from lightning_recsys.optim.row_optimizers import RowOptimizer
 from lightning_recsys.parameter_server import MappedStores, mapped_arrays
+from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.plain import (
     layout_from_plain,
     layout_to_plain,
@@ -179,6 +181,45 @@ def test_creation_when_it_fails_then_no_half_made_store_is_left(stores, tmp_path
     with pytest.raises(MemoryError):
         stores.create_embedding_store("t", LAYOUT, SGD(), seed=0)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize("cleaner", ["next store", "next server"])
+def test_process_when_killed_while_it_makes_or_removes_a_store_then_the_next_one_cleans_up(
+    stores, tmp_path, cleaner, is_removed
+):
+    if is_removed:
+        stores.create_dense_store("v", torch.ones(2))
+    pid = os.fork()
+    if pid == 0:
+
+        def die(*_, **__):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if is_removed:
+            mapped_arrays.shutil.rmtree = die
+            MappedStores(tmp_path).remove("v")
+        mapped_arrays.MappedArrays.create(tmp_path / "v", {}, {"values": ("float32", (4,))}, die)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".removing-v-" if is_removed else ".making-v-")
+    if cleaner == "next store":
+        stores.create_dense_store("other", torch.ones(2))
+    else:
+        RequestHandler(tmp_path).close()
+    assert not left.exists()
+
+
+def test_store_when_another_is_being_made_or_removed_then_that_is_left_alone(stores, tmp_path):
+    seen = []
+
+    def fill(arrays):
+        stores.create_dense_store("meanwhile", torch.ones(2))
+        seen.extend(path.name for path in tmp_path.iterdir() if path.name.startswith(".making-slow-"))
+
+    mapped_arrays.MappedArrays.create(tmp_path / "slow", {}, {"values": ("float32", (4,))}, fill)
+    assert len(seen) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["meanwhile", "slow"]
 
 
 def test_creation_when_another_process_is_faster_then_its_store_is_taken(stores, tmp_path, monkeypatch):
