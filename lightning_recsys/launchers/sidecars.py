@@ -167,7 +167,7 @@ class Sidecars:
     def _fork(self, spec: ServerSpec, *, port: int) -> tuple[ForkServerProcess, Connection]:
         assert self.folder is not None
         own = self.folder / str(spec)
-        own.mkdir(exist_ok=True)
+        own.mkdir(mode=0o700, exist_ok=True)
         receiver, sender = Pipe(duplex=False)
         state = pickle.dumps(ProcessState.capture())
         bind = f"tcp://{_bracketed(self.address)}:{port}"  # 0: a free one

@@ -15,8 +15,10 @@ what the kernel had not written to disk: this is about processes.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +27,11 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
+from lightning_recsys.parameter_server.own_files import open_own
 from lightning_recsys.parameter_server.wire import MAX_WINDOW
 
 JOURNAL = ".journal"  # a name that no store can have
@@ -44,6 +46,7 @@ _HEADER_NONCE = slice(1, 3)
 _ID = slice(0, 2)
 _APPLIED, _REFUSED, _SEEN_SECONDS, _CLOSED = 2, 3, 4, 5
 _ALIGNMENT = 64
+_UNDO_BYTES = 1 << 40  # of addresses, for the undo record that may become so long; they take no room
 _INT64 = np.dtype("<i8")
 _COUNTERS = "counters"
 _ROWS = ""  # in the undo record: which rows are there, if not all
@@ -77,7 +80,10 @@ class Journal:
     Attributes:
         nonce: Drawn when the journal was made: who can read it from the folder is on the same machine as the folder.
 
+    Both files are opened once, here: later, a process may have no descriptor to spare.
+
     Raises:
+        PermissionError: one of them is a link, or not this user's.
         RuntimeError: the folder's journal is damaged.
     """
 
@@ -86,7 +92,10 @@ class Journal:
         self._words = _open_words(folder / JOURNAL, max_clients)
         self._header, self._slots = self._words[0], self._words[1:]
         self._refused = self._slots[:, _REFUSED].view(np.uint64)  # a bit for each of the last pushes, by its number
-        self._undo = torch.empty(0, dtype=torch.uint8)
+        self._undo_file = open_own(folder / UNDO)
+        self._close_undo_file = weakref.finalize(self, os.close, self._undo_file)
+        self._undo = _map_ahead(self._undo_file)  # what lies behind the reserved part may not be in the file
+        self._reserved = 0  # bytes of it
         self._recorded: tuple[Undo, list[_Copy]] | None = None  # of whole arrays
         self._index = {slot[_ID].tobytes(): number for number, slot in enumerate(self._slots) if slot[_ID].any()}
         self.nonce = self._header[_HEADER_NONCE].tobytes()
@@ -98,7 +107,8 @@ class Journal:
             return False
         unfinished = self._slots[slot, _APPLIED] < sequence
         if unfinished:
-            self._map_undo((self.folder / UNDO).stat().st_size)
+            if not os.fstat(self._undo_file).st_size:
+                raise RuntimeError(f"{self.folder / UNDO} was removed while it was needed: remove the folder as well.")
             self._restore()
         self._header[_HEADER_SLOT] = 0
         return bool(unfinished)
@@ -108,8 +118,9 @@ class Journal:
         empty = np.empty((1, _WORDS), dtype=_INT64)
         self._words, self._header, self._slots = empty, empty[0], empty[1:]
         self._refused = self._slots[:, _REFUSED].view(np.uint64)
-        self._undo = torch.empty(0, dtype=torch.uint8)
+        self._undo = np.empty(0, dtype=np.uint8)
         self._recorded = None
+        self._close_undo_file()
 
     # --- Clients -----------------------------------------------------------------------------------------------------
 
@@ -232,7 +243,7 @@ class Journal:
         header = msgpack.packb({"store": undo.arrays.folder.name, "arrays": described})
         size = sum(math.prod(shape) * dtype.itemsize + _ALIGNMENT for _, dtype, shape in saved)
         self._reserve(8 + len(header) + size + _ALIGNMENT)
-        memory = self._undo.numpy()
+        memory = self._undo
         memory[:8].view(_INT64)[0] = len(header)
         memory[8 : 8 + len(header)] = np.frombuffer(header, dtype=np.uint8)
         places = dict(zip((name for name, _, _ in saved), self._places(8 + len(header), saved), strict=True))
@@ -247,14 +258,14 @@ class Journal:
 
     def _places(self, end: int, saved: Sequence[_Saved]) -> Iterator[NDArray[Any]]:
         """Views of the undo record, one array behind the other."""
-        memory = self._undo.numpy()
+        memory = self._undo
         for _, dtype, shape in saved:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + math.prod(shape) * dtype.itemsize
             yield memory[start:end].view(dtype).reshape(shape)
 
     def _restore(self, arrays: MappedArrays | None = None) -> None:
-        memory = self._undo.numpy()
+        memory = self._undo
         length = int(memory[:8].view(_INT64)[0])
         header: dict[str, Any] = msgpack.unpackb(memory[8 : 8 + length].tobytes())
         if arrays is None:
@@ -270,15 +281,11 @@ class Journal:
             arrays[name].numpy()[where] = values  # a row that is named twice was saved twice, and equal
 
     def _reserve(self, size: int) -> None:
-        if size <= self._undo.numel():
+        if size <= self._reserved:
             return
         size = max(1 << 20, 1 << (size - 1).bit_length())
-        with open(self.folder / UNDO, "a+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # an error now instead of a bus error later
-        self._map_undo(size)
-
-    def _map_undo(self, size: int) -> None:
-        self._undo = torch.from_file(str(self.folder / UNDO), shared=True, size=size, dtype=torch.uint8)
+        os.posix_fallocate(self._undo_file, 0, size)  # an error now instead of a bus error later
+        self._reserved = size
 
 
 def _bit(sequence: int) -> int:
@@ -299,20 +306,35 @@ def read_nonce(folder: Path) -> bytes | None:
 def _open_words(path: Path, max_clients: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Map the journal, made or lengthened where needed."""
     wanted = (1 + max_clients) * _WORDS * 8
-    if not path.exists():
+    if not os.path.lexists(path):
         header = np.zeros(_WORDS, dtype=_INT64)
         header[_HEADER_MAGIC] = _MAGIC
         header[_HEADER_NONCE] = np.frombuffer(os.urandom(16), dtype=_INT64)
-        temporary = path.with_name(f"{JOURNAL}-{os.getpid()}")
-        temporary.write_bytes(header.tobytes())
+        temporary = path.with_name(f"{JOURNAL}-new")  # one name: what a killed server leaves its successor writes anew
+        with os.fdopen(open_own(temporary), "wb") as file:
+            file.write(header.tobytes())
         temporary.rename(path)  # whole or not at all
-    with path.open("r+b") as file:
-        magic = np.frombuffer(file.read(8), dtype=_INT64)
-        size = path.stat().st_size
-        if not len(magic) or magic[0] != _MAGIC or size % (8 * _WORDS):
+    descriptor = open_own(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size < 8 * _WORDS or size % (8 * _WORDS) or _map(descriptor, size)[:8].view(_INT64)[0] != _MAGIC:
             raise RuntimeError(f"{path} is not a journal of this version, or damaged: remove its folder to start anew.")
         if size < wanted:
-            os.posix_fallocate(file.fileno(), 0, wanted)
-    size = max(size, wanted)
-    words = torch.from_file(str(path), shared=True, size=size // 8, dtype=torch.int64).numpy()
-    return words.reshape(-1, _WORDS)
+            os.posix_fallocate(descriptor, 0, wanted)
+        return _map(descriptor, max(size, wanted)).view(_INT64).reshape(-1, _WORDS)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, size: int) -> NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
+
+
+def _map_ahead(descriptor: int) -> NDArray[np.uint8]:
+    """Map what the file may become: nothing needs to be opened or mapped when it grows."""
+    size = os.fstat(descriptor).st_size
+    os.ftruncate(descriptor, max(_UNDO_BYTES, size))
+    try:
+        return _map(descriptor, _UNDO_BYTES)
+    finally:
+        os.ftruncate(descriptor, size)

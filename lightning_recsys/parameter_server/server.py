@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import multiprocessing
+import os
 import re
 import signal
 import socket
@@ -21,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.keys import ServerKeys
 from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
+from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
 from lightning_recsys.parameter_server.wire import Limits, receive_frames, send_frames
 from lightning_recsys.runtime import configure_worker
 
@@ -54,7 +56,7 @@ def serve(
     notice nothing but the time.
 
     Args:
-        folder: The stores; made if it is not there. One server per folder.
+        folder: The stores; made, for this user alone, if it is not there. One server per folder.
         bind: Where to listen, ``tcp://host:port``; port 0 takes a free one.
         keys: Who may talk to it; needed for every address but the machine's own.
         ready: Called with the endpoint as soon as it listens.
@@ -65,10 +67,12 @@ def serve(
     Raises:
         ValueError: the address is not of this machine and there are no keys, or it is no address.
         RuntimeError: another server serves the folder.
+        PermissionError: the folder, or a file of the server's in it, is another user's, open to others, or a link.
         OSError: the port is taken.
     """
+    check_bind(bind, keys)  # before anything is made
     configure_worker(num_threads)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_own_folder(folder)
     with Server(folder, bind=bind, keys=keys, limits=limits, max_clients=max_clients) as server:
         parent = multiprocessing.parent_process()
         if parent is not None:
@@ -105,6 +109,7 @@ class Server:
     ) -> None:
         limits = limits or Limits()
         check_bind(bind, keys)
+        check_own_folder(folder)
         self._lock = _lock(folder)
         self.handler = RequestHandler(folder, limits=limits, max_clients=max_clients)
         if self.handler.recovered:
@@ -242,7 +247,7 @@ def _bind(router: zmq.Socket[bytes], bind: str) -> None:
 
 def _lock(folder: Path) -> Any:
     """Hold the folder; the system lets go of it when the process ends, however it ends."""
-    file = (folder / LOCK).open("a")
+    file = os.fdopen(open_own(folder / LOCK), "r+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -53,6 +53,7 @@ class ForgetfulServer(Server):
 @contextmanager
 def running(folder: Path, *, kind: type[Server] = Server, **options) -> Iterator[Server]:
     """A server in a thread of this process."""
+    folder.chmod(0o700)
     server = kind(folder, **options)
     thread = threading.Thread(target=server.run)
     thread.start()

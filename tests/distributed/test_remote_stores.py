@@ -478,7 +478,7 @@ def test_server_when_another_serves_the_folder_then_is_refused(server, tmp_path)
 
 def test_server_when_its_port_is_taken_then_says_so(server, tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_recsys.parameter_server.server.BIND_SECONDS", 0.1)
-    (tmp_path / "second").mkdir()
+    (tmp_path / "second").mkdir(mode=0o700)
     with pytest.raises(OSError, match=f"cannot listen on {server.endpoint}: Address already in use"):
         Server(tmp_path / "second", bind=server.endpoint)
     Server(tmp_path / "second").close()  # nothing was kept

@@ -14,6 +14,7 @@ import torch
 from served_strategy import Ratings, make_trainer
 from server_helpers import stop_collector
 
+from lightning_recsys.errors import ServerUnreachableError
 from lightning_recsys.parameter_server import JobKeys, cli, connect
 from lightning_recsys.strategies import ShadowSyncStrategy
 
@@ -87,8 +88,9 @@ def test_server_when_started_in_a_shell_then_serves_trainers_tells_and_stops_on_
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert process.stdout.read() == ""
-        stores.connection._gave_up = True  # there is nobody to say goodbye to
-        stores.close()
+        stores.connection._gave_up = 1, 0.0, ""  # there is nobody to say goodbye to
+        with pytest.raises(ServerUnreachableError, match="pushes were never acknowledged"):  # it has not looked
+            stores.close()
     with server("--folder", tmp_path / "stores") as (process, endpoint):
         center = connect(endpoint, timeout=60).dense_store("center").pull()
         assert center[0] <= 0.5
@@ -127,6 +129,7 @@ def test_command_when_wrong_then_says_what_in_one_line(tmp_path, capsys, argumen
     out, err = capsys.readouterr()
     assert err.startswith("lightning-recsys-server: ")
     assert sentence in err
+    assert not (tmp_path / "stores").exists()
     assert err.count("\n") == 1
     assert out == ""
 

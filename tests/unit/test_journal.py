@@ -1,6 +1,8 @@
 """The journal: who has a place, which pushes count, and how a push that was cut short is taken back."""
 
 import os
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,6 +185,49 @@ def test_journal_when_damaged_then_says_so(tmp_path, data):
     with pytest.raises(RuntimeError, match="is not a journal of this version, or damaged"):
         Journal(tmp_path)
     assert read_nonce(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", [".undo", ".journal", ".journal-new"])
+def test_journal_when_a_link_is_in_its_place_then_does_not_follow_it(tmp_path, name):
+    (tmp_path / "stores").mkdir()
+    other = tmp_path / "other"
+    for link in (Path.symlink_to, Path.hardlink_to):
+        other.write_bytes(b"somebody else's")
+        link(tmp_path / "stores" / name, other)
+        with pytest.raises(PermissionError, match=f"{name} is (a link|not a file of this user alone)"):
+            Journal(tmp_path / "stores").close()
+        assert other.read_bytes() == b"somebody else's"
+        (tmp_path / "stores" / name).unlink()
+        (tmp_path / "stores" / ".journal").unlink(missing_ok=True)
+    Journal(tmp_path / "stores").close()
+
+
+def spoil_and_fail(journal, slot, undo):
+    with journal.push(slot, 1, undo):
+        spoil(undo.arrays)
+        raise ZeroDivisionError
+
+
+def test_push_when_the_process_has_no_descriptor_left_then_is_recorded_all_the_same(tmp_path, arrays):
+    journal = Journal(tmp_path)
+    slot, before = journal.register(ALICE), values(arrays)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        for size in (6, 1 << 18):  # rows: the second record is longer than what is reserved at first
+            with pytest.raises(ZeroDivisionError):
+                spoil_and_fail(journal, slot, Undo(arrays, ("weight", "sum"), torch.arange(size) % 6))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert values(arrays) == before
+    journal.close()
+
+
+def test_undo_record_when_removed_while_it_is_needed_then_says_so(tmp_path, arrays):
+    killed_inside(tmp_path, arrays, None, after_mark=False)
+    (tmp_path / ".undo").unlink()
+    with pytest.raises(RuntimeError, match="was removed while it was needed"):
+        Journal(tmp_path).recover()
 
 
 def test_nonce_when_there_is_no_journal_then_is_none(tmp_path):
