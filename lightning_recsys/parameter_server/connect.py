@@ -12,6 +12,7 @@ from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.parameter_server.journal import read_nonce
 from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys
+from lightning_recsys.parameter_server.locality import why_not_local
 from lightning_recsys.parameter_server.mapped import MappedStores
 from lightning_recsys.parameter_server.remote import RemoteStores
 
@@ -31,8 +32,8 @@ def connect(
     """The stores behind an endpoint.
 
     * ``shm:///folder``: the folder's files are mapped into this process; no server is asked, none need run.
-    * ``tcp://host:port``: a server is asked. Where its folder is on this machine, its files are mapped all the same,
-      except for those of stores with dynamic rows, which the server alone may open.
+    * ``tcp://host:port``: a server is asked. Where its folder is this machine's own (:mod:`.locality`), its files are
+      mapped all the same, except for those of stores with dynamic rows, which the server alone may open.
 
     Args:
         endpoint: One of the two.
@@ -74,12 +75,21 @@ def connect(
     except BaseException:
         connection.close()
         raise
+    reason = "as was asked for" if shared_memory == "never" else _why_not_mapped(hello)
+    if reason is not None:
+        return RemoteStores(connection, reason=reason)
+    connection.close()
+    server = partial(connect, endpoint, **options, shared_memory="never")
+    return MappedStores(Path(hello["folder"]), server=server)
+
+
+def _why_not_mapped(hello: dict[str, Any]) -> str | None:
+    """Why the files of the server that said this are not mapped; ``None`` where they are to be."""
     folder = Path(hello["folder"])
-    if shared_memory == "auto" and read_nonce(folder) == hello["nonce"]:
-        connection.close()
-        server = partial(connect, endpoint, **options, shared_memory="never")
-        return MappedStores(folder, server=server)
-    return RemoteStores(connection)
+    reason = why_not_local(folder, hello["place"])
+    if reason is None and read_nonce(folder) != hello["nonce"]:
+        return f"this process may not read and write {folder}"
+    return reason
 
 
 def client_keys(keys: ClientKeys | JobKeys | Path | str | None) -> ClientKeys | None:

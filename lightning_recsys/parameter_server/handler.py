@@ -29,6 +29,7 @@ from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.exchange_wire import pack_reply
 from lightning_recsys.parameter_server.journal import Journal, Undo
+from lightning_recsys.parameter_server.locality import Place
 from lightning_recsys.parameter_server.mapped import MappedStores, check_same
 from lightning_recsys.parameter_server.mapped_arrays import META, check_name, remove_leftovers
 from lightning_recsys.parameter_server.plain import layout_from_plain, optimizer_from_plain
@@ -88,6 +89,7 @@ class RequestHandler:
         self.limits = limits or Limits()
         self.stores = MappedStores(folder)
         remove_leftovers(self.stores.folder)
+        self._place = Place.of(folder)  # what clients find out by whether they may map the files
         self.journal = Journal(self.stores.folder, max_clients=max_clients)
         self.recovered = self.journal.recover()
         self.requests = self.refused = self.pushes = self.duplicates = 0
@@ -254,7 +256,7 @@ class RequestHandler:
     def _hello(self, request: Request) -> object:
         take_nothing(request)
         self.journal.register(request.client)
-        return {"folder": str(self.stores.folder), "nonce": self.journal.nonce}
+        return {"folder": str(self.stores.folder), "place": self._place.to_plain(), "nonce": self.journal.nonce}
 
     def _goodbye(self, request: Request) -> object:
         take_nothing(request)

@@ -193,9 +193,11 @@ class Stores(ABC):
 
     Attributes:
         endpoint: Where it was found, ``shm:///folder`` or ``tcp://host:port``.
+        route: How rows and vectors are read and written, and why so; for a log.
     """
 
     endpoint: str
+    route: str
 
     @abstractmethod
     def create_embedding_store(

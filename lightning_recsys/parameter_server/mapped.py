@@ -55,6 +55,7 @@ class MappedStores(Stores):
                 " run that made it ends."
             )
         self.endpoint = f"shm://{self.folder}"
+        self.route = f"the files of {self.folder}, mapped"
         self._opened: list[MappedEmbeddingStore | HashEmbeddingStore | MappedDenseStore] = []
         self._connect = server
         self._connected: Stores | None = None

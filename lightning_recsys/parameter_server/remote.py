@@ -222,14 +222,16 @@ class RemoteStores(Stores):
 
     Args:
         connection: To the server; closed with this object.
+        reason: Why files are not mapped instead, for whoever reads a log.
 
     Attributes:
         connection: The same; its ``traffic`` counts bytes and requests.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, reason: str) -> None:
         self.connection = connection
         self.endpoint = connection.endpoint
+        self.route = f"messages ({reason})"
 
     def create_embedding_store(  # noqa: D102 - inherited
         self,

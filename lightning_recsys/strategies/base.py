@@ -196,6 +196,9 @@ class RecsysStrategy(DDPStrategy):
                 connect(endpoint, keys=keys, shared_memory=shared_memory, cancelled=self._is_asked_to_end)
                 for endpoint in self.endpoints[kind]
             ]
+            if self.is_global_zero:
+                for endpoint, stores in zip(self.endpoints[kind], self._stores[kind], strict=True):
+                    log.info("Server for %s at %s: by %s.", kind, endpoint, stores.route)
         return self._stores[kind]
 
     def _is_asked_to_end(self) -> bool:

@@ -448,11 +448,19 @@ def test_connect_when_the_server_s_folder_is_here_then_maps_it(server, tmp_path)
     assert server.handler.status()["clients"] == 0
 
 
-def test_connect_when_another_folder_has_that_name_then_asks_the_server(server, monkeypatch):
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"nonce": bytes(16)}, "may not read and write"),
+        ({"place": {"boot": "of another machine", "device": 1, "inode": 2}}, "the server runs on another machine"),
+    ],
+)
+def test_connect_when_the_folder_is_not_this_machines_own_then_asks_the_server(server, monkeypatch, told, reason):
     hello = server.handler._reads["hello"]
-    monkeypatch.setitem(server.handler._reads, "hello", lambda request: hello(request) | {"nonce": bytes(16)})
+    monkeypatch.setitem(server.handler._reads, "hello", lambda request: hello(request) | told)
     stores = connect(server.endpoint)
     assert isinstance(stores, RemoteStores)
+    assert reason in stores.route
     stores.close()
 
 

@@ -83,6 +83,9 @@ def test_job_when_it_runs_twice_on_one_node_then_each_run_has_servers_of_its_own
     assert all(x.startswith("tcp://127.0.0.1:") for x in endpoints)
     assert lines(output, "types") == [" ".join(["RemoteStores"] * 3), " ".join(["MappedStores"] * 3)]
     assert lines(output, "counted")[0] == "8 8 8"  # two ranks, four steps
+    for endpoint in endpoints:  # once, by one of the two ranks
+        way = "messages (as was asked for)" if endpoint in over_the_wire.split() else "the files of /dev/shm/"
+        assert output.count(f"at {endpoint}: by {way}") == 1
     assert not any(listens(x) for x in endpoints)
     assert folders(lines(output, "pid")) == []
 
