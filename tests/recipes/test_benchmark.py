@@ -235,7 +235,7 @@ def test_command_line_when_ended_by_sigterm_then_nothing_is_left(tmp_path):
         (["suite=quality", "suite.models=[dcnv2]"], "suite.models must be some of .*Did you mean 'dcn_v2'"),
         (["suite=quality", "suite.experiments=[movielens]"], "suite.experiments must be some of .*got 'movielens'"),
         (["suite=quality", "suite.libraries=[torchrec]"], "suite.libraries must be some of ours, fuxictr, got"),
-        (["suite=het", "suite.link.models=[foo]"], "suite.link.models must be some of dlrm, .*, got 'foo'"),
+        (["suite=het", "suite.link.models=[foo]"], "suite.link.models must be some of WDL, .*, got 'foo'"),
         (["suite=het", "suite.overhead.model=foo"], "suite.overhead.model must be some of dlrm, .*, got 'foo'"),
         (["suite=het", "suite.misses.policies=[fifo]"], "suite.misses.policies must be some of lru, .*, got 'fifo'"),
         (["suite=shadowsync", "suite.parts=[links]"], "suite.parts must be some of .*Did you mean 'link'"),

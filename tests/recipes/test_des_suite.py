@@ -214,13 +214,6 @@ def test_job_then_processor_time_and_telemetry_are_by_the_steps_of_all_workers(t
     assert job.told_per_step("sent", "received") == pytest.approx(39 / 34)
 
 
-def test_sent_by_then_it_is_what_the_system_says_of_an_interface():
-    sent, packets = des_training.sent_by("lo")
-    assert sent >= packets >= 0
-    with pytest.raises(ValueError, match="no network interface 'none'"):
-        des_training.sent_by("none")
-
-
 def test_suite_when_a_part_is_unknown_then_the_parts_are_named():
     with pytest.raises(ValueError, match=r"suite\.parts must be some of rows, link, quality, got 'links'"):
         des.run(

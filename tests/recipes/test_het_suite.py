@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.het.cache import replay
+from benchmarks.suites.het.link import Crossed
 from benchmarks.suites.het.traces import Trace, oracle
+from benchmarks.suites.het.training import PAPERS_MODELS
 
 
 def fewest_misses(keys, limit):
@@ -46,6 +48,25 @@ def test_oracle_when_rows_are_refreshed_then_that_is_counted_both_ways():
     # Fetched, then sent and fetched again when three updates are made: before batches 3, 6 and 9.
     assert (needs.missed, needs.fetched, needs.pushed) == (1, 4, 3)
     assert needs.saved() == pytest.approx(1 - 7 / 20)
+
+
+def test_crossed_when_the_interface_saw_nothing_then_is_far_off_what_was_told():
+    readings = np.array([[0.0] * 6, [132, 2, 66, 1, 5e5, 5e5], [264, 4, 132, 2, 1e6, 1e6]])
+    crossed = Crossed.of(readings)  # empty packets, while rows went through shared memory
+    assert (crossed.steps, crossed.counted, crossed.told) == (2, 0, 2e6)
+    assert crossed.error == 100
+
+
+def test_crossed_when_the_strategy_tells_of_nothing_then_is_as_far_off():
+    assert Crossed.of(np.array([[0.0] * 6, [1e6, 700, 1e6, 700, 0, 0]])).error == 100
+
+
+@pytest.mark.parametrize(("name", "millions"), [("WDL", 0.138), ("DFM", 0.918), ("DCN", 1.01)])
+def test_models_when_made_for_the_link_then_have_the_papers_dense_parameters(name, millions):
+    work = Workload(rows=1, dim=128)
+    model = PAPERS_MODELS[name](work.num_dense, work.fields, embedding_dim=128, device="meta")
+    dense = sum(x.numel() for x in model.parameters() if not x.is_meta)
+    assert dense / 1e6 == pytest.approx(millions, rel=0.1)
 
 
 @pytest.mark.distributed

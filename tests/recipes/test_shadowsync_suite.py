@@ -127,6 +127,14 @@ def test_linked_hosts_when_work_fails_inside_then_they_are_gone():
     assert a.namespace not in namespaces()
 
 
+def test_counted_by_then_it_is_what_the_system_says_of_an_interface():
+    sent, sent_packets, received, received_packets = hosts.counted_by("lo")
+    assert sent >= sent_packets >= 0
+    assert received >= received_packets >= 0
+    with pytest.raises(ValueError, match="no network interface 'none'"):
+        hosts.counted_by("none")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_linked_hosts_when_a_signal_ends_the_program_then_they_are_gone(number):
     env = processes.environment()

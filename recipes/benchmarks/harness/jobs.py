@@ -184,10 +184,23 @@ class Job:
             process.wait()
 
 
-def run_in_turns(jobs: Mapping[str, Job], *, rounds: int, seconds: float) -> None:
+def run_in_turns(
+    jobs: Mapping[str, Job],
+    *,
+    rounds: int,
+    seconds: float,
+    before: Sequence[Callable[[], None]] = (lambda: None,),
+) -> None:
     """Let every job run for ``seconds`` in each of ``rounds`` rounds, one at a time, in rotating order.
 
     A first, uncounted round warms everything up.
+
+    Args:
+        jobs: By name.
+        rounds: Those that count.
+        seconds: Of each job in each round.
+        before: What changes between two measurements of the same jobs; after each of these all rounds are run, the
+            uncounted one as well.
 
     Raises:
         RuntimeError: a job failed; has its output.
@@ -196,11 +209,13 @@ def run_in_turns(jobs: Mapping[str, Job], *, rounds: int, seconds: float) -> Non
     with ExitStack() as stack:
         for job in jobs.values():
             stack.enter_context(job)
-        for i in range(rounds + 1):
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                jobs[name].resume()
-                time.sleep(seconds)
-                jobs[name].pause()
+        for change in before:
+            change()
+            for i in range(rounds + 1):
+                for name in names[i % len(names) :] + names[: i % len(names)]:
+                    jobs[name].resume()
+                    time.sleep(seconds)
+                    jobs[name].pause()
 
 
 def steps_per_second(workers: Sequence[np.ndarray], runs: Sequence[tuple[float, float]]) -> list[float]:

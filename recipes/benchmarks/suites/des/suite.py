@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices, check_numbers
-from benchmarks.harness.hosts import Host, NoLinkError, free_port, linked_hosts
+from benchmarks.harness.hosts import HEADERS, Host, NoLinkError, free_port, linked_hosts
 from benchmarks.harness.jobs import Job, run_in_turns
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
@@ -34,7 +34,6 @@ HOSTS = 2
 DISTINCT_AT_512 = 147_664  # Rong et al. 2019, Table 2
 FEATURES = 950  # of an example, section 6
 LINK = Network(bandwidth=125e6, latency=1e-4)  # 1 Gbit/s
-HEADERS = 66  # of a packet: Ethernet 14, IP 20, TCP with time stamps 32
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     DES: {"name": "des"},

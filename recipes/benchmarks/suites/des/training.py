@@ -15,6 +15,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from benchmarks.harness.hosts import counted_by
 from benchmarks.harness.job_training import StepTimes
 from benchmarks.harness.ours import TaskAlone
 from benchmarks.suites.des.rows import ROWS, HeldRows, Rows
@@ -42,7 +43,7 @@ class CountedSteps(StepTimes):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         now = time.monotonic()
         self._file.write(struct.pack("d", now))
-        self._traffic.write(struct.pack("3d", now, *sent_by(os.environ["GLOO_SOCKET_IFNAME"])))
+        self._traffic.write(struct.pack("3d", now, *counted_by(os.environ["GLOO_SOCKET_IFNAME"])[:2]))
         last = self.folder / "last"
         asked = (self.folder / "stop").exists() or not self.asker.exists()
         if trainer.global_rank == 0 and asked and not last.exists():
@@ -55,16 +56,6 @@ class CountedSteps(StepTimes):
         super().on_train_end(trainer)
         self._traffic.close()
         del self._traffic
-
-
-def sent_by(interface: str) -> tuple[int, int]:
-    """Bytes and packets that this host's interface has sent so far."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            columns = numbers.split()
-            return int(columns[8]), int(columns[9])
-    raise ValueError(f"there is no network interface {interface!r}.")
 
 
 def make_model(name: str, rows: Rows, *, device: str | None = None) -> torch.nn.Module:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +11,6 @@ from typing import Any, Literal, get_args
 
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices
-from benchmarks.harness.hosts import Host, NoLinkError, free_port, linked_hosts
 from benchmarks.harness.jobs import Job, run_in_turns
 from benchmarks.harness.ours import MODELS
 from benchmarks.harness.parts import Measured, measure_parts
@@ -27,23 +23,21 @@ from benchmarks.suites.het.cache import misses as count_misses
 from benchmarks.suites.het.cache import operations as measure_operations
 from benchmarks.suites.het.cache import traffic as measure_traffic
 from benchmarks.suites.het.curves import Curves
+from benchmarks.suites.het.link import TRAINING
+from benchmarks.suites.het.link import measure as measure_link
 from benchmarks.suites.het.nominal import measure as measure_nominal
+from benchmarks.suites.het.training import PAPERS_MODELS
 
 from lightning_recsys.embeddings.cache import CachePolicy
-from lightning_recsys.parameter_server.keys import JobKeys
 
 Part = Literal["traffic", "operations", "misses", "link", "overhead", "nominal", "quality"]
 
-TRAINING = "benchmarks.suites.het.training"
 ROWS = 65_536  # examples in memory of each job
-
-log = logging.getLogger("benchmark")
 
 
 def run(
     *,
     parts: list[Part],
-    rate: str,
     traffic: Mapping[str, Any],
     operations: Mapping[str, Any],
     misses: Mapping[str, Any],
@@ -60,7 +54,7 @@ def run(
         ValueError: a model or a policy that there is not.
     """
     if "link" in parts:
-        check_choices("suite.link.models", link["models"], MODELS)
+        check_choices("suite.link.models", link["models"], PAPERS_MODELS)
     if "overhead" in parts:
         check_choices("suite.overhead.model", [overhead["model"]], MODELS)
     if "misses" in parts:
@@ -69,7 +63,7 @@ def run(
         "traffic": lambda: measure_traffic(**traffic),
         "operations": lambda: measure_operations(**operations),
         "misses": lambda: measure_misses(**misses),
-        "link": lambda: measure_link(rate, **link),
+        "link": lambda: measure_link(**link, rows=ROWS),
         "overhead": lambda: measure_overhead(**overhead),
         "nominal": lambda: measure_nominal(**nominal),
         "quality": lambda: measure_quality(**quality, cache=Path(cache), root=data),
@@ -81,82 +75,6 @@ def measure_misses(**options: Any) -> Measured:
     """Miss rate against cache size, drawn as in the paper's Figure 8."""
     tables, bars = count_misses(**options)
     return [Curves(x, x.header[1:], "miss rate", "misses") for x in tables if isinstance(x, Columns)], bars
-
-
-def measure_link(
-    rate: str,
-    *,
-    models: Sequence[str],
-    batch_size: int,
-    dim: int,
-    staleness: int,
-    rounds: int,
-    seconds: float,
-    warm_steps: int,
-) -> Measured:
-    """A worker and its server on two hosts, with and without the cache, and with a link that costs nothing."""
-    results: list[Result] = []
-    bars: list[Bar] = []
-    for model in models:
-        cached = {"mode": "het", "staleness": staleness}
-        try:
-            with linked_hosts(rate) as slow, linked_hosts(None) as free:
-                variants = {
-                    f"hybrid, {rate}": (slow, {"mode": "hybrid"}, 5),
-                    f"het, {rate}": (slow, cached, warm_steps),
-                    "het, free network": (free, cached, warm_steps),
-                }
-                settings = {"model": model, "batch_size": batch_size, "dim": dim, "rows": ROWS}
-                with ExitStack() as stack:
-                    folders = {x: Path(stack.enter_context(tempfile.TemporaryDirectory())) for x in variants}
-                    jobs = {
-                        name: _remote_job(name, folders[name], settings, hosts, strategy, warm)
-                        for name, (hosts, strategy, warm) in variants.items()
-                    }
-                    row = _in_turns(f"{model}, B={batch_size}, D={dim}", jobs, rounds=rounds, seconds=seconds)
-        except NoLinkError as error:
-            log.warning("The link is left out: %s.", error)
-            return [], [*bars, Bar(f"step time, {model}, {rate} link", None, "at least", 4.0, " x")]
-        results.append(row)
-        hybrid, het, free_network = variants
-        ratio = row.measured.ratio(het, hybrid)
-        to_free = row.measured.ratio(het, free_network)
-        # Four times as fast, or bounded by computing: then within 10 percent of the step time of a free network.
-        if ratio >= 4:
-            bars.append(Bar(f"het / hybrid, {model}, {rate} link", ratio, "at least", 4.0, " x"))
-        else:
-            name = f"step time over a free network's, {model}, {rate} link (het / hybrid {ratio:.2f} x)"
-            bars.append(Bar(name, 1 / to_free, "at most", 1.1, " x"))
-    return results, bars
-
-
-def _remote_job(
-    name: str,
-    folder: Path,
-    settings: Mapping[str, Any],
-    hosts: tuple[Host, Host],
-    strategy: Mapping[str, Any],
-    warm_steps: int,
-) -> Job:
-    """The worker on the first host, which starts its server on the second, with keys as between any two machines."""
-    here, there = hosts
-    keys, store, steps = folder / "keys", folder / "store", folder / "steps"
-    steps.mkdir()
-    JobKeys.generate().save(keys)
-    command = shutil.which("lightning-recsys-server", path=str(Path(sys.executable).parent))
-    assert command is not None, "the package is installed with its console scripts"
-    bind = f"tcp://{there.address}:{free_port()}"
-    server = there.command(command, "--folder", str(store), "--bind", bind, "--keys", str(keys))
-    return Job(
-        name,
-        [here.command(*python())],
-        training=TRAINING,
-        settings=[{**settings, "strategy": {**strategy, "key_file": str(keys)}, "server": server}],
-        folder=steps,
-        workers=1,
-        environment=[{"GLOO_SOCKET_IFNAME": here.interface}],
-        warm_steps=warm_steps,
-    )
 
 
 def measure_overhead(*, model: str, batch_sizes: Sequence[int], dim: int, rounds: int, seconds: float) -> Measured:

@@ -1,0 +1,195 @@
+"""A worker and its server on two hosts of suite ``het``: what the cache saves where every byte crosses a slow link.
+
+The hosts are network namespaces, and share this machine's memory. So the job says ``transport=tcp``, and the bytes that
+the interface counted are held against those that the strategy tells of: a comparison whose rows did not cross the link
+fails its bar.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.harness.bars import Bar
+from benchmarks.harness.hosts import HEADERS, Host, NoLinkError, free_port, limit_rate, linked_hosts
+from benchmarks.harness.jobs import Job, run_in_turns
+from benchmarks.harness.parts import Measured
+from benchmarks.harness.processes import python
+from benchmarks.harness.report import Result, Row
+from benchmarks.harness.turns import Measurement
+from benchmarks.suites.het.cache import Columns
+from benchmarks.suites.het.training import TRAFFIC
+
+from lightning_recsys.launchers.sidecars import SHARED_MEMORY
+from lightning_recsys.parameter_server.keys import JobKeys
+
+TRAINING = "benchmarks.suites.het.training"
+HYBRID, PREFETCHED, HET = "hybrid", "hybrid, prefetched", "het"
+
+log = logging.getLogger("benchmark")
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """Bytes of a job, both ways, over all of its steps but the first.
+
+    Args:
+        steps: How many.
+        counted: By the worker's interface, without packets' headers.
+        told: By the strategy, ``comm/sent_bytes`` and ``comm/received_bytes``.
+    """
+
+    steps: int
+    counted: float
+    told: float
+
+    @classmethod
+    def of(cls, readings: np.ndarray) -> Crossed:
+        """From what :class:`benchmarks.suites.het.training.CountedSteps` wrote.
+
+        >>> Crossed.of(np.array([[0, 0, 0, 0, 0, 0], [700, 2, 500, 3, 400, 300], [1400, 4, 1000, 6, 800, 600]]))
+        Crossed(steps=2, counted=1740.0, told=1400.0)
+        """
+        sent, sent_packets, received, received_packets, *told = readings[-1] - readings[0]
+        counted = sent + received - HEADERS * (sent_packets + received_packets)
+        return cls(len(readings) - 1, float(counted), float(sum(told)))
+
+    @property
+    def error(self) -> float:
+        """Percent by which the interface counted more than was told, or less."""
+        return 100 * abs(self.counted / self.told - 1) if self.told else 100.0
+
+
+def measure(
+    *,
+    rates: Sequence[str],
+    at_least: Sequence[float],
+    models: Sequence[str],
+    batch_size: int,
+    dim: int,
+    rows: int,
+    staleness: int,
+    rounds: int,
+    seconds: float,
+    warm_steps: int,
+) -> Measured:
+    """Rates of a worker with and without the cache, and the bytes that crossed the link.
+
+    Args:
+        rates: Of the link, in the words of ``tc``.
+        at_least: Bars: het's rate over hybrid's, at each of these.
+        models: Some of ``training.PAPERS_MODELS``.
+        batch_size: Examples of a step.
+        dim: Width of the rows.
+        rows: Examples in memory.
+        staleness: Of het.
+        rounds: At each rate.
+        seconds: Of each variant in each round.
+        warm_steps: Steps until the cache is full.
+    """
+    strategies: Mapping[str, tuple[Mapping[str, Any], int]] = {
+        HYBRID: ({"mode": "hybrid"}, 5),
+        PREFETCHED: ({"mode": "hybrid", "prefetch": True, "lookahead_ids": 0}, 5),
+        HET: ({"mode": "het", "staleness": staleness}, warm_steps),
+    }
+    limits = dict(zip(rates, at_least, strict=True))
+    results: list[Result] = []
+    bars: list[Bar] = []
+    lines: list[list[str]] = []
+    for model in models:
+        settings = {"model": model, "batch_size": batch_size, "dim": dim, "rows": rows}
+        try:
+            measured, crossed = _measure(settings, strategies, rates, rounds=rounds, seconds=seconds)
+        except NoLinkError as error:
+            log.warning("The link is left out: %s.", error)
+            return results, [*bars, *(_speed_bar(model, rate, None, least) for rate, least in limits.items())]
+        for rate, least in limits.items():
+            results.append(Row(f"{model}, {rate}, B={batch_size}, D={dim}", measured[rate], base=HYBRID))
+            bars.append(_speed_bar(model, rate, measured[rate].ratio(HET, HYBRID), least))
+        for name, traffic in crossed.items():
+            per_step = [f"{x / traffic.steps / 1e6:.3f}" for x in (traffic.counted, traffic.told)]
+            lines.append([f"{model}, {name}", f"{traffic.steps:,}", *per_step])
+            bars.append(
+                Bar(f"bytes on the interface off those told, {model}, {name}", traffic.error, "at most", 2, " %")
+            )
+    header = ("", "steps", "MB a step on the interface", "MB a step told")
+    return [*results, Columns("Bytes between worker and server, both ways", header, lines)], bars
+
+
+def _speed_bar(model: str, rate: str, ratio: float | None, least: float) -> Bar:
+    return Bar(f"het / hybrid, {model}, {rate}", ratio, "at least", least, " x")
+
+
+def _measure(
+    settings: Mapping[str, Any],
+    strategies: Mapping[str, tuple[Mapping[str, Any], int]],
+    rates: Sequence[str],
+    *,
+    rounds: int,
+    seconds: float,
+) -> tuple[dict[str, Measurement], dict[str, Crossed]]:
+    """Each variant on a link of its own, so that what is on its way when it is stopped is in nobody else's way."""
+    with ExitStack() as stack:
+        links, jobs = [], {}
+        for name, (strategy, warm_steps) in strategies.items():
+            hosts = stack.enter_context(linked_hosts(None))
+            # In memory: a disk that is written to beside the training would have its say in the rates.
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
+            links.append(hosts)
+            jobs[name] = _job(f"{settings['model']}, {name}", folder, settings, hosts, strategy, warm_steps)
+
+        def limit_all(rate: str) -> None:
+            for hosts in links:
+                limit_rate(hosts, rate)
+
+        run_in_turns(jobs, rounds=rounds, seconds=seconds, before=[partial(limit_all, rate) for rate in rates])
+        turns = {name: job.rates(settings["batch_size"]) for name, job in jobs.items()}
+        measured = {
+            # The first turn at each rate does not count; of the very first `rates` has none.
+            rate: Measurement({name: x[i * (rounds + 1) :][:rounds] for name, x in turns.items()})
+            for i, rate in enumerate(rates)
+        }
+        crossed = {
+            name: Crossed.of(np.fromfile(next(job.folder.glob(f"{TRAFFIC}-*"))).reshape(-1, 6))
+            for name, job in jobs.items()
+        }
+    return measured, crossed
+
+
+def _job(
+    name: str,
+    folder: Path,
+    settings: Mapping[str, Any],
+    hosts: tuple[Host, Host],
+    strategy: Mapping[str, Any],
+    warm_steps: int,
+) -> Job:
+    """The worker on the first host, which starts its server on the second, with keys as between any two machines."""
+    here, there = hosts
+    keys, store, steps = folder / "keys", folder / "store", folder / "steps"
+    steps.mkdir()
+    JobKeys.generate().save(keys)
+    command = shutil.which("lightning-recsys-server", path=str(Path(sys.executable).parent))
+    assert command is not None, "the package is installed with its console scripts"
+    bind = f"tcp://{there.address}:{free_port()}"
+    server = there.command(command, "--folder", str(store), "--bind", bind, "--keys", str(keys))
+    own = {**strategy, "key_file": str(keys), "transport": "tcp"}
+    return Job(
+        name,
+        [here.command(*python())],
+        training=TRAINING,
+        settings=[{**settings, "strategy": own, "server": server, "interface": here.interface}],
+        folder=steps,
+        workers=1,
+        environment=[{"GLOO_SOCKET_IFNAME": here.interface}],
+        warm_steps=warm_steps,
+    )
