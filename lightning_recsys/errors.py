@@ -48,3 +48,44 @@ class RequestRefusedError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.endpoint} refused {self.operation!r}: {self.reason}"
+
+
+class StoreReplacedError(RuntimeError):
+    """A store was removed, and perhaps made anew, while it was open here: nothing was read or changed.
+
+    Args:
+        store: Its name, or its folder.
+    """
+
+    def __init__(self, store: str) -> None:
+        super().__init__(store)
+        self.store = store
+
+    def __str__(self) -> str:
+        return (
+            f"the store {self.store} was removed or made anew by somebody else after it was opened here, most likely by"
+            " another run on the same server: what was pushed to it went with it. A server serves one run at a time."
+        )
+
+
+class ServerInUseError(RuntimeError):
+    """A server has been lent to another run.
+
+    Args:
+        endpoint: The server.
+        holder: The run that has it, in its own words.
+        seconds: Since that was last heard of.
+    """
+
+    def __init__(self, endpoint: str, holder: str, seconds: float) -> None:
+        super().__init__(endpoint, holder, seconds)
+        self.endpoint = endpoint
+        self.holder = holder
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return (
+            f"the server at {self.endpoint} is in use by another run ({self.holder}; last heard of {self.seconds:.0f} s"
+            " ago), and a server serves one run at a time: their updates would mix. Wait until that run has ended, or"
+            " start a server of your own: lightning-recsys-server --folder ANOTHER_FOLDER."
+        )

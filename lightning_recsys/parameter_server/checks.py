@@ -12,14 +12,28 @@ from torch import Tensor
 
 from lightning_recsys.parameter_server.wire import Request
 
+GENERATION = "generation"  # an argument of whatever concerns a store that is open: which one of that name
+
+
+def take_generation(request: Request) -> int | None:
+    """The generation of the store that is meant; ``None`` for whichever there is.
+
+    Raises:
+        ValueError: it is no integer.
+    """
+    generation = request.arguments.get(GENERATION)
+    if generation is not None and type(generation) is not int:
+        raise ValueError(f"{GENERATION} must be int, got {generation!r:.100}")
+    return generation
+
 
 def take_arguments(request: Request, **types: type | tuple[type, ...]) -> tuple[Any, ...]:
-    """The arguments in the order asked for; exactly those, of exactly these types.
+    """The arguments in the order asked for; exactly those (and a generation), of exactly these types.
 
     Raises:
         ValueError: one is missing, of another type, or not asked for.
     """
-    given = request.arguments
+    given = {name: value for name, value in request.arguments.items() if name != GENERATION}
     if given.keys() != types.keys():
         raise ValueError(f"{request.operation} takes the arguments {sorted(types)}, got {sorted(given)!s:.200}")
     for name, kind in types.items():

@@ -17,18 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recsys.errors import StoreReplacedError
 from lightning_recsys.parameter_server.checks import (
     check_rate,
     check_rows,
     take_arguments,
     take_array,
     take_arrays,
+    take_generation,
     take_nothing,
 )
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.exchange_wire import pack_reply
 from lightning_recsys.parameter_server.journal import Journal, Undo
+from lightning_recsys.parameter_server.lease import Lease
 from lightning_recsys.parameter_server.locality import Place
 from lightning_recsys.parameter_server.mapped import MappedStores, check_same
 from lightning_recsys.parameter_server.mapped_arrays import META, check_name, remove_leftovers
@@ -46,6 +49,7 @@ from lightning_recsys.parameter_server.wire import (
 )
 
 MAX_EMBEDDING_DIM = 1 << 16
+MAX_RUN, MAX_HOLDER = 64, 200  # characters
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,14 @@ class RequestHandler:
         self._place = Place.of(folder)  # what clients find out by whether they may map the files
         self.journal = Journal(self.stores.folder, max_clients=max_clients)
         self.recovered = self.journal.recover()
+        self._lease = Lease(self.stores.folder)  # to one run at a time; clients that ask for none are not held up by it
         self.requests = self.refused = self.pushes = self.duplicates = 0
         self._started = time.monotonic()
         self._open: dict[str, ServedEmbedding | ServedDense] = {}
         self._reads: dict[str, Callable[[Request], object]] = {
             "hello": self._hello,
+            "lease": self._take_lease,
+            "give_back": self._give_back_lease,
             "goodbye": self._goodbye,
             "status": self._status,
             "describe": self._describe,
@@ -141,6 +148,7 @@ class RequestHandler:
             "pushes": self.pushes,
             "duplicates": self.duplicates,
             "clients": self.journal.num_clients(),
+            "run": self._lease.holder or "none",
             "uptime": round(time.monotonic() - self._started, 3),
             "folder": str(self.stores.folder),
         }
@@ -173,7 +181,7 @@ class RequestHandler:
             return Reply(request_id, Status.OK, result)
         except _Gap as gap:
             return Reply(request_id, Status.GAP, gap.applied)
-        except (ValueError, TypeError, IndexError, OverflowError) as error:
+        except (ValueError, TypeError, IndexError, OverflowError, StoreReplacedError) as error:
             status, reason = Status.REFUSED, str(error)
         except KeyError as error:
             status, reason = Status.MISSING, str(error.args[0])
@@ -265,6 +273,19 @@ class RequestHandler:
             self.journal.say_goodbye(slot)
         return None
 
+    def _take_lease(self, request: Request) -> object:
+        run, holder = take_arguments(request, run=str, holder=str)
+        take_arrays(request)
+        if not 0 < len(run) <= MAX_RUN or not 0 < len(holder) <= MAX_HOLDER:
+            raise ValueError(f"run must have 1 to {MAX_RUN} characters and holder 1 to {MAX_HOLDER}")
+        return self._lease.take(run, holder)
+
+    def _give_back_lease(self, request: Request) -> object:
+        (run,) = take_arguments(request, run=str)
+        take_arrays(request)
+        self._lease.give_back(run)
+        return None
+
     def _status(self, request: Request) -> object:
         take_nothing(request)
         return self.status()
@@ -297,7 +318,7 @@ class RequestHandler:
 
         def apply() -> None:
             served = self._open.get(name)
-            if isinstance(served, ServedDynamic):  # it cannot be opened twice
+            if isinstance(served, ServedDynamic) and served.generation:  # it cannot be opened twice
                 check_same(self.stores.folder / name, served.store, layout, optimizer, dynamic)
             else:
                 self.stores.create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic).close()
@@ -324,15 +345,22 @@ class RequestHandler:
         return _Push(apply)
 
     def _served(self, request: Request) -> ServedEmbedding | ServedDense:
-        name = request.store
+        name, wanted = request.store, take_generation(request)
         served = self._open.get(name)
+        if served is not None and not served.generation:  # somebody has removed it without asking us
+            self._open.pop(name).close()
+            served = None
         if served is None:
             folder = self.stores.folder
             try:
                 served = self._open[name] = open_served(folder / check_name(name))
             except FileNotFoundError:
                 names = sorted(path.parent.name for path in folder.glob(f"[!.]*/{META}"))
+                if wanted is not None:
+                    raise StoreReplacedError(name) from None
                 raise KeyError(f"there is no store {name!r}; there are {names}") from None
+        if wanted not in (None, served.generation):
+            raise StoreReplacedError(name)
         return served
 
     def _embedding(self, request: Request) -> ServedEmbedding:

@@ -26,13 +26,14 @@ class MappedStores(Stores):
     """All stores of a folder, in shared memory (``/dev/shm/...``) or on disk for tables larger than memory.
 
     Any number of processes may open the same folder, and any may create: a second one that asks for the same store
-    gets the first one's. Only stores with dynamic rows are open in one process at a time: the folder's server, where
-    there is one.
+    gets the first one's. Where the folder has a server, that one creates and removes, for it has stores open, and
+    whoever sends it messages is to find the same ones. Only stores with dynamic rows are open in one process at a time:
+    the folder's server, where there is one.
 
     Args:
         folder: An existing folder.
-        server: Connects to the folder's server, which stores with dynamic rows are then left to; without it this
-            process opens them itself.
+        server: Connects to the folder's server, which makes and removes stores then, and has those with dynamic rows to
+            itself; without it this process does all that.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -69,11 +70,13 @@ class MappedStores(Stores):
         seed: int,
         dynamic: DynamicRows | None = None,
     ) -> EmbeddingStore:
-        if dynamic is not None and self._connect is not None:
-            return self._server().create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic)
         path = self.folder / check_name(name)
         created: MappedEmbeddingStore | HashEmbeddingStore
-        if not path.exists():
+        if self._connect is not None and (dynamic is not None or not path.exists()):
+            served = self._server().create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic)
+            if dynamic is not None:
+                return served
+        elif not path.exists():
             with suppress(FileExistsError):  # another process was faster
                 if dynamic is None:
                     created = MappedEmbeddingStore.create(path, layout, optimizer, seed=seed)
@@ -89,7 +92,9 @@ class MappedStores(Stores):
         self, name: str, initial: Tensor, *, optimizer: RowOptimizer | None = None
     ) -> MappedDenseStore:
         path, store = self.folder / check_name(name), None
-        if not path.exists():
+        if self._connect is not None and not path.exists():
+            self._server().create_dense_store(name, initial, optimizer=optimizer)
+        elif not path.exists():
             with suppress(FileExistsError):
                 store = MappedDenseStore.create(path, initial, optimizer=optimizer)
                 self._opened.append(store)
@@ -117,7 +122,7 @@ class MappedStores(Stores):
 
     def remove(self, name: str) -> None:  # noqa: D102 - inherited
         path = self._path(name)
-        if self._connect is not None and self._stored()[name]["meta"]["kind"] == hash_store.KIND:
+        if self._connect is not None:
             self._server().remove(name)
         else:
             remove_arrays(path)
@@ -159,7 +164,7 @@ class MappedStores(Stores):
         return 0
 
     def _file_bytes(self, name: str) -> int:
-        return sum(path.stat().st_size for path in (self.folder / name).glob("*") if path.name != META)
+        return sum(path.stat().st_size for path in (self.folder / name).glob("[!.]*") if path.name != META)
 
     def _stored(self) -> dict[str, dict[str, Any]]:
         """What every store's JSON says, by name."""

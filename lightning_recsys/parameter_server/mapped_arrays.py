@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,8 +19,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lightning_recsys.errors import StoreReplacedError
+
 META = "meta.json"
 _BUILDING, _DOOMED = ".making-", ".removing-"  # what folders that are not whole begin with; no store's name does
+GENERATION = ".generation"  # a number of 8 bytes: which of all that ever had the folder's name it is; 0 once removed
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 _DTYPES = {"float32": torch.float32, "int32": torch.int32, "int64": torch.int64}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
@@ -34,17 +38,28 @@ class MappedArrays:
     What was written outlives the process that wrote it, ``kill -9`` included. Files start as zeros that take no room
     until they are written to.
 
+    A folder that is removed, and perhaps made again under its name, leaves whoever has it open with memory that nobody
+    else has. So the number of its generation is mapped as well: who removes it writes 0 there first, and from then on
+    every access raises. One that is under way at that moment still ends.
+
     Args:
         folder: Where the files are, as :meth:`create` left them.
 
+    Attributes:
+        generation: Drawn when the folder was made, above 0.
+
     Raises:
-        FileNotFoundError: the folder or one of its files is not there.
+        FileNotFoundError: the folder or one of its files is not there, or it was being removed.
         RuntimeError: a file is not as long as the folder's ``meta.json`` says.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         stored = json.loads((folder / META).read_text())
+        self._word = _map_file(folder / GENERATION, "int64", (1,)).numpy()
+        self.generation = int(self._word[0])
+        if not self.generation:
+            raise FileNotFoundError(f"{folder} was being removed when that was cut short: remove it again.")
         self.meta: dict[str, Any] = stored["meta"]
         self._growing: list[str] = stored.get("growing", [])
         self._tensors: dict[str, Tensor] | None = {
@@ -85,6 +100,7 @@ class MappedArrays:
                     file.truncate(0 if name in growing else math.prod(shape) * _ITEM_BYTES[dtype])
             stored = {"meta": meta, "arrays": dict(shapes), "growing": sorted(growing)}
             (building / META).write_text(json.dumps(stored, indent=1))
+            (building / GENERATION).write_bytes(_new_generation())
             arrays = cls(building)
             fill(arrays)
             try:
@@ -99,7 +115,14 @@ class MappedArrays:
     def __getitem__(self, name: str) -> Tensor:
         if self._tensors is None:
             raise RuntimeError(f"{self.folder} was closed by this process; open the store again.")
+        if self._word[0] != self.generation:
+            raise StoreReplacedError(str(self.folder))
         return self._tensors[name]
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the files are no longer those that others find under the folder's name."""
+        return bool(self._word[0] != self.generation)
 
     def __contains__(self, name: object) -> bool:
         return self._tensors is not None and name in self._tensors
@@ -135,9 +158,15 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def remove_arrays(folder: Path) -> None:
-    """Delete a folder of arrays; who has it open keeps what is mapped until it closes it."""
+    """Delete a folder of arrays; from now on it is of no use to those that have it open.
+
+    Cut short between the first two steps, the folder is there and opens for nobody; it can be removed again. Cut short
+    between the last two, what is left is removed as a leftover.
+    """
     descriptor = _lock(folder)
     try:
+        with (folder / GENERATION).open("r+b") as file:  # in place: it is mapped
+            file.write(bytes(8))
         doomed = Path(tempfile.mkdtemp(prefix=f"{_DOOMED}{folder.name}-", dir=folder.parent))
         folder.rename(doomed)  # at once: nobody opens half of it
         shutil.rmtree(doomed)
@@ -187,6 +216,11 @@ def _lock(folder: Path) -> int | None:
         pass
     os.close(descriptor)
     return None
+
+
+def _new_generation() -> bytes:
+    """A random number from 1 to 2**62: what a message can carry."""
+    return (1 + secrets.randbelow(2**62)).to_bytes(8, "little")
 
 
 def check_name(name: str) -> str:

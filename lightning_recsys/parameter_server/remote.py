@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.parameter_server.checks import GENERATION
 from lightning_recsys.parameter_server.client import Connection, Pending
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
@@ -27,9 +28,41 @@ from lightning_recsys.parameter_server.plain import (
     optimizer_from_plain,
     optimizer_to_plain,
 )
+from lightning_recsys.parameter_server.wire import Reply
 
+Arguments = Mapping[str, Any]
+NONE: Arguments = {}
 CHUNK_BYTES = 8 << 20  # of a long read or write, so that other requests get their turn
 _CHUNKS_IN_FLIGHT = 4
+
+
+class _OneStore:
+    """A connection, as far as it is about one store of one generation: another of its name is not meant.
+
+    Args:
+        connection: To the server.
+        name: The store's name there.
+        generation: Which of that name.
+    """
+
+    def __init__(self, connection: Connection, name: str, generation: int) -> None:
+        self._connection = connection
+        self._name, self._generation = name, {GENERATION: generation}
+        self.wait, self.flush = connection.wait, connection.flush
+
+    def request(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Reply:
+        """As the connection's."""
+        return self.wait(self.begin(operation, arguments, arrays))
+
+    def begin(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Pending:
+        """As the connection's."""
+        own = {**arguments, **self._generation}
+        return self._connection.begin(operation, store=self._name, arguments=own, arrays=arrays)
+
+    def push(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Pending:
+        """As the connection's."""
+        own = {**arguments, **self._generation}
+        return self._connection.push(operation, store=self._name, arguments=own, arrays=arrays)
 
 
 class RemoteEmbeddingStore(EmbeddingStore):
@@ -47,55 +80,56 @@ class RemoteEmbeddingStore(EmbeddingStore):
         self.layout = layout_from_plain(description["tables"])
         self.optimizer = optimizer_from_plain(description["optimizer"])
         self.name = name
-        self._connection = connection
+        self._limits = connection.limits
+        self._store = _OneStore(connection, name, description["generation"])
         self._row_shapes = row_shapes(self.layout, self.optimizer)
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        return self._connection.request("lookup", store=self.name, arrays=[_ready(rows_U)]).arrays[0]
+        return self._store.request("lookup", arrays=[_ready(rows_U)]).arrays[0]
 
     def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         return self.begin_pooled_lookup(sparse)()
 
     def begin_pooled_lookup(self, sparse: SparseFeatures) -> Callable[[], Tensor]:  # noqa: D102 - inherited
-        connection, (arguments, arrays) = self._connection, _sparse(sparse)
-        pending = connection.begin("pooled_lookup", store=self.name, arguments=arguments, arrays=arrays)
-        return lambda: connection.wait(pending).arrays[0]
+        store, (arguments, arrays) = self._store, _sparse(sparse)
+        pending = store.begin("pooled_lookup", arguments=arguments, arrays=arrays)
+        return lambda: store.wait(pending).arrays[0]
 
     def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
         arguments, arrays = _sparse(sparse)
         arguments["learning_rate"] = float(learning_rate)
         arrays = [*map(_own, arrays), _own(grad_BFD)]
-        self._connection.push("apply_gradients", store=self.name, arguments=arguments, arrays=arrays)
+        self._store.push("apply_gradients", arguments=arguments, arrays=arrays)
 
     def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
         arguments, arrays = {"learning_rate": float(learning_rate)}, [_own(rows_U), _own(grads_UD)]
-        self._connection.push("apply_row_gradients", store=self.name, arguments=arguments, arrays=arrays)
+        self._store.push("apply_row_gradients", arguments=arguments, arrays=arrays)
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self._row_shapes)
-        parts = cut_exchange(request, self._row_shapes, self._connection.limits)
+        parts = cut_exchange(request, self._row_shapes, self._limits)
         answers = [self._send_exchange(part) for part in parts]
         return answers[0] if len(parts) == 1 else lambda: join_answers(parts, [answer() for answer in answers])
 
     def _send_exchange(self, request: RowExchange) -> Callable[[], RowValues]:
-        connection = self._connection
+        store = self._store
         arguments, arrays = pack_request(request, self.layout.num_rows, self._row_shapes)
-        send = connection.push if request.changes_rows else connection.begin
-        pending = send("exchange", store=self.name, arguments=arguments, arrays=arrays)
-        return lambda: unpack_reply(connection.wait(pending).arrays, request, self._row_shapes)
+        send = store.push if request.changes_rows else store.begin
+        pending = send("exchange", arguments=arguments, arrays=arrays)
+        return lambda: unpack_reply(store.wait(pending).arrays, request, self._row_shapes)
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
-        connection, step = self._connection, self._chunk_rows()
+        store, step = self._store, self._chunk_rows()
         starts = range(first_row, first_row + num_rows, step) if num_rows > 0 else [first_row]
         pending: deque[Pending] = deque()
         chunks = []
         for start in starts:
             rows = min(step, first_row + num_rows - start)
             arguments = {"array": name, "first_row": start, "num_rows": rows}
-            pending.append(connection.begin("read", store=self.name, arguments=arguments))
+            pending.append(store.begin("read", arguments=arguments))
             if len(pending) == _CHUNKS_IN_FLIGHT:
-                chunks.append(connection.wait(pending.popleft()).arrays[0])
-        chunks += [connection.wait(x).arrays[0] for x in pending]
+                chunks.append(store.wait(pending.popleft()).arrays[0])
+        chunks += [store.wait(x).arrays[0] for x in pending]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
@@ -103,22 +137,22 @@ class RemoteEmbeddingStore(EmbeddingStore):
         for position in range(0, max(values.shape[0], 1), step):
             arguments = {"array": name, "first_row": first_row + position}
             chunk = _own(values[position : position + step])
-            self._connection.push("write", store=self.name, arguments=arguments, arrays=[chunk])
-        self._connection.flush()
+            self._store.push("write", arguments=arguments, arrays=[chunk])
+        self._store.flush()
 
     def _chunk_rows(self) -> int:
         return max(1, CHUNK_BYTES // (4 * self.layout.embedding_dim))
 
     @property
     def step(self) -> int:  # noqa: D102 - inherited
-        return int(self._connection.request("counter", store=self.name).value)
+        return int(self._store.request("counter").value)
 
     @step.setter
     def step(self, value: int) -> None:
-        self._connection.wait(self._connection.push("set_step", store=self.name, arguments={"step": int(value)}))
+        self._store.wait(self._store.push("set_step", arguments={"step": int(value)}))
 
     def flush(self) -> None:  # noqa: D102 - inherited
-        self._connection.flush()
+        self._store.flush()
 
     def close(self) -> None:
         """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""
@@ -135,38 +169,38 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
         step, parts = CHUNK_BYTES // 8, []
         for first in range(0, self._size()[1], step):
             arguments = {"first_slot": first, "num_slots": step}
-            parts.append(self._connection.request("live_rows", store=self.name, arguments=arguments).arrays[0])
+            parts.append(self._store.request("live_rows", arguments=arguments).arrays[0])
         return torch.cat(parts).sort().values if parts else torch.empty(0, dtype=torch.int64)
 
     def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        connection, pending, chunks = self._connection, deque[Pending](), []
+        store, pending, chunks = self._store, deque[Pending](), []
         for rows in torch.split(rows_U, self._chunk_rows()):
             arguments = {"array": name}
-            pending.append(connection.begin("read_rows", store=self.name, arguments=arguments, arrays=[_ready(rows)]))
+            pending.append(store.begin("read_rows", arguments=arguments, arrays=[_ready(rows)]))
             if len(pending) == _CHUNKS_IN_FLIGHT:
-                chunks.append(connection.wait(pending.popleft()).arrays[0])
-        chunks += [connection.wait(x).arrays[0] for x in pending]
+                chunks.append(store.wait(pending.popleft()).arrays[0])
+        chunks += [store.wait(x).arrays[0] for x in pending]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:  # noqa: D102 - inherited
         step = self._chunk_rows()
         for rows, chunk in zip(torch.split(rows_U, step), torch.split(values, step), strict=True):
             arrays = [_own(rows), _own(chunk)]
-            self._connection.push("write_rows", store=self.name, arguments={"array": name}, arrays=arrays)
-        self._connection.flush()
+            self._store.push("write_rows", arguments={"array": name}, arrays=arrays)
+        self._store.flush()
 
     def insert(self, rows_U: Tensor) -> None:  # noqa: D102 - inherited
-        self._connection.push("insert", store=self.name, arrays=[_own(rows_U)])
+        self._store.push("insert", arrays=[_own(rows_U)])
 
     def clear(self) -> None:  # noqa: D102 - inherited
-        self._connection.wait(self._connection.push("clear", store=self.name))
+        self._store.wait(self._store.push("clear"))
 
     @property
     def num_live(self) -> int:  # noqa: D102 - inherited
         return self._size()[0]
 
     def _size(self) -> tuple[int, int]:
-        live, slots = self._connection.request("size", store=self.name).value
+        live, slots = self._store.request("size").value
         return int(live), int(slots)
 
 
@@ -182,36 +216,35 @@ class RemoteDenseStore(DenseStore):
     def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
         self.size = int(description["size"])
         self.name = name
-        self._connection = connection
+        self._traffic = connection.traffic
+        self._store = _OneStore(connection, name, description["generation"])
 
     def pull(self) -> Tensor:  # noqa: D102 - inherited
-        return self._connection.request("pull", store=self.name).arrays[0]
+        return self._store.request("pull").arrays[0]
 
     def assign(self, values: Tensor) -> None:  # noqa: D102 - inherited
-        self._connection.wait(self._connection.push("assign", store=self.name, arrays=[_ready(values)]))
+        self._store.wait(self._store.push("assign", arrays=[_ready(values)]))
 
     def elastic_average(self, local: Tensor, *, alpha: float) -> Tensor:  # noqa: D102 - inherited
         return self.begin_elastic_average(local, alpha=alpha)()
 
     def begin_elastic_average(self, local: Tensor, *, alpha: float) -> Callable[[], Tensor]:  # noqa: D102 - inherited
-        connection, arguments = self._connection, {"alpha": float(alpha)}
-        pending = connection.push("elastic_average", store=self.name, arguments=arguments, arrays=[_ready(local)])
-        return lambda: connection.wait(pending).arrays[0]
+        store, arguments = self._store, {"alpha": float(alpha)}
+        pending = store.push("elastic_average", arguments=arguments, arrays=[_ready(local)])
+        return lambda: store.wait(pending).arrays[0]
 
     def push_gradient(self, gradient: Tensor, *, learning_rate: float) -> int:  # noqa: D102 - inherited
         arguments = {"learning_rate": float(learning_rate)}
-        pending = self._connection.push(
-            "push_gradient", store=self.name, arguments=arguments, arrays=[_ready(gradient)]
-        )
-        return int(self._connection.wait(pending).value)
+        pending = self._store.push("push_gradient", arguments=arguments, arrays=[_ready(gradient)])
+        return int(self._store.wait(pending).value)
 
     @property
     def version(self) -> int:  # noqa: D102 - inherited
-        return int(self._connection.request("counter", store=self.name).value)
+        return int(self._store.request("counter").value)
 
     @property
     def moving_seconds(self) -> float:  # noqa: D102 - inherited
-        return self._connection.traffic.cpu_seconds
+        return self._traffic.cpu_seconds
 
     def close(self) -> None:
         """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""

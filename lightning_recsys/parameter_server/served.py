@@ -50,7 +50,13 @@ class ServedEmbedding:
     def describe(self) -> dict[str, Any]:
         """What a client must know, in plain values."""
         rule = optimizer_to_plain(self.store.optimizer)
-        return {"kind": "embedding", "tables": layout_to_plain(self.store.layout), "optimizer": rule}
+        tables = layout_to_plain(self.store.layout)
+        return {"kind": "embedding", "generation": self.generation, "tables": tables, "optimizer": rule}
+
+    @property
+    def generation(self) -> int:
+        """Which of all stores of this name it is; 0 once it was removed."""
+        return 0 if self._arrays.is_removed else self._arrays.generation
 
     def sparse(self, request: Request, limits: Limits) -> tuple[SparseFeatures, list[Tensor]]:
         """The features of a request, checked, and the arrays behind them.
@@ -136,7 +142,13 @@ class ServedDense:
     def describe(self) -> dict[str, Any]:
         """What a client must know, in plain values."""
         rule = self.store.optimizer
-        return {"kind": "dense", "size": self.store.size, "optimizer": rule and optimizer_to_plain(rule)}
+        plain = rule and optimizer_to_plain(rule)
+        return {"kind": "dense", "generation": self.generation, "size": self.store.size, "optimizer": plain}
+
+    @property
+    def generation(self) -> int:
+        """As for embedding stores."""
+        return 0 if self._arrays.is_removed else self._arrays.generation
 
     def undo(self, *names: str) -> Undo:
         """How to take back an update of these arrays; the same object each time."""

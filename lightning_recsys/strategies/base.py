@@ -40,6 +40,7 @@ from lightning_recsys.strategies._stored_rows import row_keys, rows_left_out, ro
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
     from lightning_recsys.parameter_server.interfaces import Stores
+    from lightning_recsys.parameter_server.lease import RunLease
 
 Transport = Literal["auto", "tcp"]
 
@@ -134,6 +135,8 @@ class RecsysStrategy(DDPStrategy):
         self._node_servers: NodeServers | None = None
         self._stores: dict[str, list[Stores]] = {}
         self._changes: RunChanges | None = None
+        self._lease: RunLease | None = None  # on `servers`, in rank 0, from the first use of a store on
+        self._borrows = False  # this run may use `servers`; the same on all ranks
         self._said = False
         self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
 
@@ -184,6 +187,7 @@ class RecsysStrategy(DDPStrategy):
 
         Raises:
             KeyError: the strategy has no servers of this kind.
+            ServerInUseError: the servers run already, and another run has them.
         """
         if kind not in self.endpoints:
             raise KeyError(f"{type(self).__name__} has no servers of kind {kind!r}; it has {sorted(self.endpoints)}.")
@@ -191,6 +195,7 @@ class RecsysStrategy(DDPStrategy):
             from lightning_recsys.parameter_server.connect import connect
 
             keys = self._node_servers.keys if self._node_servers is not None else self.key_file
+            self._borrow_servers()
             shared_memory: Literal["auto", "never"] = "auto" if self.maps_stores else "never"
             self._stores[kind] = [
                 connect(endpoint, keys=keys, shared_memory=shared_memory, cancelled=self._is_asked_to_end)
@@ -200,6 +205,32 @@ class RecsysStrategy(DDPStrategy):
                 for endpoint, stores in zip(self.endpoints[kind], self._stores[kind], strict=True):
                     log.info("Server for %s at %s: by %s.", kind, endpoint, stores.route)
         return self._stores[kind]
+
+    def _borrow_servers(self) -> None:
+        """Take the lease on servers that outlive the run: rank 0, which is the first to change anything there."""
+        if self.servers is None or not self.is_global_zero or self._lease is not None:
+            return
+        from lightning_recsys.parameter_server.connect import client_keys
+        from lightning_recsys.parameter_server.lease import RunLease
+        from lightning_recsys.strategies._run_identity import run_id, run_in_words
+
+        assert self.cluster_environment is not None
+        self._lease = RunLease(
+            self.servers,
+            keys=client_keys(self.key_file),
+            run=run_id(launched_by_others=self.cluster_environment.creates_processes_externally),
+            holder=run_in_words(),
+            cancelled=self._is_asked_to_end,
+        )
+
+    def _return_servers(self) -> None:
+        """Give the lease back, once no rank needs the servers any more."""
+        if self._borrows and self._succeeded():
+            self.barrier("the servers are needed by nobody")
+        self._borrows = False
+        if self._lease is not None:
+            self._lease.give_back()
+            self._lease = None
 
     def _is_asked_to_end(self) -> bool:
         """Whether this process got a SIGTERM: it does not wait for a server that is gone, then."""
@@ -248,6 +279,7 @@ class RecsysStrategy(DDPStrategy):
         super().setup_environment()
         if self.servers is not None:
             self.endpoints = {spec.kind: list(self.servers) for spec in specs}
+            self._borrows = True
         elif specs and not self.endpoints:
             self._node_servers = NodeServers(
                 specs,
@@ -337,7 +369,9 @@ class RecsysStrategy(DDPStrategy):
             )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Stop where a server that this process started is gone for good."""
+        """Stop where a server that this process started is gone for good, or one that it borrowed is lent anew."""
+        if self._lease is not None:
+            self._lease.check()
         if self._node_servers is not None:
             self._node_servers.check()
 
@@ -375,6 +409,7 @@ class RecsysStrategy(DDPStrategy):
                 self.barrier("servers are needed by nobody")
             self._node_servers.stop()
             self._node_servers, self.endpoints = None, {}
+        self._return_servers()
         super().teardown()
 
     def _succeeded(self) -> bool:
@@ -382,7 +417,13 @@ class RecsysStrategy(DDPStrategy):
         return trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stores": {}, "_node_servers": None, "_changes": None}
+        return self.__dict__ | {
+            "_stores": {},
+            "_node_servers": None,
+            "_changes": None,
+            "_lease": None,
+            "_borrows": False,
+        }
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 

@@ -442,6 +442,7 @@ def test_connect_when_the_server_s_folder_is_here_then_maps_it(server, tmp_path)
     remote.embedding_store("users").write("weight", 1, torch.full((1, 4), 7.0))
     assert not torch.equal(users.lookup(torch.tensor([1])), before)
     remote.close()
+    stores.close()  # which had the server make the store
     deadline = time.monotonic() + 5
     while server.handler.status()["clients"] and time.monotonic() < deadline:  # a goodbye is not waited for
         time.sleep(0.01)

@@ -147,7 +147,7 @@ def test_pooled_lookup_when_asked_over_the_wire_then_equals_the_store_s_own(hand
 
 def test_pooled_gradients_when_taken_back_then_every_row_is_as_before(handler, tmp_path):
     before = digest(tmp_path)
-    served = handler._embedding(type("R", (), {"store": "users", "operation": ""}))
+    served = handler._embedding(type("R", (), {"store": "users", "operation": "", "arguments": {}}))
     apply = served.store.apply_gradients
 
     def apply_and_fail(*args, **kwargs):

@@ -11,6 +11,7 @@ import torch
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.errors import StoreReplacedError
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
 from lightning_recsys.optim.row_optimizers import RowOptimizer
 from lightning_recsys.parameter_server import MappedStores, mapped_arrays
@@ -341,3 +342,32 @@ def test_plain_layout_when_wrong_then_it_is_refused(value):
 def test_plain_rule_when_wrong_then_it_is_refused(value):
     with pytest.raises(ValueError, match=r"."):
         optimizer_from_plain(value)
+
+
+# --- Generations ----------------------------------------------------------------------------------------------------
+
+
+def test_store_when_removed_then_whoever_has_it_open_is_told(tmp_path):
+    stores, others = MappedStores(tmp_path), MappedStores(tmp_path)
+    stores.create_dense_store("center", torch.zeros(2))
+    center = others.dense_store("center")
+    stores.remove("center")
+    with pytest.raises(StoreReplacedError, match=r"center was removed or made anew"):
+        center.pull()
+    stores.create_dense_store("center", torch.ones(2))
+    with pytest.raises(StoreReplacedError):
+        center.assign(torch.zeros(2))
+    assert others.dense_store("center").pull().tolist() == [1.0, 1.0]
+
+
+def test_store_when_its_removal_was_cut_short_then_opens_for_nobody_and_can_be_removed(tmp_path, monkeypatch):
+    stores = MappedStores(tmp_path)
+    stores.create_dense_store("center", torch.zeros(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(mapped_arrays.tempfile, "mkdtemp", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stores.remove("center")
+    with pytest.raises(FileNotFoundError, match="was being removed when that was cut short: remove it again"):
+        stores.dense_store("center")
+    stores.remove("center")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,172 @@
+"""A server that outlives runs: one after the other and at once, with ranks that map its files and ranks that ask."""
+
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from served_strategy import Model, ServedStrategy, make_trainer
+from server_helpers import running, stop_collector
+
+from lightning_recsys.errors import RequestRefusedError, ServerInUseError, StoreReplacedError
+from lightning_recsys.optim import SGD
+from lightning_recsys.parameter_server import MappedStores, connect
+from lightning_recsys.parameter_server import lease as lease_module
+from lightning_recsys.parameter_server.lease import RunLease
+from lightning_recsys.parameter_server.remote import RemoteStores
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(200),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+STEPS = 4  # of each of two ranks
+
+
+@pytest.fixture(autouse=True)
+def _collector_stops():
+    yield
+    stop_collector()
+
+
+class Mixed(ServedStrategy):
+    """Rank 0 is on the server's machine, and rank 1 on another."""
+
+    @property
+    def maps_stores(self):
+        return self.global_rank == 0
+
+
+class Counting(Model):
+    """Each step of each rank adds one to a vector, which rank 0 makes anew as strategies do."""
+
+    def __init__(self, folder, *, wait=False):
+        super().__init__()
+        self.folder, self.wait = Path(folder), wait
+
+    def on_train_start(self):
+        (stores,) = self.trainer.strategy.stores("sync")
+        assert isinstance(stores, (MappedStores, RemoteStores)[self.trainer.global_rank])
+        if self.trainer.global_rank == 0:
+            with suppress(KeyError):
+                stores.remove("counter")
+            stores.create_dense_store("counter", torch.zeros(1), optimizer=SGD())
+            (self.folder / "started").touch()
+            while self.wait and not (self.folder / "go").exists():
+                time.sleep(0.02)
+        self.trainer.strategy.barrier()
+        self.counter = stores.dense_store("counter")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.counter.push_gradient(-torch.ones(1), learning_rate=1.0)
+
+    def on_train_end(self):
+        self.trainer.strategy.barrier()
+        (self.folder / f"counted-{self.trainer.global_rank}").write_text(f"{self.counter.pull().item():g}")
+
+
+def fit(endpoint, folder, **options):
+    trainer = make_trainer(strategy=Mixed(servers=[endpoint]))
+    trainer.fit(Counting(folder, **options))
+    assert trainer.callback_metrics["world_size"] == 2
+
+
+def counted(folder):
+    return [int((folder / f"counted-{rank}").read_text()) for rank in range(2)]
+
+
+def test_runs_when_one_follows_the_other_then_each_trains_one_model_alone(tmp_path):
+    (tmp_path / "stores").mkdir()
+    with running(tmp_path / "stores") as server:
+        for _ in range(2):
+            fit(server.endpoint, tmp_path)
+            assert counted(tmp_path) == [2 * STEPS] * 2
+            assert server.handler.status()["run"] == "none"
+
+
+def test_runs_when_at_once_then_the_second_is_refused_by_name_and_the_first_goes_on(tmp_path):
+    (tmp_path / "stores").mkdir()
+    with running(tmp_path / "stores") as server:
+        command = [sys.executable, __file__, server.endpoint, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
+            try:
+                while not (tmp_path / "started").exists():
+                    assert first.poll() is None, first.stdout.read()
+                    time.sleep(0.05)
+                with pytest.raises(
+                    ServerInUseError, match=rf"{server.endpoint} is in use by another run \(process \d+ on"
+                ):
+                    fit(server.endpoint, tmp_path)
+                (tmp_path / "go").touch()
+                output, _ = first.communicate(timeout=100)
+                assert first.returncode == 0, output
+            finally:
+                first.kill()
+        assert counted(tmp_path) == [2 * STEPS] * 2
+
+
+def test_lease_when_its_run_was_killed_then_the_next_run_gets_it_once_it_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "LEASE_SECONDS", 1.5)
+    monkeypatch.setattr(lease_module, "LOOK_SECONDS", 0.05)
+    with running(tmp_path) as server:
+        server.handler._lease.take("killed", "process 1 on ada")
+        second = RunLease([server.endpoint], keys=None, run="second", holder="process 2 on bob")
+        assert server.handler.status()["run"] == "process 2 on bob"
+        second.give_back()
+        second.give_back()
+        assert server.handler.status()["run"] == "none"
+
+
+def test_lease_when_the_server_is_lent_anew_then_its_holder_hears_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.05)
+    with running(tmp_path) as server:
+        first = RunLease([server.endpoint], keys=None, run="first", holder="process 1 on ada")
+        try:
+            first.check()
+            with monkeypatch.context() as patch:
+                patch.setattr(lease_module, "LEASE_SECONDS", 0.0)  # as if it had slept
+                server.handler._lease.take("second", "process 2 on bob")
+            first._thread.join(20)  # it ends with that
+            with pytest.raises(ServerInUseError, match="process 2 on bob"):
+                first.check()
+        finally:
+            first.give_back()
+        assert server.handler.status()["run"] == "process 2 on bob"  # another's is not given back
+
+
+def test_store_when_made_anew_then_those_that_had_the_former_one_are_refused(tmp_path):
+    with running(tmp_path) as server:
+        options = {"shared_memory": "never", "timeout": 20}
+        with closing(connect(server.endpoint)) as mapped, closing(connect(server.endpoint, **options)) as remote:
+            assert isinstance(mapped, MappedStores)
+            old = mapped.create_dense_store("center", torch.zeros(3)), remote.dense_store("center")
+            mapped.remove("center")
+            mapped.create_dense_store("center", torch.ones(3))
+            with pytest.raises(StoreReplacedError, match=r"center was removed or made anew by somebody else"):
+                old[0].elastic_average(torch.full((3,), 9.0), alpha=0.5)
+            for use in (old[1].pull, lambda: old[1].elastic_average(torch.full((3,), 9.0), alpha=0.5)):
+                with pytest.raises(RequestRefusedError, match=r"the store center was removed or made anew"):
+                    use()
+            new = mapped.dense_store("center"), remote.dense_store("center")
+            new[1].elastic_average(torch.zeros(3), alpha=0.5)  # and the connection goes on
+            assert new[0].pull().tolist() == new[1].pull().tolist() == [0.5] * 3
+
+
+def test_store_when_made_anew_past_its_server_then_the_server_has_the_new_one(tmp_path):
+    with running(tmp_path) as server, closing(connect(server.endpoint, shared_memory="never", timeout=20)) as remote:
+        remote.create_dense_store("center", torch.zeros(2)).pull()
+        files = MappedStores(tmp_path)  # knows of no server
+        files.remove("center")
+        with pytest.raises(KeyError, match="there is no store 'center'"):
+            remote.dense_store("center")
+        files.create_dense_store("center", torch.ones(2))
+        assert remote.dense_store("center").pull().tolist() == [1.0, 1.0]
+
+
+if __name__ == "__main__":
+    fit(sys.argv[1], sys.argv[2], wait=True)
