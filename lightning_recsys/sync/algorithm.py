@@ -67,13 +67,13 @@ class SyncAlgorithm(ABC):
         """Go on from a :meth:`state_dict`, after :meth:`start`.
 
         Raises:
-            ValueError: the state is another rule's, or that of another model.
+            ValueError: the state is another rule's, that of other settings, or that of another model.
         """
         own = self.state_dict()
         if {name: x.shape for name, x in own.items()} != {name: x.shape for name, x in state.items()}:
             raise ValueError(
                 f"{type(self).__name__} keeps {_shapes(own)}, but the checkpoint holds {_shapes(state)}: it was saved"
-                " with another strategy.algorithm or another model."
+                " with another strategy.algorithm, other settings of it, or another model."
             )
         for name, tensor in own.items():
             tensor.copy_(state[name])

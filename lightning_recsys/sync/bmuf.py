@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_recsys.sync.algorithm import Exchange, SyncAlgorithm
@@ -14,11 +15,14 @@ class BMUF(SyncAlgorithm):
     r"""Blockwise model-update filtering: a step towards the mean, with momentum, instead of the mean itself.
 
     .. math::
-        d = \tfrac1n \textstyle\sum_i w_i - w_g, \qquad D \leftarrow m D + \eta\, d, \qquad w_g \leftarrow w_g + D,
-        \qquad w_i \leftarrow (1-\alpha)\, w_i + \alpha\, w_g
+        d = \tfrac1n \textstyle\sum_i w_i - w_b, \qquad D \leftarrow m D + \eta\, d, \qquad w_g \leftarrow w_g + D,
+        \qquad w_i \leftarrow (1-\alpha)\, w_i + \alpha\, w_b
 
-    With Nesterov's look-ahead the replicas move towards :math:`w_g + m D`. With ``eta=1`` and ``block_momentum=0`` it
-    is :class:`ModelAveraging`.
+    where :math:`w_b` is the model that the replicas are drawn towards: first their common start, after each update of
+    the global model :math:`w_g` that, or with Nesterov's look-ahead :math:`w_g + m D`. What the replicas learned in a
+    round is measured against where they were drawn to: measured against :math:`w_g` the look-ahead itself would count
+    as learned, and the momentum twice, which diverges. With ``eta=1`` and ``block_momentum=0`` it is
+    :class:`ModelAveraging`.
 
     Args:
         alpha: Elastic parameter, in ``(0, 1]``.
@@ -59,23 +63,27 @@ class BMUF(SyncAlgorithm):
         self.nesterov = nesterov
         self._global: Tensor | None = None
         self._momentum: Tensor | None = None
+        self._base: Tensor | None = None  # what the replicas were last drawn towards: the global model, or ahead of it
 
     def start(self, initial: Tensor) -> None:  # noqa: D102 - inherited
         self._global = initial.clone()
         self._momentum = initial.new_zeros(initial.shape)
+        self._base = initial.clone() if self.nesterov else self._global
 
     def fold(self, replica: Tensor, answer: Tensor) -> None:  # noqa: D102 - inherited
         assert self._global is not None
         assert self._momentum is not None
-        self._momentum.mul_(self.block_momentum).add_(answer.sub_(self._global), alpha=self.eta)
+        assert self._base is not None
+        self._momentum.mul_(self.block_momentum).add_(answer.sub_(self._base), alpha=self.eta)
         self._global.add_(self._momentum)
-        target = self._global
         if self.nesterov:
-            target = answer.copy_(self._global).add_(self._momentum, alpha=self.block_momentum)
-        replica.lerp_(target, self.alpha)
+            torch.add(self._global, self._momentum, alpha=self.block_momentum, out=self._base)
+        replica.lerp_(self._base, self.alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The global model and its momentum."""
+        """The global model and its momentum; with Nesterov's look-ahead what replicas were last drawn towards, too."""
         assert self._global is not None
         assert self._momentum is not None
-        return {"global": self._global, "momentum": self._momentum}
+        assert self._base is not None
+        state = {"global": self._global, "momentum": self._momentum}
+        return state | {"base": self._base} if self.nesterov else state
