@@ -155,6 +155,9 @@ def _ftrl(touched, grads, rows, accumulator, linear, learning_rate, beta, l1, l2
 
 Update = Callable[..., None]
 
+COMPILED_RULES: frozenset[type[RowOptimizer]] = frozenset((SGD, Adagrad, RowwiseAdagrad, Adam, FTRL))
+"""The rules that have a loop here: these classes themselves. What a subclass overrides, no loop would call."""
+
 
 def apply_update(
     optimizer: RowOptimizer,
@@ -169,14 +172,19 @@ def apply_update(
     """Update the rows named by ``touched`` in place, with their state.
 
     Args:
-        optimizer: The rule.
+        optimizer: The rule, one of :data:`COMPILED_RULES`.
         touched: Row indices, int64 ``[U]``, no duplicates.
         grads: Summed gradients, float32 ``[U, D]``.
         rows: The whole table, float32 ``[R, D]``, on the CPU.
         state: The whole table's state, as :meth:`RowOptimizer.initial_state` makes it.
         learning_rate: Step size of this update.
         step: Updates that the table has seen, this one included.
+
+    Raises:
+        TypeError: the rule is none of :data:`COMPILED_RULES`.
     """
+    if type(optimizer) not in COMPILED_RULES:
+        raise TypeError(f"no compiled rule for {type(optimizer).__name__}; use kernel='torch'.")
     arrays = [rows.numpy(), *(tensor.numpy() for tensor in state.values())]
     loop: Update
     numbers: tuple[float, ...]
@@ -195,6 +203,4 @@ def apply_update(
             return
         case FTRL(beta=beta, l1=l1, l2=l2):
             loop, numbers = _ftrl, (learning_rate, beta, l1, l2)
-        case _:
-            raise TypeError(f"no compiled rule for {type(optimizer).__name__}; use kernel='torch'.")
     loop(touched, grads, *arrays, *(np.float32(number) for number in numbers))

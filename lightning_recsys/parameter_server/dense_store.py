@@ -73,13 +73,15 @@ class MappedDenseStore(DenseStore):
         Raises:
             FileExistsError: the folder is there already.
             OSError: there is no room for it.
-            TypeError: ``initial`` is not flat, float32 and at least one element long, or the rule is one for rows.
+            TypeError: ``initial`` is not flat, float32 and at least one element long, or the rule is one for rows
+                or none of :mod:`lightning_recsys.optim`.
         """
         if initial.dim() != 1 or initial.dtype != torch.float32 or not initial.numel():
             raise TypeError(
                 "a dense store holds a flat float32 tensor of at least one element, got "
                 f"{initial.dtype} of shape {list(initial.shape)}."
             )
+        meta = {"kind": KIND, "optimizer": optimizer and optimizer_to_plain(optimizer)}
         if isinstance(optimizer, RowwiseAdagrad):
             raise TypeError("RowwiseAdagrad keeps one number per row, and a dense store has no rows: use Adagrad.")
         state = _initial_state(optimizer, initial.detach())
@@ -93,7 +95,6 @@ class MappedDenseStore(DenseStore):
             for name, tensor in {"values": initial.detach(), **state}.items():
                 arrays[name].copy_(tensor)
 
-        meta = {"kind": KIND, "optimizer": optimizer and optimizer_to_plain(optimizer)}
         store = cls.__new__(cls)
         store._open(MappedArrays.create(folder, meta, shapes, fill))
         return store

@@ -33,7 +33,11 @@ def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
     {'rule': 'SGD', 'learning_rate': 0.1}
     """
     if _RULES.get(type(optimizer).__name__) is not type(optimizer):
-        raise TypeError(f"a store knows the rules {sorted(_RULES)}, got {type(optimizer).__name__}.")
+        raise TypeError(
+            f"a store knows the rules {sorted(_RULES)}, got {type(optimizer).__name__}: other processes update its rows"
+            " and could not run a rule that is not this package's, a subclass included. Use one of these, or a strategy"
+            " whose workers keep rows of their own, such as ddp."
+        )
     return {"rule": type(optimizer).__name__, **dataclasses.asdict(optimizer)}
 
 

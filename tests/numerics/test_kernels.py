@@ -1,12 +1,19 @@
 """Every kernel against autograd through torch's own embedding_bag, one dense update per step."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, LocalBackend, SparseFeatures
+from lightning_recsys.embeddings import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    LocalBackend,
+    SparseFeatures,
+    kernels,
+)
 from lightning_recsys.embeddings.kernels import FbgemmModuleKernel
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
 
@@ -122,6 +129,51 @@ def test_fbgemm_when_it_cannot_serve_then_says_why_and_auto_finds_another(optimi
 def test_auto_when_rows_are_narrow_then_takes_the_compiled_loops_and_fbgemm_where_they_are_wide():
     chosen = {dim: make(RowwiseAdagrad(), dim, "auto").embedding_bags.kernel.name for dim in (1, 16, 64, 128)}
     assert chosen == {1: "numba", 16: "numba", 64: "numba", 128: "fbgemm"}
+
+
+def own_rule(rule: RowOptimizer) -> RowOptimizer:
+    """A subclass whose update decays a row by a tenth and leaves the rest to its base class."""
+
+    def update_(self, rows_UD: torch.Tensor, grads_UD: torch.Tensor, state, **options) -> None:
+        rows_UD.mul_(0.9)
+        type(rule).update_(self, rows_UD, grads_UD, state, **options)
+
+    own = type("Own" + type(rule).__name__, (type(rule),), {"update_": update_})
+    return own(**dataclasses.asdict(rule))
+
+
+@pytest.mark.parametrize("dim", [4, 10, 128])  # for auto: loops, loops, FBGEMM where it has the rule
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def test_subclass_of_a_rule_when_it_overrides_the_update_then_that_trains_the_rows(optimizer, dim, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(kernels.log, "info", lambda message, *values: lines.append(message % values))
+    rule = own_rule(optimizer)
+    collection = make(rule, dim, "auto")
+    kernel = collection.embedding_bags.kernel
+    rows, state = collection.embedding_bags.rows.detach().clone(), collection.embedding_bags.row_state
+    state = {name: tensor.detach().clone() for name, tensor in state.items()}
+    ids = torch.tensor([[3, 5, 6]])
+    collection(SparseFeatures.from_ids(KEYS, ids)).sum().backward()
+    touched = torch.tensor([3, 5, SIZES["shared"] + 6])  # each once, with a gradient of ones
+    expected, part = rows[touched] * 0.9, {name: tensor[touched] for name, tensor in state.items()}
+    options = {"learning_rate": optimizer.learning_rate, "step": 1}
+    optimizer.update_(expected, torch.ones(3, dim), part, **options)
+    torch.testing.assert_close(collection.embedding_bags.rows[touched], expected, **TOLERANCE)
+    assert kernel.name == "torch"
+    make(rule, dim, "auto").embedding_bags.kernel  # noqa: B018 - to choose it once more
+    assert [line.split()[0] for line in lines] == [type(rule).__name__]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("numba", "kernel='numba' cannot .*: it has no compiled OwnSGD, only Adagrad, Adam, FTRL, RowwiseAdagrad, SGD"),
+        ("fbgemm", "kernel='fbgemm' cannot .*: it has no fused OwnSGD"),
+    ],
+)
+def test_subclass_of_a_rule_when_a_kernel_without_it_is_asked_for_then_refused(kernel, message):
+    with pytest.raises(ValueError, match=message):
+        make(own_rule(SGD()), 4, kernel)(draw("single", torch.Generator()))
 
 
 @pytest.mark.parametrize("optimizer", [Adagrad(), RowwiseAdagrad()], ids=["adagrad", "rowwise"])

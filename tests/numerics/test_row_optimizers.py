@@ -139,3 +139,11 @@ def test_rule_when_a_schedule_reaches_zero_then_rows_stay(problem, rule, compile
 def test_wrong_hyperparameter_then_it_is_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_compiled_update_when_the_rule_is_a_subclass_then_refused(problem):
+    class AdamL2(Adam):
+        pass
+
+    with pytest.raises(TypeError, match="no compiled rule for AdamL2"):
+        run(AdamL2(), *problem, compiled=True)

@@ -15,6 +15,7 @@ from lightning_recsys.errors import StoreReplacedError
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
 from lightning_recsys.optim.row_optimizers import RowOptimizer
 from lightning_recsys.parameter_server import MappedStores, mapped_arrays
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.plain import (
     layout_from_plain,
@@ -297,8 +298,12 @@ class OwnRule(SGD):
 
 
 def test_rule_when_unknown_to_a_store_then_it_is_refused(stores):
-    with pytest.raises(TypeError, match=r"a store knows the rules \['Adagrad'.*got OwnRule"):
+    with pytest.raises(TypeError, match=r"a store knows the rules \['Adagrad'.*got OwnRule: .*Use one of these, or"):
         stores.create_embedding_store("t", LAYOUT, OwnRule(), seed=0)
+    with pytest.raises(TypeError, match="got OwnRule"):
+        stores.create_embedding_store("t", LAYOUT, OwnRule(), seed=0, dynamic=DynamicRows(first_keys=(0, 0)))
+    with pytest.raises(TypeError, match="got OwnRule"):
+        stores.create_dense_store("v", torch.zeros(2), optimizer=OwnRule())
     assert issubclass(OwnRule, RowOptimizer)
 
 

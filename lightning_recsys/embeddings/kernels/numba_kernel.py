@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_recsys.embeddings.kernels.base import Kernel, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.optim.compiled import AHEAD, apply_update, compile_loop, prefetch_row
+from lightning_recsys.optim.compiled import AHEAD, COMPILED_RULES, apply_update, compile_loop, prefetch_row
 from lightning_recsys.optim.vectors import add_floats, copy_floats, scale_floats, vector_width
 
 _NO_WEIGHTS = np.empty(0, dtype=np.float32)
@@ -188,6 +188,9 @@ class NumbaKernel(Kernel):
 
     @classmethod
     def refusal(cls, layout: TableLayout, optimizer: RowOptimizer, device: torch.device) -> str | None:  # noqa: D102
+        if type(optimizer) not in COMPILED_RULES:
+            names = ", ".join(sorted(rule.__name__ for rule in COMPILED_RULES))
+            return f"it has no compiled {type(optimizer).__name__}, only {names}, and no subclass of theirs"
         return None if device.type == "cpu" else f"it runs on the CPU only, and the rows are on {device}"
 
     def lookup(self, rows: Tensor, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
