@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from types import FrameType
 
@@ -65,6 +66,14 @@ class RunChanges:
         self._replace(fit_loop, "run", run_until_signal)
         if free:
             self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
+
+    def log_through(self, function: Callable[..., None]) -> None:
+        """Log values of the training loop by a function that gets Lightning's own and its arguments.
+
+        What validation logs is left alone: Lightning collects that elsewhere.
+        """
+        results = self._trainer.fit_loop.epoch_loop._results
+        self._replace(results, "log", partial(function, results.log))
 
     def _replace(self, owner: object, name: str, function: Callable[..., None]) -> None:
         if not callable(getattr(type(owner), name, None)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torchmetrics import Metric
 
 from lightning_recsys.checkpoints import (
     FolderCheckpointIO,
@@ -137,7 +138,8 @@ class RecsysStrategy(DDPStrategy):
         self._changes: RunChanges | None = None
         self._lease: RunLease | None = None  # on `servers`, in rank 0, from the first use of a store on
         self._borrows = False  # this run may use `servers`; the same on all ranks
-        self._said = False
+        self._said_own = False  # that logged values are each worker's own
+        self._being_logged: str | None = None  # the call of self.log that is under way in the training loop
         self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
 
     @classmethod
@@ -334,6 +336,9 @@ class RecsysStrategy(DDPStrategy):
             self._changes = RunChanges(trainer)
             self._changes.before_train_end(self.finish_training)
             self._changes.end_by_signal(free=self.asynchronous)
+            if self.asynchronous:
+                _refuse_metrics_of_all_ranks(trainer.lightning_module)
+                self._changes.log_through(self._log_in_training)
         self.bind_backends()
         self._load_waiting_rows()
         super().setup(trainer)
@@ -432,13 +437,7 @@ class RecsysStrategy(DDPStrategy):
 
         Lightning floors it (its issue 21838), which inflates ``self.log(..., sync_dist=True)`` where ranks logged
         different numbers of examples.
-
-        In a training step of workers that run free each gets its own value back, as the others are at other steps or
-        have finished. The mean over an epoch is over all of them all the same.
         """
-        if self.asynchronous and self._is_in_training_step():
-            self._say_once_that_values_are_own()
-            return tensor
         is_mean = reduce_op in ("mean", "avg", ReduceOp.AVG)
         if is_mean:
             reduce_op = "mean"  # ReduceOp.AVG is not for gloo
@@ -446,16 +445,30 @@ class RecsysStrategy(DDPStrategy):
             tensor = tensor.to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
 
-    def _is_in_training_step(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module._current_fx_name == "training_step"
+    def _log_in_training(self, log_value: Callable[..., None], fx: str, name: str, value: Any, **options: Any) -> None:
+        """Stand in for ``log_value`` of Lightning, by which ``self.log`` of any hook of the training loop goes.
 
-    def _say_once_that_values_are_own(self) -> None:
-        if not self._said and self.is_global_zero:
+        With ``sync_dist=True`` that reduces the value of a step over all ranks within the call, and the others are at
+        other steps or have finished. Here each worker that runs free keeps its own. The value of an epoch is reduced
+        when the epoch is over, where all ranks meet.
+        """
+        self._being_logged = f"self.log({name!r}, ..., sync_dist=True) in {fx}"
+        try:
+            log_value(fx, name, value, **{**options, "sync_dist_fn": self._reduce_logged})
+        finally:
+            self._being_logged = None
+
+    def _reduce_logged(self, value: Tensor, **options: Any) -> Tensor:
+        if self._being_logged is None:
+            return self.reduce(value, **options)
+        if not self._said_own and self.is_global_zero:
             log.warning(
-                "self.log(..., sync_dist=True) in training_step: workers run free, so the value of a step is that of"
-                " rank 0 alone. With on_epoch=True the value of an epoch is that of all workers."
+                "%s: workers run free, so the value of a step is that of rank 0 alone. With on_epoch=True the value of"
+                " an epoch is that of all workers.",
+                self._being_logged,
             )
-        self._said = True
+        self._said_own = True
+        return value
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's tensors, without the rows that are in stores; :meth:`save_checkpoint` takes those from there."""
@@ -562,6 +575,15 @@ def _check_endpoints(servers: Sequence[str]) -> None:
         raise ValueError(
             f"strategy.servers must be a list of endpoints such as [tcp://10.0.0.7:5790], got {servers!r}. Leave it out"
             " to have servers started."
+        )
+
+
+def _refuse_metrics_of_all_ranks(module: pl.LightningModule) -> None:
+    found = [path for path, x in module.named_modules() if isinstance(x, Metric) and x.dist_sync_on_step]
+    if found:
+        raise ValueError(
+            f"{found[0]} has dist_sync_on_step=True, which makes every worker wait for all others at every step. Leave"
+            " it out: a metric's value of an epoch is that of all workers."
         )
 
 

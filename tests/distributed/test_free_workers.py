@@ -11,6 +11,7 @@ import torch
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.states import TrainerFn
 from served_strategy import Model, make_trainer
+from torchmetrics import MeanMetric
 
 from lightning_recsys.strategies import RecsysStrategy
 
@@ -48,6 +49,15 @@ class Held(Model):
             self.wait_for_rank_0()
         return super().training_step(batch, batch_idx)
 
+    def on_train_batch_start(self, batch, batch_idx):
+        self.log("start", 1.0 + self.trainer.global_rank, sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log("before_step", 1.0, sync_dist=True, reduce_fx="sum")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("end", 1.0 + self.trainer.global_rank, sync_dist=True, on_step=True, on_epoch=True)
+
     def wait_for_rank_0(self):
         while not (self.folder / "step-0").exists():
             time.sleep(0.01)
@@ -57,19 +67,39 @@ class Held(Model):
         (self.folder / "seen").write_text(str(len(list(self.folder.glob("step-*")))))
 
 
+class Logging(pl.Callback):
+    """Logs through the model, as callbacks do."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("callback", 1.0 + trainer.global_rank, sync_dist=True)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.log("epoch", 1.0 + trainer.global_rank, sync_dist=True)
+
+
 def steps_of_rank_0_while_rank_1_is_held(strategy, folder, *, seconds):
-    trainer = make_trainer(strategy=strategy)
+    trainer = make_trainer(strategy=strategy, callbacks=[Logging()])
     trainer.fit(Held(folder, seconds))
     assert trainer.callback_metrics["world_size"] == 2
-    return int((folder / "seen").read_text())
+    return int((folder / "seen").read_text()), {name: float(x) for name, x in trainer.callback_metrics.items()}
 
 
 def test_worker_when_another_is_held_in_its_first_step_then_finishes_all_of_its_own(tmp_path):
-    assert steps_of_rank_0_while_rank_1_is_held(Free(), tmp_path, seconds=90) == 4
+    """Values that hooks of a step log with ``sync_dist=True`` do not hold it, either; those of an epoch are of both."""
+    steps, logged = steps_of_rank_0_while_rank_1_is_held(Free(), tmp_path, seconds=90)
+    assert steps == 4
+    assert {name: logged[name] for name in ("start", "before_step", "end_step", "callback")} == {
+        "start": 1.0,
+        "before_step": 1.0,
+        "end_step": 1.0,
+        "callback": 1.0,
+    }
+    assert (logged["end_epoch"], logged["epoch"]) == (1.5, 1.5)
 
 
 def test_worker_when_lightning_broadcasts_at_every_batch_then_cannot_run_ahead(tmp_path):
-    assert steps_of_rank_0_while_rank_1_is_held(LockStep(), tmp_path, seconds=2) == 1
+    steps, _ = steps_of_rank_0_while_rank_1_is_held(LockStep(), tmp_path, seconds=2)
+    assert steps == 1
 
 
 class Recording(Model):
@@ -122,6 +152,20 @@ def test_lightning_when_its_broadcast_has_another_name_then_the_run_is_refused(m
 def test_batch_norm_over_workers_when_they_run_free_then_refused():
     with pytest.raises(ValueError, match=r"trainer\.sync_batchnorm=True makes every worker wait"):
         make_trainer(strategy=Free(), sync_batchnorm=True).fit(Model())
+
+
+class Measured(Model):
+    def __init__(self):
+        super().__init__()
+        self.error = MeanMetric(dist_sync_on_step=True)
+
+
+def test_metric_when_it_reduces_in_every_step_then_refused_by_its_name():
+    trainer = make_trainer(strategy=Free())
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.strategy.connect(Measured())
+    with pytest.raises(ValueError, match=r"error has dist_sync_on_step=True, which makes every worker wait"):
+        trainer.strategy.setup(trainer)
 
 
 class Drawn(Model):

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.strategies import StrategyRegistry
-from torch.distributed import ReduceOp
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.strategies import ForkserverDDPStrategy, RecsysStrategy
@@ -120,20 +120,21 @@ def test_telemetry_when_there_is_none_then_empty():
     assert Served().telemetry() == {}
 
 
-class Step:
-    """Stands for a module in one of Lightning's hooks."""
-
-    def __init__(self, hook):
-        self._current_fx_name = hook
-
-
-def test_value_when_logged_in_a_step_of_free_workers_then_is_the_workers_own(monkeypatch, caplog):
+@pytest.mark.parametrize("hook", ["training_step", "on_train_batch_end"])
+def test_value_when_logged_in_a_step_of_free_workers_then_is_the_workers_own(hook, monkeypatch, caplog):
     reduced = []
-    monkeypatch.setattr(pl.strategies.DDPStrategy, "reduce", lambda *arguments: reduced.append(arguments[1]))
-    strategy, value = Served(), torch.ones(1)
-    for hook in ("training_step", "training_step", "on_train_epoch_end"):
-        strategy._lightning_module = Step(hook)
-        own = strategy.reduce(value, reduce_op=ReduceOp.AVG)
-        assert (own is value) == (hook == "training_step")
-    assert reduced == [value]
+
+    def reduce_over_two_ranks(strategy, tensor, *arguments):
+        reduced.append(tensor.item())
+        return tensor * 2
+
+    monkeypatch.setattr(pl.strategies.DDPStrategy, "reduce", reduce_over_two_ranks)
+    strategy, results = Served(), _ResultCollection(training=True)
+    options = {"on_step": True, "on_epoch": True, "reduce_fx": "sum", "sync_dist": True, "batch_size": 1}
+    for _ in range(2):
+        strategy._log_in_training(results.log, hook, "loss", torch.tensor(3.0), sync_dist_fn=strategy.reduce, **options)
+        assert results.metrics(on_step=True)["callback"] == {"loss": 3.0, "loss_step": 3.0}
+    assert reduced == []
+    assert results.metrics(on_step=False)["callback"]["loss_epoch"] == 12.0
+    assert reduced == [6.0]
     assert caplog.text.count("workers run free") == 1
