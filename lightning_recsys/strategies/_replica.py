@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -117,9 +119,11 @@ def share(tensors: Mapping[str, Tensor], *, team_size: int) -> dict[str, Tensor]
 def share_optimizer_state(optimizers: Sequence[Optimizer], *, team_size: int) -> None:
     """Let all workers of a trainer read and write the first one's optimizer state; all ranks call this together.
 
-    torch's optimizers make their state at their first step. Here it is made before, by a step that changes nothing, so
-    that there is something to share. From then on ``step`` counts the updates of all workers. State that is no tensor
-    stays each worker's own.
+    torch's optimizers make their state at their first step. Here it is made before, so that there is something to
+    share. From then on ``step`` counts the updates of all workers. State that is no tensor stays each worker's own.
+
+    Raises:
+        TypeError: an optimizer's state cannot be made before its first step.
     """
     for optimizer in optimizers:
         _make_state(optimizer)
@@ -144,38 +148,89 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """Step with zero gradients and no decay, on copies of the parameters; then wind the step counts back."""
-    parameters = _parameters(optimizer)
-    fresh = [x for x in parameters if x.requires_grad and not optimizer.state.get(x)]
-    if not fresh:
-        return
-    kept = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None  # no part of the step
-    for parameter in fresh:
-        parameter.data, parameter.grad = parameter.data.clone(), torch.zeros_like(parameter)
-    with _without_decay(optimizer):
-        optimizer.step()
-    for parameter, data, grad in kept:
-        parameter.data, parameter.grad = data, grad
-    for parameter in fresh:
-        state = optimizer.state[parameter]
-        if isinstance(step := state.get("step"), Tensor):
-            step.zero_()
-        elif step is not None:
-            state["step"] = 0
+    """Give every parameter that is trained the state that it has before its first step.
+
+    The optimizer itself takes no step: nothing of it moves, and none of its hooks is called.
+
+    Raises:
+        TypeError: training would not be as without, or the state cannot be made without a real gradient.
+    """
+    fresh = [x for x in _parameters(optimizer) if x.requires_grad and not optimizer.state.get(x)]
+    try:
+        for parameter, state in zip(fresh, _initial_states(optimizer, fresh), strict=True):
+            optimizer.state[parameter].update(state)
+        same = all(_trains_alike(optimizer, group, fresh) for group in optimizer.param_groups)
+    except Exception as error:
+        raise TypeError(_cannot_share(optimizer, f"it does not make it without training ({error})")) from error
+    if not same:
+        raise TypeError(
+            _cannot_share(optimizer, "its first step is not like the others, as that of SGD with dampening")
+        )
 
 
-@contextmanager
-def _without_decay(optimizer: Optimizer) -> Iterator[None]:
-    """Decay would count as a gradient, and be in the momentum from then on."""
-    groups = [group for group in optimizer.param_groups if "weight_decay" in group]
-    decays = [group["weight_decay"] for group in groups]
-    for group in groups:
-        group["weight_decay"] = 0.0
-    yield
-    for group, decay in zip(groups, decays, strict=True):
-        group["weight_decay"] = decay
+def _cannot_share(optimizer: Optimizer, reason: str) -> str:
+    return (
+        f"strategy.workers_per_trainer above 1 needs the state of {type(optimizer).__name__} in shared memory before"
+        f" the first step, but {reason}. Use one worker per trainer, or another optimizer or setting of it."
+    )
+
+
+def _initial_states(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """The state of each parameter before its first step, as an optimizer like this one makes it.
+
+    torch's optimizers have a method for it, which ``step`` calls first of all. Where there is none, or where it leaves
+    the state to the step, as SGD's does, a step with zero gradients and no decay makes it, and step counts are zeroed.
+    """
+    twin, copies = _twin(optimizer, parameters)
+    for one in copies:
+        one.grad = torch.zeros_like(one)
+    if callable(method := getattr(twin, "_init_group", None)):
+        for group in twin.param_groups:
+            method(group, *([] for _ in range(len(inspect.signature(method).parameters) - 1)))
+    if any(not twin.state.get(one) for one in copies):
+        for group in twin.param_groups:
+            group["weight_decay"] = 0.0  # it would count as a gradient, and be in the momentum from then on
+        twin.step()
+        for state in twin.state.values():
+            if "step" in state:
+                state["step"] *= 0
+    return [dict(twin.state.get(one, {})) for one in copies]
+
+
+def _trains_alike(optimizer: Optimizer, group: dict[str, Any], fresh: Sequence[nn.Parameter]) -> bool:
+    """Whether two steps from the state that was made, of the group's smallest parameter, end where two without end."""
+    own = [x for x in group["params"] if x.numel() and any(x is one for one in fresh)]
+    if not own:
+        return True
+    parameter = min(own, key=torch.numel)
+    generator, ends = torch.Generator().manual_seed(0), []
+    grads = [torch.randn(parameter.shape, generator=generator).to(parameter) for _ in range(2)]
+    states: list[dict[str, Any]] = [{}, copy.deepcopy(optimizer.state[parameter])]
+    for state in states:
+        twin, (tried,) = _twin(optimizer, [parameter])
+        if state:
+            twin.state[tried] = state
+        for grad in grads:
+            tried.grad = grad.clone()
+            twin.step()
+        ends.append(tried.data)
+    without, with_state = ends
+    # fused kernels may round otherwise where memory begins elsewhere
+    return torch.allclose(without, with_state, rtol=1e-5, atol=1e-7)
+
+
+def _twin(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> tuple[Any, list[nn.Parameter]]:
+    """An optimizer with the same settings over copies of some parameters, without state, hooks or schedulers."""
+    copies = {id(x): nn.Parameter(x.detach().clone()) for x in parameters}
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    twin.__dict__.update({name: OrderedDict() for name in hooks}, state=defaultdict(dict))
+    twin.param_groups = [
+        group | {"params": [copies[id(x)] for x in group["params"] if id(x) in copies]}
+        for group in optimizer.param_groups
+    ]
+    return twin, list(copies.values())
 
 
 def _whole_lines(num_bytes: int) -> int:

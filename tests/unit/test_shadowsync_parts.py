@@ -178,6 +178,26 @@ def test_replica_when_a_parameter_is_not_float32_then_refused_by_name():
         Replica(nn.Linear(2, 2, dtype=torch.float64).named_parameters())
 
 
+class HeavyBall(torch.optim.Optimizer):
+    """Somebody's own optimizer, which makes its state as it steps; ``eager`` adds to it without a gradient, too."""
+
+    def __init__(self, parameters, lr: float, *, eager: bool = False) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": 0.1, "eager": eager})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("step", 0)
+                state["step"] += 1
+                gradient = parameter.grad + group["weight_decay"] * parameter
+                speed = state.setdefault("speed", torch.zeros_like(parameter)).mul_(0.9).add_(gradient)
+                if group["eager"]:
+                    speed.add_(1.0)
+                parameter.sub_(speed, alpha=group["lr"])
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -189,20 +209,44 @@ def test_replica_when_a_parameter_is_not_float32_then_refused_by_name():
         lambda x: torch.optim.Adagrad(x, lr=0.1, initial_accumulator_value=0.1, fused=True),
         lambda x: torch.optim.RMSprop(x, lr=0.1, momentum=0.9),
         lambda x: torch.optim.Adadelta(x, lr=0.1),
+        lambda x: torch.optim.NAdam(x, lr=0.1, weight_decay=0.1),
+        lambda x: torch.optim.RAdam(x, lr=0.1),
+        lambda x: torch.optim.Adamax(x, lr=0.1),
+        lambda x: torch.optim.ASGD(x, lr=0.1, t0=1),
+        lambda x: torch.optim.Rprop(x, lr=0.1),
+        lambda x: HeavyBall(x, lr=0.1),
     ],
-    ids=["sgd", "sgd-fused", "adam", "adam-fused", "adamw", "adagrad-fused", "rmsprop", "adadelta"],
+    ids=[
+        "sgd",
+        "sgd-fused",
+        "adam",
+        "adam-fused",
+        "adamw",
+        "adagrad-fused",
+        "rmsprop",
+        "adadelta",
+        "nadam",
+        "radam",
+        "adamax",
+        "asgd",
+        "rprop",
+        "own",
+    ],
 )
 def test_optimizer_state_when_made_before_the_first_step_then_training_is_as_without(make):
     def train(prepare: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer = make(model.parameters())
+        optimizer, hooked = make(model.parameters()), []
+        optimizer.register_step_post_hook(lambda *_: hooked.append(True))
         if prepare:
             before = nn.utils.parameters_to_vector(model.parameters()).clone()
             share_optimizer_state([optimizer], team_size=1)
             assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
             assert all(optimizer.state[x] and x.grad is None for x in model.parameters())
-            assert {group["weight_decay"] for group in optimizer.param_groups} == {optimizer.defaults["weight_decay"]}
+            for name, value in optimizer.defaults.items():
+                assert optimizer.param_groups[0][name] == value
+            assert not hooked, "no step was taken"
         for rows in torch.randn(5, 16, 4, generator=torch.Generator().manual_seed(1)):
             optimizer.zero_grad()
             model(rows).square().mean().backward()
@@ -210,6 +254,20 @@ def test_optimizer_state_when_made_before_the_first_step_then_training_is_as_wit
         return nn.utils.parameters_to_vector(model.parameters()).detach()
 
     torch.testing.assert_close(train(True), train(False), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: torch.optim.SGD(x, lr=0.1, momentum=0.9, dampening=0.5), "state of SGD .* first step is not like"),
+        (lambda x: HeavyBall(x, lr=0.1, eager=True), "state of HeavyBall .* first step is not like"),
+        (lambda x: torch.optim.LBFGS(x), r"state of LBFGS .* does not make it without training \(.*closure"),
+    ],
+    ids=["sgd-dampening", "own", "lbfgs"],
+)
+def test_optimizer_state_when_the_first_step_is_another_then_refused_by_name(make, message):
+    with pytest.raises(TypeError, match=rf"strategy\.workers_per_trainer above 1 needs the {message}"):
+        share_optimizer_state([make(nn.Linear(4, 2).parameters())], team_size=1)
 
 
 def test_optimizer_state_when_it_is_there_then_stays():
