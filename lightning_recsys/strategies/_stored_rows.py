@@ -15,6 +15,12 @@ from lightning_recsys.parameter_server.backend import StoreBackend
 from lightning_recsys.parameter_server.dynamic_tables import IDS
 
 
+def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A model's parameters by name, without those that hold the rows of its collections and their optimizer state."""
+    rows = {id(x) for backend in _backends_of(model).values() for x in backend.parameters()}
+    return ((name, x) for name, x in model.named_parameters() if id(x) not in rows)
+
+
 def row_keys(model: nn.Module) -> set[str]:
     """The keys under which a model's state dict holds the rows of its collections and their optimizer state."""
     return {

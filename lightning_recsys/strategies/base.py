@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torchmetrics import Metric
 
@@ -37,7 +37,13 @@ from lightning_recsys.errors import ServerUnreachableError
 from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
 from lightning_recsys.strategies._meeting import await_all_ranks, extend_timeout, launcher_keeps_store
 from lightning_recsys.strategies._run_changes import RunChanges
-from lightning_recsys.strategies._stored_rows import row_keys, rows_left_out, rows_replaced, stored_tensors
+from lightning_recsys.strategies._stored_rows import (
+    dense_parameters,
+    row_keys,
+    rows_left_out,
+    rows_replaced,
+    stored_tensors,
+)
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
     from lightning_recsys.parameter_server.interfaces import Stores
@@ -140,6 +146,7 @@ class RecsysStrategy(DDPStrategy):
         self._borrows = False  # this run may use `servers`; the same on all ranks
         self._said_own = False  # that logged values are each worker's own
         self._being_logged: str | None = None  # the call of self.log that is under way in the training loop
+        self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
         self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
 
     @classmethod
@@ -353,6 +360,10 @@ class RecsysStrategy(DDPStrategy):
         else:
             assert self.model is not None
             _sync_module_states(self.model)
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            dense = dense_parameters(self.lightning_module)
+            self._frozen = [(name, x) for name, x in dense if not x.requires_grad]
 
     def on_train_start(self) -> None:
         """Refuse data that would leave the ranks waiting for each other.
@@ -374,11 +385,22 @@ class RecsysStrategy(DDPStrategy):
             )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Stop where a server that this process started is gone for good, or one that it borrowed is lent anew."""
+        """Stop where a server is gone for good or lent anew, or a frozen parameter is frozen no more.
+
+        Raises:
+            ValueError: a parameter is trained that was frozen when workers agreed on what they share.
+        """
         if self._lease is not None:
             self._lease.check()
         if self._node_servers is not None:
             self._node_servers.check()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{name} was frozen when training began, and {type(self).__name__} keeps together what was not:"
+                    " each worker would train it alone. Let it require a gradient from the start, in a parameter"
+                    " group with lr=0 for as long as it is to stay, or train it in another fit."
+                )
 
     def on_train_end(self) -> None:
         """Wait for workers that are behind: the first one's process holds what lets them find each other."""
@@ -389,6 +411,7 @@ class RecsysStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
         self._rows_to_load = None
+        self._frozen = []
         self.unbind_backends()
         try:
             self._close_stores()

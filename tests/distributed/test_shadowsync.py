@@ -240,6 +240,28 @@ def test_unequal_numbers_of_batches_when_ranks_would_wait_within_the_epoch_then_
         trainer.fit(Regression((9, 3)))
 
 
+class Thaws(Callback):
+    """The first layer is frozen for an epoch."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.layers[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.layers[0].requires_grad_(trainer.current_epoch > 0)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ShadowSyncStrategy(num_trainers=2), ShadowSyncStrategy(num_trainers=1, workers_per_trainer=2), "ddp_forkserver"],
+    ids=["trainers", "workers", "ddp"],
+)
+def test_parameter_when_it_is_thawed_while_training_then_refused_instead_of_trained_by_each_worker_alone(strategy):
+    trainer = make_trainer(strategy, Thaws(), devices=2, max_epochs=2)
+    with pytest.raises(ValueError, match=r"layers\.0\.weight was frozen when training began"):
+        trainer.fit(Regression((2, 2)))
+    assert trainer.world_size == 2
+
+
 # --- What callbacks write at the end ---------------------------------------------------------------------------------
 
 
