@@ -6,6 +6,11 @@ import statistics
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies._rounds import Rounds
@@ -28,6 +33,11 @@ class Driver(ABC):
         self.rounds = rounds
         self._seconds = 0.0
         self._started: float | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it was started, and not stopped since."""
+        return self._started is not None
 
     @property
     def active_seconds(self) -> float:
@@ -135,13 +145,24 @@ class ForegroundHook(Driver):
         rounds: What to run.
         gap: Steps of this worker from one round to the next.
         interval: Seconds from one round to the next, instead of steps.
+        steps: int64 ``[1]``, the steps since the last round: where others can read and set it, as checkpoints do.
+        alone: Around each round, while which no other worker may update the replica.
     """
 
-    def __init__(self, rounds: Rounds, *, gap: int, interval: float | None = None) -> None:
+    def __init__(
+        self,
+        rounds: Rounds,
+        *,
+        gap: int,
+        interval: float | None = None,
+        steps: NDArray[np.int64] | None = None,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__(rounds)
         self._gap = gap
         self._interval = interval
-        self._steps = 0
+        self._steps = np.zeros(1, dtype=np.int64) if steps is None else steps
+        self._alone = alone
         self._last = time.monotonic()
 
     def start(self) -> None:
@@ -149,12 +170,16 @@ class ForegroundHook(Driver):
         self._last = time.monotonic()
 
     def after_step(self) -> None:
-        self._steps += 1
-        due = self._steps >= self._gap if self._interval is None else time.monotonic() - self._last >= self._interval
+        self._steps[0] += 1
+        due = self._steps[0] >= self._gap if self._interval is None else time.monotonic() - self._last >= self._interval
         if due:
-            self.rounds.run(leaving=False)
-            self._steps, self._last = 0, time.monotonic()
+            self._run(leaving=False)
+            self._steps[0], self._last = 0, time.monotonic()
+
+    def _run(self, *, leaving: bool) -> bool:
+        with self._alone():
+            return self.rounds.run(leaving=leaving)
 
     def _leave(self) -> None:
-        while not self.rounds.run(leaving=True):
+        while not self._run(leaving=True):
             pass

@@ -7,6 +7,7 @@ import inspect
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,15 +94,12 @@ def share(tensors: Mapping[str, Tensor], *, team_size: int) -> dict[str, Tensor]
     for name, tensor in tensors.items():
         starts[name] = end
         end += _whole_lines(tensor.nbytes)
-    rank = dist.get_rank()
-    leads = rank % team_size == 0
-    paths = [""] * dist.get_world_size()  # of the first ranks' files, as other processes find them
-    file = os.memfd_create("lightning_recsys") if leads else None
-    try:
-        if file is not None:
-            os.ftruncate(file, max(end, LINE_BYTES))
-        dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{file}")
-        memory = torch.from_file(paths[rank - rank % team_size], shared=True, size=end, dtype=torch.uint8)
+    with file_of_team(team_size=team_size) as path:
+        leads = dist.get_rank() % team_size == 0
+        if leads:
+            os.truncate(path, max(end, LINE_BYTES))
+        dist.barrier()
+        memory = torch.from_file(path, shared=True, size=end, dtype=torch.uint8)
         shared = {
             name: memory[start : start + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
             for name, start in starts.items()
@@ -109,11 +107,26 @@ def share(tensors: Mapping[str, Tensor], *, team_size: int) -> dict[str, Tensor]
         if leads:
             for name, tensor in tensors.items():
                 shared[name].copy_(tensor)
+    return shared
+
+
+@contextmanager
+def file_of_team(*, team_size: int) -> Iterator[str]:
+    """A path by which each team of consecutive ranks can open a file of its own, until the block ends.
+
+    The file has no name, so it goes with the last process that has it open. All ranks of the default group call this
+    together, and leave it together.
+    """
+    rank = dist.get_rank()
+    paths = [""] * dist.get_world_size()  # of the first ranks' files, as other processes find them
+    file = os.memfd_create("lightning_recsys") if rank % team_size == 0 else None
+    try:
+        dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{file}")
+        yield paths[rank - rank % team_size]
         dist.barrier()
     finally:
         if file is not None:
             os.close(file)
-    return shared
 
 
 def share_optimizer_state(optimizers: Sequence[Optimizer], *, team_size: int) -> None:

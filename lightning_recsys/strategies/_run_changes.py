@@ -33,6 +33,12 @@ class RunChanges:
         self._callbacks.insert(0, callback)
         self._inserted.append(callback)
 
+    def before_train_epoch_end(self, function: Callable[[], None]) -> None:
+        """Call a function after an epoch's last batch, before callbacks and metrics meet those of other ranks."""
+        callback = _BeforeTrainEpochEnd(function)
+        self._callbacks.insert(0, callback)
+        self._inserted.append(callback)
+
     def end_by_signal(self, *, free: bool) -> None:
         """End by SIGTERM once it has come, whatever breaks before the loop looks for it.
 
@@ -98,6 +104,14 @@ class _BeforeTrainEnd(pl.Callback):
         self._function = function
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._function()
+
+
+class _BeforeTrainEpochEnd(pl.Callback):
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._function()
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
@@ -25,6 +25,7 @@ from lightning_recsys.strategies._drivers import Driver, ForegroundHook, ShadowT
 from lightning_recsys.strategies._replica import Replica, share, share_optimizer_state
 from lightning_recsys.strategies._rounds import CenterRounds, MeanRounds, Rounds
 from lightning_recsys.strategies._schedules import refuse_clocks, refuse_different_schedules
+from lightning_recsys.strategies._standstill import Standstill
 from lightning_recsys.strategies.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
 from lightning_recsys.sync import Exchange, SyncAlgorithm, make_algorithm
 
@@ -52,7 +53,8 @@ class ShadowSyncStrategy(ServedStrategy):
         workers_per_trainer: Processes that share a replica; all on one node.
         algorithm: ``easgd``, ``ma``, ``bmuf``, a name registered with
             :func:`~lightning_recsys.sync.register_algorithm`, or an algorithm.
-        mode: ``background`` runs rounds in the shadow thread, ``foreground`` between two steps, while the worker waits.
+        mode: ``background`` runs rounds in the shadow thread, ``foreground`` between two steps, while the worker waits,
+            and with ``ma`` and ``bmuf`` all workers of its trainer.
         alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica; ``None`` is the algorithm's default,
             0.5 for those named above.
         gap: Foreground: steps of a worker from one round to the next.
@@ -146,6 +148,8 @@ class ShadowSyncStrategy(ServedStrategy):
         self._saved: dict[str, Any] = {}
         self._saved_trainer: dict[str, Any] | None = None
         self._iterations: Any = None  # of each worker of this trainer; a NumPy view of what they share
+        self._since_round: Any = None  # of each worker, its steps since its last round in the foreground; shared, too
+        self._standstill: Standstill | None = None  # where a round needs all workers of a trainer to hold still
         self._others_before: int | None = None
         self._staleness: deque[int] = deque(maxlen=STALENESS_WINDOW)
 
@@ -236,10 +240,12 @@ class ShadowSyncStrategy(ServedStrategy):
         initial = {
             "replica": torch.zeros(replica.size),
             "iterations": torch.zeros(self.workers_per_trainer, dtype=torch.int64),
+            "since_round": torch.zeros(self.workers_per_trainer, dtype=torch.int64),
         }
         shared = share(initial, team_size=self.workers_per_trainer)
         replica.attach(shared["replica"])
         self._replica, self._iterations = replica, shared["iterations"].numpy()
+        self._since_round = shared["since_round"].numpy()
         if self.layout.num_trainers > 1 and self.algorithm.exchange is Exchange.MEAN:
             self._leaders = dist.new_group(list(self.layout.leaders), timeout=self._timeout, backend="gloo")
 
@@ -251,6 +257,11 @@ class ShadowSyncStrategy(ServedStrategy):
         refuse_different_schedules(self.lightning_module.trainer)
         if self.workers_per_trainer > 1:
             share_optimizer_state(self.optimizers, team_size=self.workers_per_trainer)
+        if self._synchronises and self.mode == "foreground":
+            assert self._changes is not None
+            self._changes.before_train_epoch_end(self._leave_rounds)
+            if self.algorithm.exchange is Exchange.MEAN and self.workers_per_trainer > 1:
+                self._standstill = Standstill.open(team_size=self.workers_per_trainer)
         self._driver = self._make_driver() if self._synchronises else None
         self._restore_replica()
         self._training = True
@@ -275,7 +286,14 @@ class ShadowSyncStrategy(ServedStrategy):
             rounds = MeanRounds(self.algorithm, self._replica.flat, group=self._leaders)
         if self.mode == "background":
             return ShadowThread(rounds, interval=self.interval)
-        return ForegroundHook(rounds, gap=self.gap, interval=self.interval)
+        worker = self.layout.worker_of(self.global_rank)
+        return ForegroundHook(
+            rounds,
+            gap=self.gap,
+            interval=self.interval,
+            steps=self._since_round[worker : worker + 1],
+            alone=nullcontext if self._standstill is None else self._standstill.alone,
+        )
 
     def _open_center(self, initial: Tensor) -> list[DenseStore]:
         """The centre's pieces; the first rank makes them, the others find them."""
@@ -298,6 +316,8 @@ class ShadowSyncStrategy(ServedStrategy):
             self._resume()
         if self._driver is not None:
             self._driver.check()
+            if not self._driver.is_active:  # since the last epoch's end
+                self._driver.start()
         if self._others_before is None:
             self._others_before = self._iterations_of_others()
 
@@ -309,7 +329,9 @@ class ShadowSyncStrategy(ServedStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step, count, and run the foreground's round where one is due."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        still = self._standstill
+        with nullcontext(closure) if still is None else still.update_after(closure) as compute:
+            output = super().optimizer_step(optimizer, compute, model, **kwargs)
         if self._training:
             self._iterations[self.layout.worker_of(self.global_rank)] += 1
             if self._others_before is not None:
@@ -327,12 +349,16 @@ class ShadowSyncStrategy(ServedStrategy):
         if self._driver is not None:
             self._driver.start()
 
+    def _leave_rounds(self) -> None:
+        """In the foreground, before this rank waits for others: take part in the rounds of those who still train."""
+        if self._driver is not None and self.mode == "foreground":
+            self._driver.stop()
+
     def _pause(self) -> None:
         """Wait until every rank is here and no round is under way; all updates are where they belong then."""
         if self._tables is not None:
             self._tables.flush()
-        if self._driver is not None and self.mode == "foreground":
-            self._driver.stop()  # takes part in the rounds of those who still train
+        self._leave_rounds()
         self.barrier("everybody has stopped training")  # shadow threads go on meanwhile
         if self._driver is not None:
             self._driver.stop()
@@ -462,7 +488,11 @@ class ShadowSyncStrategy(ServedStrategy):
             return None
         assert self._replica is not None
         replica = self._replica.flat if self._own_weights is None else self._own_weights
-        return {"replica": replica.clone(), "optimizer_states": [x.state_dict() for x in self.optimizers]}
+        return {
+            "replica": replica.clone(),
+            "optimizer_states": [x.state_dict() for x in self.optimizers],
+            "since_round": torch.from_numpy(self._since_round).clone(),
+        }
 
     @property
     def saves_folders(self) -> bool:  # noqa: D102 - inherited
@@ -500,6 +530,9 @@ class ShadowSyncStrategy(ServedStrategy):
         if self._restored_trainer is not None and self._synchronises and self._leads:
             assert self._replica is not None
             self._replica.flat.copy_(self._restored_trainer["replica"])
+            saved = self._restored_trainer["since_round"].numpy()
+            count = min(len(saved), self.workers_per_trainer)
+            self._since_round[:count] = saved[:count]
 
     # --- Telemetry and the end ---------------------------------------------------------------------------------------
 
@@ -528,6 +561,9 @@ class ShadowSyncStrategy(ServedStrategy):
         """Stop the shadow thread and leave the shared memory; then all that the base class does."""
         if self._driver is not None:
             self._driver.abandon()
+        if self._standstill is not None:
+            self._standstill.close()
+            self._standstill = None
         if self._replica is not None:
             self._replica.detach()
         if self._leaders is not None and self._succeeded() and dist.is_initialized():

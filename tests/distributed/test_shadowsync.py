@@ -27,7 +27,7 @@ from lightning_recsys.models import DLRM, WideDeep
 from lightning_recsys.optim import SGD, Adagrad
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import ForkserverDDPStrategy, ShadowSyncStrategy
-from lightning_recsys.sync import Exchange, SyncAlgorithm
+from lightning_recsys.sync import Exchange, ModelAveraging, SyncAlgorithm
 from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
@@ -181,7 +181,7 @@ class EndsAlike(Callback):
     def on_fit_end(self, trainer, pl_module):
         weights = over_ranks(parameters(pl_module))
         assert all(torch.equal(other, weights[0]) for other in weights)
-        assert over_ranks(trainer.global_step) == list(pl_module.counts)
+        assert over_ranks(trainer.global_step) == [trainer.max_epochs * count for count in pl_module.counts]
 
 
 @pytest.mark.parametrize(("algorithm", "final"), [("easgd", "trainer0"), ("ma", "average"), ("bmuf", "average")])
@@ -191,13 +191,46 @@ def test_straggler_when_in_the_background_then_nobody_waits_for_it(tmp_path, alg
     assert (tmp_path / "rank 0 has finished").exists()
 
 
-@pytest.mark.parametrize(("algorithm", "counts"), [("easgd", (9, 2)), ("ma", (9, 2)), ("bmuf", (2, 9))])
-def test_unequal_numbers_of_batches_when_in_the_foreground_then_all_finish(algorithm, counts):
+class LogsEpoch(Callback):
+    """All ranks meet at the end of an epoch to reduce this."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("ranks", 1.0, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "counts", "validates"),
+    [("easgd", (9, 2), True), ("ma", (9, 2), False), ("bmuf", (2, 9), True)],
+)
+def test_unequal_numbers_of_batches_when_in_the_foreground_then_all_finish(algorithm, counts, validates):
     model = Regression(counts)
-    make_trainer(ShadowSyncStrategy(num_trainers=2, algorithm=algorithm, mode="foreground", gap=2), EndsAlike()).fit(
-        model
+    strategy = ShadowSyncStrategy(
+        num_trainers=2, algorithm=algorithm, mode="foreground", gap=2, timeout=timedelta(seconds=60)
     )
+    trainer = make_trainer(strategy, EndsAlike(), LogsEpoch(), max_epochs=2, limit_val_batches=1.0 if validates else 0)
+    trainer.fit(model)
+    assert trainer.callback_metrics["ranks"] == sum(counts)
     assert not torch.equal(parameters(model), parameters(Regression(counts)))
+
+
+class StandsStill(ModelAveraging):
+    """Takes its time, in which nothing moves the replica."""
+
+    def fold(self, replica, answer):
+        before = replica.clone()
+        time.sleep(0.05)  # steps take a millisecond or two
+        assert torch.equal(replica, before), "a worker of the trainer has trained on during the round"
+        super().fold(replica, answer)
+
+
+def test_workers_of_a_trainer_when_it_averages_in_the_foreground_then_stand_still():
+    strategy = ShadowSyncStrategy(
+        num_trainers=2, workers_per_trainer=2, algorithm=StandsStill(alpha=1.0), mode="foreground", gap=2
+    )
+    trainer = make_trainer(strategy, EndsAlike(), LogsEpoch(), limit_val_batches=0)
+    trainer.fit(Regression((12, 10, 8, 12)))
+    assert trainer.world_size == 4
+    assert trainer.callback_metrics["ranks"] == 42
 
 
 @pytest.mark.parametrize(
@@ -429,7 +462,7 @@ def test_run_when_resumed_then_goes_on_with_all_its_memory(tmp_path, algorithm, 
         "workers_per_trainer": workers,
         "algorithm": algorithm,
         "mode": "foreground",
-        "gap": 2,
+        "gap": 3,
     }
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
     make_trainer(ShadowSyncStrategy(**options), saving, enable_checkpointing=True).fit(
@@ -441,13 +474,16 @@ def test_run_when_resumed_then_goes_on_with_all_its_memory(tmp_path, algorithm, 
     assert saved["shadowsync"].keys() == names
     assert saved["shadowsync"]["state"].keys() == ({"global", "momentum"} if algorithm == "bmuf" else set())
     assert {float(state["step"]) for state in saved["optimizer_states"][0]["state"].values()} == {4.0 * workers}
+    assert read_extras(path, 1)["since_round"].tolist() == (
+        [1] if workers == 1 else [1, 0]
+    )  # of 4 steps, rounds each 3
     trainer = make_trainer(ShadowSyncStrategy(**options), StartsFrom(path))
     trainer.fit(Regression(counts, optimizer=make), ckpt_path=path)
     assert trainer.global_step == 6
 
 
 class StartsFrom(Callback):
-    """The first batch of a resumed run finds what the checkpoint holds."""
+    """The first batch of a resumed run finds what the checkpoint holds; the next round comes at step 6."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -464,9 +500,16 @@ class StartsFrom(Callback):
             momentum = mine["optimizer_states"][0]["state"][0]["exp_avg"]
             assert torch.equal(trainer.optimizers[0].state_dict()["state"][0]["exp_avg"], momentum)
         driver = trainer.strategy._driver
+        if driver is not None:
+            assert driver._steps == 1
         if driver is not None and trainer.is_global_zero:
             for name, value in saved["shadowsync"]["state"].items():
                 assert torch.equal(driver.rounds.algorithm.state_dict()[name], value)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        driver = trainer.strategy._driver
+        if driver is not None:
+            assert (trainer.global_step, driver.rounds.count) == (6, 1)
 
 
 # --- How it ends -----------------------------------------------------------------------------------------------------

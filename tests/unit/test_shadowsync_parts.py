@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -21,6 +24,7 @@ from lightning_recsys.strategies._embedding_servers import ServedTables, measure
 from lightning_recsys.strategies._replica import Replica, share_optimizer_state
 from lightning_recsys.strategies._rounds import CenterRounds, Rounds
 from lightning_recsys.strategies._samples import sample_features
+from lightning_recsys.strategies._standstill import Standstill
 from lightning_recsys.sync import BMUF, EASGD, ModelAveraging, register_algorithm, registry
 
 
@@ -390,6 +394,32 @@ def test_foreground_when_steps_are_made_then_a_round_follows_each_gap():
     assert rounds.count == 5, "the step before the pause counts"
 
 
+def test_foreground_when_its_steps_are_kept_then_the_next_round_comes_where_it_would_have():
+    kept, within = np.zeros(3, dtype=np.int64), []
+
+    @contextmanager
+    def alone():
+        within.append(rounds.count)
+        yield
+        within.append(rounds.count)
+
+    rounds = Recorded(more=1)
+    driver = ForegroundHook(rounds, gap=3, steps=kept[1:2], alone=alone)
+    driver.start()
+    for _ in range(4):
+        driver.after_step()
+    assert kept.tolist() == [0, 1, 0]
+    driver.stop()
+    assert within == [0, 1, 1, 2, 2, 2], "around each round, those for others too"
+    assert kept.tolist() == [0, 1, 0], "rounds for others are not its own"
+    resumed = ForegroundHook(rounds := Recorded(), gap=3, steps=kept[1:2])
+    resumed.start()
+    resumed.after_step()
+    assert rounds.count == 0
+    resumed.after_step()
+    assert rounds.count == 1
+
+
 def test_foreground_when_paced_by_time_then_steps_do_not_count(monkeypatch):
     now = 0.0
     monkeypatch.setattr("lightning_recsys.strategies._drivers.time.monotonic", lambda: now)
@@ -399,6 +429,83 @@ def test_foreground_when_paced_by_time_then_steps_do_not_count(monkeypatch):
     for now, expected in ((9.0, 0), (10.0, 1), (19.0, 1), (21.0, 2)):  # noqa: B007 - read by the clock
         driver.after_step()
         assert rounds.count == expected
+
+
+# --- Standing still --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def team(tmp_path):
+    """Three workers' ends of the same two locks."""
+    for name in ("turnstile", "room"):
+        (tmp_path / name).touch()
+    files = [[os.open(tmp_path / name, os.O_RDWR) for name in ("turnstile", "room")] for _ in range(3)]
+    ends = [Standstill(*pair) for pair in files]
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_round_when_a_worker_updates_then_waits_for_the_update_and_the_next_one_waits_for_the_round(team):
+    leader, first, second = team
+    seen: list[str] = []
+    begun, computed, rounds_over = threading.Event(), threading.Event(), threading.Event()
+
+    def run_round():
+        with leader.alone():
+            seen.append("round")
+            rounds_over.wait(10)
+            seen.append("round is over")
+
+    def update():
+        with second.update_after(lambda: (seen.append("compute"), computed.set())) as closure:
+            begun.set()
+            closure()
+            seen.append("update")
+
+    with first.update_after(lambda: 7) as closure:
+        assert closure() == 7
+        with second.update_after(lambda: 8) as other:  # without a round nobody waits for anybody
+            assert other() == 8
+        thread = threading.Thread(target=run_round)
+        thread.start()
+        thread.join(0.2)
+        assert closure() == 7, "again, as LBFGS does, while the round waits for this update"
+        assert not seen
+    while not seen:
+        thread.join(0.01)
+    late = threading.Thread(target=update)
+    late.start()
+    begun.wait(10)
+    assert not computed.wait(0.2), "it waits outside"
+    rounds_over.set()
+    thread.join(10)
+    late.join(10)
+    assert seen == ["round", "round is over", "compute", "update"]
+
+
+def test_round_when_it_begins_while_a_worker_computes_then_the_update_comes_after_it(team):
+    leader, worker, _ = team
+    seen = []
+
+    def compute():
+        with leader.alone():  # would wait for ever if computing were part of the update
+            seen.append("round")
+
+    with worker.update_after(compute) as closure:
+        closure()
+        seen.append("update")
+    assert seen == ["round", "update"]
+
+
+def test_update_when_it_fails_then_rounds_go_on(team):
+    leader, worker, _ = team
+    with pytest.raises(ZeroDivisionError), worker.update_after(lambda: None) as closure:
+        1 / bool(closure())
+    with pytest.raises(ZeroDivisionError), leader.alone():
+        raise ZeroDivisionError
+    with worker.update_after(lambda: None) as closure:
+        closure()
 
 
 # --- Embedding servers -----------------------------------------------------------------------------------------------
