@@ -49,6 +49,29 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
+def process_end(pid: int) -> list[int]:
+    """A file descriptor, where the system has such, that becomes readable when a process has ended.
+
+    The end of a pipe that the other process holds is no such sign: all that it has forked, such as the workers of a
+    data loader, hold it, too, and may outlive it.
+
+    Args:
+        pid: A process of this machine; need not be a child.
+
+    Returns:
+        The descriptor, which the caller closes; none on other systems than Linux, or where it is forbidden.
+
+    Raises:
+        ProcessLookupError: there is no such process, or no longer.
+    """
+    try:
+        return [os.pidfd_open(pid)]
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):
+        return []
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """What a process inherits by fork and a worker of a fork server does not: it is forked from another process.

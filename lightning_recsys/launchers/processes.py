@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+
+from lightning_recsys.runtime import process_end
 
 GRACE_SECONDS = 5.0  # for a process to end after a signal, before SIGKILL
 
@@ -59,9 +62,12 @@ def end_with_parent(*folders: Path) -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
+    assert parent.pid is not None
+    sentinel, pid = parent.sentinel, parent.pid
 
     def watch() -> None:
-        parent.join()
+        with suppress(ProcessLookupError):  # it has ended already
+            wait([sentinel, *process_end(pid)])  # what it has forked may keep the pipe behind the sentinel open
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

@@ -270,7 +270,11 @@ def run_server(
 
 
 class Watch:
-    """Looks after servers in a thread, for a process that has other things to do."""
+    """Looks after servers in a thread, for a process that has other things to do.
+
+    A byte wakes the thread, not the end of its pipe: processes that this one forks, such as a data loader's workers,
+    have copies of both ends, so there is no end of file while they live.
+    """
 
     def __init__(self, sidecars: Sidecars) -> None:
         self._sidecars = sidecars
@@ -286,8 +290,9 @@ class Watch:
 
     def stop(self) -> None:
         """Look no longer."""
-        self._waker.close()
+        self._waker.send_bytes(b"stop")
         self._thread.join()
+        self._waker.close()
         self._wake.close()
 
     def _run(self) -> None:

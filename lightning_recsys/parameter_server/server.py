@@ -24,7 +24,7 @@ from lightning_recsys.parameter_server.keys import ServerKeys
 from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
 from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
 from lightning_recsys.parameter_server.wire import Limits, receive_frames, send_frames
-from lightning_recsys.runtime import configure_worker
+from lightning_recsys.runtime import configure_worker, process_end
 
 LOCK = ".server.lock"
 BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
@@ -76,7 +76,9 @@ def serve(
     with Server(folder, bind=bind, keys=keys, limits=limits, max_clients=max_clients) as server:
         parent = multiprocessing.parent_process()
         if parent is not None:
-            server.stop_when_readable(parent.sentinel)
+            assert parent.pid is not None
+            for descriptor in (parent.sentinel, *process_end(parent.pid)):
+                server.stop_when_readable(descriptor)
         with _stopping_on_signals(server):
             ready(server.endpoint)
             server.run()

@@ -3,12 +3,15 @@
 import os
 import signal
 import sys
+import tempfile
 import time
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import pytorch_lightning as pl
 from served_strategy import ServedStrategy
 
+from lightning_recsys.launchers.processes import end_with_parent, start_process
 from lightning_recsys.strategies import ForkserverDDPStrategy
 
 STRATEGIES = {"plain": ForkserverDDPStrategy, "served": ServedStrategy}
@@ -45,6 +48,21 @@ def signals():
             handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
             assert handlers == [signal.default_int_handler, signal.SIG_DFL]
             say("raised", type(error).__name__, *error.args, "server", server, tracker)
+
+
+def end_with_us(folder):
+    end_with_parent(folder)
+    time.sleep(1000)
+
+
+def forks():
+    """A process from the fork server, and one that inherits what this one holds of it."""
+    folder = Path(tempfile.gettempdir(), "used")
+    folder.mkdir()
+    worker = start_process(end_with_us, [folder], name="one", started=[])
+    if forked := os.fork():
+        say("worker", worker.pid, forked)
+    time.sleep(1000)
 
 
 def names_fork_server():

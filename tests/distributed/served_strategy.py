@@ -7,7 +7,7 @@ import sys
 import pytorch_lightning as pl
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.strategies import RecsysStrategy
@@ -72,6 +72,27 @@ class Ratings(pl.LightningModule):
 
     def train_dataloader(self):
         return DataLoader(torch.arange(64), batch_size=8)
+
+
+class Ids(Dataset):
+    """64 ids, each with the parent of the process that reads it."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.tensor([index, os.getppid()])
+
+
+class LoadedByWorkers(Ratings):
+    """Its batches come from processes that each rank forks while its threads run and its connections are open."""
+
+    def training_step(self, batch, batch_idx):
+        assert batch[:, 1].eq(os.getpid()).all()
+        return super().training_step(batch[:, 0], batch_idx)
+
+    def train_dataloader(self):
+        return DataLoader(Ids(), batch_size=8, num_workers=2)
 
 
 def say(*words):

@@ -103,6 +103,16 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tempora
     assert list(temporary.glob("lightning_recsys-*")) == stores() == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell of a pipe's end only")
+def test_main_process_when_killed_and_survived_by_what_it_forked_then_its_workers_end_all_the_same(temporary):
+    with main_process(str(SCRIPTS), "forks", TMPDIR=str(temporary)) as process:
+        worker, forked = map(int, read(process, r"worker (\d+) (\d+)").groups())
+        process.kill()
+        assert all_end([worker])
+        assert not (temporary / "used").exists()
+        os.kill(forked, signal.SIGKILL)  # it is still there
+
+
 def test_main_process_when_it_has_ended_then_so_has_its_fork_server(temporary):
     with main_process(str(SCRIPTS), "names_fork_server", TMPDIR=str(temporary)) as process:
         server = int(read(process, r"server (\d+)")[1])

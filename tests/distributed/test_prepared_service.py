@@ -135,6 +135,24 @@ def test_shared_reader_when_killed_then_the_worker_is_told(folder):
     data.teardown()
 
 
+def test_shared_reader_when_its_owner_has_forked_then_ends_at_once_all_the_same(folder):
+    """What a data loader's workers are to the process that owns the reader: they have copies of all that is open."""
+    data = module(folder, batch_size=1, reader="shared", prefetch_batches=1)
+    batches = iter(data.train_dataloader())
+    next(batches)
+    reader = data._reader._process
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+    forked.start()
+    try:
+        batches.close()
+        data.teardown()
+        assert reader.returncode == 0  # it has ended by itself
+        assert forked.is_alive()
+    finally:
+        forked.kill()
+        forked.join()
+
+
 def own_a_reader(folder: Path, told: Connection) -> None:
     data = module(folder, reader="shared")
     batches = iter(data.train_dataloader())

@@ -8,7 +8,8 @@ rows are read once, however many workers take rows from them.
 
 Nothing has a name: not the memory (``memfd_create``), not the socket (Linux's abstract namespace). So nothing can be
 left behind, whoever is killed. A side that dies closes its connections, which the other side sees. The reader ends
-when its owner has closed, or died, and the last worker has gone.
+when its owner has closed, or died, and the last worker has gone. Processes that a side has forked have copies of all
+that it had open: so who leaves says so, by a byte or by shutting its connection down, and does not rely on closing.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from lightning_recsys.data.prepared.order import EpochOrder
 from lightning_recsys.data.prepared.packs import PackLayout, packs
 from lightning_recsys.data.prepared.rows import PreparedRows
 from lightning_recsys.data.prepared.stream import StreamRequest, Windows, prefetched, read_batches
+from lightning_recsys.runtime import process_end
 
 _HEADER = struct.Struct("<BIQQ")
 _REQUEST, _LAYOUT, _MEMORY, _PACK, _FREE, _END, _ERROR = range(7)
@@ -64,8 +66,8 @@ class Reader:
             listener.bind(self.address)
             listener.listen(128)  # workers may connect while the reader is still starting
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-c", _PROGRAM, str(root), str(listener.fileno())],
-                stdin=subprocess.PIPE,  # whose closing, by us or by our death, tells the reader to end
+                [sys.executable, "-c", _PROGRAM, str(root), str(listener.fileno()), str(os.getpid())],
+                stdin=subprocess.PIPE,  # a byte, or our death, tells the reader to end
                 stdout=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -78,7 +80,8 @@ class Reader:
             timeout: Seconds to wait for that; then it is killed.
         """
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError), self._process.stdin as told:  # it has ended
+            told.write(b"\0")
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -98,7 +101,7 @@ def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iter
         ValueError: the reader found a damaged shard.
         RuntimeError: the reader has ended.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    with _own_connection() as connection:
         try:
             connection.connect(address)
             _send_text(connection, _REQUEST, {**asdict(request), "slots": slots})
@@ -108,6 +111,19 @@ def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iter
                 "the reader process (data.reader=shared) has ended: it was killed, or the worker that owns it ended "
                 "early. Its own output says more."
             ) from error
+
+
+@contextmanager
+def _own_connection() -> Iterator[socket.socket]:
+    """A connection that this process ends, whoever has forked from it meanwhile; their copies end nothing."""
+    own = os.getpid()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            yield connection
+        finally:
+            if os.getpid() == own:
+                with suppress(OSError):  # never connected, or broken
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _receive(connection: socket.socket) -> Iterator[Batch]:
@@ -159,18 +175,17 @@ class _Service:
         self._windows: dict[tuple[str, int, int, int], Windows] = {}
         self._lock = threading.Lock()
 
-    def run(self, listener: socket.socket, owner: int) -> None:
-        """Serve until the owner has closed its end, and the last worker has gone."""
+    def run(self, listener: socket.socket, owner: Collection[int]) -> None:
+        """Serve until a file descriptor of the owner's says that it leaves, and the last worker has gone."""
         threads: list[threading.Thread] = []
         while True:
-            sources: list[Any] = [listener, owner]
+            sources: list[Any] = [listener, *owner]
             readable, _, _ = select.select(sources, [], [])
-            if listener in readable:
-                thread = threading.Thread(target=self._serve, args=(listener.accept()[0],), daemon=True)
-                thread.start()
-                threads = [*(x for x in threads if x.is_alive()), thread]
-            elif not os.read(owner, 1):
+            if listener not in readable:
                 break
+            thread = threading.Thread(target=self._serve, args=(listener.accept()[0],), daemon=True)
+            thread.start()
+            threads = [*(x for x in threads if x.is_alive()), thread]
         listener.close()
         for thread in threads:
             thread.join()
@@ -302,9 +317,9 @@ def _read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def main() -> None:
-    """The reader process: ``ROOT DESCRIPTOR``, the latter of the listening socket."""
-    root, descriptor = sys.argv[1:]
+    """The reader process: ``ROOT DESCRIPTOR OWNER``, of the listening socket and the process id of who started us."""
+    root, descriptor, owner = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides when to end
     torch.set_num_threads(1)
-    with socket.socket(fileno=int(descriptor)) as listener:
-        _Service(Path(root)).run(listener, owner=sys.stdin.fileno())
+    with socket.socket(fileno=int(descriptor)) as listener, suppress(ProcessLookupError):  # has died already
+        _Service(Path(root)).run(listener, owner=[sys.stdin.fileno(), *process_end(int(owner))])
