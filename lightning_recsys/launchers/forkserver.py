@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,7 +30,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.launchers.folders import RunFolder
-from lightning_recsys.launchers.processes import end_processes, start_process
+from lightning_recsys.launchers.processes import NOT_KNOWN, ForkedProcess, end_processes, ending, start_process
 from lightning_recsys.launchers.results import load_results, results_path
 from lightning_recsys.launchers.sidecars import Sidecars, no_servers
 from lightning_recsys.launchers.worker import Failure, Job, job_path, run_worker
@@ -54,7 +53,8 @@ class ForkserverLauncher(_MultiProcessingLauncher):
       the optimizer's state: to continue a run, pass a checkpoint's path to ``fit``.
     * **Errors**: the first worker's error is raised in the main process, of its own type, with the worker's traceback
       as a note; the other workers are ended.
-    * **Signals**: Ctrl-C and SIGTERM end the workers, then the run; SIGKILL of the main process ends them as well.
+    * **Signals**: Ctrl-C and SIGTERM end the workers, then the run; SIGKILL of the main process ends them as well, and
+      so does the end of the fork server, which the error then names.
 
     The fork server and multiprocessing's resource tracker live until the main process ends, however it ends.
 
@@ -163,7 +163,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         folders = (folder,) if sidecars.folder is None else (folder, sidecars.folder)
         state = pickle.dumps(ProcessState.capture())
         workers = []
-        started: list[ForkServerProcess] = []
+        started: list[ForkedProcess] = []
         self.procs = started  # type: ignore[assignment]  # declared for the other start methods
         for rank in range(self._strategy.num_processes):
             receiver, sender = Pipe(duplex=False)
@@ -177,7 +177,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
     def _end(self) -> None:
         """Whatever happened: no worker is left."""
         try:
-            end_processes(self.procs, signal.SIGINT)
+            end_processes(self.procs, signal.SIGINT)  # type: ignore[arg-type]  # ours, see above
         finally:
             self.procs = []
 
@@ -196,14 +196,18 @@ class _Worker:
     """
 
     rank: int
-    process: ForkServerProcess
+    process: ForkedProcess
     receiver: Connection
     results: Path
     succeeded: bool = False
     failure: Failure | None = None
 
     def look(self) -> None:
-        """Bring ``succeeded`` and ``failure`` up to date."""
+        """Bring ``succeeded`` and ``failure`` up to date.
+
+        Raises:
+            RuntimeError: the fork server has ended, so nobody tells how this worker is.
+        """
         code = self.process.exitcode  # before the receiver: a worker tells first and ends then
         with suppress(EOFError, ConnectionError):
             if self.receiver.poll():
@@ -212,14 +216,15 @@ class _Worker:
         if code == 0 and self.results.exists():
             self.succeeded = True
         elif code is not None:
+            if code == NOT_KNOWN:
+                self.process.check_fork_server()
             self.failure = Failure(self._death(code), time=0.0)
 
     def _death(self, code: int) -> ProcessExitedException:
         name = signal.Signals(-code).name if code < 0 else None
         hint = " The system ends processes so when memory runs out." if name == "SIGKILL" else ""
-        how = f"was ended by {name}" if name else f"ended with exit code {code}"
         return ProcessExitedException(
-            f"Worker {self.rank} {how} before it could tell why; see what it printed above.{hint}",
+            f"Worker {self.rank} {ending(code)} before it could tell why; see what it printed above.{hint}",
             error_index=self.rank,
             error_pid=self.process.pid or -1,
             exit_code=code,

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
@@ -21,11 +22,86 @@ from typing import Any
 from lightning_recsys.runtime import process_end
 
 GRACE_SECONDS = 5.0  # for a process to end after a signal, before SIGKILL
+NOT_KNOWN = 255  # multiprocessing's exit code of whatever the fork server started, once that is gone
+
+
+class ForkedProcess(ForkServerProcess):
+    """A process from the fork server, which on Linux can be signalled and awaited when the fork server is gone.
+
+    It is the fork server's child, who tells its exit code. Without a fork server :attr:`exitcode` is 255 at once,
+    whatever the process does.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._end: list[int] = []  # what process_end gives
+        self._fork_server: int | None = None  # its process id
+
+    def start(self) -> None:  # noqa: D102 - inherited
+        super().start()
+        self._fork_server = _fork_server()._forkserver_pid
+        with suppress(ProcessLookupError):  # it has ended already
+            self._end = process_end(self.pid or -1)
+            for descriptor in self._end:
+                weakref.finalize(self, os.close, descriptor)
+
+    def goes_on(self) -> bool:
+        """Whether it runs."""
+        if self.exitcode == NOT_KNOWN and self._end:
+            return not wait(self._end, 0)
+        return self.exitcode is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it, if it runs."""
+        if self.goes_on():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._end[0], number) if self._end else os.kill(self.pid or -1, number)
+
+    def wait_for_end(self, timeout: float | None = None) -> None:
+        """Return when it has ended, or after so many seconds."""
+        self.join(timeout)
+        if self.exitcode == NOT_KNOWN and self._end:
+            wait(self._end, timeout)
+
+    def check_fork_server(self) -> None:
+        """To be asked when :attr:`exitcode` is 255, which a process may have chosen as well.
+
+        Raises:
+            RuntimeError: the fork server has ended.
+        """
+        if (how := self._fork_server_ending()) is not None:
+            hint = " The system ends processes so when memory runs out." if "SIGKILL" in how else ""
+            raise RuntimeError(
+                f"The fork server of this process (process id {self._fork_server}) {how}, so the workers and servers"
+                f" that came from it were ended, too.{hint} The next run starts a new one."
+            )
+
+    def _fork_server_ending(self) -> str | None:
+        """How it ended, or ``None`` if it runs, or cannot be asked."""
+        if self._fork_server is None or not hasattr(os, "waitid"):
+            return None
+        deadline = time.monotonic() + 1.0  # its pipes are closed a moment before its end can be seen
+        while _fork_server()._forkserver_pid == self._fork_server and time.monotonic() < deadline:
+            # It stays to be seen: multiprocessing looks whether it needs a new one.
+            if end := os.waitid(os.P_PID, self._fork_server, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+                return ending(code)
+            time.sleep(0.01)
+        return None if _fork_server()._forkserver_pid == self._fork_server else "has ended"
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its exit code.
+
+    >>> ending(-9), ending(1)
+    ('was ended by SIGKILL', 'ended with exit code 1')
+    """
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def start_process(
-    target: Callable[..., None], args: Sequence[Any], *, name: str, started: list[ForkServerProcess]
-) -> ForkServerProcess:
+    target: Callable[..., None], args: Sequence[Any], *, name: str, started: list[ForkedProcess]
+) -> ForkedProcess:
     """Fork a process from the fork server, which starts with the first one, and note it in ``started``."""
     context = multiprocessing.get_context("forkserver")
     # What this process has imported of ours the others need as well. (Before the server's first start only.)
@@ -33,25 +109,27 @@ def start_process(
     context.set_forkserver_preload(["pytorch_lightning", *ours])
     with _portable_start_method():
         _ensure_fork_server()  # before signals are held back, which it would inherit
-        process = context.Process(target=target, args=tuple(args), name=name)
+        process = ForkedProcess(target=target, args=tuple(args), name=name)
         with _signals_held_back():
             process.start()
             started.append(process)
     return process
 
 
-def end_processes(processes: Iterable[Any], number: signal.Signals) -> None:
+def end_processes(processes: Iterable[ForkedProcess], number: signal.Signals) -> None:
     """Signal the processes, kill those that go on, and return when none is left."""
     processes = list(processes)
     try:
-        _signal(processes, number)
+        for process in processes:
+            process.send(number)
         deadline = time.monotonic() + GRACE_SECONDS
         for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.wait_for_end(max(0.0, deadline - time.monotonic()))
     finally:
-        _signal(processes, signal.SIGKILL)
         for process in processes:
-            process.join()
+            process.send(signal.SIGKILL)
+        for process in processes:
+            process.wait_for_end()
 
 
 def end_with_parent(*folders: Path) -> None:
@@ -68,6 +146,8 @@ def end_with_parent(*folders: Path) -> None:
     def watch() -> None:
         with suppress(ProcessLookupError):  # it has ended already
             wait([sentinel, *process_end(pid)])  # what it has forked may keep the pipe behind the sentinel open
+        for child in multiprocessing.active_children():  # a data loader's, which would notice seconds later
+            child.kill()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
@@ -80,7 +160,7 @@ def _ensure_fork_server() -> None:
 
     By itself it would end a second or two later: it has torch to unload.
     """
-    server: Any = forkserver._forkserver
+    server = _fork_server()
     before = server._forkserver_pid
     forkserver.ensure_running()
     if server._forkserver_pid != before:
@@ -93,10 +173,8 @@ def _ensure_fork_server() -> None:
         Finalize(None, end, exitpriority=-10)  # after multiprocessing has joined this process's children
 
 
-def _signal(processes: Iterable[Any], number: signal.Signals) -> None:
-    for process in processes:
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, number)
+def _fork_server() -> Any:
+    return forkserver._forkserver
 
 
 @contextmanager

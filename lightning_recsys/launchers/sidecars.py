@@ -18,12 +18,18 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_recsys.launchers.folders import RunFolder
-from lightning_recsys.launchers.processes import end_processes, end_with_parent, start_process
+from lightning_recsys.launchers.processes import (
+    NOT_KNOWN,
+    ForkedProcess,
+    end_processes,
+    end_with_parent,
+    ending,
+    start_process,
+)
 from lightning_recsys.runtime import ProcessState
 
 if TYPE_CHECKING:
@@ -32,7 +38,6 @@ if TYPE_CHECKING:
 START_SECONDS = 120.0  # for a server to be ready; a fork server that has imported everything takes a third of one
 SERVER = "lightning_recsys.parameter_server.server"  # imported when there is one to run: it takes a while
 LOOPBACK = "127.0.0.1"
-NOT_KNOWN = 255  # multiprocessing's exit code of whatever the fork server started, once that is gone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, named by our process id
 
 log = logging.getLogger(__name__)
@@ -92,7 +97,7 @@ class Sidecars:
         self.folder: Path | None = None
         self._run_folder: RunFolder | None = None
         self._servers: list[_Server] = []
-        self._processes: list[ForkServerProcess] = []  # all that were ever started
+        self._processes: list[ForkedProcess] = []  # all that were ever started
 
     def __enter__(self) -> Sidecars:
         if self.specs:
@@ -130,15 +135,12 @@ class Sidecars:
         """Start the dead again.
 
         Raises:
-            RuntimeError: a server has died once too often, or nothing can be known of them any more.
+            RuntimeError: a server has died once too often, or the fork server has, who tells how they are.
         """
         for server in self._servers:
             while (code := server.process.exitcode) is not None:
                 if code == NOT_KNOWN:
-                    raise RuntimeError(
-                        "The fork server of this process was ended, so its servers cannot be watched any longer: did"
-                        " somebody send a signal to the whole process group?"
-                    )
+                    server.process.check_fork_server()
                 self._restart(server, code)
 
     def stop(self) -> None:
@@ -164,7 +166,7 @@ class Sidecars:
             endpoint = _await_ready(spec, process, receiver)
             self._servers.append(_Server(spec, process, endpoint))
 
-    def _fork(self, spec: ServerSpec, *, port: int) -> tuple[ForkServerProcess, Connection]:
+    def _fork(self, spec: ServerSpec, *, port: int) -> tuple[ForkedProcess, Connection]:
         assert self.folder is not None
         own = self.folder / str(spec)
         own.mkdir(mode=0o700, exist_ok=True)
@@ -180,12 +182,12 @@ class Sidecars:
     def _restart(self, server: _Server, code: int) -> None:
         if server.restarts == self.max_restarts:
             raise RuntimeError(
-                f"Server {server.spec} at {server.endpoint} {_ending(code)}, and max_restarts={self.max_restarts} of"
+                f"Server {server.spec} at {server.endpoint} {ending(code)}, and max_restarts={self.max_restarts} of"
                 " the strategy are used up; see what it printed above."
             )
         server.restarts += 1
         times = f"{server.restarts} of {self.max_restarts} times"
-        log.warning("Server %s %s; starting it again with the same files (%s).", server.spec, _ending(code), times)
+        log.warning("Server %s %s; starting it again with the same files (%s).", server.spec, ending(code), times)
         port = int(server.endpoint.rpartition(":")[2])
         server.process, receiver = self._fork(server.spec, port=port)
         with suppress(_NotReadyError):  # the next look sees that it is dead
@@ -200,7 +202,7 @@ def no_servers() -> Sidecars:
 @dataclass
 class _Server:
     spec: ServerSpec
-    process: ForkServerProcess
+    process: ForkedProcess
     endpoint: str
     restarts: int = 0
 
@@ -209,7 +211,7 @@ class _NotReadyError(RuntimeError):
     """A server did not start."""
 
 
-def _await_ready(spec: ServerSpec, process: ForkServerProcess, receiver: Connection) -> str:
+def _await_ready(spec: ServerSpec, process: ForkedProcess, receiver: Connection) -> str:
     """The endpoint of a server that is ready."""
     with receiver:
         ready = wait([receiver, process.sentinel], START_SECONDS)
@@ -224,12 +226,10 @@ def _await_ready(spec: ServerSpec, process: ForkServerProcess, receiver: Connect
         end_processes([process], signal.SIGTERM)
         raise _NotReadyError(f"Server {spec} was not ready within {START_SECONDS:.0f} s.")
     process.join()
-    why = f":\n{text}" if text else f": it {_ending(process.exitcode or 0)} before it could tell why."
+    if process.exitcode == NOT_KNOWN:
+        process.check_fork_server()
+    why = f":\n{text}" if text else f": it {ending(process.exitcode or 0)} before it could tell why."
     raise _NotReadyError(f"Server {spec} did not start{why}")
-
-
-def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _bracketed(address: str) -> str:

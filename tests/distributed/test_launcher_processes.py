@@ -58,12 +58,19 @@ def start_run(process: subprocess.Popen[str], strategy: str) -> list[int]:
     return [int(read(process, r"worker (\d+)")[1]) for _ in range(2)]
 
 
+def goes_on(pid: int) -> bool:
+    """Whether a process runs; one that awaits its parent's attention has ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def all_end(pids: list[int]) -> bool:
-    """Whether these processes end soon; one that awaits its parent's attention has ended."""
+    """Whether these processes end soon."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-        if not alive:
+        if not any(map(goes_on, pids)):
             return True
         time.sleep(0.05)
     return False
@@ -84,6 +91,10 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tempora
             assert sum(len(list(folder.iterdir())) for folder in stores()) == num_servers
             return [x.pid for x in below]
 
+        processes = run("served")
+        os.kill(psutil.Process(processes[0]).ppid(), signal.SIGKILL)
+        read(process, r"raised RuntimeError The fork server .* \(process id \d+\) was ended by SIGKILL, so the workers")
+        assert not any(map(goes_on, processes))  # by the time that the error is raised
         terminated = "SIGTERMException 143"
         signals = (
             (os.kill, signal.SIGINT, "KeyboardInterrupt"),
