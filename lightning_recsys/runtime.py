@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import warnings
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class ProcessState:
         cudnn_benchmark: ``torch.backends.cudnn.benchmark``.
         matmul_precision: :func:`torch.get_float32_matmul_precision`.
         default_dtype: :func:`torch.get_default_dtype`.
+        start_method: How :mod:`multiprocessing` starts processes where the user's code or a data loader asks for some;
+            ``None`` is the platform's default.
     """
 
     environ: dict[str, str]
@@ -97,6 +100,7 @@ class ProcessState:
     cudnn_benchmark: bool
     matmul_precision: str
     default_dtype: torch.dtype
+    start_method: str | None
 
     @classmethod
     def capture(cls) -> ProcessState:
@@ -105,6 +109,7 @@ class ProcessState:
             logging.root,
             *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)),
         ]
+        start_method = multiprocessing.get_start_method(allow_none=True)
         return cls(
             environ=dict(os.environ),
             warning_filters=list(warnings.filters),
@@ -115,6 +120,8 @@ class ProcessState:
             cudnn_benchmark=torch.backends.cudnn.benchmark,
             matmul_precision=torch.get_float32_matmul_precision(),
             default_dtype=torch.get_default_dtype(),
+            # joblib's own, for one, exists in its processes only
+            start_method=start_method if start_method in multiprocessing.get_all_start_methods() else None,
         )
 
     def restore(self) -> None:
@@ -130,3 +137,4 @@ class ProcessState:
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.set_default_dtype(self.default_dtype)
+        multiprocessing.set_start_method(self.start_method, force=True)  # multiprocessing has set its own way to us

@@ -55,6 +55,8 @@ class ForkserverLauncher(_MultiProcessingLauncher):
       as a note; the other workers are ended.
     * **Signals**: Ctrl-C and SIGTERM end the workers, then the run; SIGKILL of the main process ends them as well, and
       so does the end of the fork server, which the error then names.
+    * **Data loaders**: their worker processes start as they would in the main process (forked, on Linux with Python
+      below 3.14), whatever this launcher uses for its own.
 
     The fork server and multiprocessing's resource tracker live until the main process ends, however it ends.
 

@@ -89,6 +89,7 @@ class LoadedByWorkers(Ratings):
 
     def training_step(self, batch, batch_idx):
         assert batch[:, 1].eq(os.getpid()).all()
+        self.log("world_size", torch.distributed.get_world_size())
         return super().training_step(batch[:, 0], batch_idx)
 
     def train_dataloader(self):

@@ -1,6 +1,7 @@
 """The fork server launcher: what reaches the workers, what comes back, and what is left when things go wrong."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -112,6 +113,7 @@ def describe_worker():
         "cwd": Path.cwd(),
         "argv": sys.argv,
         "pid": os.getpid(),
+        "start_method": multiprocessing.get_start_method(),
     }
 
 
@@ -132,6 +134,7 @@ def test_worker_when_started_then_has_the_state_of_the_main_process(monkeypatch)
     assert worker["cwd"] == Path.cwd()
     assert worker["argv"] == sys.argv
     assert worker["pid"] != os.getpid()
+    assert worker["start_method"] == multiprocessing.get_start_method()  # what this launcher uses is its own business
 
 
 def test_environment_when_launched_then_is_untouched_in_the_main_process():

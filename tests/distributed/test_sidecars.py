@@ -5,16 +5,18 @@ import re
 import signal
 import socket
 import time
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
 import pytest
-from served_strategy import Model, ServedStrategy, die, fail, make_trainer
+from served_strategy import LoadedByWorkers, Model, ServedStrategy, die, fail, make_trainer
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.launchers import ServerSpec, Sidecars
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY, Watch
+from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 
 pytestmark = [
     pytest.mark.distributed,
@@ -168,6 +170,20 @@ def test_workers_when_fitted_then_know_the_servers_and_these_are_gone_afterwards
     assert {kind: len(found) for kind, found in seen[0].items()} == {"embedding": 2, "sync": 1}
     assert trainer.strategy.endpoints == {}
     assert not any(listens(x) for found in seen[0].values() for x in found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(ShadowSyncStrategy, num_trainers=2, min_rows=60, transport="tcp"),
+        partial(HETStrategy, staleness=10, min_rows=60),
+    ],
+)
+def test_loader_when_it_has_processes_then_each_worker_forks_them_beside_its_threads_and_connections(make):
+    trainer = make_trainer(strategy=make(), max_epochs=2)
+    trainer.fit(LoadedByWorkers())
+    assert trainer.global_step == 8
+    assert trainer.callback_metrics["world_size"] == 2
 
 
 @pytest.mark.parametrize(
