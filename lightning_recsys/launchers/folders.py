@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "lightning_recsys"
+SOCKETS = "pymp"  # as multiprocessing begins the name of such a folder; short, for a socket's path has 107 letters
 
 
 class RunFolder:
@@ -22,6 +23,7 @@ class RunFolder:
 
     Args:
         parent: Where it is made; made as well where it is missing.
+        prefix: What its name begins with, and those of the folders that the next run removes.
 
     Attributes:
         path: The folder.
@@ -30,11 +32,11 @@ class RunFolder:
         OSError: there is no way to make a folder there.
     """
 
-    def __init__(self, parent: Path) -> None:
-        remove_abandoned(parent)
+    def __init__(self, parent: Path, *, prefix: str = PREFIX) -> None:
+        remove_abandoned(parent, prefix=prefix)
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-{os.getpid()}-", dir=parent))
+            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}-{os.getpid()}-", dir=parent))
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -57,11 +59,11 @@ class RunFolder:
         os.close(self._lock)
 
 
-def remove_abandoned(parent: Path) -> None:
+def remove_abandoned(parent: Path, *, prefix: str = PREFIX) -> None:
     """Remove the folders of this user's runs in ``parent`` of which no process is left."""
-    for path in parent.glob(f"{PREFIX}-*"):
+    for path in parent.glob(f"{prefix}-*"):
         with suppress(OSError):  # it has just gone, or belongs to somebody else
-            pid = re.match(rf"{PREFIX}-(\d+)-", path.name)
+            pid = re.match(rf"{prefix}-(\d+)-", path.name)
             if pid and path.is_dir() and path.lstat().st_uid == os.getuid() and not _is_running(int(pid[1])):
                 _remove_unlocked(path)
 

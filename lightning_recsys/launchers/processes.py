@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -19,9 +20,11 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from lightning_recsys.launchers.folders import SOCKETS, RunFolder
 from lightning_recsys.runtime import process_end
 
 GRACE_SECONDS = 5.0  # for a process to end after a signal, before SIGKILL
+IN_FORK_SERVER = "lightning_recsys.launchers.in_fork_server"  # imported there and nowhere else
 NOT_KNOWN = 255  # multiprocessing's exit code of whatever the fork server started, once that is gone
 
 
@@ -106,7 +109,7 @@ def start_process(
     context = multiprocessing.get_context("forkserver")
     # What this process has imported of ours the others need as well. (Before the server's first start only.)
     ours = sorted(module for module in sys.modules if module.partition(".")[0] == "lightning_recsys")
-    context.set_forkserver_preload(["pytorch_lightning", *ours])
+    context.set_forkserver_preload(["pytorch_lightning", *ours, IN_FORK_SERVER])
     with _portable_start_method():
         _ensure_fork_server()  # before signals are held back, which it would inherit
         process = ForkedProcess(target=target, args=tuple(args), name=name)
@@ -136,19 +139,22 @@ def end_with_parent(*folders: Path) -> None:
     """Do not outlive the process that started us, however it dies, and remove these folders then.
 
     The fork server is who the system would tell, so we watch ourselves. All who use a folder remove it: the last one
-    to end finds it empty.
+    to end finds it empty. That in which multiprocessing keeps its sockets is one of them, as we inherit its name.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None
     sentinel, pid = parent.sentinel, parent.pid
+    ours = [str(folder) for folder in folders]
+    if sockets := _config().get("tempdir"):
+        ours.append(sockets)
 
     def watch() -> None:
         with suppress(ProcessLookupError):  # it has ended already
             wait([sentinel, *process_end(pid)])  # what it has forked may keep the pipe behind the sentinel open
         for child in multiprocessing.active_children():  # a data loader's, which would notice seconds later
             child.kill()
-        for folder in folders:
+        for folder in ours:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
@@ -162,6 +168,7 @@ def _ensure_fork_server() -> None:
     """
     server = _fork_server()
     before = server._forkserver_pid
+    _make_folder_for_sockets()
     forkserver.ensure_running()
     if server._forkserver_pid != before:
 
@@ -173,8 +180,27 @@ def _ensure_fork_server() -> None:
         Finalize(None, end, exitpriority=-10)  # after multiprocessing has joined this process's children
 
 
+def _make_folder_for_sockets() -> None:
+    """Have multiprocessing keep its sockets, such as the fork server's, where they are removed if we are killed.
+
+    It removes the folder that it makes itself at a regular end only. Workers and the fork server remove ours where they
+    live on; if all are killed at once, the next run does.
+    """
+    if _config().get("tempdir") is None:
+        folder = RunFolder(Path(tempfile.gettempdir()), prefix=SOCKETS)
+        Finalize(None, folder.remove, exitpriority=-100)  # last of all, as it would be with its own
+        _config()["tempdir"] = str(folder.path)
+
+
 def _fork_server() -> Any:
     return forkserver._forkserver
+
+
+def _config() -> dict[str, Any]:
+    """What multiprocessing hands down from process to process."""
+    process: Any = multiprocessing.current_process()
+    config: dict[str, Any] = process._config
+    return config
 
 
 @contextmanager

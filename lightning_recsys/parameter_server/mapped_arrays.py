@@ -61,11 +61,13 @@ class MappedArrays:
         if not self.generation:
             raise FileNotFoundError(f"{folder} was being removed when that was cut short: remove it again.")
         self.meta: dict[str, Any] = stored["meta"]
-        self._growing: list[str] = stored.get("growing", [])
+        growing: list[str] = stored.get("growing", [])
         self._tensors: dict[str, Tensor] | None = {
-            name: (_map_ahead if name in self._growing else _map_file)(folder / name, dtype, tuple(shape))
+            name: (_map_ahead if name in growing else _map_file)(folder / name, dtype, tuple(shape))
             for name, (dtype, shape) in stored["arrays"].items()
         }
+        # Held open: their folder may have lost its name by the time that they grow.
+        self._growing = {name: (folder / name).open("r+b", buffering=0) for name in growing}
 
     @classmethod
     def create(
@@ -135,16 +137,17 @@ class MappedArrays:
         Raises:
             OSError: there is no room.
         """
-        for name in self._growing:
+        for name, file in self._growing.items():
             array = self[name]
             row_bytes = math.prod(array.shape[1:]) * array.itemsize
-            with (self.folder / name).open("r+b") as file:
-                # An error now instead of a bus error later.
-                os.posix_fallocate(file.fileno(), first * row_bytes, (stop - first) * row_bytes)
+            # An error now instead of a bus error later.
+            os.posix_fallocate(file.fileno(), first * row_bytes, (stop - first) * row_bytes)
 
     def close(self) -> None:
         """Let go of the mapping, once nobody holds a tensor of it; the files stay."""
         self._tensors = None
+        for file in self._growing.values():
+            file.close()
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

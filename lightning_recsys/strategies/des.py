@@ -6,7 +6,7 @@ import logging
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -116,7 +116,6 @@ class DESStrategy(RecsysStrategy):
         self._group: ProcessGroup | None = None  # who holds the model together with this process
         self._counterparts: ProcessGroup | None = None  # who has the same part of it, in other groups
         self._data: CTRDataModule | None = None
-        self._folder: RunFolder | None = None  # of rows in hash tables
         self._counted: list[Metric] = []
         self._batch_is_checked = False
         self._shares_random_numbers = False
@@ -191,22 +190,18 @@ class DESStrategy(RecsysStrategy):
         self.plan = place_fields(
             field_costs(parts, self._count_lookups(trainer)), self.group_size, method=self.placement
         )
-        if self.dynamic_rows is not None:
-            parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-            self._folder = RunFolder(parent if self.store_folder is None else Path(self.store_folder))
-        self._cut = CutModel(
-            module,
-            parts,
-            plan=self.plan,
-            group=self._group,
-            replicas=self._counterparts,
-            device=self.root_device,
-            rows=NewRows(
-                seed=self.broadcast(torch.initial_seed() % 2**31),
-                dynamic=self.dynamic_rows,
-                folder=None if self._folder is None else self._folder.path,
-            ),
-        )
+        seed = self.broadcast(torch.initial_seed() % 2**31)
+        # No other process opens the files of dynamic rows: without a name they go with this one, however it ends.
+        with nullcontext() if self.dynamic_rows is None else self._folder_for_rows() as folder:
+            self._cut = CutModel(
+                module,
+                parts,
+                plan=self.plan,
+                group=self._group,
+                replicas=self._counterparts,
+                device=self.root_device,
+                rows=NewRows(seed=seed, dynamic=self.dynamic_rows, folder=folder),
+            )
         # Lightning would broadcast rank 0's parameters once more, which are other ones by now.
         module._ddp_params_and_buffers_to_ignore = everything  # type: ignore[assignment]
         self._say_plan()
@@ -214,6 +209,10 @@ class DESStrategy(RecsysStrategy):
         self._count_over(self._counterparts)
         self._select_columns(trainer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _folder_for_rows(self) -> RunFolder:
+        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        return RunFolder(parent if self.store_folder is None else Path(self.store_folder))
 
     def _count_lookups(self, trainer: pl.Trainer) -> dict[str, float]:
         """Mean number of ids of each field in an example, from a few training batches; the same on all ranks."""
@@ -260,9 +259,6 @@ class DESStrategy(RecsysStrategy):
         self._count_over(None)
         if self._data is not None:
             self._data.select_fields(None)
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
 
     def configure_ddp(self) -> None:
         """Nothing: all processes have started from one model, and no gradient goes between those of a group."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonitor
 from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
 from lightning_recsys.optim import FTRL, Adagrad, Adam
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
@@ -211,6 +212,13 @@ UNBOUNDED = Case(
 BOUNDED = replace(UNBOUNDED, cardinalities=(50, 40, 7, 20, 60))
 
 
+class LeavesNothing(pl.Callback):
+    """No file of a process's rows has a name: whenever it is killed, nothing is left."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        assert list(SHARED_MEMORY.glob(f"lightning_recsys-{os.getpid()}-*")) == []
+
+
 def train_without_rows(rank: int, world: int, port: int, folder: str) -> None:
     """Tables of which nobody has rows at first: all made, or each when it is first trained; then go on from a file."""
     if world > 1:
@@ -218,7 +226,7 @@ def train_without_rows(rank: int, world: int, port: int, folder: str) -> None:
     for name, case, dynamic in (("all", BOUNDED, None), ("some", UNBOUNDED, DynamicRows())):
         strategy = DESStrategy(dynamic_rows=dynamic)
         saving = ModelCheckpoint(folder, filename=f"{name}-{world}-{{step}}", every_n_train_steps=10, save_top_k=-1)
-        case.fit(strategy=strategy, devices=world, callbacks=saving, enable_checkpointing=True)
+        case.fit(strategy=strategy, devices=world, callbacks=[saving, LeavesNothing()], enable_checkpointing=True)
     saving = ModelCheckpoint(folder, filename=f"more-{world}", every_n_train_steps=20)
     arguments = {"callbacks": saving, "enable_checkpointing": True, "ckpt_path": f"{folder}/some-{world}-step=10.ckpt"}
     UNBOUNDED.fit(strategy=DESStrategy(dynamic_rows=DynamicRows()), devices=world, **arguments)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import resource
+import shutil
 import statistics
 
 import pytest
@@ -225,6 +226,16 @@ def test_expiry_when_a_row_was_not_named_for_long_then_it_starts_anew(stores):
     assert torch.allclose(store.read("weight", 0, 1), initial[:1] - 1)
     values = store.begin_exchange(RowExchange(fetch_rows=torch.tensor([0, 1])))()
     assert values.clocks.tolist() == [0, 5]
+
+
+def test_files_when_their_folder_is_gone_then_rows_are_made_and_trained_all_the_same(stores, tmp_path):
+    store = dynamic_store(stores, HUGE, SGD(1.0))
+    shutil.rmtree(tmp_path / "dynamic")
+    ids = torch.arange(200_000)  # more than the room that is there from the start
+    before = store.lookup(ids)
+    store.apply_row_gradients(ids, torch.ones(len(ids), 16), learning_rate=1.0)
+    assert torch.equal(store.lookup(ids), before - 1)
+    assert store.num_live == len(ids)
 
 
 def test_expiry_when_ids_keep_changing_then_room_is_used_again(stores, tmp_path):
