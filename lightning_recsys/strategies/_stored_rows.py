@@ -65,14 +65,14 @@ def stored_tensors(model: nn.Module, *, rank: int, world_size: int) -> dict[str,
 @contextmanager
 def rows_left_out(model: nn.Module) -> Iterator[None]:
     """Meanwhile the model's state dict has no rows of collections, and misses none."""
-    backends = _backends_of(model).values()
-    for backend in backends:
+    before = [(backend, backend.has_rows_in_state_dict) for backend in _backends_of(model).values()]
+    for backend, _ in before:
         backend.has_rows_in_state_dict = False
     try:
         yield
     finally:
-        for backend in backends:
-            backend.has_rows_in_state_dict = True
+        for backend, had_rows in before:
+            backend.has_rows_in_state_dict = had_rows
 
 
 @contextmanager

@@ -35,6 +35,12 @@ from lightning_recsys.checkpoints import (
 )
 from lightning_recsys.errors import ServerUnreachableError
 from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
+from lightning_recsys.strategies._averaged_copies import (
+    AveragedCopies,
+    averaging_callbacks,
+    copies_without_rows,
+    refuse_statistics_after_averaging,
+)
 from lightning_recsys.strategies._meeting import await_all_ranks, extend_timeout, launcher_keeps_store
 from lightning_recsys.strategies._run_changes import RunChanges
 from lightning_recsys.strategies._stored_rows import (
@@ -148,6 +154,8 @@ class RecsysStrategy(DDPStrategy):
         self._being_logged: str | None = None  # the call of self.log that is under way in the training loop
         self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
         self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
+        self._waiting = ExitStack()  # while they wait, the model is loaded without them
+        self._averages: AveragedCopies | None = None  # what callbacks average, while a run trains
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -340,6 +348,8 @@ class RecsysStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             if self.asynchronous and self._layer_sync is not None:
                 raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
+            if self.asynchronous:
+                refuse_statistics_after_averaging(trainer)
             self._changes = RunChanges(trainer)
             self._changes.before_train_end(self.finish_training)
             self._changes.end_by_signal(free=self.asynchronous)
@@ -348,6 +358,8 @@ class RecsysStrategy(DDPStrategy):
                 self._changes.log_through(self._log_in_training)
         self.bind_backends()
         self._load_waiting_rows()
+        if trainer.state.fn == TrainerFn.FITTING and averaging_callbacks(trainer):
+            self._averages = AveragedCopies(trainer)
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -412,7 +424,11 @@ class RecsysStrategy(DDPStrategy):
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
         self._rows_to_load = None
         self._frozen = []
+        self._waiting.close()
         self.unbind_backends()
+        if self._averages is not None:
+            self._averages.release()
+            self._averages = None
         try:
             self._close_stores()
         finally:
@@ -451,6 +467,8 @@ class RecsysStrategy(DDPStrategy):
             "_changes": None,
             "_lease": None,
             "_borrows": False,
+            "_averages": None,
+            "_waiting": ExitStack(),
         }
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
@@ -541,13 +559,13 @@ class RecsysStrategy(DDPStrategy):
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             return loaded
         self._rows_to_load = Path(checkpoint_path)
+        self._waiting.close()
+        self._waiting.enter_context(copies_without_rows(self.lightning_module.trainer))
         return read_checkpoint(checkpoint_path, without=keys, weights_only=weights_only is not False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, and the rows as well where they are in stores already; every rank calls this."""
-        assert self.lightning_module is not None
-        with rows_left_out(self.lightning_module) if self._rows_to_load is not None else nullcontext():
-            super().load_model_state_dict(checkpoint, strict=strict)
+        super().load_model_state_dict(checkpoint, strict=strict)
         if self._stored_tensors():  # in the middle of a run
             self._load_waiting_rows()
 
@@ -556,6 +574,7 @@ class RecsysStrategy(DDPStrategy):
         if self._rows_to_load is None:
             return
         assert self.lightning_module is not None
+        self._waiting.close()
         with rows_replaced(self.lightning_module):
             targets = self._stored_tensors()
             for rows in targets.values():

@@ -31,7 +31,8 @@ from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.placement import FieldMethod, FieldPlan, place_fields
-from lightning_recsys.strategies._cut_model import CutModel, NewRows, field_costs, partitionable
+from lightning_recsys.strategies._averaged_copies import averaging_callbacks
+from lightning_recsys.strategies._cut_model import INSTEAD, CutModel, NewRows, field_costs, partitionable
 from lightning_recsys.strategies._samples import sample_features
 from lightning_recsys.strategies.base import RecsysStrategy
 
@@ -174,6 +175,8 @@ class DESStrategy(RecsysStrategy):
         assert self.lightning_module is not None
         module, trainer = self.lightning_module, self.lightning_module.trainer
         parts = partitionable(module, whole=self.whole)
+        if parts and trainer.state.fn == TrainerFn.FITTING:
+            _refuse_averages(trainer)
         self._make_groups()
         assert self._group is not None
         assert self._counterparts is not None
@@ -437,6 +440,19 @@ class DESStrategy(RecsysStrategy):
         counted = self._counted
         self._reset()
         self._counted = counted  # for :meth:`counting_once`
+
+
+def _refuse_averages(trainer: pl.Trainer) -> None:
+    """Callbacks pair a copy of the whole model, made before it is cut, with parts of it.
+
+    Raises:
+        TypeError: the trainer has such a callback.
+    """
+    for callback in averaging_callbacks(trainer):
+        raise TypeError(
+            f"callback {type(callback).__name__} averages a copy of the whole model, and strategy=des cuts the model by"
+            f" field: leave the callback out, {INSTEAD}."
+        )
 
 
 def _subgroup(members: Sequence[Sequence[int]]) -> ProcessGroup:

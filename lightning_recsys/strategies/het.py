@@ -311,6 +311,8 @@ class HETStrategy(ServedStrategy):
             self._dense.pull()
             for buffer in self.lightning_module.buffers():  # each worker's own until now, as statistics of batch norms
                 dist.broadcast(buffer, src=0)
+            if self._averages is not None:
+                self._averages.meet()
 
     def on_validation_start(self) -> None:
         """Let validation see every update, and the same ones on all workers."""

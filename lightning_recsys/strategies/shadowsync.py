@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ from lightning_recsys.checkpoints import is_folder, read_extras
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.parameter_server.interfaces import DenseStore
 from lightning_recsys.placement import ClusterLayout, chunk_evenly
+from lightning_recsys.strategies._averaged_copies import refuse_averages_in_shared_memory
 from lightning_recsys.strategies._drivers import Driver, ForegroundHook, ShadowThread
 from lightning_recsys.strategies._replica import Replica, share, share_optimizer_state
 from lightning_recsys.strategies._rounds import CenterRounds, MeanRounds, Rounds
@@ -231,6 +233,18 @@ class ShadowSyncStrategy(ServedStrategy):
 
     # --- The replica -------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: pl.Trainer) -> None:
+        """As the base class, and refuse callbacks that would swap weights in shared memory.
+
+        Raises:
+            ValueError: a setting of the trainer, or a callback, does not go with workers that run free.
+        """
+        if trainer.state.fn == TrainerFn.FITTING and self.workers_per_trainer > 1:
+            refuse_averages_in_shared_memory(
+                trainer, setting=f"strategy.workers_per_trainer={self.workers_per_trainer}"
+            )
+        super().setup(trainer)
+
     def configure_ddp(self) -> None:
         """Start all replicas alike, each in its trainer's memory."""
         super().configure_ddp()
@@ -431,6 +445,8 @@ class ShadowSyncStrategy(ServedStrategy):
             if self._leads:
                 self._own_weights = self._replica.flat.clone()
                 self._replica.flat.copy_(average)
+        if self._averages is not None:
+            self._averages.meet()
         self._take_buffers()
         self._averaged = True
         self.barrier("the average is in place")

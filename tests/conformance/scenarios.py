@@ -19,7 +19,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor, nn
@@ -521,6 +527,42 @@ def save_weights_only(stage: Stage) -> dict[str, Any]:
     }
 
 
+def half_way(average: Tensor, new: Tensor, _: Tensor) -> Tensor:
+    """An average that forgets half of what it was at each step."""
+    return (average + new) / 2
+
+
+def average_weights(stage: Stage) -> dict[str, Any]:
+    """Three epochs with a moving average that is validated and saved, the last one once more in a new trainer."""
+
+    def trainer_for(name: str) -> tuple[pl.Trainer, ModelCheckpoint]:
+        checkpoints = ModelCheckpoint(stage.folder / name, filename="{epoch}", save_top_k=-1)
+        average = WeightAveraging(avg_fn=half_way)
+        return stage.trainer(callbacks=[average, checkpoints], enable_checkpointing=True, max_epochs=3), checkpoints
+
+    task, (trainer, checkpoints) = stage.make_task(), trainer_for("averaged")
+    trainer.fit(task, datamodule=stage.rows())
+    again, (resumed, _) = stage.make_task(), trainer_for("resumed")
+    resumed.fit(again, datamodule=stage.rows(), ckpt_path=stage.folder / "averaged" / "epoch=1.ckpt")
+    (metrics,) = stage.trainer().validate(task, datamodule=stage.rows(), verbose=False)
+    return {
+        "world_size": int(trainer.callback_metrics["world_size"]),
+        "state_dict": task.state_dict(),
+        "saved": torch.load(as_file(checkpoints.best_model_path), weights_only=True)["state_dict"],
+        "resumed": again.state_dict(),
+        "val/loss": (float(trainer.callback_metrics["val/loss"]), metrics["val/loss"]),
+    }
+
+
+def average_stochastically(stage: Stage) -> dict[str, Any]:
+    """The mean of the weights at the starts of two epochs."""
+    task = stage.make_task()
+    average = StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1, device=None)
+    trainer = stage.trainer(callbacks=average)
+    trainer.fit(task, datamodule=stage.rows())
+    return {"world_size": int(trainer.callback_metrics["world_size"]), "state_dict": task.state_dict()}
+
+
 SCENARIOS: dict[str, Callable[[Stage], dict[str, Any]]] = {
     function.__name__: function
     for function in (
@@ -538,6 +580,8 @@ SCENARIOS: dict[str, Callable[[Stage], dict[str, Any]]] = {
         stop_early,
         save_weights_only,
         uneven_evaluation,
+        average_weights,
+        average_stochastically,
     )
 }
 

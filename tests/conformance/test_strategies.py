@@ -60,6 +60,8 @@ class Row:
         return f"{self.strategy.rpartition(':')[2]}-{self.devices}-{self.task}"
 
 
+AVERAGES = frozenset({"averages"})  # Callbacks that average weights work.
+
 REFERENCES = {task: Row("auto", 1, SYNCHRONOUS | HOME, task=task) for task in TASKS}
 OURS = SYNCHRONOUS | HOME | {"kill"}
 TABLE = (
@@ -71,22 +73,22 @@ TABLE = (
     Row("ddp_spawn", 2, BASE | {"exact"}, task="recommendation"),
     Row("ddp_forkserver", 1, OURS),
     Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}),
-    Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}, task="recommendation"),
+    Row("ddp_forkserver", 2, OURS | AVERAGES | {"refuses_uneven"}, task="recommendation"),
     Row("des", 1, BASE | {"exact", "resume"}, task="fields"),
-    Row("des", 2, OURS, task="fields"),
+    Row("des", 2, OURS | {"refuses_averages"}, task="fields"),
     Row("factories:free_workers", 1, OURS),
     # Each worker goes its own way and is evaluated with its own weights.
     Row("factories:free_workers", 2, (COMPLETE | HOME | {"kill", "free"}) - {"test_best", "weights_only"}),
     Row("factories:shadowsync_trainers", 1, OURS),
     Row("factories:shadowsync_trainers", 1, OURS, task="recommendation"),
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}),
-    Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}, task="recommendation"),
-    Row("factories:het_without_staleness", 2, OURS | {"refuses_uneven"}, task="recommendation"),
+    Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | AVERAGES | {"kill", "free"}, task="recommendation"),
+    Row("factories:het_without_staleness", 2, OURS | AVERAGES | {"refuses_uneven"}, task="recommendation"),
     Row("het", 1, BASE | {"exact", "resume", "accumulate", "limits"}, task="recommendation"),
     Row("het", 2, BASE | {"test_best", "weights_only"}, task="recommendation"),
     Row("het_hybrid", 2, BASE | {"exact"}, task="recommendation"),
     Row("het_ps", 1, BASE | {"exact", "resume", "accumulate", "clipping", "schedules", "fit_again"}, task="plain"),
-    Row("het_ps", 2, BASE | {"test_best", "crash", "free"}, task="plain"),
+    Row("het_ps", 2, BASE | AVERAGES | {"test_best", "crash", "free"}, task="plain"),
     Row("het_allreduce", 2, BASE | {"exact"}, task="recommendation"),
 )
 
@@ -310,6 +312,45 @@ def test_checkpoint_when_of_weights_only_then_is_read_with_and_without_a_trainer
     assert seen["restored"] or "exact" not in row.promises
     again, at_once = seen["val/loss"]
     assert again == pytest.approx(at_once, rel=1e-5)
+
+
+@promised("averages")
+def test_average_when_validated_and_saved_then_comes_back(observe, row):
+    seen, reference = (observe(x, "average_weights") for x in (row, REFERENCES[row.task]))
+    assert seen["world_size"] == row.devices
+    assert seen["state_dict"].keys() == seen["saved"].keys() == reference["state_dict"].keys()
+    for name, average in seen["state_dict"].items():
+        assert torch.equal(average, seen["saved"][name]) or name.endswith(".step"), name  # a copy's are not averaged
+    validated, at_the_end = seen["val/loss"]
+    assert validated == pytest.approx(at_the_end, rel=1e-5)
+    if "exact" in row.promises:
+        for name, average in dense_part(seen["state_dict"]).items():
+            assert_same(average, reference["state_dict"][name])
+        for name, tensor in seen["resumed"].items():
+            assert_same(tensor, seen["state_dict"][name])
+
+
+@promised("averages")
+def test_weights_when_averaged_stochastically_then_come_back(observe, row):
+    seen, reference = (observe(x, "average_stochastically") for x in (row, REFERENCES[row.task]))
+    assert seen["world_size"] == row.devices
+    assert seen["state_dict"].keys() == reference["state_dict"].keys()
+    for name, average in dense_part(seen["state_dict"]).items():
+        assert average.isfinite().all(), name
+        if "exact" in row.promises:
+            assert_same(average, reference["state_dict"][name])
+
+
+def dense_part(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What every strategy averages; rows are as trained where they are in stores."""
+    return {name: tensor for name, tensor in state.items() if "embedding_bags" not in name}
+
+
+@promised("refuses_averages")
+@pytest.mark.parametrize("scenario", ["average_weights", "average_stochastically"])
+def test_callback_when_it_averages_a_model_that_is_cut_then_refused_by_name(row, scenario, tmp_path):
+    with pytest.raises(TypeError, match=r"callback \w*WeightAveraging averages .* strategy=\w+ cuts the model"):
+        SCENARIOS[scenario](row.stage(tmp_path))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
