@@ -24,6 +24,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -102,6 +103,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
 
         Raises:
             RuntimeError: called while a worker imports the main script.
+            TypeError: a ``Tuner`` calls, whose results would stay in the workers, or something cannot be pickled.
             ProcessExitedException: a worker died without an error (a signal, the system's memory).
         """
         if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -109,6 +111,8 @@ class ForkserverLauncher(_MultiProcessingLauncher):
                 "Worker processes import the script that starts them, and this one starts training when imported."
                 " Start it under `if __name__ == '__main__':`."
             )
+        if trainer is not None:
+            _refuse_tuner(trainer)
         for logger in trainer.loggers if trainer else ():
             getattr(logger, "log_dir", None)  # a version number is chosen here, so that all processes know it
         self.failed = True
@@ -182,6 +186,22 @@ class ForkserverLauncher(_MultiProcessingLauncher):
             end_processes(self.procs, signal.SIGINT)  # type: ignore[arg-type]  # ours, see above
         finally:
             self.procs = []
+
+
+def _refuse_tuner(trainer: pl.Trainer) -> None:
+    """``Tuner.lr_find`` fits with a callback of its own and reads what that has found; the one in a worker has it.
+
+    Raises:
+        TypeError: a ``Tuner`` calls. Its callback is taken out, which it does not do itself after an error.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        if isinstance(callback, LearningRateFinder) and callback._early_exit:
+            callbacks.remove(callback)
+            raise TypeError(
+                "Tuner.lr_find finds nothing where training runs in worker processes: what they find stays there. Find"
+                " the learning rate on one device, with Trainer(devices=1, strategy='auto'), and set it."
+            )
 
 
 @dataclass

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -154,6 +154,9 @@ class RemoteEmbeddingStore(EmbeddingStore):
     def flush(self) -> None:  # noqa: D102 - inherited
         self._store.flush()
 
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
+        return self  # a copy in this process is the same store
+
     def close(self) -> None:
         """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""
 
@@ -245,6 +248,9 @@ class RemoteDenseStore(DenseStore):
     @property
     def moving_seconds(self) -> float:  # noqa: D102 - inherited
         return self._traffic.cpu_seconds
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
+        return self  # a copy in this process is the same store
 
     def close(self) -> None:
         """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""

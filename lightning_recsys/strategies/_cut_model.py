@@ -184,7 +184,12 @@ class CutModel:
         return tensors
 
     def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state dict with the state of whole parameters. Collective."""
+        """An optimizer's state dict with the state of whole parameters. Collective.
+
+        A model without optimizer has something in its place whose state dict is empty.
+        """
+        if "state" not in state:
+            return state
         entries: dict[int, dict[str, Any]] = state["state"]
         wanted = {
             (number, name): value.dtype
@@ -206,6 +211,8 @@ class CutModel:
 
     def own_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """The reverse: this process's part of a whole state dict."""
+        if "state" not in state:
+            return state
         entries: dict[int, dict[str, Any]] = dict(state["state"])
         for number, (_, cut) in self._cuts_of(optimizer).items():
             entries[number] = {

@@ -163,7 +163,12 @@ class LookAhead:
         self._prefetch, self._num_ids = prefetch, num_ids
         # What each collection will look up, next batch first; None where that is not known.
         self._coming: dict[EmbeddingBagCollection, deque[SparseFeatures | None]] = {x: deque() for x in collections}
-        self._hooks = [collection.register_forward_hook(self._after_lookup) for collection in self._coming]
+
+        # A function, so that a copy of the model has no copy of the trainer.
+        def announce(collection: EmbeddingBagCollection, _: Any, pooled_BFD: Tensor) -> None:
+            self._after_lookup(collection, pooled_BFD)
+
+        self._hooks = [collection.register_forward_hook(announce) for collection in self._coming]
         self._looked_up: set[EmbeddingBagCollection] = set()
         self._batch_idx = -1
         owners = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
@@ -190,7 +195,9 @@ class LookAhead:
             hook.remove()
         self._hooks = []
 
-    def _after_lookup(self, collection: EmbeddingBagCollection, arguments: Any, pooled_BFD: Tensor) -> None:
+    def _after_lookup(self, collection: EmbeddingBagCollection, pooled_BFD: Tensor) -> None:
+        if collection not in self._coming:  # of a copy of the model
+            return
         if not pooled_BFD.requires_grad or collection in self._looked_up:  # an evaluation, or not the first lookup
             return
         self._looked_up.add(collection)

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -50,6 +50,7 @@ from lightning_recsys.strategies._stored_rows import (
     rows_replaced,
     stored_tensors,
 )
+from lightning_recsys.strategies._tuners import refuse_tuners
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
     from lightning_recsys.parameter_server.interfaces import Stores
@@ -343,11 +344,15 @@ class RecsysStrategy(DDPStrategy):
         """Bind backends, then all that Lightning does.
 
         Raises:
-            ValueError: a setting of the trainer makes workers wait for each other that are not to.
+            ValueError: a setting of the trainer makes workers wait for each other that are not to, or a callback
+                averages weights that they would not keep.
+            TypeError: a callback trains on trial.
         """
         if trainer.state.fn == TrainerFn.FITTING:
             if self.asynchronous and self._layer_sync is not None:
                 raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
+            if not self.wraps_model or self.server_specs():
+                refuse_tuners(trainer, strategy=self.strategy_name)
             if self.asynchronous:
                 refuse_statistics_after_averaging(trainer)
             self._changes = RunChanges(trainer)

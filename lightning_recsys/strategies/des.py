@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import tempfile
 import zlib
@@ -154,6 +155,7 @@ class DESStrategy(RecsysStrategy):
         return self.global_rank % self.group_size == 0
 
     def _make_groups(self) -> None:
+        copyreg.pickle(ProcessGroup, _itself)  # a string stands for the object itself
         size, world = self.group_size, self.world_size
         self._group = _subgroup([range(first, first + size) for first in range(0, world, size)])
         self._counterparts = _subgroup([range(place, world, size) for place in range(size)])
@@ -440,6 +442,14 @@ class DESStrategy(RecsysStrategy):
         counted = self._counted
         self._reset()
         self._counted = counted  # for :meth:`counting_once`
+
+
+def _itself(group: ProcessGroup) -> str:
+    """What ``copy.deepcopy`` makes of a process group: nothing new, as a copy of a model talks to the same ranks.
+
+    Models and metrics hold groups during a run, and callbacks copy themselves or these. Pickling still fails.
+    """
+    return group.group_name
 
 
 def _refuse_averages(trainer: pl.Trainer) -> None:

@@ -6,11 +6,13 @@ Run as a script (``python scenarios.py STRATEGY DEVICES TASK FOLDER SCENARIO...`
 
 from __future__ import annotations
 
+import copy
 import csv
 import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,6 +31,7 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 import lightning_recsys  # noqa: F401 - registers the strategies
 from lightning_recsys.checkpoints import is_folder, to_file
@@ -231,6 +234,24 @@ class FieldsBySteps(Fields):
         return _halve_every_third_step(super().configure_optimizers())
 
 
+class RecommendationWithoutOptimizer(Recommendation):
+    """Its rows are all that is trained."""
+
+    def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(rows)
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class FieldsWithoutOptimizer(Fields):
+    training_step = RecommendationWithoutOptimizer.training_step
+    configure_optimizers = RecommendationWithoutOptimizer.configure_optimizers
+
+
+WITHOUT_OPTIMIZER = {"recommendation": RecommendationWithoutOptimizer, "fields": FieldsWithoutOptimizer}
+
+
 class FailsOnRank(Callback):
     """Raises in the third step of one rank."""
 
@@ -267,6 +288,18 @@ class HeldOnRank(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 0 and batch_idx == trainer.num_training_batches - 1:
             (self.folder / "last-step").touch()
+
+
+class CopiesItself(Callback):
+    """Copies itself, with the metric that it holds, and the model while that is trained, as averages of models do."""
+
+    def __init__(self) -> None:
+        self.losses = MeanMetric()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.update(outputs["loss"])
+        assert copy.deepcopy(self).losses.update_count == 1
+        assert copy.deepcopy(pl_module).hparams == pl_module.hparams
 
 
 @dataclass(frozen=True)
@@ -374,8 +407,8 @@ def accumulate(stage: Stage) -> dict[str, Any]:
 
 
 def fast_dev_run(stage: Stage) -> dict[str, Any]:
-    """One batch of everything."""
-    task, trainer = stage.make_task(), stage.trainer(fast_dev_run=True)
+    """One batch of everything, with a callback that makes copies."""
+    task, trainer = stage.make_task(), stage.trainer(fast_dev_run=True, callbacks=CopiesItself())
     before = parameters(task)
     trainer.fit(task, datamodule=stage.rows())
     return {"global_step": trainer.global_step, "trained": not torch.equal(before, parameters(task))}
@@ -470,6 +503,18 @@ def limits(stage: Stage) -> dict[str, Any]:
         batches = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed
         progress[name] = (trainer.current_epoch, trainer.global_step, batches)
     return progress
+
+
+def resume_without_optimizer(stage: Stage) -> dict[str, Any]:
+    """Two epochs of a model without optimizer, the second one in a new trainer."""
+    checkpoints = ModelCheckpoint(stage.folder / "rows")
+    warnings.filterwarnings("ignore", ".*this fit will run with no optimizer")
+    warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint need to be provided")
+    trainer = stage.trainer(callbacks=checkpoints, enable_checkpointing=True, max_epochs=1)
+    trainer.fit(WITHOUT_OPTIMIZER[stage.task](), datamodule=stage.rows())
+    task, resumed = WITHOUT_OPTIMIZER[stage.task](), stage.trainer()
+    resumed.fit(task, datamodule=stage.rows(), ckpt_path=checkpoints.best_model_path)
+    return {"parameters": parameters(task), "epochs": resumed.current_epoch}
 
 
 def clip(stage: Stage) -> dict[str, Any]:
@@ -582,6 +627,7 @@ SCENARIOS: dict[str, Callable[[Stage], dict[str, Any]]] = {
         uneven_evaluation,
         average_weights,
         average_stochastically,
+        resume_without_optimizer,
     )
 }
 

@@ -15,6 +15,8 @@ from unittest.mock import patch
 import pytest
 import scenarios
 import torch
+from pytorch_lightning.callbacks import LearningRateFinder
+from pytorch_lightning.tuner import Tuner
 from scenarios import SCENARIOS, TASKS, Stage
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -75,7 +77,7 @@ TABLE = (
     Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}),
     Row("ddp_forkserver", 2, OURS | AVERAGES | {"refuses_uneven"}, task="recommendation"),
     Row("des", 1, BASE | {"exact", "resume"}, task="fields"),
-    Row("des", 2, OURS | {"refuses_averages"}, task="fields"),
+    Row("des", 2, OURS | {"refuses_averages", "rows_alone", "refuses_tuner"}, task="fields"),
     Row("factories:free_workers", 1, OURS),
     # Each worker goes its own way and is evaluated with its own weights.
     Row("factories:free_workers", 2, (COMPLETE | HOME | {"kill", "free"}) - {"test_best", "weights_only"}),
@@ -83,7 +85,12 @@ TABLE = (
     Row("factories:shadowsync_trainers", 1, OURS, task="recommendation"),
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}),
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | AVERAGES | {"kill", "free"}, task="recommendation"),
-    Row("factories:het_without_staleness", 2, OURS | AVERAGES | {"refuses_uneven"}, task="recommendation"),
+    Row(
+        "factories:het_without_staleness",
+        2,
+        OURS | AVERAGES | {"refuses_uneven", "rows_alone", "refuses_tuner"},
+        task="recommendation",
+    ),
     Row("het", 1, BASE | {"exact", "resume", "accumulate", "limits"}, task="recommendation"),
     Row("het", 2, BASE | {"test_best", "weights_only"}, task="recommendation"),
     Row("het_hybrid", 2, BASE | {"exact"}, task="recommendation"),
@@ -216,11 +223,30 @@ def test_run_when_resumed_then_ends_where_an_uninterrupted_one_does(observe, row
     assert_same(seen["parameters"], observe(row, "fit")["parameters"])
 
 
+@promised("rows_alone")
+def test_model_when_it_has_no_optimizer_then_its_rows_are_trained_saved_and_loaded(observe, row):
+    seen, reference = (observe(x, "resume_without_optimizer") for x in (row, REFERENCES[row.task]))
+    assert seen["epochs"] == 2
+    assert_same(seen["parameters"], reference["parameters"])
+
+
 @promised("fit_again")
 def test_trainer_when_it_fits_again_then_goes_on(observe, row):
     seen, reference = observe(row, "fit_again"), observe(REFERENCES[row.task], "fit_again")
     assert seen["progress"] == reference["progress"] == (2, 16)
     assert_same(seen["parameters"], reference["parameters"])
+
+
+@promised("refuses_tuner")
+def test_tuner_when_workers_would_keep_what_it_finds_then_refused_by_name_and_the_trainer_is_usable(row, tmp_path):
+    stage = row.stage(tmp_path)
+    task, trainer = stage.make_task(), stage.trainer(max_epochs=1)
+    with pytest.raises(TypeError, match=r"Tuner\.lr_find .* Find the learning rate on one device"):
+        Tuner(trainer).lr_find(task, datamodule=stage.rows(), update_attr=False)
+    assert not trainer.callbacks
+    trainer.callbacks.append(LearningRateFinder(update_attr=False))
+    with pytest.raises(TypeError, match=r"callback LearningRateFinder .* strategy=(des|het) cannot\. Find the value"):
+        trainer.fit(task, datamodule=stage.rows())
 
 
 @promised("crash")
