@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from click_module import ClickModule, make_loader, make_trainer
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class, instantiate
@@ -124,3 +125,63 @@ def test_checkpoints_within_an_epoch_when_asked_for_then_are_written(tmp_path):
         "epoch=0-step=1.ckpt",
         "epoch=0-step=2.ckpt",
     ]
+
+
+class WorseEachTime(ClickModule):
+    """Its first validation stays the best."""
+
+    def __init__(self):
+        super().__init__()
+        self.validations = 0
+
+    def on_validation_epoch_end(self):
+        self.validations += 1
+        self.log("val/ne", float(self.validations))
+
+
+LAST = {
+    "each epoch is validated": ({}, [5, 10, 15]),
+    "every other epoch is validated": ({"check_val_every_n_epoch": 2}, [5, 10, 15]),
+    "epochs are validated in their middle": ({"val_check_interval": 3}, [3, 5, 8, 10, 13, 15]),
+    "there is nothing to validate": ({"limit_val_batches": 0}, [5, 10, 15]),
+    "checkpoints are every other epoch's": ({"every_n_epochs": 2}, [10]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty", "ignore:.*could not find the monitored key")
+@pytest.mark.parametrize(("options", "expected"), LAST.values(), ids=LAST)
+def test_last_checkpoint_when_the_first_validation_stays_the_best_then_is_of_the_last_epoch_all_the_same(
+    tmp_path, options, expected
+):
+    """After a crash it is what the run goes on from."""
+    options = dict(options)
+    every = [f"+callbacks.model_checkpoint.every_n_epochs={options.pop('every_n_epochs', 1)}"]
+    node = compose_config(tmp_path, *every, callbacks="model_checkpoint").callbacks.model_checkpoint
+    callback, steps = instantiate(node), []
+    write = callback._save_checkpoint
+
+    def noted(trainer, path):
+        write(trainer, path)
+        if Path(path).name == "last.ckpt":
+            steps.append(torch.load(path, weights_only=False)["global_step"])
+
+    callback._save_checkpoint = noted
+    loader, epochs = make_loader(*[8] * 5), 3
+    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0, **options}
+    trainer = make_trainer(tmp_path, max_epochs=epochs, callbacks=[callback], **options)
+    trainer.fit(WorseEachTime(), loader, make_loader(8))
+    assert steps == expected
+    if callback.best_model_path and len(steps) > 1:
+        assert torch.load(callback.best_model_path, weights_only=False)["global_step"] < steps[-1]
+    resumed = make_trainer(tmp_path, max_epochs=epochs + 1, callbacks=[instantiate(node)], **options)
+    resumed.fit(WorseEachTime(), loader, make_loader(8), ckpt_path="last")
+    assert resumed.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
+    assert resumed.global_step == 5 * (epochs + 1)
+
+
+def test_last_checkpoint_when_asked_for_as_a_link_then_is_refused(tmp_path):
+    node = compose_config(
+        tmp_path, "callbacks.model_checkpoint.save_last=link", callbacks="model_checkpoint"
+    ).callbacks.model_checkpoint
+    with pytest.raises(Exception, match=r"model_checkpoint.save_last must be true or false, got 'link'"):
+        instantiate(node)
