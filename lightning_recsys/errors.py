@@ -89,3 +89,42 @@ class ServerInUseError(RuntimeError):
             " ago), and a server serves one run at a time: their updates would mix. Wait until that run has ended, or"
             " start a server of your own: lightning-recsys-server --folder ANOTHER_FOLDER."
         )
+
+
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint folder is missing, cut short, or not what was written.
+
+    Args:
+        checkpoint: The folder.
+        file: The file in it.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, checkpoint: str, file: str, reason: str) -> None:
+        super().__init__(checkpoint, file, reason)
+        self.checkpoint = checkpoint
+        self.file = file
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint}: {self.file} {self.reason}. Take a copy of the checkpoint, or another one."
+
+
+class CheckpointNotWrittenError(OSError):
+    """A checkpoint folder could not be written; what was there before still counts.
+
+    Args:
+        checkpoint: The folder.
+        reason: What went wrong, and on which rank.
+    """
+
+    def __init__(self, checkpoint: str, reason: str) -> None:
+        super().__init__(checkpoint, reason)
+        self.checkpoint = checkpoint
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.checkpoint} was not written: {self.reason}. What was saved there before still counts. Where the"
+            " disk is full, make room or save elsewhere."
+        )

@@ -5,9 +5,11 @@
     last.ckpt/
       current                 the name of the version that counts; replaced in one step once all of it is written
       00000500-3f2a9c01/
-        .metadata, *.distcp   the tensors of the model's state dict, rows included (torch.distributed.checkpoint)
+        *.distcp              the tensors of the model's state dict, rows included (torch.distributed.checkpoint)
         meta.pt               the rest of Lightning's checkpoint: loops, callbacks, optimizers, hyperparameters
         extras-00000.pt       what a rank adds of its own, such as its trainer's replica
+        manifest.json         what lies where, with the sum of every stretch of a file
+        .metadata             torch's list of the tensors; nothing here reads it
 
 A process that is killed while it saves leaves ``current`` as it was. torch alone reads a version:
 ``python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER/VERSION FILE``.
@@ -20,29 +22,34 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightning_recsys.checkpoints.files import Stretch, summing_once, write_object
+from lightning_recsys.checkpoints.manifest import Manifest, Version, write_manifest
 from lightning_recsys.checkpoints.stored import StoredRows, StoredTensor
+from lightning_recsys.checkpoints.writer import SummingWriter
+from lightning_recsys.errors import CheckpointNotWrittenError, DamagedCheckpointError
 
 POINTER = "current"
 _STATE = "state_dict"
 _META = "meta.pt"
 _EXTRAS = "extras-"
 _SAVED_BY_TORCH = (Tensor, StoredTensor)
+_NAME = re.compile(r"\d{8,}-[0-9a-f]{8}")
+
+T = TypeVar("T")
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
@@ -63,31 +70,59 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
 
     Raises:
         ValueError: the folder exists and holds something else.
+        CheckpointNotWrittenError: a file cannot be written, as where the disk is full; on every rank. What was begun is
+            removed, and what was there before still counts.
 
-    Communication: torch's plan of who writes what, and one barrier.
+    Communication: torch's plan of who writes what, and a small object of each rank three times.
     """
     rank, folder = _rank(), Path(path)
     version = folder.parent / _agree_on(_new_version(folder, checkpoint) if rank == 0 else None)
+    at = partial(_on_all_ranks, folder, version)
+    own: dict[str, Tensor | StoredTensor] = {}
+    at(lambda: own.update(_begin(version, checkpoint["state_dict"])))  # torch waits for all ranks in what follows
+    writer = SummingWriter(version, prefix=f"{_STATE}.")
+    with summing_once():
+        files = at(lambda: _write(writer, own, checkpoint, extras))
+    manifest = Manifest(writer.tensors, {file.file: file for some in files for file in some})
+    at(lambda: _make_it_count(folder, version, manifest))
+
+
+def _begin(version: Path, state: Mapping[str, Any]) -> dict[str, Tensor | StoredTensor]:
+    """Make the version's folder; returns what this rank saves of the state dict."""
     version.mkdir(parents=True, exist_ok=True)
-    state = {key: value for key, value in checkpoint["state_dict"].items() if not isinstance(value, StoredRows)}
-    own = {key: value for key, value in state.items() if isinstance(value, StoredTensor if rank else _SAVED_BY_TORCH)}
-    for key, value in checkpoint["state_dict"].items():
+    own = {
+        key: value for key, value in state.items() if isinstance(value, StoredTensor if _rank() else _SAVED_BY_TORCH)
+    }
+    for key, value in state.items():
         own |= value.to_save(key) if isinstance(value, StoredRows) else {}
+    return own
+
+
+def _write(
+    writer: SummingWriter, own: Mapping[str, Tensor | StoredTensor], checkpoint: Mapping[str, Any], extras: Any
+) -> list[Stretch]:
+    """Write this rank's files; returns those that torch's list does not have."""
+    version, files = Path(writer.path), []
     with _without_warning():
-        writer = FileSystemWriter(version)
-        save({_STATE: own}, storage_writer=writer, planner=_Shares(), no_dist=not _is_distributed())
+        save({_STATE: dict(own)}, storage_writer=writer, planner=_Shares(), no_dist=not _is_distributed())
     if extras is not None:
-        torch.save(extras, version / f"{_EXTRAS}{rank:05}.pt")
-    if rank == 0:
-        others = {key: value for key, value in state.items() if not isinstance(value, _SAVED_BY_TORCH)}
-        torch.save({**checkpoint, _STATE: others}, version / _META)
-    if _is_distributed():
-        dist.barrier()
-    if rank == 0:
-        _commit(version)
-        if version.parent != folder:  # a single file was there until now
-            folder.unlink()
-            version.parent.rename(folder)
+        files.append(write_object(version / f"{_EXTRAS}{_rank():05}.pt", extras))
+    if _rank() == 0:
+        known = (*_SAVED_BY_TORCH, StoredRows)
+        others = {key: value for key, value in checkpoint[_STATE].items() if not isinstance(value, known)}
+        files.append(write_object(version / _META, {**checkpoint, _STATE: others}))
+    return files
+
+
+def _make_it_count(folder: Path, version: Path, manifest: Manifest) -> None:
+    """Rank 0's part at the end, when every file of every rank is on the disk."""
+    if _rank():
+        return
+    write_manifest(version, manifest)
+    _commit(version)
+    if version.parent != folder:  # a single file was there until now
+        folder.unlink()
+        version.parent.rename(folder)
 
 
 def read_checkpoint(
@@ -102,17 +137,12 @@ def read_checkpoint(
 
     Raises:
         FileNotFoundError: no checkpoint lies there.
+        DamagedCheckpointError: a file of it is missing, or not what was written.
     """
-    checkpoint = read_description(path, weights_only=weights_only)
-    reader = FileSystemReader(_version(path))
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and key.removeprefix(f"{_STATE}.") not in without
-    }
-    with _without_warning():
-        load(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
-    checkpoint[_STATE] |= {key.removeprefix(f"{_STATE}."): tensor for key, tensor in tensors.items()}
+    version = _version(path)
+    checkpoint = _describe(version, weights_only=weights_only)
+    saved = {key: value for key, value in version.manifest.tensors.items() if key not in without}
+    checkpoint[_STATE] |= {key: version.read_tensor(value) for key, value in saved.items()}
     return checkpoint
 
 
@@ -125,8 +155,15 @@ def read_description(path: str | os.PathLike[str], *, weights_only: bool = True)
 
     Raises:
         FileNotFoundError: no checkpoint lies there.
+        DamagedCheckpointError: as :func:`read_checkpoint`.
     """
-    description: dict[str, Any] = torch.load(_version(path) / _META, map_location="cpu", weights_only=weights_only)
+    return _describe(_version(path), weights_only=weights_only)
+
+
+def _describe(version: Version, *, weights_only: bool) -> dict[str, Any]:
+    description = version.read_file(_META, weights_only=weights_only)
+    if not isinstance(description, dict) or not isinstance(description.get(_STATE), dict):
+        raise DamagedCheckpointError(str(version.checkpoint), _META, "holds no checkpoint")
     return description
 
 
@@ -141,51 +178,46 @@ def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor
         FileNotFoundError: no checkpoint lies there.
         KeyError: the checkpoint lacks a key.
         ValueError: a saved tensor has another shape.
+        DamagedCheckpointError: as :func:`read_checkpoint`.
     """
     version = _version(path)
-    saved = FileSystemReader(version).read_metadata().state_dict_metadata
     whole: dict[str, StoredTensor] = {}
     for key, value in targets.items():
         whole |= _rows_to_load(version, key, value) if isinstance(value, StoredRows) else {key: value}
     for key, target in whole.items():
-        entry = saved.get(f"{_STATE}.{key}")
-        if not isinstance(entry, TensorStorageMetadata):
+        saved = version.manifest.tensors.get(key)
+        if saved is None:
             raise KeyError(f"{path} has no {key!r}.")
-        if entry.size != target.shape:
-            raise ValueError(f"{path}: {key!r} has the shape {list(entry.size)}, the model's has {list(target.shape)}.")
+        if saved.shape != tuple(target.shape):
+            raise ValueError(
+                f"{path}: {key!r} has the shape {list(saved.shape)}, the model's has {list(target.shape)}."
+            )
         for first, num_rows in target.blocks():
             block = torch.empty((num_rows, *target.shape[1:]), dtype=target.dtype)
-            planner = _Block(key, target, first, block)
-            with _without_warning():
-                load({}, storage_reader=FileSystemReader(version), planner=planner, no_dist=True)
+            version.read_rows(saved, first, block)
             target.write(first, block)
 
 
-def _rows_to_load(version: Path, prefix: str, rows: StoredRows) -> dict[str, StoredTensor]:
+def _rows_to_load(version: Version, prefix: str, rows: StoredRows) -> dict[str, StoredTensor]:
     """What the saved ids of tables, or the lack of ids where all rows were saved, make of them."""
-    saved = FileSystemReader(version).read_metadata().state_dict_metadata
+    saved = version.manifest.tensors
     targets: dict[str, StoredTensor] = {}
     for table in rows.tables:
-        entry = saved.get(f"{_STATE}.{prefix}.{table}.ids")
-        if isinstance(entry, TensorStorageMetadata):
-            ids = torch.empty(entry.size, dtype=torch.int64)
-            tensors = {f"{_STATE}.{prefix}.{table}.ids": ids}
-            with _without_warning():
-                planner = DefaultLoadPlanner(flatten_state_dict=False)
-                load(tensors, storage_reader=FileSystemReader(version), planner=planner, no_dist=True)
+        if (entry := saved.get(f"{prefix}.{table}.ids")) is not None:
+            ids = version.read_tensor(entry)
+        elif (entry := saved.get(f"{prefix}.{table}.weight")) is not None:
+            ids = torch.arange(entry.shape[0])
         else:
-            entry = saved.get(f"{_STATE}.{prefix}.{table}.weight")
-            if not isinstance(entry, TensorStorageMetadata):
-                raise KeyError(f"{version.parent} has no '{prefix}.{table}.weight'.")
-            ids = torch.arange(entry.size[0])
+            raise KeyError(f"{version.checkpoint} has no '{prefix}.{table}.weight'.")
         targets |= rows.to_load(prefix, table, ids)
     return targets
 
 
 def read_extras(path: str | os.PathLike[str], index: int, *, weights_only: bool = True) -> Any:
     """What the ``index``-th of the ranks that added something did add; ``None`` where fewer did."""
-    files = sorted(_version(path).glob(f"{_EXTRAS}*.pt"))
-    return None if index >= len(files) else torch.load(files[index], map_location="cpu", weights_only=weights_only)
+    version = _version(path)
+    names = sorted(name for name in version.manifest.files if name.startswith(_EXTRAS))
+    return None if index >= len(names) else version.read_file(names[index], weights_only=weights_only)
 
 
 class _Shares(DefaultSavePlanner):
@@ -194,24 +226,6 @@ class _Shares(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         target = self.state_dict[index.fqn]
         return target.block_at(index) if isinstance(target, StoredTensor) else super().lookup_object(index)
-
-
-class _Block(DefaultLoadPlanner):
-    """Loads one stretch of rows of one saved tensor into a tensor."""
-
-    def __init__(self, key: str, target: StoredTensor, first: int, block: Tensor) -> None:
-        super().__init__()
-        self.key, self.target, self.first, self.block = f"{_STATE}.{key}", target, first, block
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata[self.key]
-        assert isinstance(saved, TensorStorageMetadata)
-        chunk = self.target.chunk(self.first, self.block.shape[0])
-        return LoadPlan(create_read_items_for_chunk_list(self.key, saved, [chunk]))
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.block
 
 
 def _new_version(folder: Path, checkpoint: Mapping[str, Any]) -> str | ValueError:
@@ -233,11 +247,52 @@ def _agree_on(version: str | ValueError | None) -> str:
     return chosen[0]
 
 
+def _on_all_ranks(folder: Path, version: Path, step: Callable[[], T]) -> list[T]:
+    """Take a step on every rank and gather what it returned; where it fails on one, none goes on.
+
+    Raises:
+        CheckpointNotWrittenError: the system refused to write, on this rank or another.
+    """
+    error: BaseException | None = None
+    returned: T | None = None
+    try:
+        returned = step()
+    except (Exception, CheckpointException) as raised:  # torch's own is no Exception
+        error = _cause_of(raised)
+    told = (returned, None if error is None else f"{error} (rank {_rank()})")
+    outcomes: list[Any] = [told]
+    if _is_distributed():
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, told)
+    if failures := [failure for _, failure in outcomes if failure is not None]:
+        if _rank() == 0:
+            shutil.rmtree(version, ignore_errors=True)  # it may be what fills the disk
+            if version.parent != folder and version.parent.is_dir():
+                shutil.rmtree(version.parent, ignore_errors=True)
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        raise CheckpointNotWrittenError(str(folder), "; ".join(dict.fromkeys(failures))) from error
+    return [value for value, _ in outcomes]
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """What went wrong on this rank, out of what torch says of all of them."""
+    if not isinstance(error, CheckpointException):
+        return error
+    failures = {rank: failure[0] for rank, failure in error.failures.items()}
+    cause = failures.get(_rank()) or next(iter(failures.values()))
+    return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
+
+
 def _commit(version: Path) -> None:
     """Let the pointer name the new version, then clear away the others."""
     folder = version.parent
     draft = folder / f".{POINTER}"
-    draft.write_text(version.name)
+    draft.unlink(missing_ok=True)  # of a save that was killed; or a link, which would be written through
+    with draft.open("x") as file:
+        file.write(version.name)
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(folder / POINTER)
     for other in _versions(folder):
         if other != version:
@@ -245,16 +300,23 @@ def _commit(version: Path) -> None:
 
 
 def _versions(folder: Path) -> list[Path]:
-    return [child for child in folder.iterdir() if re.fullmatch(r"\d{8,}-[0-9a-f]{8}", child.name)]
+    return [child for child in folder.iterdir() if _NAME.fullmatch(child.name)]
 
 
-def _version(path: str | os.PathLike[str]) -> Path:
+def _version(path: str | os.PathLike[str]) -> Version:
+    """The version that counts. It lies in the checkpoint's own folder, whatever the pointer says."""
     if not is_folder(path):
         raise FileNotFoundError(
             f"{path} holds no folder checkpoint (its file {POINTER!r} is missing)."
             " If the run was killed while it saved for the first time, there is none yet."
         )
-    return Path(path) / (Path(path) / POINTER).read_text()
+    folder = Path(path)
+    name = (folder / POINTER).read_bytes()[:200].decode("ascii", "backslashreplace")
+    if not _NAME.fullmatch(name):
+        raise DamagedCheckpointError(str(path), POINTER, f"names no version of a checkpoint, but {name!r}")
+    if (folder / name).is_symlink() or not (folder / name).is_dir():
+        raise DamagedCheckpointError(str(path), POINTER, f"names {name}, which is no folder in the checkpoint's own")
+    return Version(folder, folder / name)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Folder checkpoints written by several processes, and by one that is killed while it writes."""
 
 import os
+import resource
 import signal
 
 import pytest
@@ -10,6 +11,7 @@ from forked import run_processes
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.checkpoints import StoredTensor, folder, read_checkpoint, read_extras, read_stored, save_folder
+from lightning_recsys.errors import CheckpointNotWrittenError
 
 WORLD = 3
 ROWS = torch.arange(40.0).view(20, 2)
@@ -59,15 +61,23 @@ def refused_as_rank(rank: int, path: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{path}.store", 2), rank=rank, world_size=2)
     with pytest.raises(ValueError, match="is a folder, but no checkpoint"):
         save_folder(path, checkpoint(1, rank=rank, world_size=2))
+    if rank == 1:  # its disk is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    for extras in (torch.zeros(500), None):  # in a file of its own, or in its share of the tensors
+        rows = torch.zeros(20 if extras is not None else 1000, 2)
+        whole = {"state_dict": {"table": share(rows, rank=rank, world_size=2)}, "global_step": 1}
+        with pytest.raises(CheckpointNotWrittenError, match=r"full.ckpt was not written: .*File too large.*\(rank 1\)"):
+            save_folder(f"{path}.full.ckpt", whole, extras=extras)
     dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_checkpoint_when_rank_0_refuses_then_every_rank_says_so(tmp_path):
+def test_checkpoint_when_rank_0_refuses_or_rank_1_cannot_write_then_every_rank_says_so(tmp_path):
     path = tmp_path / "thesis"
     path.mkdir()
     (path / "thesis.tex").touch()
     run_processes(refused_as_rank, str(path), nprocs=2)
+    assert list((tmp_path / "thesis.full.ckpt").iterdir()) == [], "what was begun takes no room"
 
 
 def save_and_die(_: int, path: str) -> None:

@@ -1,6 +1,12 @@
 """Folder checkpoints of one process: what is written comes back, and what is half written does not count."""
 
+import io
+import json
+import os
+import pickle
+import resource
 import shutil
+import zlib
 
 import pytest
 import torch
@@ -21,6 +27,7 @@ from lightning_recsys.checkpoints import (
     to_folder,
 )
 from lightning_recsys.checkpoints.cli import main
+from lightning_recsys.errors import CheckpointNotWrittenError, DamagedCheckpointError
 
 ROWS = torch.arange(30.0).view(10, 3)
 
@@ -224,3 +231,147 @@ def test_conversion_when_called_from_python_then_does_the_same(saved, tmp_path):
     to_file(saved, tmp_path / "one.ckpt")
     to_folder(tmp_path / "one.ckpt", tmp_path / "two.ckpt")
     assert torch.equal(read_checkpoint(tmp_path / "two.ckpt")["state_dict"]["table.weight"], ROWS)
+
+
+def version_of(path):
+    return path / (path / "current").read_text()
+
+
+def read_everything(path):
+    rows = torch.zeros_like(ROWS)
+    read_stored(path, {"table.weight": in_store(rows)})
+    read_checkpoint(path)
+    read_extras(path, 0)
+    return rows
+
+
+DATA_FILES = ["__0_0.distcp", "meta.pt", "extras-00000.pt", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", DATA_FILES)
+@pytest.mark.parametrize("place", [0, 0.2, 0.4, 0.6, 0.8, 0.999])
+def test_file_when_a_bit_has_flipped_then_the_error_names_file_and_checkpoint(saved, name, place):
+    file = version_of(saved) / name
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=rf"last\.ckpt: {name} is damaged"):
+        read_everything(saved)
+
+
+@pytest.mark.parametrize("name", DATA_FILES)
+@pytest.mark.parametrize("left", [0, 0.5, 0.999])
+def test_file_when_cut_short_then_the_error_names_file_and_checkpoint(saved, name, left):
+    file = version_of(saved) / name
+    os.truncate(file, int(left * file.stat().st_size))
+    with pytest.raises(DamagedCheckpointError, match=rf"last\.ckpt: {name} (ends after|is damaged)"):
+        read_everything(saved)
+
+
+@pytest.mark.parametrize("name", DATA_FILES)
+def test_file_when_missing_or_a_link_then_the_error_names_file_and_checkpoint(saved, name, tmp_path):
+    file = version_of(saved) / name
+    file.rename(tmp_path / name)
+    with pytest.raises(DamagedCheckpointError, match=rf"last\.ckpt: {name} cannot be read"):
+        read_everything(saved)
+    file.symlink_to(tmp_path / name)
+    with pytest.raises(DamagedCheckpointError, match=rf"last\.ckpt: {name} cannot be read"):
+        read_everything(saved)
+
+
+class RunsWhenRead:
+    """A pickle that runs a program of a stranger."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.proof),)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "meta.pt", "extras-00000.pt"])
+def test_checkpoint_of_a_stranger_when_read_then_none_of_its_files_runs_a_program(saved, name, tmp_path):
+    """The stranger knows how to make sums."""
+    version, proof, content = version_of(saved), tmp_path / "ran", io.BytesIO()
+    if name == ".metadata":
+        content.write(pickle.dumps(RunsWhenRead(proof)))
+    else:
+        torch.save(RunsWhenRead(proof), content)
+    (version / name).write_bytes(content.getvalue())
+    listed = json.loads((version / "manifest.json").read_text())["content"]
+    whole = [name, 0, len(content.getvalue()), zlib.crc32(content.getvalue())]
+    if name in listed["files"]:
+        listed["files"][name] = whole
+    for tensor in listed["tensors"].values():
+        for chunk in tensor["chunks"]:
+            if chunk[2][0] == name:
+                chunk[2] = whole
+    sum_of_list = zlib.crc32(json.dumps(listed).encode())
+    (version / "manifest.json").write_text(json.dumps({"crc32": sum_of_list, "content": listed}))
+    if name == ".metadata":
+        assert torch.equal(read_everything(saved), ROWS)
+    else:
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            read_everything(saved)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "", "00000007-0000000x", "__0_0.distcp"])
+def test_pointer_when_it_leaves_its_folder_then_is_refused(saved, name):
+    (saved / "current").write_text(name)
+    with pytest.raises(DamagedCheckpointError, match=r"last\.ckpt: current names no version of a checkpoint"):
+        read_checkpoint(saved)
+
+
+def test_version_when_a_link_or_missing_then_is_refused(saved, tmp_path):
+    version = version_of(saved)
+    version.rename(tmp_path / version.name)
+    with pytest.raises(DamagedCheckpointError, match=r"current names .*, which is no folder in the checkpoint's own"):
+        read_checkpoint(saved)
+    version.symlink_to(tmp_path / version.name, target_is_directory=True)
+    with pytest.raises(DamagedCheckpointError, match=r"current names .*, which is no folder in the checkpoint's own"):
+        read_checkpoint(saved)
+
+
+@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "meta.pt/../../x", 7])
+def test_manifest_when_it_names_a_file_elsewhere_then_is_refused(saved, file):
+    path = version_of(saved) / "manifest.json"
+    content = json.loads(path.read_text())["content"]
+    content["tensors"]["layer.weight"]["chunks"][0][2][0] = file
+    path.write_text(json.dumps({"crc32": zlib.crc32(json.dumps(content).encode()), "content": content}))
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is damaged: .* is no file of a version"):
+        read_checkpoint(saved)
+
+
+@pytest.mark.parametrize(("limit", "file"), [(1000, "__0_0.distcp"), (4000, "meta.pt"), (6000, "extras-00000.pt")])
+def test_disk_when_full_then_the_error_names_file_and_checkpoint_and_the_previous_one_counts(saved, limit, file):
+    """A limit of the system on the size of files stands for the disk."""
+    whole = checkpoint(step=9) | {"loops": {"text": "x" * (5000 if file == "meta.pt" else 0)}}
+    extras = {"replica": torch.zeros(2000 if file.startswith("extras") else 2)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(
+            CheckpointNotWrittenError, match=rf"last\.ckpt was not written: .*File too large: '.*{file}'"
+        ):
+            save_folder(saved, whole, extras=extras)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert read_checkpoint(saved)["global_step"] == 7
+    assert len(list(saved.iterdir())) == 2, "what was begun takes no room"
+    save_folder(saved, whole, extras=extras)
+    assert read_checkpoint(saved)["global_step"] == 9
+
+
+def test_tensors_of_any_kind_when_saved_then_are_back(tmp_path):
+    state = {
+        "number": torch.tensor(3.5),
+        "none": torch.empty(0, 4),
+        "flags": torch.tensor([True, False]),
+        "half": torch.randn(3, 2, 2).bfloat16(),
+        "view": torch.arange(12).view(3, 4).t(),
+    }
+    save_folder(tmp_path / "x.ckpt", {"state_dict": state, "global_step": 0})
+    read = read_checkpoint(tmp_path / "x.ckpt")["state_dict"]
+    assert read.keys() == state.keys()
+    assert all(torch.equal(read[key], value) and read[key].dtype == value.dtype for key, value in state.items())

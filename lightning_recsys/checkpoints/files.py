@@ -1,0 +1,184 @@
+"""Files of a folder checkpoint: what is written is summed on its way, and what is read is compared with the sums."""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.serialization import get_crc32_options, set_crc32_options
+from typing_extensions import Buffer
+
+from lightning_recsys.errors import DamagedCheckpointError
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes of a file, and their sum.
+
+    CRC-32 finds what disks and copies do by accident: any damage within 4 successive bytes, and all but one in four
+    thousand million of the others. Whoever changes a file on purpose can change its sum as well.
+
+    Args:
+        file: Name of the file in its version's folder.
+        start: Where the stretch starts, in bytes.
+        length: How long it is, in bytes.
+        crc32: Its sum.
+    """
+
+    file: str
+    start: int
+    length: int
+    crc32: int
+
+
+class SummedFile(io.RawIOBase):
+    """A file that is written from beginning to end, and sums up each stretch between two calls of :meth:`tell`.
+
+    :mod:`torch.distributed.checkpoint` asks for the place before and after each tensor; nothing is read again to be
+    summed.
+
+    Args:
+        path: The file; it must not be there.
+
+    Attributes:
+        stretches: The stretches that are finished, by their starts.
+        error: What the system said when a write failed. ``torch.save`` forgets it, and raises what follows from it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.stretches: dict[int, Stretch] = {}
+        self.error: OSError | None = None
+        self._path = path
+        self._file: BinaryIO = path.open("xb")
+        self._start = self._position = self._crc32 = 0  # of the stretch that is being written, and where it ends so far
+
+    def writable(self) -> bool:  # noqa: D102 - inherited
+        return True
+
+    def write(self, data: Buffer) -> int:
+        """Write all of it."""
+        view = memoryview(data).cast("B")
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
+        self._crc32 = zlib.crc32(view, self._crc32)
+        self._position += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Where the next byte goes; one stretch ends here, and another begins."""
+        if self._position > self._start:
+            length = self._position - self._start
+            self.stretches[self._start] = Stretch(self._path.name, self._start, length, self._crc32)
+            self._start, self._crc32 = self._position, 0
+        return self._position
+
+    def fileno(self) -> int:  # noqa: D102 - inherited
+        return self._file.fileno()
+
+    def flush(self) -> None:  # noqa: D102 - inherited
+        if not self._file.closed:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self.error = error
+                raise
+
+    def close(self) -> None:  # noqa: D102 - inherited
+        try:
+            super().close()  # flushes
+        finally:
+            self._file.close()
+
+
+@contextmanager
+def summed_file(path: Path) -> Iterator[SummedFile]:
+    """A new file to write, in the end on the disk.
+
+    Raises:
+        OSError: the file cannot be written, as where the disk is full; it names the file.
+    """
+    file: SummedFile | None = None
+    try:
+        with SummedFile(path) as file:
+            yield file
+            if not file.closed:
+                file.flush()
+                os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        noted = None if file is None else file.error
+        cause = error if isinstance(error, OSError) else noted
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+@contextmanager
+def summing_once() -> Iterator[None]:
+    """Meanwhile ``torch.save`` takes no sums of its own: they take as long as ours, and ``torch.load`` ignores them."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def write_object(path: Path, value: Any) -> Stretch:
+    """Write something by :func:`torch.save`; the stretch is the whole file.
+
+    Raises:
+        OSError: as :func:`summed_file`.
+    """
+    with summed_file(path) as file:
+        torch.save(value, file)  # type: ignore[arg-type]  # all that it calls is there
+        file.tell()
+    return file.stretches[0]
+
+
+def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
+    """Bytes of a file, as far as there are so many; of a link's target none, which may lie anywhere.
+
+    Raises:
+        OSError: the file cannot be read, or is a link.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        file.seek(start)
+        return file.read(length)
+
+
+def read_object(folder: Path, stretch: Stretch, *, checkpoint: Path, weights_only: bool = True) -> Any:
+    """Read what :func:`torch.save` wrote to a stretch, onto the CPU.
+
+    Args:
+        folder: Where the file is.
+        stretch: Which bytes of it.
+        checkpoint: What the error names.
+        weights_only: As for :func:`torch.load`.
+
+    Raises:
+        DamagedCheckpointError: the file is missing, too short, a link, or other bytes than were written.
+    """
+    try:
+        data = read_bytes(folder / stretch.file, stretch.start, stretch.length)
+    except OSError as error:
+        raise DamagedCheckpointError(str(checkpoint), stretch.file, f"cannot be read ({error.strerror})") from error
+    if len(data) < stretch.length:
+        found = stretch.start + len(data)
+        raise DamagedCheckpointError(
+            str(checkpoint), stretch.file, f"ends after {found} bytes, of {stretch.start + stretch.length} at least"
+        )
+    if zlib.crc32(data) != stretch.crc32:
+        place = f"bytes {stretch.start} to {stretch.start + stretch.length} are not those that were written"
+        raise DamagedCheckpointError(str(checkpoint), stretch.file, f"is damaged: {place}")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)

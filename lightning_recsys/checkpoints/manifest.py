@@ -1,0 +1,197 @@
+"""What a version of a folder checkpoint holds: its tensors and files, with the sum of every stretch, as JSON.
+
+torch's own list, ``.metadata``, is a pickle, and to read a pickle is to run it. It is written, for those who read a
+version without this package, and never read here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recsys.checkpoints.files import Stretch, read_bytes, read_object, summed_file
+from lightning_recsys.errors import DamagedCheckpointError
+
+MANIFEST = "manifest.json"
+_FILE = re.compile(r"__\d+_\d+\.distcp|meta\.pt|extras-\d{5,}\.pt")
+
+
+@dataclass(frozen=True)
+class SavedChunk:
+    """A part of a tensor, as it lies in a file.
+
+    Args:
+        offsets: Where it begins in the tensor.
+        shape: Its own.
+        stretch: Where it lies.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    stretch: Stretch
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of the state dict, in chunks that cover it.
+
+    Args:
+        dtype: Its element type.
+        shape: Its whole shape.
+        chunks: In any order.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[SavedChunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A version's contents.
+
+    Args:
+        tensors: By their keys in the state dict.
+        files: The files that are one object each (``meta.pt``, extras), by name.
+    """
+
+    tensors: Mapping[str, SavedTensor]
+    files: Mapping[str, Stretch]
+
+
+class Version:
+    """A version of a folder checkpoint, to be read.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        folder: The version's.
+
+    Raises:
+        DamagedCheckpointError: its manifest is missing, damaged, or no manifest.
+    """
+
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
+        self.checkpoint, self.folder = checkpoint, folder
+        self.manifest = read_manifest(checkpoint, folder)
+
+    def read_file(self, name: str, *, weights_only: bool) -> Any:
+        """The object in a file."""
+        if (stretch := self.manifest.files.get(name)) is None:
+            raise DamagedCheckpointError(str(self.checkpoint), MANIFEST, f"does not list {name}")
+        return read_object(self.folder, stretch, checkpoint=self.checkpoint, weights_only=weights_only)
+
+    def read_tensor(self, saved: SavedTensor) -> Tensor:
+        """A tensor as a whole."""
+        tensor = torch.empty(saved.shape, dtype=saved.dtype)
+        self.read_rows(saved, 0, tensor)
+        return tensor
+
+    def read_rows(self, saved: SavedTensor, first: int, out: Tensor) -> None:
+        """Fill ``out`` with a stretch of a tensor's rows, from ``first`` on; a number is one row."""
+        for chunk in saved.chunks:
+            offset, num_rows = (chunk.offsets[0], chunk.shape[0]) if saved.shape else (0, 1)
+            low, high = max(offset, first), min(offset + num_rows, first + (len(out) if saved.shape else 1))
+            if low >= high:
+                continue
+            values = self._read_chunk(saved, chunk)
+            if not saved.shape:
+                out.copy_(values)
+                continue
+            columns = [slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.shape[1:], strict=True)]
+            out[(slice(low - first, high - first), *columns)] = values[low - offset : high - offset]
+
+    def _read_chunk(self, saved: SavedTensor, chunk: SavedChunk) -> Tensor:
+        values = read_object(self.folder, chunk.stretch, checkpoint=self.checkpoint)
+        if not isinstance(values, Tensor) or tuple(values.shape) != chunk.shape or values.dtype != saved.dtype:
+            found = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise DamagedCheckpointError(
+                str(self.checkpoint),
+                chunk.stretch.file,
+                f"has {found} where {saved.dtype} {list(chunk.shape)} should be",
+            )
+        return values
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write a version's manifest; the last of its files, so that a version which has one is complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = {
+        "tensors": {key: _tensor_to_plain(saved) for key, saved in manifest.tensors.items()},
+        "files": {name: _stretch_to_plain(stretch) for name, stretch in manifest.files.items()},
+    }
+    with summed_file(folder / MANIFEST) as file:
+        file.write(json.dumps({"crc32": _sum_of(content), "content": content}).encode())
+
+
+def read_manifest(checkpoint: Path, folder: Path) -> Manifest:
+    """The manifest of a version.
+
+    Raises:
+        DamagedCheckpointError: it is missing, damaged, or names what cannot be in a version.
+    """
+    try:
+        plain = json.loads(read_bytes(folder / MANIFEST))
+        if plain["crc32"] != _sum_of(plain["content"]):
+            raise ValueError("its sum is another")
+        content = plain["content"]
+        tensors = {key: _tensor_from_plain(value) for key, value in content["tensors"].items()}
+        return Manifest(tensors, {name: _stretch_from_plain(value) for name, value in content["files"].items()})
+    except OSError as error:
+        raise DamagedCheckpointError(str(checkpoint), MANIFEST, f"cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(str(checkpoint), MANIFEST, f"is damaged: {error}") from error
+
+
+def _sum_of(content: Any) -> int:
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def _tensor_to_plain(saved: SavedTensor) -> dict[str, Any]:
+    chunks = [[*map(list, (chunk.offsets, chunk.shape)), _stretch_to_plain(chunk.stretch)] for chunk in saved.chunks]
+    return {"dtype": str(saved.dtype).removeprefix("torch."), "shape": list(saved.shape), "chunks": chunks}
+
+
+def _tensor_from_plain(plain: Mapping[str, Any]) -> SavedTensor:
+    dtype, shape = getattr(torch, str(plain["dtype"]), None), _numbers(plain["shape"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"there is no type {plain['dtype']!r}")
+    chunks = [
+        SavedChunk(_numbers(offsets), _numbers(size), _stretch_from_plain(stretch))
+        for offsets, size, stretch in plain["chunks"]
+    ]
+    for chunk in chunks:
+        ends = [at + size for at, size in zip(chunk.offsets, chunk.shape, strict=True)]
+        if any(end > whole for end, whole in zip(ends, shape, strict=True)):
+            raise ValueError(f"a chunk leaves the shape {shape}")
+    if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
+        raise ValueError(f"the chunks do not cover the shape {shape}")
+    return SavedTensor(dtype, shape, tuple(chunks))
+
+
+def _stretch_to_plain(stretch: Stretch) -> list[Any]:
+    return [stretch.file, stretch.start, stretch.length, stretch.crc32]
+
+
+def _stretch_from_plain(plain: Any) -> Stretch:
+    name, *numbers = plain
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        raise ValueError(f"{name!r} is no file of a version")
+    return Stretch(name, *_numbers(numbers))
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r:.80} are no numbers from 0 on")
+    return tuple(values)
