@@ -539,6 +539,7 @@ class RecsysStrategy(DDPStrategy):
                 " before it only. `ModelCheckpoint(every_n_train_steps=...)` saves while the workers run."
             )
             return
+        self._say_that_optimizers_are_gone(checkpoint, filepath)
         if not self.saves_folders:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -546,6 +547,15 @@ class RecsysStrategy(DDPStrategy):
             raise TypeError(f"{filepath} becomes a folder, which takes no storage_options, got {storage_options}.")
         whole = checkpoint | {"state_dict": checkpoint["state_dict"] | self._stored_tensors()}
         save_folder(self.broadcast(str(filepath)), whole, extras=self.checkpoint_extras())
+
+    def _say_that_optimizers_are_gone(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:
+        """After a run the main process has weights and progress; optimizers and schedulers were the workers'."""
+        if isinstance(self.launcher, ForkserverLauncher) and checkpoint.get("optimizer_states") == []:
+            rank_zero_warn(
+                f"{path} has no state of optimizers and schedulers: it ended with the worker processes of the run."
+                " To go on with training take a checkpoint that was written in the run, by a `ModelCheckpoint`;"
+                " `trainer.save_checkpoint(path, weights_only=True)` leaves out the state without this warning."
+            )
 
     @property
     def saves_folders(self) -> bool:

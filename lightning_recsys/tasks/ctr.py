@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
+from lightning_recsys.checkpoints import ReadsFolders
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.metrics import Calibration, LogLoss, StreamingAUROC
@@ -33,7 +34,7 @@ class StepOutput(TypedDict):
     logits: Tensor
 
 
-class CTRTask(pl.LightningModule):
+class CTRTask(ReadsFolders):
     """Trains any model ``(dense, sparse) -> logits`` on :class:`Batch` with binary cross entropy.
 
     The dense part is trained by the optimizer given here. The embedding rows are trained by their collections' fused
@@ -51,7 +52,7 @@ class CTRTask(pl.LightningModule):
         config: Plain containers to keep in the checkpoint's hyperparameters, such as the run's configuration.
 
     A checkpoint holds no model class; hand in the model that it was trained with:
-    ``CTRTask.load_from_checkpoint(path, model=model)``.
+    ``CTRTask.load_from_checkpoint(path, model=model)``. The path may be that of a folder, here and in any trainer.
 
     >>> from lightning_recsys.models import DLRM
     >>> task = CTRTask(DLRM(13, {"user": 1000, "movie": 500}, embedding_dim=8))

@@ -97,6 +97,12 @@ def test_one_worker_when_resumed_then_equals_an_uninterrupted_run_bit_for_bit(tm
     trainer, resumed = train(synchronous(num_trainers=1), ckpt_path=path)
     assert trainer.global_step == STEPS
     assert_same(resumed.state_dict(), whole.state_dict())
+    with pytest.warns(
+        UserWarning, match=r"after\.ckpt has no state of optimizers and schedulers: it ended with the work"
+    ):
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert_same(torch.load(tmp_path / "weights.ckpt")["state_dict"], whole.state_dict())
 
 
 def test_checkpoint_when_read_as_a_file_then_has_the_users_keys_and_every_rank_share(two_by_one, tmp_path):

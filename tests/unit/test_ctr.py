@@ -10,6 +10,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
+from lightning_recsys.checkpoints import to_folder
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.models import DLRM, DeepFM
@@ -140,6 +141,27 @@ def test_checkpoint_then_loads_with_weights_only_and_holds_plain_config(tmp_path
     trainer.test(task, make_batches(2), ckpt_path="best", verbose=False)
     reloaded = CTRTask.load_from_checkpoint(checkpoint.best_model_path, model=make_task().model)
     assert torch.equal(rows_of(reloaded), rows_of(task))
+
+
+def test_folder_checkpoint_then_a_plain_trainer_and_the_class_read_it(tmp_path):
+    task, batches, folder = make_task(), make_batches(4), tmp_path / "folder.ckpt"
+    trainer = make_trainer(tmp_path)
+    fit(trainer, task, batches)
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    to_folder(tmp_path / "file.ckpt", folder)
+    assert folder.is_dir()
+    reloaded = CTRTask.load_from_checkpoint(folder, model=make_task().model)
+    assert all(torch.equal(value, reloaded.state_dict()[name]) for name, value in task.state_dict().items())
+    (expected,) = make_trainer(tmp_path).validate(task, batches, verbose=False)
+    (found,) = make_trainer(tmp_path).validate(make_task(), batches, ckpt_path=folder, verbose=False)
+    assert found == expected
+    rows = []
+    for path in (folder, tmp_path / "file.ckpt"):
+        resumed = make_trainer(tmp_path, max_epochs=2)
+        fit(resumed, resumed_task := make_task(), batches, ckpt_path=path)
+        assert resumed.global_step == 8
+        rows.append(rows_of(resumed_task))
+    assert torch.equal(*rows)
 
 
 @pytest.mark.parametrize("model", [DLRM, DeepFM])

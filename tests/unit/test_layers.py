@@ -15,12 +15,12 @@ PACKAGE = Path(lightning_recsys.__file__).parent
 LAYERS = (
     "strategies",
     "launchers",
-    "checkpoints",
     "tasks",
     "callbacks",
     "models",
     "data",
     "metrics",
+    "checkpoints",
     "parameter_server",
     "embeddings",
     "optim",
