@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache, SharedIndex
+from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache, RowUpdates, SharedIndex
 from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
 from lightning_recsys.optim import SGD, RowOptimizer
 from lightning_recsys.parameter_server.backend import StoreBackend
@@ -34,6 +34,10 @@ _OUT_OF_ORDER = 8
 """An announced batch is recognised if fewer others than this were to come before it."""
 
 _FLUSH_BYTES = 16 << 20  # of updates in one message, when all of them go
+
+_NAMED_PER_EXPIRY = 16
+"""How often a worker names all its copies to a store that forgets rows, while it makes as many batches as the store
+counts updates until it forgets. Each worker's batch is an update or two there, so 8 workers fit in."""
 
 
 @dataclass(eq=False)
@@ -90,7 +94,8 @@ class CachedBackend(StoreBackend):
 
     Communication: per step, the distinct rows that were missing or too old, each with state, number and clock; as much
     outwards for each row that leaves with updates; 8 bytes and a bit for each copy that is checked; 4 bytes and a bit
-    instead of a row that was too far ahead and that nobody else has pushed.
+    instead of a row that was too far ahead and that nobody else has pushed. Where stores forget rows, an update travels
+    with the copy that it was made to, and sixteen times in ``expire_after`` batches the clocks of all copies go out.
     """
 
     def __init__(
@@ -124,6 +129,8 @@ class CachedBackend(StoreBackend):
         self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
         self._counts: Counter[str] = Counter()
         self._lags_U = np.empty(0, dtype=np.int32)
+        self._may_owe = False  # whether a copy here may have updates that the stores lack
+        self._unnamed_batches = 0  # since the stores were told which copies are here, where they have to be
         self._make_cache(shared)
 
     def _make_cache(self, shared: SharedIndex | None) -> None:
@@ -222,9 +229,10 @@ class CachedBackend(StoreBackend):
             if self._transfers is not None:
                 self._transfers.push(self._cache, some)
             else:
-                self._messages.owe(self._cache.take(some))
+                self._messages.owe(self._take(some))
                 self._messages.send()
         self._messages.send(with_steps=True)
+        self._may_owe = False
         super().flush()
 
     def invalidate(self) -> None:
@@ -283,7 +291,25 @@ class CachedBackend(StoreBackend):
             self._counts["misses"] += len(fetch)
             self._counts["refreshes"] += len(refresh)
         self._ask(batch, fetch=fetch, check=check, refresh=refresh)
+        self._name_copies(batch)
         return batch
+
+    def _name_copies(self, batch: _Batch) -> None:
+        """Now and then tell stores that forget rows which ones are here, so that they keep them.
+
+        A copy may be in use for long before its updates, or its next check, name the row. The answers, which say
+        nothing that is needed, come with those of the batch.
+        """
+        expiry = self._messages.shortest_expiry
+        if expiry is None or not self.cache_rows:
+            return
+        self._unnamed_batches += 1
+        if self._unnamed_batches * _NAMED_PER_EXPIRY < expiry:
+            return
+        self._unnamed_batches = 0
+        slots = self._cache.held_slots()
+        for answer in self._messages.send(check_C=self._cache.keys(slots), clocks_C=self._cache.current[slots]):
+            batch.answers.append((answer.wait, NO_KEYS, NO_KEYS, NO_KEYS))
 
     def _sorted(self, plan: BatchPlan, staleness: int) -> tuple[Integers, Integers, Integers]:
         """Positions in a plan of the rows to fetch, to check and to refresh."""
@@ -348,7 +374,11 @@ class CachedBackend(StoreBackend):
         if self._transfers is not None:
             self._transfers.push(self._cache, slots, leave=True)
         else:
-            self._messages.owe(self._cache.take(slots))
+            self._messages.owe(self._take(slots))
+
+    def _take(self, slots: Integers) -> RowUpdates:
+        """The updates of copies that have some, for the stores: a copy owes nothing afterwards."""
+        return self._cache.take(slots, with_copies=self._messages.needs_copies)
 
     def _ask(
         self, batch: _Batch, *, fetch: Integers = NO_KEYS, check: Integers = NO_KEYS, refresh: Integers = NO_KEYS
@@ -367,8 +397,8 @@ class CachedBackend(StoreBackend):
             if not at_once.all():
                 held, others = refresh[at_once], refresh[~at_once]
                 fetch = np.concatenate([fetch, others])
-                self._messages.owe(cache.take(plan.slots_U[others]))
-            updates = cache.take(plan.slots_U[held])
+                self._messages.owe(self._take(plan.slots_U[others]))
+            updates = self._take(plan.slots_U[held])
         for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks, held=updates):
             batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked], held[answer.held]))
 

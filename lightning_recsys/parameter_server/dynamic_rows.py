@@ -16,9 +16,14 @@ class DynamicRows:
     Args:
         admission: A row exists from the update on that is the ``admission``-th to name its id; earlier updates of it
             are dropped. Rare ids then take 16 to 32 bytes for their count, and none for a row. Counts are kept in
-            memory only: they begin again where a server is started again.
+            memory only: they begin again where a server is started again. A push that sums up the updates of a
+            worker's copy counts as that many. It is one piece: it is applied as a whole if the ``admission``-th update
+            is in it, and dropped as a whole if all of it comes before. So no cache makes a row lose more than the
+            ``admission - 1`` updates that it would lose without one.
         expire_after: A row, or a count, that no lookup and no update named during so many updates of the store is
-            forgotten, its state too, and its room used for another. ``None``: never.
+            forgotten, its state too, and its room used for another. ``None``: never. A worker that keeps copies names
+            them while it trains, so that rows in its cache stay. Should one be forgotten all the same, as while the
+            worker stood still, then the next push of its copy makes the row as the copy is.
         first_keys: For each table of a store the key of its first row; what a row is made as depends on its key. By
             default the tables lie behind each other. Whoever cuts tables over several stores gives each part the keys
             of its own rows.

@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_recsys.parameter_server.exchange_loops import all_within
 from lightning_recsys.sync.clocks import ClockName
 
-_MAX_STEPS = _MAX_CLOCKS = 2**31
+_MAX_STEPS = 2**31
 _CLOCK_NAMES = get_args(ClockName)
 _NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
 _NO_CLOCKS = torch.empty(0, dtype=torch.int32, device="cpu")
@@ -49,6 +49,11 @@ class RowExchange:
             its name and in its shape per row; float32. All of them where P is above 0, else none.
         held_clocks: Of the last ``H`` pushed rows the worker holds copies, with the updates made: the store's clocks
             when they were fetched, at least 0, int32 ``[H]``.
+        push_counts: How many updates each pushed row's push sums up, at least 1, int32 ``[P]``: what a store that makes
+            rows counts for their admission. Empty: as many as ``push_clocks`` says with ``clock="sum"``, else one each.
+        copies: What the worker has of the pushed rows, with the updates made, as ``updates`` in shape; or nothing. A
+            row that the store has forgotten (it expired) is made as its copy is, as its update alone would leave
+            nothing of what it had learned before.
         num_steps: By how much the store's ``step`` grows.
         check_rows: Rows whose copies may be too old, int64 ``[C]``.
         check_clocks: The worker's clocks ``c_c`` of these rows, int32 ``[C]``.
@@ -61,6 +66,8 @@ class RowExchange:
     push_clocks: Tensor = _NO_CLOCKS
     updates: Mapping[str, Tensor] = field(default_factory=dict)
     held_clocks: Tensor = _NO_CLOCKS
+    push_counts: Tensor = _NO_CLOCKS
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
     num_steps: int = 0
     check_rows: Tensor = _NO_ROWS
     check_clocks: Tensor = _NO_CLOCKS
@@ -76,6 +83,13 @@ class RowExchange:
     def held_rows(self) -> Tensor:
         """The pushed rows of which the worker holds copies, int64 ``[H]``."""
         return self.push_rows[self.push_rows.numel() - self.held_clocks.numel() :]
+
+    @property
+    def updates_per_push(self) -> Tensor:
+        """How many updates each push counts as when rows are admitted, int32 ``[P]``, at least 1."""
+        if self.push_counts.numel():
+            return self.push_counts
+        return self.push_clocks.clamp(min=1) if self.clock == "sum" else torch.ones_like(self.push_clocks)
 
     def wanted_rows(self, current_H: Tensor) -> Tensor:
         """The rows that go back: those to fetch, then held ones whose copies are not current."""
@@ -95,7 +109,6 @@ class RowExchange:
             ValueError: a shape, a dtype, a name or a number is wrong.
             IndexError: a row is not in the store.
         """
-        pushed, held = self.push_rows.numel(), self.held_clocks.numel()
         if self.clock not in _CLOCK_NAMES:
             raise ValueError(f"clock must be one of {list(_CLOCK_NAMES)}, got {self.clock!r:.100}")
         if self.staleness is not None and not 0 <= self.staleness < 2**62:
@@ -107,17 +120,22 @@ class RowExchange:
             if not all_within(rows.contiguous().numpy(), num_rows):
                 raise IndexError(f"{name}_rows must be in [0, {num_rows}), got {int(rows.min())} to {int(rows.max())}")
         _check_array("check_clocks", self.check_clocks, torch.int32, (self.check_rows.numel(),))
+        self._check_pushes(row_shapes if self.push_rows.numel() else {})
+
+    def _check_pushes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        pushed, held = self.push_rows.numel(), self.held_clocks.numel()
         _check_counts("push_clocks", self.push_clocks, pushed)
         _check_counts("held_clocks", self.held_clocks, held)
+        if self.push_counts.numel():
+            _check_counts("push_counts", self.push_counts, pushed, lowest=1)
         if held > pushed:
             raise ValueError(f"held_clocks must be of pushed rows, got {held} for {pushed} of them")
-        expected = row_shapes if pushed else {}
-        if self.updates.keys() != expected.keys():
-            raise ValueError(
-                f"updates of {pushed} rows must be of {sorted(expected)}, got {sorted(self.updates)!s:.200}"
-            )
-        for name, shape in expected.items():
-            _check_array(f"updates[{name!r}]", self.updates[name], torch.float32, (pushed, *shape))
+        kinds = {"updates": self.updates} | ({"copies": self.copies} if self.copies else {})
+        for kind, arrays in kinds.items():
+            if arrays.keys() != expected.keys():
+                raise ValueError(f"{kind} of {pushed} rows must be of {sorted(expected)}, got {sorted(arrays)!s:.200}")
+            for name, shape in expected.items():
+                _check_array(f"{kind}[{name!r}]", arrays[name], torch.float32, (pushed, *shape))
 
     def bytes_by_kind(
         self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]], *, num_outdated: int = 0
@@ -134,9 +152,9 @@ class RowExchange:
         {'rows': 144, 'clocks': 8, 'gradients': 0}
         """
         pushed, fetched, checked = (x.numel() for x in (self.push_rows, self.fetch_rows, self.check_rows))
-        held = self.held_clocks.numel()
+        held, counted, copied = self.held_clocks.numel(), self.push_counts.numel(), pushed if self.copies else 0
         sizes = {"pushed": pushed, "fetched": fetched, "checked": checked, "held": held, "outdated": num_outdated}
-        return bytes_by_kind(num_rows, row_shapes, **sizes)
+        return bytes_by_kind(num_rows, row_shapes, **sizes, counted=counted, copied=copied)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +184,8 @@ def bytes_by_kind(
     checked: int,
     held: int,
     outdated: int,
+    counted: int = 0,
+    copied: int = 0,
 ) -> dict[str, int]:
     """Bytes that cross the network for an exchange and its answer, headers aside.
 
@@ -177,18 +197,20 @@ def bytes_by_kind(
         checked: Copies whose clocks are compared.
         held: Pushed rows of which the worker holds copies.
         outdated: Those that come back.
+        counted: Pushed rows that say how many updates they sum up.
+        copied: Pushed rows that come with their copies.
 
     Returns:
-        ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks, numbers of checked rows, one bit back for
-        each of them and of those held) and ``gradients`` (numbers and updates).
+        ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks and counts, numbers of checked rows, one bit
+        back for each of them and of those held) and ``gradients`` (numbers, updates and copies).
     """
     number = row_dtype(num_rows).itemsize
     row = 4 * sum(map(math.prod, row_shapes.values()))
-    clocks = pushed + held + checked + fetched + outdated
+    clocks = pushed + held + checked + fetched + outdated + counted
     return {
         "rows": fetched * (number + row) + outdated * row,
         "clocks": 4 * clocks + checked * number + -(-(checked + held) // 8),
-        "gradients": pushed * (number + row),
+        "gradients": pushed * (number + row) + copied * row,
     }
 
 
@@ -197,10 +219,10 @@ def row_dtype(num_rows: int) -> torch.dtype:
     return torch.int32 if num_rows <= 2**31 else torch.int64
 
 
-def _check_counts(name: str, clocks: Tensor, size: int) -> None:
+def _check_counts(name: str, clocks: Tensor, size: int, *, lowest: int = 0) -> None:
     _check_array(name, clocks, torch.int32, (size,))
-    if not all_within(clocks.contiguous().numpy(), _MAX_CLOCKS):
-        raise ValueError(f"{name} must be at least 0, got {int(clocks.min())}")
+    if size and int(clocks.min()) < lowest:
+        raise ValueError(f"{name} must be at least {lowest}, got {int(clocks.min())}")
 
 
 def _check_array(name: str, array: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.wire import Limits
 
-_ROW_OVERHEAD = 24  # bytes of a row's number, of its two clocks and of its bits, and some to spare
+_ROW_OVERHEAD = 24  # bytes of a row's number, of its clocks, its count and its bits, and some to spare
 
 
 def cut_exchange(exchange: RowExchange, row_shapes: Mapping[str, tuple[int, ...]], limits: Limits) -> list[RowExchange]:
@@ -28,7 +28,8 @@ def cut_exchange(exchange: RowExchange, row_shapes: Mapping[str, tuple[int, ...]
     >>> [(part.fetch_rows.tolist(), part.check_rows.tolist()) for part in parts]
     [([0, 1, 2], []), ([3, 4], [0]), ([], [1, 2, 3]), ([], [4])]
     """
-    row_bytes = _ROW_OVERHEAD + 4 * sum(torch.Size(shape).numel() for shape in row_shapes.values())
+    arrays = 2 if exchange.copies else 1  # of what a row has, one behind the other
+    row_bytes = _ROW_OVERHEAD + 4 * arrays * sum(torch.Size(shape).numel() for shape in row_shapes.values())
     size = max(min(limits.message_bytes // row_bytes, limits.rows), 1)
     pushed, fetched, checked = (x.numel() for x in (exchange.push_rows, exchange.fetch_rows, exchange.check_rows))
     if pushed + fetched + checked <= size:
@@ -47,6 +48,8 @@ def cut_exchange(exchange: RowExchange, row_shapes: Mapping[str, tuple[int, ...]
                 push_clocks=exchange.push_clocks[pushes],
                 updates={name: values[pushes] for name, values in exchange.updates.items() if first < pushed},
                 held_clocks=exchange.held_clocks[held],
+                push_counts=exchange.push_counts[pushes],
+                copies={name: values[pushes] for name, values in exchange.copies.items() if first < pushed},
                 num_steps=0 if first else exchange.num_steps,
                 fetch_rows=exchange.fetch_rows[fetches],
                 check_rows=exchange.check_rows[checks],

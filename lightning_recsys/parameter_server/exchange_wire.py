@@ -1,8 +1,8 @@
 """An exchange as the arrays of one request and of its reply.
 
 The numbers of all its rows travel as one array, those of pushes first, then of checks, then of fetches, and so do the
-clocks, of pushes, of checks, then of held copies; numbers take 4 bytes where they fit. What is stale and, behind it,
-what is current comes back as one bit for each check and each held copy.
+clocks, of pushes, of checks, of held copies, then the counts of pushes; numbers take 4 bytes where they fit. What is
+stale and, behind it, what is current comes back as one bit for each check and each held copy.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ def pack_request(exchange: RowExchange, num_rows: int, row_shapes: RowShapes) ->
     """Arguments and arrays of the request for an exchange that was checked."""
     pushes = exchange.push_rows.numel()
     rows = _joined(exchange.push_rows, exchange.check_rows, exchange.fetch_rows).to(row_dtype(num_rows))
-    clocks = _joined(exchange.push_clocks, exchange.check_clocks, exchange.held_clocks)
-    updates = [exchange.updates[name].detach().contiguous() for name in row_shapes] if pushes else []
+    clocks = _joined(exchange.push_clocks, exchange.check_clocks, exchange.held_clocks, exchange.push_counts)
+    of_pushes = (exchange.updates, exchange.copies) if exchange.copies else (exchange.updates,)
+    updates = [arrays[name].detach().contiguous() for arrays in of_pushes for name in row_shapes] if pushes else []
     arguments = {
         "pushes": pushes,
         "held": exchange.held_clocks.numel(),
+        "counted": exchange.push_counts.numel() > 0,
+        "copied": bool(exchange.copies),
         "steps": exchange.num_steps,
         "clock": exchange.clock,
         "staleness": exchange.staleness,
@@ -45,31 +48,41 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
         ValueError: it is none for this store, or is over a limit.
         IndexError: a row is not in the store.
     """
-    pushes, held, steps, clock, staleness = take_arguments(
-        request, pushes=int, held=int, steps=int, clock=str, staleness=(int, type(None))
+    pushes, held, counted, copied, steps, clock, staleness = take_arguments(
+        request,
+        pushes=int,
+        held=int,
+        counted=bool,
+        copied=bool,
+        steps=int,
+        clock=str,
+        staleness=(int, type(None)),
     )
     arrays = list(request.arrays)
     rows = take_array(arrays, "rows", row_dtype(num_rows), 1)
     clocks = take_array(arrays, "clocks", torch.int32, 1)
-    named = clocks.numel() - held  # pushed and checked rows
+    named = clocks.numel() - held - (pushes if counted else 0)  # pushed and checked rows
     if not (0 <= held <= pushes <= named <= rows.numel() <= limits.rows):
         raise ValueError(
             "held copies may not be more than pushes, pushes than clocks of pushes and checks, these than rows, and "
             f"rows than {limits.rows}; got {held} held copies, {pushes} pushes, {clocks.numel()} clocks and "
             f"{rows.numel()} rows"
         )
-    names = list(row_shapes) if pushes else []
-    updates = {name: take_array(arrays, name, torch.float32, 1 + len(row_shapes[name])) for name in names}
+    updates = _take_rows(arrays, row_shapes) if pushes else {}
+    copies = _take_rows(arrays, row_shapes) if pushes and copied else {}
     if arrays:
-        raise ValueError(f"this exchange takes {2 + len(names)} arrays, got {len(request.arrays)}")
+        expected = 2 + len(updates) + len(copies)
+        raise ValueError(f"this exchange takes {expected} arrays, got {len(request.arrays)}")
     push_rows, check_rows, fetch_rows = rows.long().tensor_split((pushes, named))
-    push_clocks, check_clocks, held_clocks = clocks.tensor_split((pushes, named))
+    push_clocks, check_clocks, held_clocks, push_counts = clocks.tensor_split((pushes, named, named + held))
     exchange = RowExchange(
         fetch_rows=fetch_rows,
         push_rows=push_rows,
         push_clocks=push_clocks,
         updates=updates,
         held_clocks=held_clocks,
+        push_counts=push_counts,
+        copies=copies,
         num_steps=steps,
         check_rows=check_rows,
         check_clocks=check_clocks,
@@ -82,6 +95,10 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
     if reply_bytes > limits.message_bytes:
         raise ValueError(f"the reply would have {reply_bytes} bytes and may have {limits.message_bytes}: ask in parts")
     return exchange
+
+
+def _take_rows(arrays: list[Tensor], row_shapes: RowShapes) -> dict[str, Tensor]:
+    return {name: take_array(arrays, name, torch.float32, 1 + len(shape)) for name, shape in row_shapes.items()}
 
 
 def pack_reply(values: RowValues) -> list[Tensor]:

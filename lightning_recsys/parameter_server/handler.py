@@ -432,7 +432,7 @@ class RequestHandler:
         def apply() -> RowValues:
             return served.store.fetch_and_check(exchange, served.store.push_updates(exchange))
 
-        return _Push(apply, served.undo(exchange.push_rows, clocks=True))
+        return _Push(apply, served.undo(exchange.push_rows, clocks=True, counts=exchange.updates_per_push))
 
     def _read(self, request: Request) -> object:
         served = self._embedding(request)

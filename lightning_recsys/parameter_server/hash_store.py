@@ -47,6 +47,7 @@ _KEYS = "keys"
 _LOCK = "lock"
 _GROWTH_BYTES = 1 << 22  # room is made in pieces of this size, whatever is there already
 _MAX_SLOTS = 2**31 - 1
+_UNTRAINED = -(2**31)  # a clock of 0 with its mark: of a row that nothing has changed since it was made
 _STEP, _LIVE, _ALLOCATED, _HIGH = 0, LIVE_COUNTER, 2, 3
 
 
@@ -235,32 +236,43 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
 
     # --- Updates: they do --------------------------------------------------------------------------------------------
 
-    def admit(self, rows_N: np.ndarray, *, always: bool = False) -> np.ndarray:
+    def admit(self, rows_N: np.ndarray, counts_N: np.ndarray | None = None, *, always: bool = False) -> np.ndarray:
         """Let the present update name rows: their slots, made where they have earned one, otherwise -1.
 
-        To do it again before the update ends changes nothing.
+        To do it again before the update ends changes nothing. Where rows expire, the clock of a row that an exchange
+        may still have to make from a worker's copy is ``_UNTRAINED``; it is so in the file, too, so that the push of a
+        killed server, sent again to the next one, finds the row as it would have.
+
+        Args:
+            rows_N: They; one that is named twice counts once.
+            counts_N: How many updates the present one stands for, for each row, int32; by default one. Rows are
+                distinct where it is given.
+            always: Make all of them; not by an update.
         """
         slots_N, absent = self._index.find(rows_N)
         if absent:
             missing = np.flatnonzero(slots_N < 0)
-            named = np.unique(rows_N[missing])
+            named, first = np.unique(rows_N[missing], return_index=True)
+            counts = None if counts_N is None else counts_N[missing][first]
             self._make_room(self._index.high + named.size)
-            rows_U, slots_U = self._index.admit(named, always=always)
+            rows_U, slots_U = self._index.admit(named, counts, always=always)
             self._note_size()
             if rows_U.size:
                 self._draw(rows_U, slots_U, self.arrays["weight"])
                 slots = torch.from_numpy(slots_U)
                 for name, state in self.optimizer.initial_state(self.arrays["weight"][slots]).items():
                     self.arrays[name][slots] = state
-                self.arrays[CLOCK][slots] = 0
+                is_new = self.dynamic.expire_after is not None and not always
+                self.arrays[CLOCK][slots] = _UNTRAINED if is_new else 0
                 self._index.publish(rows_U, slots_U)
                 slots_N[missing] = self._index.find(rows_N[missing])[0]
         return slots_N
 
     def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
         with self._mutex:
-            slots = _admitted(sparse, self.admit(self.rows_of(sparse)))
-            weight, state, step = self._begin_update()
+            slots_N = self.admit(self.rows_of(sparse))
+            slots = _admitted(sparse, slots_N)
+            weight, state, step = self._begin_update(slots_N)
             self._kernel.apply_gradients(weight, state, slots, grad_BFD, learning_rate=learning_rate, step=step)
             self._end_update()
 
@@ -275,7 +287,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             kept = slots_U >= 0
             if not kept.all():
                 slots_U, grads = slots_U[kept], grads[kept]
-            weight, state, step = self._begin_update()
+            weight, state, step = self._begin_update(slots_U)
             apply_update(self.optimizer, slots_U, grads, weight, state, learning_rate=learning_rate, step=step)
             self._end_update()
 
@@ -292,12 +304,17 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         None where the update was not admitted, or where rows expire: one that was made anew since has a clock that
         means something else.
         """
-        slots_P = self.admit(_array(request.push_rows))
+        slots_P = self.admit(_array(request.push_rows), _array(request.updates_per_push))
         kept = slots_P >= 0
         slots_P = slots_P[kept]
+        untrained = np.zeros(slots_P.size, dtype=np.bool_)
+        if request.copies:
+            untrained = self.marked_clocks.numpy()[slots_P] == _UNTRAINED
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
-            add_rows(slots_P, _matrix(amounts)[kept], _matrix(self.arrays[name]), sign)
+            add_rows(slots_P[~untrained], _matrix(amounts)[kept][~untrained], _matrix(self.arrays[name]), sign)
+        for name, copies in request.copies.items():
+            _matrix(self.arrays[name])[slots_P[untrained]] = _matrix(copies)[kept][untrained]
         sent, before = _array(request.push_clocks)[kept], np.empty(len(slots_P), dtype=np.int32)
         move_clocks(slots_P, sent, self.marked_clocks.unsqueeze(1).numpy(), request.clock == "sum", before)
         counters.add(self.arrays["counters"], _STEP, request.num_steps)
@@ -328,8 +345,9 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         if list(values.shape) != expected:
             raise ValueError(f"{name!r} takes values of shape {expected}, got {list(values.shape)}.")
         with self._mutex:
-            slots = torch.from_numpy(self.admit(_array(rows_U), always=True))
-            self.arrays[name].index_copy_(0, slots, values)
+            slots_U = self.admit(_array(rows_U), always=True)
+            self.arrays[name].index_copy_(0, torch.from_numpy(slots_U), values)
+            self._note_trained(slots_U)
 
     def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
         self.write_rows(name, self._stretch(first_row, values.shape[0]), values)
@@ -345,7 +363,14 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         keys, high = self.arrays[_KEYS].numpy(), int(self.arrays["counters"][_HIGH])
         return KeyIndex(keys, high, admission=self.dynamic.admission, expire_after=self.dynamic.expire_after)
 
-    def _begin_update(self) -> tuple[Tensor, dict[str, Tensor], int]:
+    def _note_trained(self, slots_N: np.ndarray) -> None:
+        """Rows in these slots are no longer what they were made as; slots below 0 are none."""
+        if self.dynamic.expire_after is not None:
+            slots, clocks = slots_N[slots_N >= 0], self.marked_clocks.numpy()
+            clocks[slots[clocks[slots] == _UNTRAINED]] = 0
+
+    def _begin_update(self, slots_N: np.ndarray) -> tuple[Tensor, dict[str, Tensor], int]:
+        self._note_trained(slots_N)
         state = {name: self.arrays[name] for name in self._states}
         return self.arrays["weight"], state, counters.add(self.arrays["counters"], _STEP)
 

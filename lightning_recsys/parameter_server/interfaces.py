@@ -107,7 +107,12 @@ class DynamicEmbeddingStore(EmbeddingStore):
     *Lookup* (:meth:`lookup`, :meth:`pooled_lookup`, :meth:`read`) gives a row that does not exist as what it would be
     made as. *Insert* makes rows, *update* (gradients, exchanges, :meth:`write`) makes those that it needs. Reference:
     DES, section 5, where a lookup of a new id inserts it; here its first update does, which trains to the same rows.
+
+    Attributes:
+        dynamic: When rows are made and forgotten.
     """
+
+    dynamic: DynamicRows
 
     @abstractmethod
     def insert(self, rows_U: Tensor) -> None:

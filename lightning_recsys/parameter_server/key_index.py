@@ -94,13 +94,17 @@ class KeyIndex:
         absent = _find(keys_N, slots_N, _int32(self.now), np.int64(self._expire), touch, *self._table)
         return slots_N, int(absent)
 
-    def admit(self, keys_N: np.ndarray, *, always: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def admit(
+        self, keys_N: np.ndarray, counts_N: np.ndarray | None = None, *, always: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Note that the present update names keys without a slot, and give slots to those that have earned one.
 
         To call it again in the same update changes nothing. Slots beyond ``high`` are used where none is free.
 
         Args:
             keys_N: Found to have no slot; a key may be named twice.
+            counts_N: How many updates the present one stands for, for each key, at least 1, int32 ``[N]``; by default
+                one. A key that is named twice counts as the first time.
             always: Give each one a slot.
 
         Returns:
@@ -113,9 +117,10 @@ class KeyIndex:
         if self._header[_SEGMENTS] > _MAX_SEGMENTS - _SPARE_SEGMENTS:
             raise MemoryError(f"an index holds at most {_MAX_SEGMENTS * _SEGMENT // 2} keys: use more servers.")
         made = np.empty((2, keys_N.shape[0]), dtype=np.int64)
+        counts = np.ones(keys_N.shape[0], dtype=np.int32) if counts_N is None else counts_N
         admission = 1 if always else self._admission
         times = _int32(self.now), np.int64(self._expire)
-        count = _admit(keys_N, made, np.int64(admission), *times, self._slot_keys, *self._table)
+        count = _admit(keys_N, counts, made, np.int64(admission), *times, self._slot_keys, *self._table)
         return made[0, :count], made[1, :count]
 
     def publish(self, keys_U: np.ndarray, slots_U: np.ndarray) -> None:
@@ -254,14 +259,14 @@ def _free_slot(slot, slot_keys, header):  # noqa: ANN001, ANN202
 
 
 @compile_loop
-def _admit(keys, made, admission, now, expire, slot_keys, header, directory, segments, entries):  # noqa: ANN001, ANN202
+def _admit(keys, counts, made, admission, now, expire, slot_keys, header, directory, segments, entries):  # noqa: ANN001, ANN202
     count = 0
     for i in range(keys.shape[0]):
         key = keys[i]
         hashed = mix(np.uint64(key))
         place = _position(key, hashed, _segment_of(hashed, header, directory), entries)
         is_new, word = entries[place, 0] == 0, entries[place, 1]
-        seen = np.int64(1)
+        seen = np.int64(counts[i])
         if not is_new:
             value, old = np.int64(np.int32(word)), _is_old(word, now, expire)
             if value >= 0 and not old:  # named twice, and got its slot the first time
@@ -269,7 +274,7 @@ def _admit(keys, made, admission, now, expire, slot_keys, header, directory, seg
             if value >= 0:
                 _free_slot(value, slot_keys, header)
             elif not old:
-                seen = -value if np.int32(word >> 32) == now else 1 - value
+                seen = -value if np.int32(word >> 32) == now else seen - value
         value = -seen
         if seen >= admission:
             value = _take_slot(slot_keys, header)

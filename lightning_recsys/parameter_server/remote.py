@@ -166,7 +166,9 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
 
     def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
         super().__init__(connection, name, description)
-        self.dynamic = dynamic_from_plain(description["dynamic"])
+        dynamic = dynamic_from_plain(description["dynamic"])
+        assert dynamic is not None
+        self.dynamic = dynamic
 
     def live_rows(self) -> Tensor:  # noqa: D102 - inherited
         step, parts = CHUNK_BYTES // 8, []

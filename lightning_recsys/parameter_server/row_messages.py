@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.embeddings.cache import RowUpdates
+from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
-from lightning_recsys.parameter_server.interfaces import EmbeddingStore
+from lightning_recsys.parameter_server.interfaces import DynamicEmbeddingStore, EmbeddingStore
 from lightning_recsys.parameter_server.row_places import Integers, RowPlaces
 from lightning_recsys.sync import ClockRule
 
@@ -52,6 +53,8 @@ class RowMessages:
         row_shapes: Shape of what one row has of ``weight`` and of each state.
 
     Attributes:
+        needs_copies: Whether a store forgets rows: what is owed then comes with copies of the rows.
+        shortest_expiry: After how many updates one does, at the earliest; ``None`` where none does.
         counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``.
         unsent_steps: Updates of the whole collection that each store has not heard of.
     """
@@ -66,6 +69,11 @@ class RowMessages:
         self.counts: Counter[str] = Counter()
         self.unsent_steps = [0] * len(stores)
         self._stores, self._places, self._rule, self._row_shapes = stores, places, rule, row_shapes
+        dynamic = [x.dynamic if isinstance(x, DynamicEmbeddingStore) else DynamicRows() for x in stores]
+        self._counts_updates = [rule.clock == "max" and x.admission > 1 for x in dynamic]  # else the clocks say it
+        self._needs_copies = [x.expire_after is not None for x in dynamic]
+        self.needs_copies = any(self._needs_copies)
+        self.shortest_expiry = min((x.expire_after for x in dynamic if x.expire_after is not None), default=None)
         self._owed: list[RowUpdates] = []
 
     def count_step(self) -> None:
@@ -103,6 +111,10 @@ class RowMessages:
         keys_K = np.concatenate([x.keys for x in owed] or [NO_KEYS])
         heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [NO_CLOCKS])
         updates = {name: _joined([x.values[name] for x in owed]) for name in self._row_shapes if owed}
+        unsent_K = np.concatenate([x.unsent for x in owed] or [NO_CLOCKS])
+        copies = {}
+        if owed and self.needs_copies:
+            copies = {name: _joined([x.copies[name] for x in owed]) for name in self._row_shapes}
         answers = []
         splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C, held_H)]
         for index, (store, *parts) in enumerate(zip(self._stores, *splits, strict=True)):
@@ -114,8 +126,10 @@ class RowMessages:
             request = RowExchange(
                 push_rows=torch.from_numpy(push_rows),
                 push_clocks=torch.from_numpy(heard_K[pushed]),
-                updates={name: values[pushed] for name, values in updates.items() if len(push_rows)},
+                updates=_of_rows(updates, pushed, push_rows),
                 held_clocks=torch.from_numpy(clocks_H[kept]),
+                push_counts=torch.from_numpy(unsent_K[pushed] if self._counts_updates[index] else NO_CLOCKS),
+                copies=_of_rows(copies, pushed, push_rows) if self._needs_copies[index] else {},
                 num_steps=steps,
                 fetch_rows=torch.from_numpy(fetch_rows),
                 check_rows=torch.from_numpy(check_rows),
@@ -138,6 +152,11 @@ class RowMessages:
             self.counts.update(request.bytes_by_kind(num_rows, self._row_shapes, num_outdated=num_outdated))
             self.counts.subtract(request.bytes_by_kind(num_rows, self._row_shapes))
         return found
+
+
+def _of_rows(arrays: Mapping[str, Tensor], which: Integers | slice, rows: Integers) -> dict[str, Tensor]:
+    """Of all pushed rows those of one store; nothing where it has none of them."""
+    return {name: values[which] for name, values in arrays.items() if len(rows)}
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

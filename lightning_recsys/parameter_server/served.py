@@ -96,8 +96,8 @@ class ServedEmbedding:
         _ = self.store.marked_clocks  # raises where there are none
         return exchange
 
-    def undo(self, rows: Tensor, *, clocks: bool = False) -> Undo:
-        """How to take back an update of these rows, and of their clocks."""
+    def undo(self, rows: Tensor, *, clocks: bool = False, counts: Tensor | None = None) -> Undo:
+        """How to take back an update of these rows, and of their clocks; it names each row so often (once each)."""
         return Undo(self._arrays, (*self._trained, embedding_store.CLOCK) if clocks else self._trained, rows)
 
     def close(self) -> None:
@@ -121,9 +121,9 @@ class ServedDynamic(ServedEmbedding):
     def describe(self) -> dict[str, Any]:  # noqa: D102 - inherited
         return super().describe() | {"kind": hash_store.KIND, "dynamic": dynamic_to_plain(self.store.dynamic)}
 
-    def undo(self, rows: Tensor, *, clocks: bool = False) -> Undo:
+    def undo(self, rows: Tensor, *, clocks: bool = False, counts: Tensor | None = None) -> Undo:
         """As for other stores, by slots: the rows that the update will make are made here, and need no undoing."""
-        slots = self.store.admit(rows.contiguous().numpy())
+        slots = self.store.admit(rows.contiguous().numpy(), None if counts is None else counts.numpy())
         return super().undo(torch.from_numpy(slots[slots >= 0]), clocks=clocks)
 
 

@@ -90,6 +90,8 @@ def test_served_exchange_when_rows_are_new_then_the_answer_is_that_of_a_store_in
             push_rows=rows[:4],
             push_clocks=torch.full((4,), step, dtype=torch.int32),
             updates={"weight": torch.randn(4, 8), "sum": torch.rand(4, 8)},
+            push_counts=torch.tensor([1, 2, 1, 3], dtype=torch.int32),
+            copies={"weight": torch.randn(4, 8), "sum": torch.rand(4, 8)} if step % 4 else {},
             num_steps=1,
             fetch_rows=rows,
             check_rows=rows[2:],

@@ -45,6 +45,7 @@ def random_exchange(generator, shapes, now):
     sizes = [int(torch.randint(0, 6, (), generator=generator)) for _ in range(3)]
     pushed, fetched, checked = (torch.randperm(NUM_ROWS, generator=generator)[:size] for size in sizes)
     names = shapes if sizes[0] else {}
+    draw_counts, draw_copies = torch.randint(0, 2, (2,), generator=generator).tolist()
     held = now[pushed[int(torch.randint(0, sizes[0] + 1, (), generator=generator)) :]]
     return RowExchange(
         fetch_rows=fetched,
@@ -52,6 +53,8 @@ def random_exchange(generator, shapes, now):
         push_clocks=torch.randint(0, 9, (sizes[0],), generator=generator).int(),
         updates={name: torch.randn(sizes[0], *shapes[name], generator=generator) for name in names},
         held_clocks=(held - torch.randint(0, 2, held.shape, generator=generator).int()).clamp(min=0),
+        push_counts=torch.randint(1, 9, (sizes[0] * draw_counts,), generator=generator).int(),
+        copies={name: torch.randn(sizes[0], *shapes[name], generator=generator) for name in names if draw_copies},
         num_steps=int(torch.randint(0, 3, (), generator=generator)),
         check_rows=checked,
         check_clocks=torch.randint(0, 9, (sizes[2],), generator=generator).int(),
@@ -98,7 +101,7 @@ def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_b
 
 @pytest.mark.parametrize("bytes_of_rows", [1, 3, 5])
 def test_exchange_when_over_a_limit_then_goes_in_parts_and_equals_a_whole_one(tmp_path, bytes_of_rows):
-    limits = Limits(message_bytes=bytes_of_rows * (24 + 4 * DIM + 4))
+    limits = Limits(message_bytes=bytes_of_rows * (24 + 2 * (4 * DIM + 4)))  # with copies
     (tmp_path / "own").mkdir()
     (tmp_path / "served").mkdir()
     whole = make_users(MappedStores(tmp_path / "own"), RowwiseAdagrad(0.5))
@@ -202,7 +205,7 @@ def test_clients_when_they_take_turns_at_random_then_every_update_counts_once(tm
 # --- The handler alone --------------------------------------------------------------------------------------------
 
 ROWS, CLOCKS = torch.tensor([2, 3, 4], dtype=torch.int32), clocks(5, 1)
-RIGHT = {"pushes": 1, "held": 0, "steps": 1, "clock": "max", "staleness": 3}
+RIGHT = {"pushes": 1, "held": 0, "counted": False, "copied": False, "steps": 1, "clock": "max", "staleness": 3}
 UPDATE = torch.ones(1, DIM)  # of row 2, with 3 checked and 4 fetched
 
 
@@ -277,6 +280,11 @@ def test_push_when_it_fails_half_way_then_rows_clocks_and_step_are_as_before(tmp
         (1, (ROWS, clocks(5), UPDATE), {"held": 1}, "pushes than clocks of pushes and checks"),
         (1, (ROWS, clocks(5, 1, -1), UPDATE), {"held": 1}, "held_clocks must be at least 0, got -1"),
         (1, (ROWS, CLOCKS, UPDATE), {"held": True}, "held must be int"),
+        (1, (ROWS, CLOCKS[:1], UPDATE), {"counted": True}, "pushes than clocks"),
+        (1, (ROWS, clocks(5, 1, 0), UPDATE), {"counted": True}, "push_counts must be at least 1, got 0"),
+        (1, (ROWS, CLOCKS, UPDATE), {"counted": 1}, "counted must be bool"),
+        (1, (ROWS, CLOCKS, UPDATE), {"copied": True}, "an array is missing: weight"),
+        (1, (ROWS, CLOCKS, UPDATE, UPDATE[:, :3].contiguous()), {"copied": True}, r"copies\['weight'\] must be"),
         (1, (ROWS, CLOCKS, UPDATE), {"pushes": 2}, r"updates\['weight'\] must be .* of shape \[2, 4\]"),
         (1, (ROWS, CLOCKS, UPDATE), {"pushes": True}, "pushes must be int"),
         (1, (ROWS, CLOCKS, UPDATE), {"steps": -1}, "num_steps must be in"),

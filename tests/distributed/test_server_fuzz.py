@@ -27,6 +27,7 @@ PER_EXAMPLE = 50  # requests that hypothesis draws at once: its own overhead is 
 LIMITS = Limits(frames=5, header_bytes=2048, message_bytes=4096, rows=64)
 IDS, OFFSETS, GRADS = torch.tensor([0, 5, 1, 4, 2, 0]), torch.arange(7), torch.ones(2, 3, 4)
 ROWS, CLOCKS = torch.tensor([2, 3, 4], dtype=torch.int32), torch.tensor([5, 1], dtype=torch.int32)
+EXCHANGE = {"pushes": 1, "held": 0, "counted": False, "copied": False, "steps": 1, "clock": "max", "staleness": 2}
 TABLES, RULE = layout_to_plain(LAYOUT), optimizer_to_plain(SGD())
 
 # A right request of every kind; those that change something carry a sequence number that is not the next one, so that
@@ -41,7 +42,7 @@ RIGHT = [
     request_frames("pooled_lookup", IDS, OFFSETS, torch.ones(6), store="users", bags=True, weighted=True),
     request_frames("read", store="users", array="weight", first_row=1, num_rows=3),
     request_frames("pull", store="center"),
-    request_frames("exchange", ROWS, CLOCKS, store="users", pushes=0, held=0, steps=0, clock="max", staleness=2),
+    request_frames("exchange", ROWS, CLOCKS, store="users", **EXCHANGE | {"pushes": 0, "steps": 0}),
     *(
         request_frames(operation, *arrays, sequence=sequence, **fields)
         for sequence in (0, 2**40, 2**62)
@@ -55,7 +56,7 @@ RIGHT = [
             (
                 "exchange",
                 (ROWS, CLOCKS, torch.ones(1, 4)),
-                {"store": "users", "pushes": 1, "held": 1, "steps": 1, "clock": "sum", "staleness": None},
+                {"store": "users", **EXCHANGE, "held": 1, "clock": "sum", "staleness": None},
             ),
             ("write", (torch.ones(2, 4),), {"store": "users", "array": "weight", "first_row": 0}),
             ("set_step", (), {"store": "users", "step": 9}),
@@ -88,7 +89,7 @@ WRONG_PUSHES = [
             (
                 "exchange",
                 (ROWS + off, CLOCKS + off, torch.ones(1, 4)),
-                {"store": "users", "pushes": pushes, "held": 0, "steps": 1, "clock": "max", "staleness": 2},
+                {"store": "users", **EXCHANGE, "pushes": pushes},
             )
             for off, pushes in ((6, 1), (-6, 1), (0, 2))
         ),

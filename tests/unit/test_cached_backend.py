@@ -701,3 +701,109 @@ def test_collections_that_share_an_index_when_one_is_copied_or_gone_then_the_oth
         update(worker, 0, ids(3, 4, 5))
         worker.flush()
     assert first.embedding_bags.read("t", "weight")[:6].flatten().tolist() == [0, -2, -2, -2, -2, -2]
+
+
+def dynamic_workers(server, count, dynamic, *, rows=12, **options) -> list[EmbeddingBagCollection]:
+    """As :func:`one_table`, whose rows are dynamic: zeros until they are made."""
+    table = EmbeddingBagConfig("t", rows, count, ("x",), init_std=0.0)
+    workers = [EmbeddingBagCollection([table], optimizer=SGD(1.0), device="meta") for _ in range(count)]
+    store = server.create_embedding_store("net", workers[0].layout, SGD(1.0), seed=0, dynamic=dynamic)
+    parts = [TablePart("net", "t", 0, rows, 0, 0, 0.0)]
+    for worker in workers:
+        worker.bind(CachedBackend(worker.layout, SGD(1.0), stores=[(store, parts)], **options))
+    return workers
+
+
+@pytest.fixture
+def server(tmp_path):
+    opened = MappedStores(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("clock", ["max", "sum"])
+@pytest.mark.parametrize(
+    ("cache_rows", "staleness", "pushed"), [(0, 0, 1), (9, 0, 1), (9, 2, 3), (9, 100, 101), (9, None, 250)]
+)
+@pytest.mark.parametrize("admission", [1, 2, 7, 101, 102, 250, 251])
+def test_admission_behind_a_cache_when_pushes_sum_updates_then_whole_ones_before_the_threshold_are_lost(
+    server, clock, cache_rows, staleness, pushed, admission
+):
+    options = {"clock": clock, "cache_rows": cache_rows, "staleness": staleness}
+    (worker,) = dynamic_workers(server, 1, DynamicRows(admission=admission), **options)
+    for _ in range(250):
+        update(worker, 0, ids(5))
+    worker.flush()
+    # The k-th update is in push number ceil(k / pushed); all that come before it are dropped.
+    lost = (admission - 1) // pushed * pushed if admission <= 250 else 250
+    assert lost <= admission - 1
+    (store,) = worker.embedding_bags.stores
+    assert store.read("weight", 5, 1).item() == -(250 - lost)
+    assert store.num_live == (admission <= 250)
+
+
+def test_admission_when_several_workers_push_sums_then_their_updates_are_counted_together(server):
+    first, second = dynamic_workers(server, 2, DynamicRows(admission=10), cache_rows=9, staleness=None)
+    (store,) = first.embedding_bags.stores
+    for worker, index, count in ((first, 0, 4), (second, 1, 5), (first, 0, 1)):
+        for _ in range(count):
+            update(worker, index, ids(5))
+        worker.flush()
+        assert store.num_live == (worker is first and count == 1)
+    assert store.read("weight", 5, 1).tolist() == [[-1, 0]], "what came before the tenth is lost, as without a cache"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("staleness", [3, None])
+def test_expired_row_when_a_worker_still_holds_it_then_its_push_brings_it_back_as_its_copy_is(server, rule, staleness):
+    table = EmbeddingBagConfig("t", 12, 4, ("x",), init_std=0.5)
+    workers = [EmbeddingBagCollection([table], optimizer=rule, device="meta") for _ in range(2)]
+    dynamic = DynamicRows(expire_after=4)
+    store = server.create_embedding_store("net", workers[0].layout, rule, seed=0, dynamic=dynamic)
+    parts = [TablePart("net", "t", 0, 12, 0, 0, 0.0)]
+    for worker in workers:
+        options = {"cache_rows": 9, "staleness": staleness}
+        worker.bind(CachedBackend(worker.layout, rule, stores=[(store, parts)], **options))
+    first, second = workers
+    alone = EmbeddingBagCollection([table], optimizer=rule)
+    for name in store.row_shapes:
+        alone.embedding_bags.write("t", name, store.read(name, 0, 12))
+    for turn in range(3):
+        for worker in (first, alone):
+            for _ in range(turn + 1):
+                worker(ids(5)).square().sum().backward()
+        first.flush()
+        assert 5 in store.live_rows().tolist()
+        for _ in range(8):  # while the first one stands still
+            second(ids(7)).square().sum().backward()
+            second.flush()
+        assert 5 not in store.live_rows().tolist()
+    for worker in (first, alone):
+        worker(ids(5)).square().sum().backward()
+    first.embedding_bags.invalidate()
+    for name in store.row_shapes:
+        torch.testing.assert_close(store.read(name, 5, 1), alone.embedding_bags.read("t", name)[5:6])
+
+
+@pytest.mark.parametrize("staleness", [0, 3, 1000, None])
+def test_rows_that_expire_when_workers_train_copies_of_them_then_they_stay(server, staleness):
+    options = {"cache_rows": 9, "staleness": staleness}
+    first, second = dynamic_workers(server, 2, DynamicRows(expire_after=20), **options)
+    (store,) = first.embedding_bags.stores
+    for step in range(150):
+        update(first, 0, ids(5))
+        update(second, 1, ids(7))
+        if step in (0, 60):
+            first.flush()
+            second.flush()
+        if step % 5 == 0:
+            second.embedding_bags.flush()
+        assert {5, 7} <= set(store.live_rows().tolist())
+    first.flush()
+    second.flush()
+    assert store.read("weight", 5, 3).tolist() == [[-150, 0], [0, 0], [0, -150]]
+    second.embedding_bags.invalidate()  # it holds nothing
+    for _ in range(21):
+        update(first, 0, ids(4))
+        first.flush()
+    assert store.live_rows().tolist() == [4, 5], "that of which nobody has a copy goes"

@@ -7,6 +7,7 @@ import resource
 import shutil
 import statistics
 
+import numpy as np
 import pytest
 import torch
 
@@ -236,6 +237,42 @@ def test_files_when_their_folder_is_gone_then_rows_are_made_and_trained_all_the_
     store.apply_row_gradients(ids, torch.ones(len(ids), 16), learning_rate=1.0)
     assert torch.equal(store.lookup(ids), before - 1)
     assert store.num_live == len(ids)
+
+
+def test_copy_when_the_store_has_forgotten_its_row_then_the_row_is_made_as_the_copy_is(stores, tmp_path):
+    def push(store, rows, **more):
+        size = len(rows)
+        updates = {name: torch.ones(size, 8) for name in ("weight", "sum")}
+        copies = {"weight": torch.full((size, 8), 5.0), "sum": torch.full((size, 8), 9.0)}
+        clocks = torch.full((size,), 3, dtype=torch.int32)
+        store.begin_exchange(RowExchange(push_rows=rows, push_clocks=clocks, updates=updates, copies=copies, **more))
+
+    store = dynamic_store(stores, rule=Adagrad(1.0), expire_after=4, admission=2)
+    store.write_rows("weight", torch.tensor([1]), torch.full((1, 8), 7.0))
+    store.insert(torch.tensor([2]))
+    store.apply_row_gradients(torch.tensor([3]), torch.ones(1, 8), learning_rate=1.0)
+    store.apply_row_gradients(torch.tensor([3]), torch.ones(1, 8), learning_rate=1.0)
+    trained, drawn = store.read("weight", 3, 1)[0, 0].item(), store.read("weight", 2, 1)[0, 0].item()
+    push(store, torch.tensor([0, 1, 2, 3, 4]), push_counts=torch.tensor([2, 1, 1, 1, 1], dtype=torch.int32))
+    # 0 is new: as the copy. 1, 2 and 3 are there: updated. 4 was named once, and is not admitted.
+    expected = [5, 6, drawn - 1, trained - 1]
+    torch.testing.assert_close(store.read("weight", 0, 4)[:, 0], torch.tensor(expected))
+    assert store.read("sum", 0, 4)[:, 0].tolist() == [9, 1, 1, 2]
+    assert store.live_rows().tolist() == [0, 1, 2, 3]
+    assert store.clocks[:4].sort().values.tolist() == [3, 3, 3, 3]
+    for _ in range(6):
+        store.apply_row_gradients(torch.tensor([60]), torch.ones(1, 8), learning_rate=0.1)
+    assert store.live_rows().tolist() == [60]
+    # A server makes the rows of a push before it applies it, and may be killed in between.
+    store.admit(np.array([1]), np.array([2], dtype=np.int32))
+    stores.close()
+    again = MappedStores(tmp_path)
+    store = again.embedding_store("dynamic")
+    push(store, torch.tensor([1]), push_counts=torch.tensor([2], dtype=torch.int32))
+    assert (store.read("weight", 1, 1)[0, 0].item(), store.read("sum", 1, 1)[0, 0].item()) == (5, 9)
+    push(store, torch.tensor([1]))
+    assert (store.read("weight", 1, 1)[0, 0].item(), store.read("sum", 1, 1)[0, 0].item()) == (4, 10)
+    again.close()
 
 
 def test_expiry_when_ids_keep_changing_then_room_is_used_again(stores, tmp_path):

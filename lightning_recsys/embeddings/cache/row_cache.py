@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import cast
 
@@ -46,12 +46,15 @@ class RowUpdates:
         unsent: Updates that each row has accumulated here, int32 ``[P]``, at least 1.
         values: By name, float32 ``[P, ...]`` on the cache's device: ``weight`` is to be subtracted from the server's
             rows, every state to be added to the server's.
+        copies: The rows themselves and their state, with these updates made, as ``values`` in shape; for a server that
+            may have forgotten them. Empty unless asked for.
     """
 
     keys: Integers
     current: Clocks
     unsent: Clocks
     values: dict[str, Tensor]
+    copies: dict[str, Tensor] = field(default_factory=dict)
 
 
 @cache
@@ -304,7 +307,7 @@ class RowCache:
             learning_rate=learning_rate,
         )
 
-    def take(self, slots: Integers) -> RowUpdates:
+    def take(self, slots: Integers, *, with_copies: bool = False) -> RowUpdates:
         """Take the updates of those of the given slots that have some; the rows stay, and owe nothing afterwards.
 
         ``c_s`` stays as well: a row that was updated since it was fetched lacks what others sent meanwhile, so it still
@@ -315,7 +318,11 @@ class RowCache:
         slots_P, current_P, unsent_P = slots_P[:count], current_P[:count], unsent_P[:count]
         where = self._indices(slots_P)
         values = {name: tensor.index_select(0, where) for name, tensor in self.owed.items()}
-        return RowUpdates(self.keys(slots_P), current_P, unsent_P, values)
+        copies = {}
+        if with_copies:
+            rows = {"weight": self.rows, **self.row_state}
+            copies = {name: tensor.index_select(0, where) for name, tensor in rows.items()}
+        return RowUpdates(self.keys(slots_P), current_P, unsent_P, values, copies)
 
     def evict(self, *, spare_from: int) -> Integers:
         """Drop rows by policy until ``limit`` are left, but none of the plans ``spare_from`` and later.
@@ -334,6 +341,10 @@ class RowCache:
         unsent = self.unsent[slots]
         owes: NDArray[np.bool_] = (unsent > 0) & (self.start[slots] == self.current[slots] - unsent)
         return owes
+
+    def held_slots(self) -> Integers:
+        """Slots of all rows, in ascending order; those of a batch whose rows are still to come included."""
+        return self._index.slots()
 
     def dirty_slots(self) -> Integers:
         """Slots of all rows with unsent updates, in ascending order."""
