@@ -115,6 +115,9 @@ class EmbeddingBagCollection(nn.Module):
         """
         resolved = self.resolve(sparse)
         trains = self.trainable and torch.is_grad_enabled()
+        if trains and resolved is sparse:
+            # Only this lookup's graph holds them then, so that a backend sees by their end that no gradient will come.
+            resolved = sparse.with_values(sparse.values)
         with torch.no_grad():
             if self.tables:
                 pooled_BFD = (self.embedding_bags.lookup if trains else self.embedding_bags.lookup_frozen)(resolved)

@@ -516,7 +516,7 @@ class CachedBackend(StoreBackend):
 
 def _same_ids(one: SparseFeatures, other: SparseFeatures) -> bool:
     """Whether two batches look up the same rows, features in the same order."""
-    if one is other:
+    if one.values is other.values and one.lengths is other.lengths and one.offsets is other.offsets:
         return True
     if one.is_single_hot != other.is_single_hot or not torch.equal(one.values, other.values):
         return False

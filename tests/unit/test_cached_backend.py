@@ -807,3 +807,24 @@ def test_rows_that_expire_when_workers_train_copies_of_them_then_they_stay(serve
         update(first, 0, ids(4))
         first.flush()
     assert store.live_rows().tolist() == [4, 5], "that of which nobody has a copy goes"
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+@pytest.mark.parametrize("staleness", [1, None])
+def test_limit_when_a_lookup_gets_no_gradient_then_the_cache_keeps_to_it_though_the_batch_lives_on(
+    servers, staleness, prefetch
+):
+    (worker,) = one_table(servers, 1, rows=3000, cache_rows=64, staleness=staleness)
+    backend = worker.embedding_bags
+    steps = [ids(*range(10 * step, 10 * step + 10)) for step in range(300)]  # as a data set in memory holds them
+    for step, sparse in enumerate(steps):
+        pooled = worker(sparse)
+        if prefetch and step < 299:
+            worker.prefetch(steps[step + 1])
+        if step % 50 != 20:  # else as a training_step that returns None
+            pooled.sum().backward()
+        del pooled
+        assert len(backend._cache) <= 64 + 5 * 10, "at most the batches of which a plan is remembered come on top"
+    worker.flush()
+    expected = [0.0 if row // 10 % 50 == 20 else -1.0 for row in range(3000)]
+    assert backend.read("t", "weight").flatten().tolist() == expected

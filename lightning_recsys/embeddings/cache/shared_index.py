@@ -8,6 +8,7 @@ from typing import Protocol
 from weakref import ref
 
 import numpy as np
+from torch import Tensor
 
 from lightning_recsys.embeddings.cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
@@ -41,13 +42,14 @@ class _Planned:
     """A plan that may serve another cache.
 
     Attributes:
-        features: What it was made for, of which ``version`` tells changes in place; -1 where nothing does.
+        bags: Ids, lengths and offsets that it was made for; of the ids ``version`` tells changes in place, -1 where
+            nothing does. The features themselves are not kept: their owner may wait for their end.
         keys_N: Their keys.
         plan: The plan.
         used_by: Who has it, by identity.
     """
 
-    features: SparseFeatures
+    bags: tuple[Tensor | None, ...]
     version: int
     keys_N: Integers
     plan: BatchPlan
@@ -55,7 +57,12 @@ class _Planned:
 
     def is_of(self, features: SparseFeatures) -> bool:
         """Whether these are the same features, which one can tell without a look at their ids."""
-        return features is self.features and self.version == _version(features) >= 0
+        same = all(one is other for one, other in zip(_bags(features), self.bags, strict=True))
+        return same and self.version == _version(features) >= 0
+
+
+def _bags(features: SparseFeatures) -> tuple[Tensor | None, ...]:
+    return features.values, features.lengths, features.offsets
 
 
 def _version(features: SparseFeatures) -> int:
@@ -93,7 +100,7 @@ class SharedIndex:
 
         Args:
             sharer: Which cache asks. It gets each plan once.
-            features: Of the batch, on the CPU; kept.
+            features: Of the batch, on the CPU.
         """
         keys_N = None
         for known in self._plans:
@@ -107,7 +114,7 @@ class SharedIndex:
         self.evict()
         keys_N = sharer.keys_of(features) if keys_N is None else keys_N
         plan = self.index.plan(keys_N)
-        self._plans.append(_Planned(features, _version(features), keys_N, plan, {id(sharer)}))
+        self._plans.append(_Planned(_bags(features), _version(features), keys_N, plan, {id(sharer)}))
         if self.index.num_slots > self._num_slots:
             self._num_slots = self.index.num_slots * 5 // 4
             for each in self._living():
