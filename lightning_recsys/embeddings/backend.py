@@ -37,8 +37,12 @@ class Backend(nn.Module, ABC):
         """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`lookup` returned for it."""
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
-        """As :meth:`lookup`, where no gradient will follow."""
+        """As :meth:`lookup`, where no gradient will follow: frozen rows, or ``torch.no_grad()`` while training."""
         return self.lookup(sparse)
+
+    def lookup_fresh(self, sparse: SparseFeatures) -> Tensor:
+        """As :meth:`lookup_frozen` for evaluation: the rows as they are now, not as somebody has kept them."""
+        return self.lookup_frozen(sparse)
 
     def prefetch(self, sparse: SparseFeatures) -> None:
         """Get ready for a later :meth:`lookup` of ``sparse``; nothing, unless rows travel."""

@@ -118,9 +118,10 @@ class EmbeddingBagCollection(nn.Module):
         if trains and resolved is sparse:
             # Only this lookup's graph holds them then, so that a backend sees by their end that no gradient will come.
             resolved = sparse.with_values(sparse.values)
+        look_up = self._lookup_for(trains)
         with torch.no_grad():
             if self.tables:
-                pooled_BFD = (self.embedding_bags.lookup if trains else self.embedding_bags.lookup_frozen)(resolved)
+                pooled_BFD = look_up(resolved)
             else:  # others have them all
                 pooled_BFD = torch.zeros(sparse.batch_size, 0, self.embedding_dim, device=sparse.device)
         if trains:
@@ -128,6 +129,13 @@ class EmbeddingBagCollection(nn.Module):
             on_gradient = partial(self._on_gradient, resolved)
             pooled_BFD.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         return pooled_BFD
+
+    def _lookup_for(self, trains: bool) -> Callable[[SparseFeatures], Tensor]:
+        """What the backend is asked for: evaluation (``eval()`` without gradients) wants no copies that may be old."""
+        backend = self.embedding_bags
+        if trains:
+            return backend.lookup
+        return backend.lookup_frozen if self.training or torch.is_grad_enabled() else backend.lookup_fresh
 
     def prefetch(self, sparse: SparseFeatures) -> None:
         """Announce the batch that is looked up next, while the present one still computes.

@@ -198,6 +198,7 @@ class CachedBackend(StoreBackend):
         there = sparse.to(device)
         offsets = None if there.is_single_hot else there.bag_offsets()
         sums_UD = cache.sum_gradients(batch.plan, offsets, there.weights, grad_BFD.to(device))
+        self._may_owe = True
         cache.update(batch.plan.slots_U, sums_UD, learning_rate=learning_rate)
         self._messages.count_step()
         self._evict()
@@ -205,17 +206,36 @@ class CachedBackend(StoreBackend):
             self._messages.send()
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
-        """As :meth:`lookup`, past the cache: rows as the stores have them, with every update of this worker."""
-        self.flush()
-        if self._transfers is not None:
-            return super().lookup(sparse)
+        """As :meth:`lookup`, of the same copies by the same rule, for rows that are not trained by it.
+
+        Rows that are frozen are so cached like any other. Nothing is pushed for it but what the rule asks for.
+        """
+        if not self.cache_rows:  # nothing stays
+            return self.lookup_fresh(sparse)
         with torch.inference_mode(False):  # memory that is made here is written to again, perhaps outside of that mode
-            features = sparse.to("cpu")
-            batch = _Batch(self._passing.plan(self.keys_of(features)))
-            self._ask(batch, fetch=np.arange(len(batch.plan.keys_U)))
+            if self._planned is not None:
+                self._settle(self._planned[1])  # they may share rows
+            batch = self._begin(sparse.to("cpu"), announced=False)
+            if self._transfers is None:
+                self._settle(batch)
+                self._refresh(batch)
+            return self._pool(self._cache, batch.plan, sparse)
+
+    def lookup_fresh(self, sparse: SparseFeatures) -> Tensor:
+        """As :meth:`lookup`, past the cache: rows as the stores have them, and updates that only this worker has.
+
+        Nothing is pushed, and no copy comes or goes.
+        """
+        if self._transfers is not None and not self._may_owe:
+            return super().lookup(sparse)
+        with torch.inference_mode(False):
+            batch = _Batch(self._passing.plan(self.keys_of(sparse.to("cpu"))))
+            plan = batch.plan
+            self._ask(batch, fetch=np.arange(len(plan.keys_U)))
             self._settle(batch, self._passing)
-            pooled_BFD = self._pool(self._passing, batch.plan, sparse)
-            self._passing.evict(spare_from=batch.plan.number + 1)  # it owes nothing
+            self._cache.subtract_unsent(plan.keys_U, self._passing.rows, plan.slots_U)
+            pooled_BFD = self._pool(self._passing, plan, sparse)
+            self._passing.evict(spare_from=plan.number + 1)  # it owes nothing
             return pooled_BFD
 
     def flush(self) -> None:
@@ -266,12 +286,13 @@ class CachedBackend(StoreBackend):
         self._settle(batch)
         return batch
 
-    def _begin(self, features: SparseFeatures, *, validate: bool = True) -> _Batch:
+    def _begin(self, features: SparseFeatures, *, validate: bool = True, announced: bool = True) -> _Batch:
         """Plan a batch and send its message: fetch what is missing, refresh or check what is here.
 
         Args:
             features: Of the batch.
             validate: ``False`` where rows are only to be trained: the copies that are here will do.
+            announced: Whether it may be one of those that were announced, which are to be trained.
         """
         if self._transfers is not None and self._shared is not None:
             plan = self._shared.plan(self, features)
@@ -279,7 +300,7 @@ class CachedBackend(StoreBackend):
             self._counts["reads"] += len(plan.keys_U)
             return _Batch(plan)
         self._evict()
-        cache, number = self._cache, self._announcement_of(features) if validate else None
+        cache, number = self._cache, self._announcement_of(features) if validate and announced else None
         plan = cache.plan(self.keys_of(features)) if number is None else cache.plan_announced(number)
         batch = _Batch(plan)
         if not validate or self.staleness is None:

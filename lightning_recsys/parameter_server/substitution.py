@@ -132,10 +132,12 @@ class SubstituteModule(nn.Module):
         collection = EmbeddingBagCollection([table], optimizer=optimizer, device="meta")
         collection.embedding_bags = _PlainRows(path, plain, collection.layout, optimizer)
         collection.trainable = plain.weight.requires_grad
+        collection.training = plain.training
         # In a tuple they are no submodules, and the user's keys stay as they are.
         self._hidden: tuple[nn.Module, EmbeddingBagCollection] = plain, collection
         # Keeps an optimizer over parameters() working where there is no other parameter, and their number as it was.
         self.placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.training = plain.training
         self._keep_padding_row(plain.weight.detach())
         self._guard = plain.register_forward_pre_hook(self._refuse_plain_call)
 
@@ -153,6 +155,12 @@ class SubstituteModule(nn.Module):
         """Let the user's module be called again."""
         self._guard.remove()
         self.plain.train(self.training)
+
+    def train(self, mode: bool = True) -> SubstituteModule:
+        """Train or evaluate, the collection too, which is no submodule."""
+        super().train(mode)
+        self.collection.train(mode)
+        return self
 
     def requires_grad_(self, requires_grad: bool = True) -> SubstituteModule:
         """Freeze the rows, or let them train again."""

@@ -228,7 +228,7 @@ def keep_and_check(cache, store, announced, slots):
 STEP = st.tuples(
     st.integers(0, 2),
     st.lists(st.integers(0, 11), min_size=0, max_size=5),
-    st.sampled_from(["step"] * 8 + ["flush", "invalidate", "evaluate", "skip", "announce"]),
+    st.sampled_from(["step"] * 8 + ["flush", "invalidate", "evaluate", "look", "skip", "announce"]),
 )
 
 
@@ -273,8 +273,16 @@ def test_workers_when_they_interleave_then_no_update_is_lost_or_doubled_and_each
             worker.prefetch(sparse)
             announced.add(index)  # its checks are older than its lookup
         elif kind == "evaluate":
+            expected = store.rows[list(values)].clone()
+            expected[:, index] = -done[values, index]  # that others have not pushed cannot be seen
             with torch.no_grad():
-                assert torch.equal(worker(sparse)[:, 0, index], -done[values, index])
+                assert torch.equal(worker.eval()(sparse)[:, 0], expected)
+            worker.train()
+        elif kind == "look":
+            with torch.no_grad():
+                looked_up = worker(sparse)[:, 0]
+            assert torch.equal(looked_up[:, index], -done[values, index])
+            assert (looked_up >= -done[values]).all()
         elif kind == "skip":
             worker(sparse)  # and no gradient comes
         else:
@@ -417,8 +425,9 @@ def test_batch_when_announced_but_not_the_next_then_its_rows_are_there_all_the_s
     pooled.sum().backward()
     recorded.clear()
     with torch.no_grad():
-        worker(ids(2, 9))
-    assert [kinds(request)[1:] for request in recorded] == [(0, 0), (2, 0)], "evaluation flushes, then reads past it"
+        assert worker.eval()(ids(2, 9, 0)).flatten().tolist() == [0, 0, -1]
+    assert list(map(kinds, recorded)) == [(0, 3, 0)], "evaluation pushes nothing and reads past the cache"
+    worker.train()
     recorded.clear()
     update(worker, 0, ids(0, 1))
     assert not recorded
@@ -442,6 +451,7 @@ def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_
     backend.flush()
     clocks, counts = [store.clocks.clone() for store in backend.stores], backend.telemetry()
     recorded.clear()
+    cached.eval()
     for sparse in batches(9):
         with torch.no_grad():
             torch.testing.assert_close(cached(sparse), plain(sparse))
@@ -453,7 +463,7 @@ def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_
     assert all(kinds(request)[::2] == (0, 0) for request in recorded), "only fetches"
     frozen = cached.requires_grad_(False)(sparse)
     assert not frozen.requires_grad
-    assert len(backend._cache) == held
+    assert len(backend._cache) > held, "frozen rows are kept where others train"
 
 
 def test_evaluation_when_in_inference_mode_then_one_outside_of_it_works_as_well(servers):
@@ -679,7 +689,8 @@ def test_collections_of_the_same_ids_when_they_share_an_index_then_each_trains_a
                 collections[used[0]].embedding_bags.invalidate() if collections is sharing else None
             if step % 6 == 5:
                 with torch.no_grad():
-                    collections[0](sparse)
+                    collections[0].eval()(sparse)
+                collections[0].train()
     for one, other in zip(alone, sharing, strict=True):
         torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=1e-5, atol=1e-6)
     if not isinstance(sharing[0].embedding_bags.stores[0], Recorded):
@@ -828,3 +839,66 @@ def test_limit_when_a_lookup_gets_no_gradient_then_the_cache_keeps_to_it_though_
     worker.flush()
     expected = [0.0 if row // 10 % 50 == 20 else -1.0 for row in range(3000)]
     assert backend.read("t", "weight").flatten().tolist() == expected
+
+
+def traffic(worker) -> tuple[int, int]:
+    """Bytes of gradients and of rows so far."""
+    counts = worker.embedding_bags.telemetry()
+    return counts["comm/gradients_bytes"], counts["comm/rows_bytes"]
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "eval", "inference"])
+def test_lookups_without_gradient_while_training_then_they_push_nothing_and_see_what_this_worker_did(servers, mode):
+    first, second = one_table(servers, 2, cache_rows=12, staleness=None)
+    (store,) = first.embedding_bags.stores
+    update(first, 0, ids(1, 2, 3))
+    update(second, 1, ids(2, 7))
+    second.flush()
+    pushed = traffic(first)[0]
+    for step in range(20):
+        update(first, 0, ids(1, 2, 3))
+        first.train(mode == "no_grad")
+        with torch.inference_mode() if mode == "inference" else torch.no_grad():
+            looked_up = first(ids(3, 2, 9, 2)).clone()[:, 0]
+        first.train()
+        seen = 0 if mode == "no_grad" else -1  # a copy without bound, or what the store has
+        own = -2.0 - step
+        assert looked_up.tolist() == [[own, 0], [own, seen], [0, 0], [own, seen]]
+    assert traffic(first)[0] == pushed
+    assert store.rows[:, 0].any().item() is False
+    first.flush()
+    assert store.read("weight", 1, 3)[:, 0].tolist() == [-21, -21, -21]
+
+
+@pytest.mark.parametrize("staleness", [0, 3, None])
+def test_frozen_rows_when_looked_up_again_then_they_are_cached_within_the_limit(servers, staleness):
+    (worker,) = one_table(servers, 1, cache_rows=6, staleness=staleness)
+    update(worker, 0, ids(1))
+    worker.requires_grad_(False)
+    looked_up = [worker(ids(0, 1, 2)).flatten().tolist() for _ in range(2)]
+    before = traffic(worker)
+    looked_up += [worker(ids(0, 1, 2)).flatten().tolist() for _ in range(10)]
+    assert looked_up == [[0, -1, 0]] * 12
+    assert traffic(worker) == before
+    for first in range(12):
+        worker(ids(first, (first + 1) % 12))
+        assert len(worker.embedding_bags._cache) <= 6 + 2
+    worker.requires_grad_(True)
+    update(worker, 0, ids(1))
+    worker.flush()
+    assert worker.embedding_bags.read("t", "weight")[:3].flatten().tolist() == [0, -2, 0]
+
+
+@pytest.mark.parametrize("servers", ["by messages"], indirect=True)
+def test_lookup_without_gradient_when_the_batch_was_announced_then_its_training_still_comes_early(servers, recorded):
+    (worker,) = one_table(servers, 1, cache_rows=6, staleness=None)
+    pooled = worker(ids(0))
+    worker.announce(ids(1, 2), ahead=0)
+    worker.prefetch(ids(1, 2))
+    recorded.clear()
+    with torch.no_grad():
+        assert worker(ids(1, 2)).flatten().tolist() == [0, 0]
+    pooled.sum().backward()
+    update(worker, 0, ids(1, 2))
+    assert not recorded, "the rows were on their way"
+    assert len(worker.embedding_bags._cache) == 3

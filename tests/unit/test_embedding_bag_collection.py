@@ -305,6 +305,10 @@ class TracedBackend(LocalBackend):
         self.asked.append(("frozen", sparse.values.tolist()))
         return super().lookup(sparse)
 
+    def lookup_fresh(self, sparse):
+        self.asked.append(("fresh", sparse.values.tolist()))
+        return super().lookup(sparse)
+
     def prefetch(self, sparse):
         self.asked.append(("prefetch", sparse.values.tolist()))
 
@@ -321,8 +325,11 @@ def test_backend_when_a_batch_is_announced_or_frozen_then_it_is_told_so_with_res
     collection.requires_grad_(False)
     collection(two)
     collection.prefetch(two)
+    collection.eval()(two)
+    with torch.no_grad():
+        collection(two)
     kinds = [kind for kind, _ in backend.asked]
-    assert kinds == ["prefetch", "lookup", "frozen", "frozen"], "and frozen rows are not announced"
+    assert kinds == ["prefetch", "lookup", "frozen", "frozen", "frozen", "fresh"], "and frozen rows are not announced"
     assert all(values == [3, 4] for _, values in backend.asked)
     with pytest.raises(IndexError, match=r"id 9 is outside \[0, 9\)"):
         collection.requires_grad_().prefetch(SparseFeatures(("x",), torch.tensor([9])))

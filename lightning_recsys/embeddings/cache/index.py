@@ -178,6 +178,12 @@ def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers,
 
 
 @compile_loop
+def _find_slots(keys, table, slots_K):  # noqa: ANN001, ANN202
+    for k in range(keys.shape[0]):
+        slots_K[k] = max(value_at(table, find(table, keys[k])), NOWHERE)  # below it is what is remembered
+
+
+@compile_loop
 def _forget(victims, table, slots, slot_keys, free, numbers, remembers):  # noqa: ANN001, ANN202
     last = victims.shape[0] - 1
     for i in range(victims.shape[0]):
@@ -385,6 +391,12 @@ class CacheIndex:
         if self._numbers[_MEMORIES] > REMEMBERED * self.limit:
             self._halve_counts()
         return self._slot_keys[victims], victims
+
+    def find(self, keys_K: Integers) -> Integers:
+        """The slots of keys, -1 for those that are not held, int64 ``[K]``; not a use of any."""
+        slots_K = np.empty(keys_K.size, dtype=np.int64)
+        _find_slots(keys_K, self._table, slots_K)
+        return slots_K
 
     def slots(self) -> Integers:
         """The slots of all rows held, in ascending order."""

@@ -336,6 +336,21 @@ class RowCache:
         """The keys of slots that hold rows, or held them until the last :meth:`evict`."""
         return self._index.keys(slots)
 
+    def subtract_unsent(self, keys_K: Integers, rows: Tensor, places_K: Integers) -> None:
+        """Let rows as a server has them have the updates of their copies here that it has not; not a use of any.
+
+        Args:
+            keys_K: Distinct keys, int64 ``[K]``.
+            rows: Rows of this width on the cache's device, changed in place.
+            places_K: Which of them have these keys, int64 ``[K]``.
+        """
+        slots_K = self._index.find(keys_K)
+        held = np.flatnonzero(slots_K >= 0)
+        owing = held[self.unsent[slots_K[held]] > 0]
+        if owing.size:
+            updates = self.owed["weight"].index_select(0, self._indices(slots_K[owing]))
+            rows.index_add_(0, self._indices(places_K[owing]), updates, alpha=-1)
+
     def owes_all(self, slots: Integers) -> NDArray[np.bool_]:
         """Which rows have updates, and none that were taken since the row was last fetched or kept."""
         unsent = self.unsent[slots]
