@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_recsys.optim.compiled import AHEAD, Update, compile_rule, prefetch_row, sum_of_squares
 from lightning_recsys.optim.row_optimizers import SGD, Adagrad, RowOptimizer, RowwiseAdagrad
+from lightning_recsys.sync.clocks import MAX_CLOCK
 
 # Columns of a row's clocks, int32 [C, 4]: together they are in one cache line.
 START = 0  # its server's clock when it was fetched
@@ -42,6 +43,13 @@ def check_additive(optimizer: RowOptimizer) -> None:
 
 
 @compile_rule
+def _tick(clocks, row):  # noqa: ANN001, ANN202
+    """Count an update of a row; both counts stay at their end."""
+    clocks[row, CURRENT] += np.int32(clocks[row, CURRENT] < MAX_CLOCK)
+    clocks[row, UNSENT] += np.int32(clocks[row, UNSENT] < MAX_CLOCK)
+
+
+@compile_rule
 def _sgd(touched, grads, clocks, rows, owed, learning_rate):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
@@ -50,8 +58,7 @@ def _sgd(touched, grads, clocks, rows, owed, learning_rate):  # noqa: ANN001, AN
         prefetch_row(rows, coming)
         prefetch_row(owed, coming)
         row = touched[i]
-        clocks[row, CURRENT] += np.int32(1)
-        clocks[row, UNSENT] += np.int32(1)
+        _tick(clocks, row)
         if clocks[row, UNSENT] > 1:
             for d in range(rows.shape[1]):
                 change = learning_rate * grads[i, d]
@@ -73,8 +80,7 @@ def _adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learning_rate,
         for array in (rows, sums, owed, owed_sums):
             prefetch_row(array, coming)
         row = touched[i]
-        clocks[row, CURRENT] += np.int32(1)
-        clocks[row, UNSENT] += np.int32(1)
+        _tick(clocks, row)
         if clocks[row, UNSENT] == 1:
             for d in range(rows.shape[1]):
                 owed[row, d] = np.float32(0)
@@ -103,8 +109,7 @@ def _rowwise_adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learni
         total = sums[row] + square
         sums[row] = total
         scale = learning_rate / (np.sqrt(total) + eps)
-        clocks[row, CURRENT] += np.int32(1)
-        clocks[row, UNSENT] += np.int32(1)
+        _tick(clocks, row)
         if clocks[row, UNSENT] > 1:
             owed_sums[row] += square
             for d in range(rows.shape[1]):
@@ -146,8 +151,8 @@ def apply_and_accumulate(
         rows: All rows, float32 ``[C, D]``.
         state: All rows' state, as :meth:`RowOptimizer.initial_state` makes it.
         owed: ``weight`` and every state: :math:`U` and :math:`S`, shaped as ``rows`` and ``state``.
-        clocks: Of all rows, int32 ``[C, 4]``: both ``CURRENT`` and ``UNSENT`` count the update. Where a row owed
-            nothing :math:`U` and :math:`S` are not read but set.
+        clocks: Of all rows, int32 ``[C, 4]``: both ``CURRENT`` and ``UNSENT`` count the update, up to ``MAX_CLOCK``.
+            Where a row owed nothing :math:`U` and :math:`S` are not read but set.
         learning_rate: Step size of this update.
     """
     if rows.device.type == "cpu":
@@ -159,8 +164,8 @@ def apply_and_accumulate(
     where = torch.from_numpy(touched).to(rows.device)
     clean = torch.from_numpy(touched[clocks[touched, UNSENT] == 0]).to(rows.device)
     changes = _changes(optimizer, grads, {name: x.index_select(0, where) for name, x in state.items()}, learning_rate)
-    clocks[touched, CURRENT] += 1
-    clocks[touched, UNSENT] += 1
+    for column in (CURRENT, UNSENT):
+        clocks[touched, column] += clocks[touched, column] < MAX_CLOCK
     for name, change in changes.items():
         owed[name].index_fill_(0, clean, 0.0).index_add_(0, where, change)
         if name == "weight":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from lightning_recsys.optim.accumulating import CURRENT, START
 from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
+from lightning_recsys.sync.clocks import MAX_CLOCK
 
 
 @compile_loop
@@ -33,7 +34,9 @@ def sort_copies(slots, is_new, in_training, clocks, marks, staleness, positions)
         if is_new[u]:
             positions[0, fetched] = u
             fetched += 1
-        elif clocks[slot, CURRENT] - clocks[slot, START] + marks[slot] > staleness:
+        elif (
+            clocks[slot, CURRENT] - clocks[slot, START] + marks[slot] > staleness or clocks[slot, CURRENT] == MAX_CLOCK
+        ):
             positions[2, refreshed] = u
             refreshed += 1
         else:

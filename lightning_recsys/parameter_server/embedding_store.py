@@ -21,7 +21,7 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.parameter_server import counters
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
-from lightning_recsys.parameter_server.exchange_loops import MAX_CLOCK, add_rows, compare_clocks, move_clocks
+from lightning_recsys.parameter_server.exchange_loops import add_rows, compare_clocks, move_clocks
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.parameter_server.plain import (
@@ -30,6 +30,7 @@ from lightning_recsys.parameter_server.plain import (
     optimizer_from_plain,
     optimizer_to_plain,
 )
+from lightning_recsys.sync.clocks import MAX_CLOCK
 
 KIND = "embedding"
 CLOCK = "clock"

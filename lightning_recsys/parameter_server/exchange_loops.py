@@ -22,9 +22,9 @@ from numba.extending import intrinsic
 from lightning_recsys.optim.accumulating import CURRENT, HELD, START, UNSENT
 from lightning_recsys.optim.compiled import AHEAD, SOON, compile_loop, prefetch_row
 from lightning_recsys.optim.vectors import copy_floats
+from lightning_recsys.sync.clocks import MAX_CLOCK
 
-MAX_CLOCK = 2**31 - 1  # and what is left of a clock without its mark
-_MARK = -(2**31)
+_MARK = -(2**31)  # what MAX_CLOCK leaves of a clock is the clock without its mark
 
 
 def _replace_if(typing_context, array, position, expected, value):  # noqa: ANN001, ANN202
@@ -61,6 +61,12 @@ def all_within(numbers, bound):  # noqa: ANN001, ANN201
     for number in numbers:
         low, high = min(low, number), max(high, number)
     return low == 0 and high < bound
+
+
+@compile_loop
+def _lag(ahead, behind):  # noqa: ANN001, ANN202
+    """By how much one clock is ahead of another; endlessly if it is at its end, where it does not say."""
+    return ahead - np.int64(behind) if ahead < MAX_CLOCK else np.int64(2**62)
 
 
 @compile_loop
@@ -123,7 +129,7 @@ def compare_clocks(checked, own, clocks, staleness, stale):  # noqa: ANN001, ANN
     last = checked.shape[0] - 1
     for i in range(checked.shape[0]):
         prefetch_row(clocks, checked[min(i + AHEAD, last)])
-        stale[i] = np.int64(clocks[checked[i], 0] & MAX_CLOCK) - np.int64(own[i]) > staleness
+        stale[i] = _lag(np.int64(clocks[checked[i], 0] & MAX_CLOCK), own[i]) > staleness
 
 
 # What is counted of exchanges that happen at once, in an int64 [9].
@@ -226,13 +232,14 @@ def update_copies_for(dim: int) -> Callable[..., None]:
                 counts[FETCHED] += 1
                 own_clocks[slot, HELD] = 1
             else:
-                current, behind, comes_back = own_clocks[slot, CURRENT], np.int64(0), False
+                current, ahead, behind, comes_back = own_clocks[slot, CURRENT], np.int64(0), np.int64(0), False
                 lags[u] = current - own_clocks[slot, START]
                 if staleness >= 0:
-                    behind = np.int64(clocks[row, 0] & MAX_CLOCK) - np.int64(current)
-                    counts[CHECKED] += lags[u] <= staleness
-                if staleness >= 0 and max(np.int64(lags[u]), behind) > staleness:
-                    counts[AHEAD_OF_START if lags[u] > staleness else STALE] += 1
+                    behind = _lag(np.int64(clocks[row, 0] & MAX_CLOCK), current)
+                    ahead = _lag(np.int64(current), own_clocks[slot, START])
+                    counts[CHECKED] += ahead <= staleness
+                if staleness >= 0 and max(ahead, behind) > staleness:
+                    counts[AHEAD_OF_START if ahead > staleness else STALE] += 1
                     comes_back = _push_unfit(slot, row, copies, own_clocks, stored, clocks, by_sum, counts)
                     lags[u] = 0
                 if not comes_back:

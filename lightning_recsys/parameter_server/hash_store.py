@@ -28,7 +28,7 @@ from lightning_recsys.parameter_server.checks import check_rows
 from lightning_recsys.parameter_server.drawing import draw_rows
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
-from lightning_recsys.parameter_server.exchange_loops import MAX_CLOCK, add_rows, move_clocks
+from lightning_recsys.parameter_server.exchange_loops import add_rows, compare_clocks, move_clocks
 from lightning_recsys.parameter_server.interfaces import DynamicEmbeddingStore
 from lightning_recsys.parameter_server.key_index import KeyIndex
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays, Shapes
@@ -38,6 +38,7 @@ from lightning_recsys.parameter_server.plain import (
     optimizer_from_plain,
     optimizer_to_plain,
 )
+from lightning_recsys.sync.clocks import MAX_CLOCK
 
 KIND = "dynamic"
 CLOCK = "clock"
@@ -327,11 +328,12 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     def fetch_and_check(self, request: RowExchange, current_H: Tensor) -> RowValues:
         """The fetches and checks of a request that was checked; changes nothing."""
         values = self._gather(_array(request.wanted_rows(current_H)), [*self.row_shapes, CLOCK], touch=True)
-        clocks_C = self._gather(_array(request.check_rows), [CLOCK], touch=True)[CLOCK] & MAX_CLOCK
-        stale_C = torch.zeros(request.check_rows.numel(), dtype=torch.bool)
+        clocks_C = self._gather(_array(request.check_rows), [CLOCK], touch=True)[CLOCK].numpy()
+        stale_C = np.zeros(clocks_C.size, dtype=np.bool_)
         if request.staleness is not None:
-            stale_C = clocks_C.long() - request.check_clocks.long() > request.staleness
-        return RowValues(values, values.pop(CLOCK) & MAX_CLOCK, stale_C, current_H)
+            own_C, all_C = _array(request.check_clocks), np.arange(clocks_C.size)
+            compare_clocks(all_C, own_C, clocks_C[:, None], request.staleness, stale_C)
+        return RowValues(values, values.pop(CLOCK) & MAX_CLOCK, torch.from_numpy(stale_C), current_H)
 
     def insert(self, rows_U: Tensor) -> None:  # noqa: D102 - inherited
         check_rows(rows_U, self.layout.num_rows)

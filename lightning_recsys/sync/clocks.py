@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 ClockName = Literal["max", "sum"]
 Clocks = NDArray[np.int32]
 
+MAX_CLOCK = 2**31 - 1
+"""Where a clock ends: it stays there, at servers and in workers. See :class:`ClockRule` for such rows."""
+
 
 @dataclass(frozen=True)
 class ClockRule:
@@ -28,6 +31,11 @@ class ClockRule:
     is known locally, the second needs the server's clock. Copies that may be read at the same moment differ by at most
     :math:`2s` in :math:`c_c` (Lemma 1). A copy that its worker does not read may fall behind further: it is checked
     before it is next read.
+
+    A clock that has reached its end, :math:`2^{31}-1`, no longer tells how far copies are apart. So a copy with such a
+    clock, or of a row with one at its server, counts as too far ahead, or behind, whatever :math:`s` is: it is pushed
+    and fetched whenever it is read, as with :math:`s = 0`, and nothing goes unseen. (With ``sum`` and 1000 workers that
+    train a row 100 times a second each, that is after six hours; with ``max`` after eight months.)
 
     Args:
         staleness: :math:`s`, in updates of a row; ``None`` is infinity, and rows then travel only when they are
@@ -82,11 +90,14 @@ class ClockRule:
 
     def after_push(self, global_U: Clocks, sent_U: Clocks) -> Clocks:
         """The server's clocks once pushes with :meth:`sent` have been applied."""
-        after: Clocks = np.maximum(global_U, sent_U) if self.clock == "max" else global_U + sent_U
+        if self.clock == "max":
+            return np.maximum(global_U, sent_U)
+        after: Clocks = np.minimum(global_U.astype(np.int64) + sent_U, MAX_CLOCK).astype(np.int32)
         return after
 
     def _exceeds(self, ahead_U: Clocks, behind_U: Clocks) -> NDArray[np.bool_]:
         if self.staleness is None:
             return np.zeros(ahead_U.shape, dtype=np.bool_)
         lag: Clocks = ahead_U - behind_U  # rather than behind + s, which may not fit int32
-        return lag > self.staleness
+        exceeds: NDArray[np.bool_] = (lag > self.staleness) | (ahead_U == MAX_CLOCK)
+        return exceeds

@@ -14,10 +14,12 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.embeddings.cache import SharedIndex
 from lightning_recsys.embeddings.cache.row_cache import RowCache
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.optim.accumulating import CURRENT, UNSENT
 from lightning_recsys.parameter_server import CachedBackend, MappedStores, StoreBackend
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
 from lightning_recsys.placement import PlacementPlan, TablePart
+from lightning_recsys.sync.clocks import MAX_CLOCK
 
 TABLES = [
     EmbeddingBagConfig("users", 40, 4, ("user", "friend"), init_std=0.5),
@@ -902,3 +904,42 @@ def test_lookup_without_gradient_when_the_batch_was_announced_then_its_training_
     update(worker, 0, ids(1, 2))
     assert not recorded, "the rows were on their way"
     assert len(worker.embedding_bags._cache) == 3
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+@pytest.mark.parametrize("clock", ["max", "sum"])
+@pytest.mark.parametrize("staleness", [0, 3, None])
+def test_clocks_when_they_reach_their_end_then_no_update_is_lost_and_such_rows_are_exact(
+    servers, staleness, clock, prefetch
+):
+    workers = one_table(servers, 2, cache_rows=12, staleness=staleness, clock=clock)
+    (store,) = workers[0].embedding_bags.stores
+    store.marked_clocks[5] = MAX_CLOCK - 4
+    for _ in range(12):
+        for index, worker in enumerate(workers):
+            pooled = worker(ids(5))
+            if prefetch:
+                worker.prefetch(ids(5, 6))
+                pooled[..., index].sum().backward()
+                pooled = worker(ids(5, 6))
+            pooled[..., index].sum().backward()
+            cache = worker.embedding_bags._cache
+            assert (cache.clocks[: len(cache)] >= 0).all()
+    if staleness is not None and not prefetch:
+        assert store.clocks[5] == MAX_CLOCK
+        seen = [worker(ids(5)).flatten().tolist() for worker in workers]
+        assert seen[1] == [-12, -12], "a copy with such a clock is pushed and fetched whenever it is read"
+    for worker in workers:
+        worker.flush()
+    times = 2 if prefetch else 1
+    assert store.read("weight", 5, 1).tolist() == [[-12 * times, -12 * times]]
+
+
+def test_copy_when_it_has_as_many_updates_as_can_be_counted_then_it_still_owes_them(servers):
+    (worker,) = one_table(servers, 1, cache_rows=12, staleness=None)
+    update(worker, 0, ids(5))
+    worker.embedding_bags._cache.clocks[:, [CURRENT, UNSENT]] = MAX_CLOCK - 1
+    for _ in range(3):
+        update(worker, 0, ids(5))
+    worker.flush()
+    assert worker.embedding_bags.read("t", "weight")[5].tolist() == [-4]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from lightning_recsys.sync import ClockRule
+from lightning_recsys.sync.clocks import MAX_CLOCK
 
 NUM_WORKERS, NUM_ROWS = 3, 2
 NUM_CHOICES = NUM_WORKERS * (2**NUM_ROWS - 1)  # of a worker and some rows, at least one
@@ -33,10 +34,18 @@ def test_bounds_when_staleness_is_none_then_no_row_is_ever_called():
 
 
 def test_bounds_when_clock_and_staleness_near_the_largest_number_then_nothing_wraps():
-    clock_rule, largest = ClockRule(staleness=2**31 - 1), clocks(2**31 - 1)
-    assert not clock_rule.needs_push(largest - 1, largest).any()
-    assert ClockRule(staleness=0).is_stale(largest - 1, largest).all()
-    assert not ClockRule(staleness=2**40).is_stale(clocks(0), largest).any()
+    clock_rule, large = ClockRule(staleness=2**31 - 1), clocks(2**31 - 2)
+    assert not clock_rule.needs_push(clocks(0), large).any()
+    assert ClockRule(staleness=0).is_stale(large - 1, large).all()
+    assert not ClockRule(staleness=2**40).is_stale(clocks(0), large).any()
+
+
+@pytest.mark.parametrize("staleness", [0, 5, 2**40])
+def test_bounds_when_a_clock_is_at_its_end_then_the_copy_counts_as_too_far_off(staleness):
+    clock_rule, end = ClockRule(staleness, clock="sum"), clocks(MAX_CLOCK)
+    assert clock_rule.needs_push(end, end).all()
+    assert clock_rule.is_stale(end - 1, end).all()
+    assert clock_rule.after_push(end - 1, clocks(1)) == clock_rule.after_push(end, end) == end
 
 
 def test_push_when_clocks_are_max_or_sum_then_the_server_has_the_larger_one_or_counts_all():

@@ -101,7 +101,7 @@ def test_clock_when_at_its_end_then_stays_there(stores):
     push(store, rows(2), clocks(last), clock="max")
     assert store.clocks[1:3].tolist() == [last, last]
     checks = {"check_rows": rows(1, 1, 0), "check_clocks": clocks(-(2**31), last, last)}
-    assert store.begin_exchange(RowExchange(**checks, staleness=5))().stale.tolist() == [True, False, False]
+    assert store.begin_exchange(RowExchange(**checks, staleness=5))().stale.tolist() == [True, True, False]
 
 
 def test_staleness_when_none_then_nothing_is_stale(stores):

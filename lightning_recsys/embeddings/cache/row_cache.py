@@ -29,6 +29,7 @@ from lightning_recsys.optim.accumulating import (
 )
 from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
 from lightning_recsys.optim.vectors import add_floats, vector_width
+from lightning_recsys.sync.clocks import MAX_CLOCK
 
 Clocks = NDArray[np.int32]
 
@@ -89,7 +90,7 @@ def _set_clocks(slots, fetched, clocks):  # noqa: ANN001, ANN202
     has_updates = False
     for i in range(slots.shape[0]):
         slot, unsent = slots[i], clocks[slots[i], UNSENT]
-        clocks[slot, START], clocks[slot, CURRENT] = fetched[i], fetched[i] + unsent
+        clocks[slot, START], clocks[slot, CURRENT] = fetched[i], min(np.int64(fetched[i]) + unsent, MAX_CLOCK)
         has_updates |= unsent > 0
     return has_updates
 
