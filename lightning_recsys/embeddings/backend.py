@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self
 from zlib import crc32
 
@@ -206,7 +207,10 @@ class LocalBackend(TableBackend):
         self.kernel_name: KernelName = kernel
         self.step = 0
         self.replicas: ProcessGroup | None = None
-        rows = torch.empty(layout.num_rows, layout.embedding_dim, device=device)
+        num_rows = layout.num_rows
+        if device is not None and torch.device(device).type == "meta":  # has no rows, and is to have a number of bytes
+            num_rows = min(num_rows, 2**60 // layout.embedding_dim)
+        rows = torch.empty(num_rows, layout.embedding_dim, device=device)
         self.rows = nn.Parameter(rows, requires_grad=False)
         # Chosen at once, so that a name that cannot serve these tables fails here and not in the first batch.
         self.kernel: Kernel = self._choose_kernel()
@@ -217,8 +221,10 @@ class LocalBackend(TableBackend):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def _choose_kernel(self) -> Kernel:
-        device = torch.device("cpu") if self.is_meta else self.rows.device
-        return choose_kernel(self.kernel_name, self.layout, self.optimizer, device)
+        if not self.is_meta:
+            return choose_kernel(self.kernel_name, self.layout, self.optimizer, self.rows.device)
+        tables = (replace(table, num_embeddings=min(table.num_embeddings, 2**40)) for table in self.layout.tables)
+        return choose_kernel(self.kernel_name, TableLayout(tuple(tables)), self.optimizer, torch.device("cpu"))
 
     @property
     def is_meta(self) -> bool:  # noqa: D102 - inherited
@@ -278,7 +284,7 @@ class LocalBackend(TableBackend):
         )
 
     def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited
-        first, stop = self.layout.row_range(table)
+        first, stop = (min(row, self.rows.shape[0]) for row in self.layout.row_range(table))
         return (self.rows if name == "weight" else self.get_parameter(name)).data[first:stop]
 
     def write(self, table: str, name: str, values: Tensor) -> None:  # noqa: D102 - inherited

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBackend
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
 from lightning_recsys.embeddings.id_check import bags_cover_ids, ids_are_inside
+from lightning_recsys.embeddings.int64_ids import NUM_IDS, are_below, as_int64, as_int64s
 from lightning_recsys.embeddings.kernels import KernelName, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
@@ -101,7 +102,7 @@ class EmbeddingBagCollection(nn.Module):
         self.tables = tuple(tables)
         self.layout = layout = TableLayout(self.tables)
         self.feature_names = tuple(feature for table in self.tables for feature in table.feature_names)
-        self._limits = torch.tensor([table.num_embeddings for table in layout.feature_tables], device="cpu")
+        self._limits = torch.from_numpy(as_int64s(table.num_embeddings for table in layout.feature_tables))
         self._means = [table.pooling is PoolingType.MEAN for table in layout.feature_tables]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -361,7 +362,7 @@ class EmbeddingBagCollection(nn.Module):
         feature_tables = [table for table in self.tables for _ in table.feature_names]
         for f, (feature, table) in enumerate(zip(self.feature_names, feature_tables, strict=True)):
             ids = sparse.values[bounds[f] : bounds[f + 1]]
-            wrong = ids[(ids < 0) | (ids >= table.num_embeddings)]
+            wrong = ids[~are_below(ids, torch.tensor(as_int64(table.num_embeddings)))]
             if wrong.numel():
                 raise IndexError(
                     f"table {table.name!r}, feature {feature!r}: id {int(wrong[0])} is outside "
@@ -393,6 +394,11 @@ def _check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:
     if len(dims) > 1:
         raise ValueError(
             f"tables of one collection must share an embedding_dim, got {dims}: use one collection for each."
+        )
+    if (num_ids := sum(table.num_embeddings for table in tables)) > NUM_IDS:
+        raise ValueError(
+            f"tables of one collection must have at most 2**64 - 1 ids together, got {num_ids}: give several features "
+            "one table (feature_names), or use a collection for each."
         )
     names = Counter(table.name for table in tables)
     features = Counter(feature for table in tables for feature in table.feature_names)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lightning_recsys.embeddings.int64_ids import NUM_IDS
+
 
 class PoolingType(StrEnum):
     """How the rows of a bag become one vector; an empty bag gives zeros in both."""
@@ -19,7 +21,9 @@ class EmbeddingBagConfig:
 
     Args:
         name: Table name, unique in its collection; part of the state-dict key.
-        num_embeddings: Rows; valid ids are ``0 .. num_embeddings - 1``.
+        num_embeddings: Rows; valid ids are ``0 .. num_embeddings - 1``. Tables of dynamic rows may have up to
+            ``2**64 - 1``: then every int64 is an id, negative ones too (as unsigned numbers they are those from
+            ``2**63`` on), but -1.
         embedding_dim: Row width. Any positive number: widths that FBGEMM does not take use our own kernel.
         feature_names: Features that share this table.
         pooling: ``sum`` or ``mean``. The mean divides by the number of ids in the bag, also where they are weighted.
@@ -27,7 +31,7 @@ class EmbeddingBagConfig:
             N(0, 1), the default of ``torch.nn.Embedding``, drive DeepFM's backward pass into denormal numbers.
 
     Raises:
-        ValueError: a number is not positive, there is no feature, or the pooling is unknown.
+        ValueError: a number is not positive, there are more ids than int64 has, no feature, or the pooling is unknown.
     """
 
     name: str
@@ -44,6 +48,11 @@ class EmbeddingBagConfig:
             raise ValueError(
                 f"table {self.name!r}: num_embeddings and embedding_dim must be at least 1, "
                 f"got {self.num_embeddings} and {self.embedding_dim}."
+            )
+        if self.num_embeddings > NUM_IDS:
+            raise ValueError(
+                f"table {self.name!r}: num_embeddings must be at most 2**64 - 1 (ids are int64, and -1 is none), got "
+                f"{self.num_embeddings}."
             )
         if not self.name or "." in self.name:
             raise ValueError(f"a table name must not be empty or hold a dot (it is part of keys), got {self.name!r}.")

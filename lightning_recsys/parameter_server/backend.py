@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, TableBackend
 from lightning_recsys.embeddings.backend import row_shapes
+from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
@@ -48,7 +48,7 @@ class _Share:
         self.feature_names = tuple(name for table in store.layout.tables for name in table.feature_names)
         self.features = torch.tensor([feature for piece in pieces for feature in piece.features], device="cpu")
         ranges = [(f, x.part.first_row, x.part.num_rows) for x in pieces for f in x.features]
-        self._ranges = np.array(ranges, dtype=np.int64)
+        self._ranges = as_int64s(number for one in ranges for number in one).reshape(-1, 3)
 
     def select(self, sparse: SparseFeatures) -> SparseFeatures:
         """The ids whose rows are here, counted from each part's first row."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache, RowUpdates, SharedIndex
+from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
 from lightning_recsys.optim import SGD, RowOptimizer
 from lightning_recsys.parameter_server.backend import StoreBackend
@@ -121,7 +122,7 @@ class CachedBackend(StoreBackend):
         self._messages = RowMessages(self.stores, places, self._rule, self.row_shapes)
         mapped = RowTransfers.between(self.stores, self._passing.rows.device)
         self._transfers = RowTransfers(mapped, places, self._rule, self.row_shapes) if mapped else None
-        self._starts = np.array(layout.feature_starts, dtype=np.int64)
+        self._starts = as_int64s(layout.feature_starts)
         self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
         self._coming: deque[tuple[SparseFeatures, int]] = deque()  # announced, with the announcement's number
         self._planned: tuple[SparseFeatures, _Batch] | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recsys.embeddings.int64_ids import are_below, as_int64
 from lightning_recsys.parameter_server.wire import Request
 
 GENERATION = "generation"  # an argument of whatever concerns a store that is open: which one of that name
@@ -81,18 +82,18 @@ def check_rate(learning_rate: float) -> None:
 
 def check_rows(rows: Tensor, num_rows: int) -> None:
     """Rows are those of the store."""
-    if rows.numel():
+    if rows.numel() and not bool(are_below(rows, torch.tensor(as_int64(num_rows))).all()):
         low, high = (int(x) for x in rows.aminmax())
-        if low < 0 or high >= num_rows:
-            raise IndexError(f"rows must be in [0, {num_rows}), got {low} to {high}")
+        raise IndexError(f"rows must be in [0, {num_rows}), got {low} to {high}")
 
 
 def check_single(ids_N: Tensor, sizes_F: Tensor) -> None:
     """One id per bag: each is in its feature's table."""
     if ids_N.numel():
-        low, high_F = ids_N.min(), ids_N.view(sizes_F.numel(), -1).amax(1)
-        if bool(low < 0) or bool((high_F >= sizes_F).any()):
-            raise IndexError(f"ids must be in [0, {sizes_F.tolist()}) by feature, got {int(low)} to {high_F.tolist()}")
+        ids_FB = ids_N.view(sizes_F.numel(), -1)
+        if not bool(are_below(ids_FB, sizes_F.unsqueeze(1)).all()):
+            low, high = int(ids_N.min()), ids_FB.amax(1).tolist()
+            raise IndexError(f"ids must be in [0, {sizes_F.tolist()}) by feature, got {low} to {high}")
 
 
 def check_bags(ids_N: Tensor, offsets: Tensor, sizes_F: Tensor) -> None:
@@ -103,5 +104,5 @@ def check_bags(ids_N: Tensor, offsets: Tensor, sizes_F: Tensor) -> None:
         raise ValueError(f"offsets must rise from 0 to the number of ids, {ids_N.numel()}")
     if ids_N.numel():
         sizes_N = sizes_F.repeat_interleave(lengths.view(sizes_F.numel(), -1).sum(1))
-        if bool((ids_N < 0).any()) or bool((ids_N >= sizes_N).any()):
+        if not bool(are_below(ids_N, sizes_N).all()):
             raise IndexError(f"ids must be in [0, {sizes_F.tolist()}) by feature")

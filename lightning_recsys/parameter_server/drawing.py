@@ -56,9 +56,9 @@ def draw_rows(rows, places, starts, first_keys, stds, seed, out):  # noqa: ANN00
     """Write the first values of rows.
 
     Args:
-        rows: Their numbers in the store, int64 ``[U]``.
+        rows: Their numbers in the store, int64 ``[U]``; unsigned, as all numbers and keys here.
         places: Where each goes in ``out``, int64 ``[U]``.
-        starts: The number of each table's first row, rising, int64 ``[T]``.
+        starts: The number of each table's first row, rising, int64 ``[T]``, of which the first is 0.
         first_keys: What is drawn is that of the key ``first_keys[t] + row - starts[t]``, int64 ``[T]``.
         stds: Standard deviation of each table's values, float64 ``[T]``.
         seed: Of all of them, uint64.
@@ -67,7 +67,9 @@ def draw_rows(rows, places, starts, first_keys, stds, seed, out):  # noqa: ANN00
     dim = out.shape[1]
     stream = mix(seed + _GOLDEN)
     for i in range(rows.shape[0]):
-        table = np.searchsorted(starts, rows[i], side="right") - 1
+        table = 0
+        while table + 1 < starts.shape[0] and np.uint64(starts[table + 1]) <= np.uint64(rows[i]):
+            table += 1
         place, std = places[i], stds[table]
         if std == 0.0:
             out[place, :] = np.float32(0)

@@ -10,6 +10,8 @@ from typing import Any
 class DynamicRows:
     """Rows that exist from their first update on, for ids without bound: ``num_embeddings`` may be astronomical.
 
+    With ``num_embeddings=2**64 - 1`` raw 64-bit hashes can be ids: every int64 is one, but -1.
+
     A row that does not exist is looked up as what it would be made as, a function of seed and key. So lookups make no
     rows, evaluation takes no memory, and it matters neither in which order ids come nor which process makes their rows.
 
@@ -41,8 +43,8 @@ class DynamicRows:
             raise ValueError(f"admission must be from 1 to 2**31 - 1 updates, got {self.admission}.")
         if self.expire_after is not None and not 1 <= self.expire_after < 2**30:
             raise ValueError(f"expire_after must be None or from 1 to 2**30 updates, got {self.expire_after}.")
-        if self.first_keys is not None and not all(0 <= key < 2**63 for key in self.first_keys):
-            raise ValueError(f"first_keys must be numbers from 0 to 2**63 - 1, got {self.first_keys}.")
+        if self.first_keys is not None and not all(0 <= key < 2**64 for key in self.first_keys):
+            raise ValueError(f"first_keys must be numbers from 0 to 2**64 - 1, got {self.first_keys}.")
 
 
 def dynamic_to_plain(dynamic: DynamicRows | None) -> dict[str, Any] | None:

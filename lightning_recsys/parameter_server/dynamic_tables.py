@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recsys.embeddings.int64_ids import are_below, as_int64
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.interfaces import DynamicEmbeddingStore, EmbeddingStore
@@ -32,6 +33,11 @@ class _Place:
     store: DynamicEmbeddingStore
     part: TablePart
     start: int
+
+    @property
+    def num_rows(self) -> Tensor:
+        """Of the part, as an int64 that ids are compared with."""
+        return torch.tensor(as_int64(self.part.num_rows))
 
 
 class DynamicTables:
@@ -64,14 +70,12 @@ class DynamicTables:
         return cls(layout, row_shapes, places)
 
     def live_ids(self) -> dict[str, Tensor]:
-        """By table the ids whose rows exist, int64 ``[L]``, rising."""
+        """By table the ids whose rows exist, int64 ``[L]``, rising (as unsigned numbers)."""
         rows = {store: store.live_rows() for store in {place.store: None for place in self._places}}
         found: dict[str, list[tuple[int, Tensor]]] = {table: [] for table in self.tables}
         for place in self._places:
-            stretch = torch.tensor([place.start, place.start + place.part.num_rows - 1])
-            first = int(torch.searchsorted(rows[place.store], stretch[0]))
-            stop = int(torch.searchsorted(rows[place.store], stretch[1], right=True))
-            ids = rows[place.store][first:stop] - place.start + place.part.first_row
+            here = rows[place.store] - as_int64(place.start)
+            ids = here[are_below(here, place.num_rows)] + as_int64(place.part.first_row)
             found[place.part.table].append((place.part.first_row, ids))
         return {table: torch.cat([ids for _, ids in sorted(parts)]) for table, parts in found.items()}
 
@@ -94,11 +98,11 @@ class DynamicTables:
         for place in self._places:
             if place.part.table != table:
                 continue
-            first = place.part.first_row
-            here = torch.nonzero((ids_U >= first) & (ids_U < first + place.part.num_rows)).flatten()
+            in_part = ids_U - as_int64(place.part.first_row)
+            here = torch.nonzero(are_below(in_part, place.num_rows)).flatten()
             for positions in torch.split(here, block_rows):
                 if positions.numel():
-                    yield place.store, positions, ids_U[positions] - first + place.start
+                    yield place.store, positions, in_part[positions] + as_int64(place.start)
 
     def clear(self) -> None:
         """Let no row exist."""

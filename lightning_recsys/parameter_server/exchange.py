@@ -117,7 +117,7 @@ class RowExchange:
             raise ValueError(f"num_steps must be in [0, {_MAX_STEPS}), got {self.num_steps}")
         for name, rows in (("push", self.push_rows), ("fetch", self.fetch_rows), ("check", self.check_rows)):
             _check_array(f"{name}_rows", rows, torch.int64, (rows.numel(),))
-            if not all_within(rows.contiguous().numpy(), num_rows):
+            if not all_within(rows.contiguous().numpy(), np.uint64(num_rows)):
                 raise IndexError(f"{name}_rows must be in [0, {num_rows}), got {int(rows.min())} to {int(rows.max())}")
         _check_array("check_clocks", self.check_clocks, torch.int32, (self.check_rows.numel(),))
         self._check_pushes(row_shapes if self.push_rows.numel() else {})

@@ -56,11 +56,11 @@ _read: Any = intrinsic(_read_before)
 
 @compile_loop
 def all_within(numbers, bound):  # noqa: ANN001, ANN201
-    """Whether all numbers are from 0 to below a bound."""
-    low, high = np.int64(0), np.int64(-1)
+    """Whether all int64 numbers, taken as unsigned, are below a bound, a uint64."""
+    high = np.uint64(0)
     for number in numbers:
-        low, high = min(low, number), max(high, number)
-    return low == 0 and high < bound
+        high = max(high, np.uint64(number))
+    return numbers.shape[0] == 0 or high < bound
 
 
 @compile_loop

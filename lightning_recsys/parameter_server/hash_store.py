@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
+from lightning_recsys.embeddings.int64_ids import NUM_IDS, as_int64, as_int64s, in_order
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
@@ -44,7 +45,7 @@ KIND = "dynamic"
 CLOCK = "clock"
 COUNTERS = 4
 LIVE_COUNTER = 1
-_KEYS = "keys"
+_KEYS = "row_keys"  # of each slot the bits of its row's number turned, 0 where it has none
 _LOCK = "lock"
 _GROWTH_BYTES = 1 << 22  # room is made in pieces of this size, whatever is there already
 _MAX_SLOTS = 2**31 - 1
@@ -80,6 +81,8 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     def __init__(self, folder: Path) -> None:
         self._lock = _lock(folder)
         self.arrays = arrays = MappedArrays(folder)
+        if _KEYS not in arrays:
+            raise RuntimeError(f"{folder} was made by an earlier version: load its checkpoint into a new store.")
         dynamic = dynamic_from_plain(arrays.meta["dynamic"])
         assert dynamic is not None
         self.dynamic = dynamic
@@ -92,11 +95,11 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         slots = TableLayout((EmbeddingBagConfig("slots", self._capacity, layout.embedding_dim, features),))
         self._kernel = choose_kernel("auto", slots, self.optimizer, torch.device("cpu"))
         starts = [*layout.table_starts.values()]
-        self._starts = np.array(starts, dtype=np.int64)
-        self._first_keys = np.array(starts if dynamic.first_keys is None else dynamic.first_keys, dtype=np.int64)
+        self._starts = as_int64s(starts)
+        self._first_keys = as_int64s(starts if dynamic.first_keys is None else dynamic.first_keys)
         self._stds = np.array([table.init_std for table in layout.tables], dtype=np.float64)
         self._seed = np.uint64(arrays.meta["seed"])
-        self._starts_F = torch.tensor(layout.feature_starts)
+        self._starts_F = torch.from_numpy(as_int64s(layout.feature_starts))
         self._slot_bytes = sum(arrays[name].stride(0) * arrays[name].itemsize for name in (_KEYS, CLOCK))
         self._slot_bytes += sum(arrays[name].stride(0) * 4 for name in self.row_shapes)
         self._mutex = threading.RLock()
@@ -114,12 +117,12 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             FileExistsError: the folder is there already.
             OSError: there is no room for the first rows.
             TypeError: a rule that is none of :mod:`lightning_recsys.optim`.
-            ValueError: more rows than int64 can count, or not one first key for each table.
+            ValueError: more rows than there are int64, or not one first key for each table.
         """
-        if layout.num_rows > 2**63 - 1:
+        if layout.num_rows > NUM_IDS:
             raise ValueError(
-                f"a store counts at most 2**63 - 1 rows, and {[table.name for table in layout.tables]} have "
-                f"{layout.num_rows}: make num_embeddings smaller."
+                f"a store counts at most 2**64 - 1 rows, and {[table.name for table in layout.tables]} have "
+                f"{layout.num_rows}: make num_embeddings smaller, or give several features one table."
             )
         if dynamic.first_keys is not None and len(dynamic.first_keys) != len(layout.tables):
             raise ValueError(f"first_keys must have one key for each of {len(layout.tables)} tables, got {dynamic}.")
@@ -173,13 +176,13 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         return self.read_rows(name, self._stretch(first_row, num_rows))
 
     def live_rows(self) -> Tensor:  # noqa: D102 - inherited
-        return self.rows_in_slots(0, self.num_slots).sort().values
+        return in_order(self.rows_in_slots(0, self.num_slots))
 
     def rows_in_slots(self, first: int, count: int) -> Tensor:
         """The rows that exist in a stretch of slots, int64, in the order of the slots."""
         with self._mutex:
             keys = self.arrays[_KEYS][first : min(first + count, self.num_slots)].numpy()
-            rows = keys[keys > 0] - 1
+            rows = ~keys[keys != 0]
             slots, _ = self._index.find(rows, touch=False)
             return torch.from_numpy(rows[slots >= 0])
 
@@ -412,7 +415,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             raise IndexError(
                 f"rows {first_row} to {first_row + num_rows} are not within the store's {self.layout.num_rows}."
             )
-        return torch.arange(first_row, first_row + num_rows)
+        return torch.from_numpy(as_int64(first_row) + np.arange(num_rows))
 
     def _check_name(self, name: str) -> None:
         if name not in self.row_shapes:

@@ -5,8 +5,9 @@ key's hash through a directory. A full segment is split into two, which moves at
 four bytes for a segment, doubles now and then. So no insertion takes longer than some tens of microseconds, however
 many keys there are.
 
-An entry is 16 bytes: the key, and in one word the update in which the key was last seen and its *value*: the slot of
-its row, or, while it has none, minus the number of updates that have named it. Half of the entries are free on average.
+An entry is 16 bytes: the key with all its bits turned, as 0 marks a free entry, and in one word the update in which the
+key was last seen and its *value*: the slot of its row, or, while it has none, minus the number of updates that have
+named it. Half of the entries are free on average.
 """
 
 # Shape suffixes: N keys of a request.
@@ -34,14 +35,13 @@ _WORD = np.int64(0xFFFFFFFF)
 
 
 class KeyIndex:
-    """Which slot each key has, which slots are free, and who was not seen for long. Keys are int64, at least 0.
+    """Which slot each key has, which slots are free, and who was not seen for long. Every int64 but -1 is a key.
 
     Not for several threads at once.
 
     Args:
-        slot_keys: For each slot its key plus 1, or a number of at most 0 where it is free; int64 ``[capacity]``. It is
-            kept up to date, so that an index can be made from it again; in memory that outlives the process it can be
-            by the next one.
+        slot_keys: For each slot ``~key``, or 0 where it is free; int64 ``[capacity]``. It is kept up to date, so that
+            an index can be made from it again; in memory that outlives the process it can be by the next one.
         high: Slots that were ever in use, the first ones.
         admission: Updates that must name a key before it gets a slot.
         expire_after: A key that no update or lookup has named in so many updates is forgotten; ``None``: never.
@@ -58,11 +58,10 @@ class KeyIndex:
         self._header = np.zeros(8, dtype=np.int64)
         self._directory = np.zeros(1 << _MAX_DEPTH, dtype=np.int32)
         self._segments = np.zeros((_MAX_SEGMENTS, 2), dtype=np.int32)  # depth, entries
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        memory = mmap.mmap(-1, _MAX_SEGMENTS * _SEGMENT * 16, flags=flags)
-        self._entries = np.frombuffer(memory, dtype=np.int64).reshape(-1, 2)
+        self._entries = _reserved(2 * _MAX_SEGMENTS * _SEGMENT, np.int64).reshape(-1, 2)
+        self._free = _reserved(len(slot_keys), np.int32)  # slots, used from the end of the first header[_FREE]
         self._header[_SEGMENTS], self._header[_HIGH] = 1, high
-        _rebuild(slot_keys, *self._table)
+        _rebuild(slot_keys, self._free, *self._table)
 
     @property
     def _table(self) -> tuple[np.ndarray, ...]:
@@ -120,12 +119,13 @@ class KeyIndex:
         counts = np.ones(keys_N.shape[0], dtype=np.int32) if counts_N is None else counts_N
         admission = 1 if always else self._admission
         times = _int32(self.now), np.int64(self._expire)
-        count = _admit(keys_N, counts, made, np.int64(admission), *times, self._slot_keys, *self._table)
+        slots = self._slot_keys, self._free
+        count = _admit(keys_N, counts, made, np.int64(admission), *times, *slots, *self._table)
         return made[0, :count], made[1, :count]
 
     def publish(self, keys_U: np.ndarray, slots_U: np.ndarray) -> None:
         """The rows of these slots are complete."""
-        self._slot_keys[slots_U] = keys_U + 1
+        self._slot_keys[slots_U] = ~keys_U
 
     def advance(self) -> None:
         """The present update is over; forget some of the keys that were not seen for long.
@@ -134,7 +134,14 @@ class KeyIndex:
         """
         self.now += 1
         if self._expire:
-            _sweep(_int32(self.now), np.int64(self._expire), self._slot_keys, *self._table)
+            _sweep(_int32(self.now), np.int64(self._expire), self._slot_keys, self._free, *self._table)
+
+
+def _reserved(size: int, dtype: type[np.generic]) -> np.ndarray:
+    """Zeros of which only those take memory that are written to."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    num_bytes = max(size, 1) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), dtype=dtype)[:size]
 
 
 def _int32(number: int) -> np.int32:
@@ -164,7 +171,7 @@ def _position(key, hashed, segment, entries):  # noqa: ANN001, ANN202
     """Where a segment holds a key, or the free entry where it would be put."""
     first = np.int64(segment) << _BITS
     place = np.int64(hashed & np.uint64(_SEGMENT - 1))
-    while entries[first + place, 0] != 0 and entries[first + place, 0] != key + 1:
+    while entries[first + place, 0] != 0 and entries[first + place, 0] != ~key:
         place = (place + 1) & (_SEGMENT - 1)
     return first + place
 
@@ -216,13 +223,13 @@ def _split(segment, header, directory, segments, entries):  # noqa: ANN001, ANN2
     for i in range(_SEGMENT):
         if old[i, 0] == 0:
             continue
-        hashed = mix(np.uint64(old[i, 0] - 1))
+        hashed = mix(np.uint64(~old[i, 0]))
         if begin < 0:
             begin = np.int64(hashed >> np.uint64(64 - header[_DEPTH])) // (2 * width) * 2 * width
             for j in range(begin + width, begin + 2 * width):
                 directory[j] = new
         target = _segment_of(hashed, header, directory)
-        place = _position(old[i, 0] - 1, hashed, target, entries)
+        place = _position(~old[i, 0], hashed, target, entries)
         entries[place, 0], entries[place, 1] = old[i, 0], old[i, 1]
         segments[target, 1] += 1
 
@@ -235,31 +242,30 @@ def _put(key, hashed, word, header, directory, segments, entries):  # noqa: ANN0
         _split(segment, header, directory, segments, entries)
         segment = _segment_of(hashed, header, directory)
     place = _position(key, hashed, segment, entries)
-    entries[place, 0], entries[place, 1] = key + 1, word
+    entries[place, 0], entries[place, 1] = ~key, word
     segments[segment, 1] += 1
 
 
 @compile_loop
-def _take_slot(slot_keys, header):  # noqa: ANN001, ANN202
+def _take_slot(free, header):  # noqa: ANN001, ANN202
     header[_ROWS] += 1
-    if header[_FREE] > 0:  # free slots are a list: each holds minus the next one plus 1
-        slot = header[_FREE] - 1
-        header[_FREE] = -slot_keys[slot]
-        slot_keys[slot] = 0
-        return slot
+    if header[_FREE] > 0:
+        header[_FREE] -= 1
+        return np.int64(free[header[_FREE]])
     header[_HIGH] += 1
     return header[_HIGH] - 1
 
 
 @compile_loop
-def _free_slot(slot, slot_keys, header):  # noqa: ANN001, ANN202
-    slot_keys[slot] = -header[_FREE]
-    header[_FREE] = slot + 1
+def _free_slot(slot, slot_keys, free, header):  # noqa: ANN001, ANN202
+    slot_keys[slot] = 0
+    free[header[_FREE]] = slot
+    header[_FREE] += 1
     header[_ROWS] -= 1
 
 
 @compile_loop
-def _admit(keys, counts, made, admission, now, expire, slot_keys, header, directory, segments, entries):  # noqa: ANN001, ANN202
+def _admit(keys, counts, made, admission, now, expire, slot_keys, free, header, directory, segments, entries):  # noqa: ANN001, ANN202
     count = 0
     for i in range(keys.shape[0]):
         key = keys[i]
@@ -272,12 +278,12 @@ def _admit(keys, counts, made, admission, now, expire, slot_keys, header, direct
             if value >= 0 and not old:  # named twice, and got its slot the first time
                 continue
             if value >= 0:
-                _free_slot(value, slot_keys, header)
+                _free_slot(value, slot_keys, free, header)
             elif not old:
                 seen = -value if np.int32(word >> 32) == now else seen - value
         value = -seen
         if seen >= admission:
-            value = _take_slot(slot_keys, header)
+            value = _take_slot(free, header)
             made[0, count], made[1, count] = key, value
             count += 1
         if is_new:
@@ -288,7 +294,7 @@ def _admit(keys, counts, made, admission, now, expire, slot_keys, header, direct
 
 
 @compile_loop
-def _sweep(now, expire, slot_keys, header, directory, segments, entries):  # noqa: ANN001, ANN202
+def _sweep(now, expire, slot_keys, free, header, directory, segments, entries):  # noqa: ANN001, ANN202
     total = header[_SEGMENTS] << _BITS
     budget = total // expire + 1
     place = header[_CURSOR]
@@ -302,7 +308,7 @@ def _sweep(now, expire, slot_keys, header, directory, segments, entries):  # noq
             continue
         value = np.int64(np.int32(word))
         if value >= 0:
-            _free_slot(value, slot_keys, header)
+            _free_slot(value, slot_keys, free, header)
         segments[place >> _BITS, 1] -= 1
         _close_gap(place, entries)  # what moves here is looked at next
     header[_CURSOR] = place
@@ -319,7 +325,7 @@ def _close_gap(place, entries):  # noqa: ANN001, ANN202
         key = entries[first + at, 0]
         if key == 0:
             break
-        home = np.int64(mix(np.uint64(key - 1)) & np.uint64(_SEGMENT - 1))
+        home = np.int64(mix(np.uint64(~key)) & np.uint64(_SEGMENT - 1))
         if (at - home) & (_SEGMENT - 1) >= (at - gap) & (_SEGMENT - 1):
             entries[first + gap, 0], entries[first + gap, 1] = key, entries[first + at, 1]
             gap = at
@@ -327,12 +333,12 @@ def _close_gap(place, entries):  # noqa: ANN001, ANN202
 
 
 @compile_loop
-def _rebuild(slot_keys, header, directory, segments, entries):  # noqa: ANN001, ANN202
+def _rebuild(slot_keys, free, header, directory, segments, entries):  # noqa: ANN001, ANN202
     for slot in range(header[_HIGH] - 1, -1, -1):
-        if slot_keys[slot] > 0:
-            key = slot_keys[slot] - 1
+        if slot_keys[slot] != 0:
+            key = ~slot_keys[slot]
             _put(key, mix(np.uint64(key)), _pack(slot, 0), header, directory, segments, entries)
             header[_ROWS] += 1
         else:
-            slot_keys[slot] = -header[_FREE]
-            header[_FREE] = slot + 1
+            free[header[_FREE]] = slot
+            header[_FREE] += 1

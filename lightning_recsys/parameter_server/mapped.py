@@ -136,7 +136,7 @@ class MappedStores(Stores):
         live = rows | {name: self._live_rows(name) for name in dynamic}
         return {
             "stores": len(stored),
-            "rows": sum(rows.values()),
+            "rows": min(sum(rows.values()), 2**64 - 1),  # what a message can say
             "live_rows": sum(live.values()),
             "bytes": sum(
                 self._file_bytes(name) if name in dynamic else total_bytes(found["arrays"])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.embeddings.backend import row_shapes
+from lightning_recsys.embeddings.int64_ids import in_order
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
@@ -175,7 +176,7 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
         for first in range(0, self._size()[1], step):
             arguments = {"first_slot": first, "num_slots": step}
             parts.append(self._store.request("live_rows", arguments=arguments).arrays[0])
-        return torch.cat(parts).sort().values if parts else torch.empty(0, dtype=torch.int64)
+        return in_order(torch.cat(parts)) if parts else torch.empty(0, dtype=torch.int64)
 
     def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         store, pending, chunks = self._store, deque[Pending](), []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim.compiled import compile_loop
 from lightning_recsys.placement import TablePart
@@ -56,7 +57,9 @@ class RowPlaces:
                 key = starts[part.table] + part.first_row
                 places.append((key, store, row - key))
                 row += part.num_rows
-        self._first_keys_P, self._stores_P, self._shifts_P = np.array(sorted(places), dtype=np.int64).T.copy()
+        first_keys, stores_of_parts, shifts = zip(*sorted(places), strict=True)
+        self._first_keys_P = as_int64s(first_keys).view(np.uint64)
+        self._stores_P, self._shifts_P = np.array(stores_of_parts), as_int64s(shifts)
         self._num_stores = len(stores)
         self._keys_are_rows = len(stores) == 1 and not self._shifts_P.any()
 
@@ -64,7 +67,7 @@ class RowPlaces:
         """For each store: which of the keys are there, as an index of ``keys_K``, and their rows there."""
         if self._keys_are_rows:
             return [(slice(None), keys_K)]
-        parts_K = np.searchsorted(self._first_keys_P, keys_K, side="right") - 1
+        parts_K = np.searchsorted(self._first_keys_P, keys_K.view(np.uint64), side="right") - 1
         rows_K, stores_K = keys_K + self._shifts_P[parts_K], self._stores_P[parts_K]
         which = [np.flatnonzero(stores_K == store) for store in range(self._num_stores)]
         return [(positions, rows_K[positions]) for positions in which]

@@ -8,6 +8,8 @@ two servers).
 
 from __future__ import annotations
 
+import numpy as np
+
 from lightning_recsys.optim.compiled import compile_loop
 
 
@@ -35,7 +37,7 @@ def keep_rows(ids, offsets, weights, ranges, batch_size, kept_ids, kept_offsets,
                 start, stop = offsets[bag], offsets[bag + 1]
             for position in range(start, stop):
                 row = ids[position] - first_row
-                if row >= 0 and row < num_rows:
+                if np.uint64(row) < np.uint64(num_rows):  # a row before the first is a large number so
                     kept_ids[count] = row
                     if weights.shape[0]:
                         kept_weights[count] = weights[position]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.parameter_server import embedding_store, hash_store
 from lightning_recsys.parameter_server.checks import check_bags, check_single, take_array
@@ -43,8 +44,8 @@ class ServedEmbedding:
         layout = self.store.layout
         self.keys = tuple(feature for table in layout.tables for feature in table.feature_names)
         self.num_rows, self.dim = layout.num_rows, layout.embedding_dim
-        self._starts_F = torch.tensor(layout.feature_starts)
-        self._sizes_F = torch.tensor([table.num_embeddings for table in layout.feature_tables])
+        self._starts_F = torch.from_numpy(as_int64s(layout.feature_starts))
+        self._sizes_F = torch.from_numpy(as_int64s(table.num_embeddings for table in layout.feature_tables))
         self._trained = tuple(self.store.row_shapes)
 
     def describe(self) -> dict[str, Any]:

@@ -152,8 +152,8 @@ def measure_costs(collection: EmbeddingBagCollection, samples: Sequence[SparseFe
 
 def _random_batch(table: EmbeddingBagConfig) -> list[SparseFeatures]:
     generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
-    shape = (len(table.feature_names) * PROFILE_BATCH,)
-    return [SparseFeatures(table.feature_names, torch.randint(table.num_embeddings, shape, generator=generator))]
+    shape, num_ids = (len(table.feature_names) * PROFILE_BATCH,), min(table.num_embeddings, 2**63 - 1)
+    return [SparseFeatures(table.feature_names, torch.randint(num_ids, shape, generator=generator))]
 
 
 def _seconds(collection: EmbeddingBagCollection, table: EmbeddingBagConfig, batches: Sequence[SparseFeatures]) -> float:

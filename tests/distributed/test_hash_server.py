@@ -8,7 +8,7 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import SGD, Adagrad, Adam
-from lightning_recsys.parameter_server import DynamicRows, MappedStores, StoreBackend, connect
+from lightning_recsys.parameter_server import CachedBackend, DynamicRows, MappedStores, StoreBackend, connect
 from lightning_recsys.parameter_server.exchange import RowExchange
 from lightning_recsys.placement import PlacementPlan, TablePart
 
@@ -189,3 +189,41 @@ def test_requests_when_they_are_wrong_then_refused_and_nothing_is_changed(server
         remote.connection.request("size", store="all")
     assert store.num_live == 0
     remote.close()
+
+
+def test_hashes_as_ids_when_cut_over_servers_then_rows_and_training_are_those_of_one(tmp_path, server, local):
+    table = EmbeddingBagConfig("t", 2**64 - 1, 8, ("x",), init_std=0.5)
+    hashes = torch.randint(-(2**63), 2**63 - 1, (40,))
+    hashes[:4] = torch.tensor([0, 2**63 - 1, -(2**63), -2])
+    hashes[hashes == -1] = 7
+    (tmp_path / "second").mkdir()
+    with running(tmp_path / "second") as second:
+        servers = [connect(x.endpoint, shared_memory="never") for x in (server, second)]
+        cut = 2**63 + 5
+        parts = (TablePart("net", "t", cut, 2**64 - 1 - cut, 0, 0, 0.0), TablePart("net", "t", 0, cut, 1, 0, 0.0))
+        collections = []
+        for stores, plan, kind, options in (
+            ([local], None, StoreBackend, {}),
+            (servers, PlacementPlan("size", 2, parts), StoreBackend, {}),
+            (servers, PlacementPlan("size", 2, parts), CachedBackend, {"cache_rows": 9, "staleness": 0}),
+        ):
+            collection = EmbeddingBagCollection([table], optimizer=SGD(0.5), device="meta")
+            options = options | {"servers": stores, "plan": plan, "seed": 5, "dynamic": DynamicRows()}
+            collection.bind(kind.create("net", collection.layout, SGD(0.5), **options))
+            collections.append(collection)
+            for _ in range(3):
+                for ids in hashes.view(4, 10):
+                    collection(SparseFeatures(("x",), ids)).square().sum().backward()
+            collection.flush()
+            saved = collection.state_dict()
+            for key, value in collections[0].state_dict().items():
+                torch.testing.assert_close(saved[key], value, msg=key)
+            if plan is not None:
+                for each in servers:
+                    assert 0 < each.embedding_store("net").num_live < 40
+                    each.remove("net")
+        store = servers[0].create_embedding_store("u", collection.layout, SGD(), seed=0, dynamic=DynamicRows())
+        with pytest.raises(RequestRefusedError, match=r"ids must be in"):
+            store.pooled_lookup(SparseFeatures(("x",), torch.tensor([-1])))
+        for each in servers:
+            each.close()

@@ -943,3 +943,32 @@ def test_copy_when_it_has_as_many_updates_as_can_be_counted_then_it_still_owes_t
         update(worker, 0, ids(5))
     worker.flush()
     assert worker.embedding_bags.read("t", "weight")[5].tolist() == [-4]
+
+
+@pytest.mark.parametrize("cache_rows", [0, 3, 100])
+def test_ids_when_all_of_int64_but_one_are_then_a_cache_serves_them_and_is_saved_and_loaded_by_them(server, cache_rows):
+    table = EmbeddingBagConfig("t", 2**64 - 1, 4, ("x",), init_std=0.5)
+    bound = []
+    for name in ("one", "other"):
+        collection = EmbeddingBagCollection([table], optimizer=SGD(1.0), device="meta")
+        options = {"cache_rows": cache_rows, "staleness": 1, "dynamic": DynamicRows(), "servers": [server]}
+        collection.bind(CachedBackend.create(name, collection.layout, SGD(1.0), **options))
+        bound.append(collection)
+    one, other = bound
+    hashes = [0, 2**63 - 1, -(2**63), -3, -2]  # rising as unsigned numbers
+    before = one(ids(*hashes)).detach()
+    for step in range(12):
+        sparse = ids(*(hashes[(step + i) % 5] for i in range(3)))
+        pooled = one(sparse)
+        one.prefetch(ids(*(hashes[(step + 1 + i) % 5] for i in range(3))))
+        pooled.sum().backward()
+    times = torch.tensor([[sum((step + i) % 5 == k for step in range(12) for i in range(3))] for k in range(5)])
+    torch.testing.assert_close(one(ids(*hashes)), before - times.unsqueeze(1))
+    with torch.no_grad():
+        torch.testing.assert_close(one.eval()(ids(*hashes)), before - times.unsqueeze(1))
+    saved = one.state_dict()
+    assert saved["embedding_bags.t.ids"].tolist() == hashes
+    other.load_state_dict(saved)
+    torch.testing.assert_close(other(ids(*hashes)), before - times.unsqueeze(1))
+    with pytest.raises(IndexError, match=r"id -1 is outside"):
+        one(ids(5, -1))

@@ -333,8 +333,8 @@ def test_store_when_misused_then_the_error_says_what_to_do(stores):
         dynamic_store(stores, admission=2)
     with pytest.raises(ValueError, match="one key for each of 2 tables"):
         dynamic_store(stores, name="other", first_keys=(1,))
-    endless = TableLayout(tuple(EmbeddingBagConfig(f"t{i}", 2**60, 4, (f"f{i}",)) for i in range(8)))
-    with pytest.raises(ValueError, match=r"at most 2\*\*63 - 1 rows"):
+    endless = TableLayout(tuple(EmbeddingBagConfig(f"t{i}", 2**61, 4, (f"f{i}",)) for i in range(8)))
+    with pytest.raises(ValueError, match=r"at most 2\*\*64 - 1 rows"):
         dynamic_store(stores, endless, name="endless")
 
 
@@ -387,3 +387,81 @@ def test_room_when_there_is_none_then_the_error_says_so_and_nothing_is_changed(s
         store.apply_row_gradients(ids, torch.ones(10_000, 16), learning_rate=1.0)
     assert store.num_live == live
     assert torch.equal(store.lookup(torch.arange(10)), before)
+
+
+ALL = TableLayout((EmbeddingBagConfig("all", 2**64 - 1, 128, ("x",), init_std=0.5),))
+HASHES = torch.tensor([0, 5, 2**40, 2**63 - 2, 2**63 - 1, -(2**63), 1 - 2**63, -(2**40), -3, -2])  # rising, unsigned
+
+
+def test_ids_when_all_of_int64_but_one_are_then_rows_come_train_and_go_as_those_of_any_other(stores, tmp_path):
+    store = dynamic_store(stores, ALL, Adagrad(0.1), expire_after=30)
+    shuffled = HASHES[torch.randperm(len(HASHES))]
+    drawn = store.lookup(shuffled)
+    assert len(drawn[:, 0].unique()) == len(HASHES)
+    assert torch.equal(drawn.flip(0), store.lookup(shuffled.flip(0)))
+    store.apply_row_gradients(shuffled, torch.ones(len(HASHES), 128), learning_rate=0.5)
+    sparse = SparseFeatures(("x",), shuffled)
+    store.apply_gradients(sparse, torch.ones(len(HASHES), 1, 128), learning_rate=0.5)
+    exchange = RowExchange(
+        push_rows=shuffled[:3],
+        push_clocks=torch.ones(3, dtype=torch.int32),
+        updates={name: torch.ones(3, 128) for name in ("weight", "sum")},
+        fetch_rows=shuffled,
+        check_rows=shuffled[3:],
+        check_clocks=torch.zeros(len(HASHES) - 3, dtype=torch.int32),
+    )
+    values = store.begin_exchange(exchange)().values
+    expected = drawn - 0.5 - 0.5 / 2**0.5
+    expected[:3] -= 1
+    torch.testing.assert_close(values["weight"], expected)
+    torch.testing.assert_close(store.pooled_lookup(sparse)[:, 0], expected)
+    assert torch.equal(store.live_rows(), HASHES)
+    assert torch.equal(
+        store.read("weight", 2**63 - 1, 2), store.read_rows("weight", torch.tensor([2**63 - 1, -(2**63)]))
+    )
+    for wrong in ([-1], [3, -1]):
+        with pytest.raises(IndexError, match=r"rows must be in \[0, 18446744073709551615\), got -1 to"):
+            store.apply_row_gradients(torch.tensor(wrong), torch.ones(len(wrong), 128), learning_rate=1.0)
+        with pytest.raises(IndexError, match=r"fetch_rows must be in \[0, 18446744073709551615\), got -1 to"):
+            store.begin_exchange(RowExchange(fetch_rows=torch.tensor(wrong)))
+    stores.close()
+    again = MappedStores(tmp_path)
+    store = again.embedding_store("dynamic")
+    assert torch.equal(store.live_rows(), HASHES)
+    torch.testing.assert_close(store.lookup(shuffled), expected)
+    for _ in range(31):
+        store.apply_row_gradients(torch.tensor([-7]), torch.ones(1, 128), learning_rate=0.5)
+    assert store.live_rows().tolist() == [-7]
+    again.close()
+
+
+def test_tables_when_the_second_starts_beyond_the_positive_numbers_then_each_has_its_own_rows(stores):
+    tables = [
+        EmbeddingBagConfig("a", 2**63 + 3, 4, ("x",), init_std=0.5),
+        EmbeddingBagConfig("b", 2**62, 4, ("y",), init_std=0.0),
+    ]
+    with pytest.raises(ValueError, match=r"num_embeddings must be at most 2\*\*64 - 1.*got 18446744073709551616"):
+        EmbeddingBagConfig("c", 2**64, 4, ("x",))
+    with pytest.raises(ValueError, match=r"at most 2\*\*64 - 1 ids together, got 18446744073709551619.*one table"):
+        EmbeddingBagCollection([tables[0], EmbeddingBagConfig("c", 2**63, 4, ("z",))], device="meta")
+    collections = []
+    for name, servers in (("one", [stores]), ("other", [stores])):
+        collection = EmbeddingBagCollection(tables, optimizer=SGD(0.5), device="meta")
+        backend = StoreBackend.create(name, collection.layout, SGD(0.5), servers=servers, dynamic=DynamicRows())
+        collection.bind(backend)
+        collections.append(collection)
+    one, other = collections
+    sparse = SparseFeatures(("x", "y"), torch.tensor([3, -(2**63) + 2, 3, 2**62 - 1]))
+    before = one(sparse).detach()
+    assert before[:, 0].all()
+    assert not before[:, 1].any()
+    for _ in range(2):
+        one(sparse).sum().backward()
+    torch.testing.assert_close(one(sparse), before - 1)
+    live = one.embedding_bags.dynamic.live_ids()
+    assert {table: ids.tolist() for table, ids in live.items()} == {"a": [3, -(2**63) + 2], "b": [3, 2**62 - 1]}
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(other(sparse), one(sparse))
+    for wrong in (-1, -(2**63) + 3):
+        with pytest.raises(IndexError, match=rf"table 'a', feature 'x': id {wrong} is outside \[0, {2**63 + 3}\)"):
+            one(SparseFeatures(("x", "y"), torch.tensor([wrong, 3])))
