@@ -333,6 +333,11 @@ class EmbeddingBagCollection(nn.Module):
         if self._attached is not None and self._attached() is optimizer:
             self.apply_pending()
 
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether gradients wait for an optimizer's step; otherwise the backward pass updates the rows."""
+        return self._attached is not None and self._attached() is not None
+
     def apply_pending(self) -> None:
         """Update the rows with the gradients that wait for a step; nothing happens where there are none."""
         if not self._pending:
@@ -348,7 +353,7 @@ class EmbeddingBagCollection(nn.Module):
         if self._gradient_scale != 1.0:
             grad_BFD = grad_BFD * self._gradient_scale  # which may be shared with a hook or the graph
         self._pending.append((sparse, grad_BFD))
-        if self._attached is None or self._attached() is None:
+        if not self.waits_for_step:
             self.apply_pending()
 
     def _check_ids(self, sparse: SparseFeatures) -> None:

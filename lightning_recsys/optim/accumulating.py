@@ -2,7 +2,8 @@
 
 Works for rules whose state is a sum, so that updates of several workers can be added: SGD, Adagrad, RowwiseAdagrad. The
 arithmetic is that of :mod:`lightning_recsys.optim.compiled`: who subtracts what one step accumulated from the same rows
-gets the same bits as who takes the step.
+gets the same bits as who takes the step. Where only one worker updates a row between two visits to its server, any rule
+will do (:func:`apply_and_owe`).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -28,17 +29,23 @@ HELD = 3  # whether there is a copy at all, where a cache shares its index with 
 CLOCK_COLUMNS = 4
 
 
+def is_additive(optimizer: RowOptimizer) -> bool:
+    """Whether a rule's steps can be added to those of other workers."""
+    return type(optimizer) in (SGD, Adagrad, RowwiseAdagrad)  # a subclass may have another rule
+
+
 def check_additive(optimizer: RowOptimizer) -> None:
     """Refuse a rule whose steps cannot be added to those of other workers.
 
     Raises:
         TypeError: names the rule and those that can.
     """
-    if type(optimizer) not in (SGD, Adagrad, RowwiseAdagrad):  # a subclass may have another rule
+    if not is_additive(optimizer):
         raise TypeError(
-            f"{type(optimizer).__name__} cannot train cached rows (strategy=het, with mode=hybrid and ps): its state"
-            " is no sum of what each update adds, so updates of several workers cannot be added up. Use SGD, Adagrad or"
-            " RowwiseAdagrad (optim=sgd, adagrad or rowwise_adagrad in the recipes)."
+            f"{type(optimizer).__name__} cannot train cached rows (strategy=het, with mode=ps): its state is no sum of"
+            " what each update adds, so updates of several workers cannot be added up. Use SGD, Adagrad or"
+            " RowwiseAdagrad (optim=sgd, adagrad or rowwise_adagrad in the recipes), or mode=hybrid, which takes every"
+            " rule, as its workers go in step."
         )
 
 
@@ -172,6 +179,48 @@ def apply_and_accumulate(
             rows.index_add_(0, where, change, alpha=-1)
         else:
             state[name].index_add_(0, where, change)
+
+
+def apply_and_owe(
+    optimizer: RowOptimizer,
+    touched: NDArray[np.int64],
+    grads: Tensor,
+    rows: Tensor,
+    state: dict[str, Tensor],
+    owed: dict[str, Tensor],
+    clocks: NDArray[np.int32],
+    *,
+    learning_rate: float,
+    step: int,
+) -> None:
+    """As :func:`apply_and_accumulate` for any rule, where nobody else updates a row until its server has the update.
+
+    What is owed is then the difference that the rule has made, whatever it does: the server comes to the same row and
+    state, but for rounding.
+
+    Args:
+        optimizer: The rule.
+        touched: Row indices, int64 ``[U]``, no duplicates.
+        grads: Summed gradients, float32 ``[U, D]``, on the rows' device.
+        rows: All rows, float32 ``[C, D]``.
+        state: All rows' state.
+        owed: ``weight`` and every state, shaped as ``rows`` and ``state``.
+        clocks: Of all rows, int32 ``[C, 4]``.
+        learning_rate: Step size of this update.
+        step: Updates that the table has seen, this one included.
+    """
+    where = torch.from_numpy(touched).to(rows.device)
+    clean = torch.from_numpy(touched[clocks[touched, UNSENT] == 0]).to(rows.device)
+    rows_UD = rows.index_select(0, where)
+    states = {name: tensor.index_select(0, where) for name, tensor in state.items()}
+    before = {name: tensor.clone() for name, tensor in {"weight": rows_UD, **states}.items()}
+    optimizer.update_(rows_UD, grads, states, learning_rate=learning_rate, step=step)
+    for name, after in {"weight": rows_UD, **states}.items():
+        change = before[name] - after if name == "weight" else after - before[name]
+        owed[name].index_fill_(0, clean, 0.0).index_add_(0, where, change)
+        (rows if name == "weight" else state[name]).index_copy_(0, where, after)
+    clocks[touched, CURRENT] += 1
+    clocks[touched, UNSENT] += 1
 
 
 def _changes(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +21,14 @@ from lightning_recsys.embeddings.cache import BatchPlan, CachePolicy, RowCache, 
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
 from lightning_recsys.optim import SGD, RowOptimizer
+from lightning_recsys.optim.accumulating import is_additive
 from lightning_recsys.parameter_server.backend import StoreBackend
 from lightning_recsys.parameter_server.copy_loops import measure_lags, sort_copies
 from lightning_recsys.parameter_server.exchange import RowValues
 from lightning_recsys.parameter_server.interfaces import DynamicEmbeddingStore, EmbeddingStore
 from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.parameter_server.row_messages import NO_KEYS, RowMessages
+from lightning_recsys.parameter_server.row_owners import RowGradients
 from lightning_recsys.parameter_server.row_places import Integers, RowPlaces, add_starts
 from lightning_recsys.parameter_server.row_transfers import RowTransfers
 from lightning_recsys.placement import TablePart
@@ -77,9 +80,15 @@ class CachedBackend(StoreBackend):
 
     ``cache_rows=0`` is the same without copies: the rows of each batch are fetched, trained, pushed and dropped.
 
+    With ``in_step`` the workers make one update of each row a step, with the sum of their gradients: gradients wait
+    (:meth:`take_gradients`) until they were summed at the rows' owners
+    (:func:`~lightning_recsys.parameter_server.row_owners.sum_at_owners`), whose copies alone are trained
+    (:meth:`finish_step`), stay current, and are pushed with the next :meth:`flush`. Behind that all workers wait for
+    each other. Between two steps no copy owes anything.
+
     Args:
         layout: The collection's tables.
-        optimizer: The update rule, one whose state is a sum: SGD, Adagrad, RowwiseAdagrad.
+        optimizer: The update rule, one whose state is a sum (SGD, Adagrad, RowwiseAdagrad), or any with ``any_rule``.
         stores: As in :class:`StoreBackend`.
         cache_rows: Rows that may stay from one step to the next.
         staleness: ``s``, or ``None`` for no bound: then nothing is ever checked or refreshed.
@@ -88,6 +97,9 @@ class CachedBackend(StoreBackend):
         device: Where the copies live.
         shared: For caches of collections whose batches have the same ids, with this size and policy. Used where rows
             are in this machine's memory.
+        in_step: Workers train in step. Rows then come in messages even where they are in this machine's memory.
+        any_rule: No row has two workers' updates under way at once, as in step, or where there is one worker and
+            nothing stays here: the rule may have any state.
 
     Raises:
         ValueError: as :class:`StoreBackend`; or ``cache_rows`` or ``staleness`` is negative.
@@ -111,22 +123,32 @@ class CachedBackend(StoreBackend):
         clock: ClockName = "max",
         device: torch.device | str | None = None,
         shared: SharedIndex | None = None,
+        in_step: bool = False,
+        any_rule: bool = False,
     ) -> None:
         super().__init__(layout, optimizer, stores=stores)
         self.cache_rows = cache_rows
+        self._in_step, self._any_rule = in_step, any_rule
         self.staleness = staleness
         self.policy: CachePolicy = policy
         self._rule = ClockRule(staleness=staleness, clock=clock)
-        self._passing = RowCache(0, layout.embedding_dim, optimizer, device=device)  # rows of evaluation
+        passing = RowCache(0, layout.embedding_dim, optimizer, device=device, any_rule=any_rule)
+        self._passing = passing  # rows of evaluation
         places = RowPlaces(layout, [parts for _, parts in stores])
         self._messages = RowMessages(self.stores, places, self._rule, self.row_shapes)
         mapped = RowTransfers.between(self.stores, self._passing.rows.device)
-        self._transfers = RowTransfers(mapped, places, self._rule, self.row_shapes) if mapped else None
+        self._transfers = None
+        if mapped and not in_step and is_additive(optimizer):
+            self._transfers = RowTransfers(mapped, places, self._rule, self.row_shapes)
         self._starts = as_int64s(layout.feature_starts)
         self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
         self._coming: deque[tuple[SparseFeatures, int]] = deque()  # announced, with the announcement's number
         self._planned: tuple[SparseFeatures, _Batch] | None = None
         self._waiting: list[_Batch] = []  # looked up, not trained yet
+        # In step: plans of batches whose gradients wait for the other workers', with the gradients of their rows.
+        self._gradients: list[tuple[BatchPlan, Tensor]] = []
+        self._learning_rate = 0.0  # of the update with those gradients
+        self._updates: int | None = None  # that the tables have seen, where the rule asks; None: to be asked for
         self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
         self._counts: Counter[str] = Counter()
         self._lags_U = np.empty(0, dtype=np.int32)
@@ -148,6 +170,7 @@ class CachedBackend(StoreBackend):
             device=self._passing.rows.device,
             num_keys=num_keys,
             index=None if self._shared is None else self._shared.index,
+            any_rule=self._any_rule,
         )
         if self._shared is not None:
             self._shared.join(self)
@@ -160,6 +183,12 @@ class CachedBackend(StoreBackend):
     # --- A step ------------------------------------------------------------------------------------------------------
 
     def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        if self._gradients:
+            raise RuntimeError(
+                "gradients of an earlier step still wait for those of the other workers (strategy=het in step: "
+                "mode=hybrid or staleness=0), which meet when Lightning steps the optimizer. With manual optimization "
+                "call self.manual_backward(loss), and step the optimizer that self.optimizers() returns."
+            )
         features = sparse.to("cpu")
         batch = self._take_planned(features) or self._begin(features)
         batch.origin = weakref.ref(sparse)
@@ -199,12 +228,73 @@ class CachedBackend(StoreBackend):
         there = sparse.to(device)
         offsets = None if there.is_single_hot else there.bag_offsets()
         sums_UD = cache.sum_gradients(batch.plan, offsets, there.weights, grad_BFD.to(device))
+        if self._in_step:
+            self._gradients.append((batch.plan, sums_UD.clone()))
+            self._learning_rate = learning_rate
+            return
         self._may_owe = True
-        cache.update(batch.plan.slots_U, sums_UD, learning_rate=learning_rate)
+        cache.update(batch.plan.slots_U, sums_UD, learning_rate=learning_rate, step=self._count_update())
         self._messages.count_step()
         self._evict()
         if not self.cache_rows:  # nothing else is sent before the next lookup, which need not wait behind this
             self._messages.send()
+
+    def take_gradients(self) -> RowGradients | None:
+        """In step: this worker's gradients since the last :meth:`finish_step`, which follows; ``None`` without any.
+
+        All workers call this behind the last step's updates, and go on together.
+        """
+        if not is_additive(self.optimizer) and self._updates is None:
+            self._updates = self.step
+        if not self._gradients:
+            return None
+        if len(self._gradients) > 1:
+            self._join_gradients()
+        ((plan, sums_UD),) = self._gradients
+        return RowGradients(plan.keys_U, sums_UD)
+
+    def _join_gradients(self) -> None:
+        """Make one plan of several, of which some have rows in common."""
+        plans = [plan for plan, _ in self._gradients]
+        keys_U, first, places = np.unique(
+            np.concatenate([plan.keys_U for plan in plans]), return_index=True, return_inverse=True
+        )
+        slots_U = np.concatenate([plan.slots_U for plan in plans])[first]
+        sums = torch.cat([sums_UD for _, sums_UD in self._gradients])
+        joined_UD = sums.new_zeros(len(keys_U), sums.shape[1])
+        joined_UD.index_add_(0, torch.from_numpy(places).to(sums.device), sums)
+        plan = min(plans, key=lambda plan: plan.number)
+        self._gradients = [(dataclasses.replace(plan, keys_U=keys_U, slots_U=slots_U), joined_UD)]
+
+    def finish_step(self, owned: Integers, *, counts: bool) -> None:
+        """In step: train the rows that this worker owns; the copies of the others become outdated.
+
+        Args:
+            owned: Positions of the former in the keys of :meth:`take_gradients`, whose sums are those of all workers.
+            counts: This worker lets the stores count the update, of all that make it.
+        """
+        step = self._count_update()
+        if self._gradients:
+            ((plan, sums_UD),) = self._gradients
+            self._gradients = []
+            grads = sums_UD.index_select(0, torch.from_numpy(owned).to(sums_UD.device))
+            self._may_owe = True
+            self._cache.update(plan.slots_U[owned], grads, learning_rate=self._learning_rate, step=step)
+            self._cache.outdate(np.delete(plan.slots_U, owned))
+        if counts:
+            self._messages.count_step()
+        self._evict()
+
+    def count_gradient_bytes(self, num_bytes: int) -> None:
+        """Note what gradients took that went to other workers, and came from them."""
+        self._counts["gradients"] += num_bytes
+
+    def _count_update(self) -> int:
+        """The number of the update at hand, for a rule that asks for it, else 0."""
+        if is_additive(self.optimizer):
+            return 0
+        self._updates = (self.step if self._updates is None else self._updates) + 1
+        return self._updates
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
         """As :meth:`lookup`, of the same copies by the same rule, for rows that are not trained by it.
@@ -252,6 +342,8 @@ class CachedBackend(StoreBackend):
             else:
                 self._messages.owe(self._take(some))
                 self._messages.send()
+        if self._in_step and self.dynamic is None:  # nobody else has updates of these, and all of them are admitted
+            self._cache.keep(dirty)
         self._messages.send(with_steps=True)
         self._may_owe = False
         super().flush()
@@ -261,6 +353,8 @@ class CachedBackend(StoreBackend):
         self.flush()
         self._planned = None
         self._waiting.clear()
+        self._gradients.clear()
+        self._updates = None  # who writes rows may set the steps as well
         self._cache.clear()
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
@@ -374,7 +468,7 @@ class CachedBackend(StoreBackend):
     def needs_from(self) -> int:
         """Number of the first plan whose rows must stay: those of batches that are still to be trained."""
         self._waiting[:] = [batch for batch in self._waiting if batch.origin() is not None]
-        needed = [batch.plan.number for batch in self._waiting]
+        needed = [batch.plan.number for batch in self._waiting] + [plan.number for plan, _ in self._gradients]
         if self._planned is not None:
             needed.append(self._planned[1].plan.number)
         return min(needed, default=np.iinfo(np.int64).max)
@@ -475,6 +569,7 @@ class CachedBackend(StoreBackend):
     @step.setter
     def step(self, value: int) -> None:
         self.flush()
+        self._updates = None
         for store in self.stores:
             store.step = value
 

@@ -139,26 +139,41 @@ def all_gather(num_bytes: float, *, num_processes: int) -> Traffic:
 
 
 def row_exchange(
-    layers: Sequence[RichLayer], *, num_processes: int, num_distinct: int, state_floats: int = 0
+    layers: Sequence[RichLayer],
+    *,
+    num_processes: int,
+    num_distinct: int,
+    num_distinct_of_all: int,
+    state_floats: int = 0,
 ) -> Traffic:
-    r"""What our own stores need where a mesh needs ``u`` rows once: rows are fetched and pushed at every step.
+    r"""What our own stores need where a mesh needs ``u`` rows once: processes in step fetch and train rows every step.
 
-    .. math:: \tfrac{N-1}{N}\, u\, (16 + 8 (D + S))
+    .. math::
+        \tfrac{N-1}{N} \big(u + \tfrac{v}{N}\big) \big(8 + 4 (D + S)\big)
+        + \big(u - \tfrac{v}{N}\big)\, 4 D + (N-1)\, 4 u
 
-    for each layer: a number and a clock of 4 bytes, the row and its state, each of them in both directions. A process
-    and the server beside it send this together; the layers' blocks are not in it (:func:`all_reduce`).
+    for each layer. Each row of a process's batch is fetched, and each of the ``v`` rows of all batches pushed by one of
+    the processes: a number and a clock of 4 bytes, the row and its state. That one gets the others' gradients of the
+    row; which it is follows from the rows' numbers, which all send to all. A process and the server beside it send this
+    together; the layers' blocks are not in it (:func:`all_reduce`).
 
     Args:
         layers: Those without rows send nothing.
         num_processes: ``N``, each with a server of as many rows beside it.
         num_distinct: ``u`` of one process's own batch.
+        num_distinct_of_all: ``v`` of the batches of all processes.
         state_floats: ``S``, floats of optimizer state of a row.
     """
     _check(num_processes=num_processes, num_distinct=num_distinct, state_floats=state_floats)
-    share = (num_processes - 1) / num_processes * num_distinct
-    travels = [layer.row_floats + state_floats for layer in layers if layer.row_floats]
-    row_bytes = sum(2 * (2 * NUMBER_BYTES + FLOAT_BYTES * floats) for floats in travels)
-    return Traffic(share * row_bytes, 4 * len(travels) if num_processes > 1 else 0)
+    if num_processes == 1:
+        return NO_TRAFFIC
+    share, owned = (num_processes - 1) / num_processes, num_distinct_of_all / num_processes
+    widths = [layer.row_floats for layer in layers if layer.row_floats]
+    stored = [2 * NUMBER_BYTES + FLOAT_BYTES * (width + state_floats) for width in widths]
+    between = [(num_distinct - owned) * FLOAT_BYTES * width for width in widths]
+    numbers = all_gather(NUMBER_BYTES * num_distinct * len(widths), num_processes=num_processes)
+    sent_bytes = share * (num_distinct + owned) * sum(stored) + sum(between) + numbers.sent_bytes
+    return Traffic(sent_bytes, 4 * len(widths) + (3 * numbers.messages if widths else 0))
 
 
 def substitution(layers: Sequence[RichLayer], *, num_processes: int, batch_size: int) -> Traffic:

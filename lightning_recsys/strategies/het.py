@@ -19,6 +19,7 @@ from lightning_recsys.embeddings.cache import CachePolicy, SharedIndex
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.parameter_server.cached import CachedBackend
 from lightning_recsys.parameter_server.interfaces import Stores
+from lightning_recsys.parameter_server.row_owners import sum_at_owners
 from lightning_recsys.placement import PlacementPlan
 from lightning_recsys.strategies._dense_servers import ServedDensePart, ServedStep
 from lightning_recsys.strategies._peeking import LookAhead, peekable
@@ -49,7 +50,8 @@ class HETStrategy(ServedStrategy):
             ``allreduce`` has no servers, every worker has all rows, as in ``ddp_forkserver``.
         cache_rows: Rows that a worker keeps of each collection.
         cache_fraction: The same as a share of the collection's rows, in ``(0, 1]``; 0.1 where neither is given.
-        staleness: :math:`s`, in updates of a row; 0 gives the result of no cache, ``None`` or ``"inf"`` no bound.
+        staleness: :math:`s`, in updates of a row; 0 gives the result of no cache and of ``ddp``, ``None`` or ``"inf"``
+            no bound.
         policy: Which rows leave a full cache, of those that no known batch needs: ``lru``, ``lfu`` or ``light_lfu``.
         clock: What a push makes of a row's clock on its server: ``max``, as in the paper, or ``sum``.
         num_servers: Servers for rows.
@@ -66,11 +68,13 @@ class HETStrategy(ServedStrategy):
 
     Communication: per step, one all-reduce of the dense gradients, and one message to each server with what the batch
     lacks, the clocks of what it has, and the updates of rows that left the cache; a second message for rows that are
-    too stale. Without staleness, or without a cache, workers also meet at the end of each step.
+    too stale. Without staleness, and with ``hybrid``, the workers go in step: they send gradients of rows that several
+    of them have to one of these, which makes the row's update, and meet when all updates have arrived.
     Reference: Miao et al. 2022, "HET: scaling out huge embedding model training via cache-enabled distributed
     framework".
     Differs from the paper: updates that are left in a cache at the end are pushed, not dropped; rows train by Adagrad
-    and rowwise Adagrad as well; with ``prefetch`` clocks are compared one step early.
+    and rowwise Adagrad as well, with ``hybrid`` by any rule; with ``prefetch`` clocks are compared one step early; in
+    step, gradients of a row meet at a worker and not at the server.
 
     >>> from pytorch_lightning import Trainer
     >>> strategy = HETStrategy(cache_fraction=0.05, staleness=10)
@@ -200,6 +204,8 @@ class HETStrategy(ServedStrategy):
             clock=self.clock,
             device=self.root_device,
             shared=self._indexes.setdefault(ids, SharedIndex(cache_rows, policy=self.policy, num_keys=num_rows)),
+            in_step=self.in_step,
+            any_rule=self.mode == "hybrid",
         )
 
     def _rows_kept(self, num_rows: int) -> int:
@@ -294,10 +300,41 @@ class HETStrategy(ServedStrategy):
         if self._dense is not None:
             optimizer = cast(Optimizer, ServedStep(optimizer, self._dense))
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.in_step and self._tables is not None:
-            self._tables.flush()
-            self.barrier("every update of this step is in the stores")
+        self._update_in_step(waited=True)
         return output
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Update rows that wait for no optimizer's step, where workers go in step."""
+        super().post_backward(closure_loss)
+        self._update_in_step(waited=False)
+
+    def _update_in_step(self, *, waited: bool) -> None:
+        """Make one update of each row with all workers' gradients, of collections that wait for a step or do not.
+
+        When it returns, all updates of all workers are in the stores. A worker that ends in the midst of it leaves rows
+        some of which have taken the step; the others find that it is gone.
+
+        Communication: that of :func:`sum_at_owners`, a push to each server, and a barrier; where nobody has gradients,
+        a few numbers.
+        """
+        if self._tables is None or not self.in_step:
+            return
+        collections = [x for x in self._tables.collections.values() if x.waits_for_step == waited]
+        backends = [cast(CachedBackend, x.embedding_bags) for x in collections]
+        if not backends:
+            return
+        parts = [backend.take_gradients() for backend in backends]
+        group = dist.group.WORLD
+        assert group is not None
+        owned = sum_at_owners(parts, group, self.root_device)
+        backends[0].count_gradient_bytes(owned.num_bytes)
+        trained = [(x, rows) for x, rows in zip(backends, owned.rows, strict=True) if rows is not None]
+        for backend, rows in trained:
+            backend.finish_step(rows, counts=self.is_global_zero)
+        for backend, _ in trained:
+            backend.flush()
+        if trained:
+            self.barrier("every update of this step is in the stores")
 
     def _settle(self) -> None:
         """Wait until every update of every rank is on the servers, and take the dense part that they have."""

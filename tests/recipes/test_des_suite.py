@@ -97,8 +97,10 @@ def test_predict_when_it_can_be_counted_by_hand_then_it_is_that():
     headers = 2 * GLOO_BYTES + LIGHTNING_BYTES
     sent = {name: traffic.sent_bytes for name, traffic in expected.traffic.items()}
     assert sent[DES] == 4 * 6 * (1 + 8 + 9) + 3 * 2 * GLOO_BYTES + LIGHTNING_BYTES
-    # Of 15 rows half are on the other host: number, clock, row, one float of state, in both directions.
-    assert sent[PS] == 4 * dense + headers + 7.5 * (2 * (4 + 4 + 4 * (1 + 1)) + 2 * (4 + 4 + 4 * (8 + 1)))
+    # Of 15 rows half are on the other host: number, clock, row, one float of state. Both processes have the same rows,
+    # so each trains and pushes half of them, and sends its gradients of the others, and all numbers, to the other.
+    stored = (4 + 4 + 4 * (1 + 1)) + (4 + 4 + 4 * (8 + 1))
+    assert sent[PS] == 4 * dense + headers + (7.5 + 7.5 / 2) * stored + 7.5 * 4 * (1 + 8) + 2 * 15 * 4
     # Ids and lengths of 15 bags for each collection, and their gradients.
     assert sent[ALL_REDUCE] == 4 * dense + headers + 2 * GLOO_BYTES + 15 * (8 + 8 + 4 * 1) + 15 * (8 + 8 + 4 * 8)
     # The paper: weights once with 8 bytes of key, the first layer's block, and their gradients back.

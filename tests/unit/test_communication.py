@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from thread_group import on_threads
 
 from lightning_recsys.parameter_server.exchange import RowExchange
+from lightning_recsys.parameter_server.row_owners import RowGradients, sum_at_owners
 from lightning_recsys.placement.communication import (
     Network,
     RichLayer,
@@ -56,15 +58,24 @@ def test_parameter_servers_when_weights_are_elsewhere_then_nothing_is_spared() -
     assert round_trip(whole) == Traffic(2 * whole.sent_bytes, 2)
 
 
-def test_row_exchange_then_each_row_travels_both_ways_with_number_clock_and_state() -> None:
-    # The exchanges' own account: a fetch of ten rows and a push of as many, half of them on this host.
+def test_row_exchange_then_it_is_what_exchanges_and_workers_in_step_count_themselves() -> None:
+    # A fetch of 40 rows, of which half are on this host; the other process has 30 of them in its batch, too.
     stored = {"weight": (8,), "sum": ()}
-    fetch = RowExchange(fetch_rows=torch.arange(10)).bytes_by_kind(100, stored)
-    push = RowExchange(push_rows=torch.arange(10), push_clocks=torch.ones(10).int()).bytes_by_kind(100, stored)
+    keys = [torch.arange(40).numpy(), torch.arange(10, 50).numpy()]
+    given = [[RowGradients(x, torch.ones(40, 8))] for x in keys]
+    summed = on_threads(2, lambda rank, group: sum_at_owners(given[rank], group, torch.device("cpu")))
+    owned = [len(x.rows[0]) for x in summed if x.rows[0] is not None]
+    assert sum(owned) == 50
+    fetch = RowExchange(fetch_rows=torch.arange(40)).bytes_by_kind(100, stored)
+    pushes = [
+        RowExchange(push_rows=torch.arange(x), push_clocks=torch.ones(x).int()).bytes_by_kind(100, stored)
+        for x in owned
+    ]
     layers = [deep(600, 8, 256), RichLayer(0, 0, (9,))]
-    traffic = row_exchange(layers, num_processes=2, num_distinct=10, state_floats=1)
-    assert traffic == Traffic((sum(fetch.values()) + sum(push.values())) / 2, 4)
-    assert row_exchange(layers, num_processes=1, num_distinct=10) == Traffic(0, 0)
+    traffic = row_exchange(layers, num_processes=2, num_distinct=40, num_distinct_of_all=50, state_floats=1)
+    to_servers = sum(fetch.values()) / 2 + sum(sum(push.values()) for push in pushes) / 2 / 2
+    assert traffic == Traffic(to_servers + sum(x.num_bytes for x in summed) / 2 / 2, 4 + 3)
+    assert row_exchange(layers, num_processes=1, num_distinct=10, num_distinct_of_all=10) == Traffic(0, 0)
 
 
 def test_all_reduce_when_ring_then_each_process_sends_two_shares_per_other_process() -> None:

@@ -25,7 +25,9 @@ from lightning_recsys.optim.accumulating import (
     START,
     UNSENT,
     apply_and_accumulate,
+    apply_and_owe,
     check_additive,
+    is_additive,
 )
 from lightning_recsys.optim.compiled import AHEAD, compile_loop, prefetch_row
 from lightning_recsys.optim.vectors import add_floats, vector_width
@@ -118,12 +120,13 @@ class RowCache:
     Args:
         limit: Rows that outlast a step; 0 keeps none.
         embedding_dim: ``D``.
-        optimizer: The update rule: one whose state is a sum (SGD, Adagrad, RowwiseAdagrad).
+        optimizer: The update rule: one whose state is a sum (SGD, Adagrad, RowwiseAdagrad), or any with ``any_rule``.
         policy: Which rows go first, as in :class:`CacheIndex`.
         device: Where rows, state and updates are; index and clocks are on the CPU.
         num_keys: What all keys are below, as in :class:`CacheIndex`.
         index: One that other caches use as well, instead of an own one of this limit and policy. It is for its owner
             to plan and to evict then, and for who uses the cache to keep the column ``HELD`` of its clocks.
+        any_rule: Nobody else updates a row between its fetch and the push of what was made of it, so any rule will do.
 
     Attributes:
         rows: float32 ``[C, D]``, contiguous; a new tensor whenever the slots grow, so read it after :meth:`plan`.
@@ -157,8 +160,10 @@ class RowCache:
         device: torch.device | str | None = None,
         num_keys: int | None = None,
         index: CacheIndex | None = None,
+        any_rule: bool = False,
     ) -> None:
-        check_additive(optimizer)
+        if not any_rule:
+            check_additive(optimizer)
         self.limit, self.optimizer = limit, optimizer
         self._index = CacheIndex(limit, policy=policy, num_keys=num_keys) if index is None else index
         self._owns_index = index is None
@@ -289,24 +294,24 @@ class RowCache:
             per_id = per_id * weights.unsqueeze(1)
         return sums_UD.zero_().index_add_(0, self._indices(plan.distinct_N), per_id)
 
-    def update(self, slots_U: Integers, grads_UD: Tensor, *, learning_rate: float) -> None:
+    def update(self, slots_U: Integers, grads_UD: Tensor, *, learning_rate: float, step: int = 0) -> None:
         """Train rows in place, accumulate the same update for the server, and tick their clocks once.
 
         Args:
             slots_U: Distinct slots, int64 ``[U]``.
             grads_UD: Their summed gradients, float32 ``[U, D]``.
             learning_rate: Step size of this update.
+            step: Updates that the table has seen, this one included, for a rule whose state is no sum.
         """
-        apply_and_accumulate(
-            self.optimizer,
-            slots_U,
-            grads_UD,
-            self.rows,
-            self.row_state,
-            self.owed,
-            self.clocks,
-            learning_rate=learning_rate,
-        )
+        there = (self.optimizer, slots_U, grads_UD, self.rows, self.row_state, self.owed, self.clocks)
+        if is_additive(self.optimizer):
+            apply_and_accumulate(*there, learning_rate=learning_rate)
+        else:
+            apply_and_owe(*there, learning_rate=learning_rate, step=step)
+
+    def outdate(self, slots: Integers) -> None:
+        """Somebody else has made an update that these copies lack: their clocks count it, and so are ahead."""
+        self.clocks[slots, CURRENT] += 1
 
     def take(self, slots: Integers, *, with_copies: bool = False) -> RowUpdates:
         """Take the updates of those of the given slots that have some; the rows stay, and owe nothing afterwards.

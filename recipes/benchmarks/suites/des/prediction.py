@@ -80,7 +80,13 @@ def predict(model: str, rows: Rows, pieces: Sequence[Batch], *, num_processes: i
         {
             DES: _with_headers(des),
             PS: _with_headers(dense)
-            + row_exchange(layers, num_distinct=round(own_distinct), state_floats=1, **cluster),
+            + row_exchange(
+                layers,
+                num_distinct=round(own_distinct),
+                num_distinct_of_all=round(all_distinct),
+                state_floats=1,
+                **cluster,
+            ),
             ALL_REDUCE: _with_headers(dense + gathered),
         },
         {DES: des, PS: round_trip(mesh(rows_alone, num_distinct=round(own_distinct), **cluster))},
