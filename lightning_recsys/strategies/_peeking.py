@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
+import logging
 import math
+import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -19,6 +22,11 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 
 T = TypeVar("T")
 
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+BYTES_PER_ID = 50
+"""What a cache keeps for each id of an announced batch, about."""
+
 _HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
 _OWN = ("_loader", "_batches")
 
@@ -29,7 +37,9 @@ _MORE = 4
 class PeekableLoader:
     """A loader that can tell what it will serve, and is otherwise the loader itself.
 
-    Whatever is asked of it or set on it (length, sampler, data set) is the loader's own.
+    Whatever is asked of it or set on it (length, sampler, data set) is the loader's own. Batches are copies: a loader
+    may write the next one into the memory of the last, and batches of loader workers would hold a file descriptor for
+    each tensor while they wait.
 
     Args:
         loader: What ``train_dataloader`` returned.
@@ -56,8 +66,16 @@ class PeekableLoader:
         """The batch that was served last; ``None`` before the first."""
         return None if self._batches is None else self._batches.served
 
+    @property
+    def waiting_bytes(self) -> int:
+        """What the batches take that were looked at and are still to be served."""
+        return 0 if self._batches is None else self._batches.waiting_bytes
+
     def peek(self, ahead: int = 0) -> Any:
-        """The batch that the running iteration will serve after ``ahead`` others; ``None`` where it has no such."""
+        """The batch that the running iteration will serve after ``ahead`` others.
+
+        ``None`` where it has no such, or where its batches cannot be copied.
+        """
         return None if self._batches is None else self._batches.peek(ahead)
 
     def __getattr__(self, name: str) -> Any:
@@ -97,15 +115,18 @@ class _Batches:
 
     Attributes:
         served: The batch that was served last.
+        waiting_bytes: Of those that were peeked at and not served.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._iterator = iter(loader)
-        self._peeked: deque[Any] = deque()
+        self._peeked: deque[tuple[Any, int]] = deque()  # with their bytes
         self._states: deque[dict[str, Any]] = deque()  # the loader's from before each peek, were it in vain
         self._end: Exception | None = None  # what comes behind the batches peeked at
+        self._copies = True  # batches can be copied, so that a later one leaves them alone
         self.served: Any = None
+        self.waiting_bytes = 0
 
     @property
     def before(self) -> dict[str, Any] | None:
@@ -119,36 +140,93 @@ class _Batches:
         if self._states:
             self._states.popleft()
         if self._peeked:
-            self.served = self._peeked.popleft()
+            self.served, num_bytes = self._peeked.popleft()
+            self.waiting_bytes -= num_bytes
         elif self._end is not None:
             raise self._end
         else:
-            self.served = next(self._iterator)
+            self.served, _ = self._draw()
         return self.served
 
     def peek(self, ahead: int) -> Any:
-        while len(self._peeked) <= ahead and self._end is None:
+        while self._copies and len(self._peeked) <= ahead and self._end is None:
             if isinstance(self._loader, _Stateful):
                 self._states.append(copy.deepcopy(self._loader.state_dict()))
             try:
-                self._peeked.append(next(self._iterator))
+                self._peeked.append(self._draw())
+                self.waiting_bytes += self._peeked[-1][1]
             except Exception as end:  # an error is one when its batch comes
                 self._end = end
-        return self._peeked[ahead] if ahead < len(self._peeked) else None
+        return self._peeked[ahead][0] if ahead < len(self._peeked) else None
+
+    def _draw(self) -> tuple[Any, int]:
+        """The iterator's next batch with its bytes; a copy unless one turned out not to be possible."""
+        batch = next(self._iterator)
+        if not self._copies:
+            return batch, 0
+        try:
+            return copy_batch(batch)
+        except Exception as error:  # whatever pickling a stranger's object may raise
+            self._copies = False
+            log.info("Coming batches are not looked at, as a batch cannot be copied: %s", error)
+            return batch, 0
+
+
+def copy_batch(batch: Any) -> tuple[Any, int]:
+    """A copy that shares no memory with a batch, and the bytes that it takes.
+
+    Tensors are cloned, into memory of this process where they were in shared memory; all else is pickled.
+
+    Raises:
+        Exception: whatever pickling raises for what it cannot do.
+
+    >>> copied, num_bytes = copy_batch({"ids": torch.arange(100)})
+    >>> copied["ids"].numel(), 800 <= num_bytes < 1000
+    (100, True)
+    """
+    clones: list[Tensor] = []
+    of: dict[int, int] = {}  # the place of a tensor that comes again
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> int | None:
+            if not isinstance(value, Tensor):
+                return None
+            if id(value) not in of:
+                of[id(value)] = len(clones)
+                clones.append(_clone(value))
+            return of[id(value)]
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, place: int) -> Tensor:
+            return clones[place]
+
+    written = io.BytesIO()
+    Pickler(written, pickle.HIGHEST_PROTOCOL).dump(batch)
+    num_bytes = written.tell() + sum(clone.nbytes for clone in clones)
+    written.seek(0)
+    return Unpickler(written).load(), num_bytes
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    clone = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return clone.pin_memory() if tensor.is_pinned() else clone
 
 
 class LookAhead:
     """Announces coming batches to collections, to each when it has looked up what it needs of the present one.
 
     A batch's ids are taken as the loader gives them. Nothing is announced where the model or its data module changes
-    batches in a hook before or after their transfer, where several parts of a batch could be meant, and behind the
-    last batch of an epoch. Of several loaders, only the next batch is.
+    batches in a hook before or after their transfer, where no part of a batch or several could be meant, and behind the
+    last batch of an epoch. A collection that cannot be told of a batch hears no more in that epoch, and for it no
+    further batch is taken from the loader. Of several loaders, only the next batch is.
 
     Args:
         trainer: Which trains on loaders that are :func:`peekable`.
         collections: Whose lookups to wait for.
         prefetch: Have the next batch's rows fetched.
-        num_ids: Look further, up to so many ids of a collection, so that it keeps the rows which are needed soonest.
+        num_batches: Look further, at up to so many batches, so that a collection keeps the rows which are needed
+            soonest.
+        num_bytes: But only at the next one once those that wait, and what caches note of them, take so much.
     """
 
     def __init__(
@@ -157,12 +235,13 @@ class LookAhead:
         collections: Iterable[EmbeddingBagCollection],
         *,
         prefetch: bool = True,
-        num_ids: int = 0,
+        num_batches: int = 0,
+        num_bytes: int = 1 << 27,
     ) -> None:
         self._trainer = trainer
-        self._prefetch, self._num_ids = prefetch, num_ids
-        # What each collection will look up, next batch first; None where that is not known.
-        self._coming: dict[EmbeddingBagCollection, deque[SparseFeatures | None]] = {x: deque() for x in collections}
+        self._prefetch, self._num_batches, self._num_bytes = prefetch, num_batches, num_bytes
+        # What each collection will look up, next batch first.
+        self._coming: dict[EmbeddingBagCollection, deque[SparseFeatures]] = {x: deque() for x in collections}
 
         # A function, so that a copy of the model has no copy of the trainer.
         def announce(collection: EmbeddingBagCollection, _: Any, pooled_BFD: Tensor) -> None:
@@ -170,6 +249,8 @@ class LookAhead:
 
         self._hooks = [collection.register_forward_hook(announce) for collection in self._coming]
         self._looked_up: set[EmbeddingBagCollection] = set()
+        self._blind: set[EmbeddingBagCollection] = set()  # could not be told of a batch of this epoch
+        self._num_ids = 0  # of all batches that collections were told of and have not looked up
         self._batch_idx = -1
         owners = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
         self._sees_batches = not any(
@@ -181,11 +262,15 @@ class LookAhead:
 
     def begin_batch(self, batch_idx: int) -> None:
         """A training batch begins: each collection is to hear of those after it."""
+        another_epoch = batch_idx != self._batch_idx + 1
+        if another_epoch:
+            self._blind.clear()
+            self._num_ids = 0
         for coming in self._coming.values():
-            if batch_idx != self._batch_idx + 1:  # another epoch
+            if another_epoch:
                 coming.clear()
             elif coming:
-                coming.popleft()
+                self._num_ids -= coming.popleft().values.numel()
         self._batch_idx = batch_idx
         self._looked_up.clear()
 
@@ -205,19 +290,28 @@ class LookAhead:
             return
         loaders = list(find(self._trainer.train_dataloader, PeekableLoader))
         coming = self._coming[collection]
-        num_ids = sum(0 if sparse is None else sparse.values.numel() for sparse in coming)
         for _ in range(_MORE):
-            if coming and (len(loaders) > 1 or num_ids >= self._num_ids):
+            if collection in self._blind or self._is_far_enough(coming, loaders):
                 break
             batches = self._batches_at(len(coming), loaders)
             if all(batch is None for batch in batches):
                 break
             sparse = self._announce(collection, batches, ahead=len(coming))
-            coming.append(sparse)
-            num_ids += 0 if sparse is None else sparse.values.numel()
-        if self._prefetch and coming and coming[0] is not None:
+            if sparse is None:
+                self._blind.add(collection)
+            else:
+                coming.append(sparse)
+                self._num_ids += sparse.values.numel()
+        if self._prefetch and coming:
             with suppress(IndexError, KeyError, ValueError):
                 collection.prefetch(coming[0])
+
+    def _is_far_enough(self, coming: deque[SparseFeatures], loaders: list[PeekableLoader]) -> bool:
+        if not coming:
+            return False
+        if len(loaders) > 1 or len(coming) >= self._num_batches:
+            return True
+        return sum(loader.waiting_bytes for loader in loaders) + BYTES_PER_ID * self._num_ids >= self._num_bytes
 
     def _announce(self, collection: EmbeddingBagCollection, batches: list[Any], *, ahead: int) -> SparseFeatures | None:
         wanted = set(collection.feature_names)
@@ -225,7 +319,7 @@ class LookAhead:
         if len(suitable) != 1:
             return None
         try:
-            if self._num_ids:
+            if self._num_batches:
                 collection.announce(suitable[0], ahead=ahead)
         except (IndexError, KeyError, ValueError):  # its own lookup will say what is wrong with it
             return None

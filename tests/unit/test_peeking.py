@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,11 +13,18 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.types import _Stateful
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_recsys.data.loader import BatchLoader
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.strategies._peeking import LookAhead, PeekableLoader, find, peekable
+from lightning_recsys.strategies._peeking import (
+    BYTES_PER_ID,
+    LookAhead,
+    PeekableLoader,
+    copy_batch,
+    find,
+    peekable,
+)
 
 
 class Numbers:
@@ -138,6 +147,61 @@ class Pair:
     other: object
 
 
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_batches_when_the_loader_writes_each_into_the_memory_of_the_last_then_those_before_stay(window):
+    buffer, label = torch.zeros(2, dtype=torch.int64), torch.zeros(1)
+
+    class Refilling:
+        def __iter__(self):
+            for number in range(6):
+                buffer.fill_(number)
+                label.fill_(number)
+                yield {
+                    "sparse": SparseFeatures(("x",), buffer),
+                    "again": buffer,
+                    "rest": Pair(label, [b"bytes", number]),
+                }
+
+    seen, loader = [], peekable(Refilling())
+    for batch in loader:
+        for ahead in range(window):
+            loader.peek(ahead)
+        again = batch["again"]
+        assert again is batch["sparse"].values, "what is one tensor in a batch is one in its copy"
+        seen.append((again.tolist(), batch["rest"].one.item(), batch["rest"].other))
+    assert seen == [([number] * 2, number, [b"bytes", number]) for number in range(6)]
+
+
+def test_batches_when_they_come_from_loader_workers_then_those_that_wait_hold_no_file(monkeypatch):
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    # The loader leaves a handler for a signal behind, which would say that a worker died.
+    monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", True)
+    loader = peekable(DataLoader(TensorDataset(torch.arange(200), torch.rand(200)), num_workers=1))
+    batches = iter(loader)
+    next(batches)
+    before = num_open()
+    loader.peek(60)
+    assert num_open() <= before + 10, "two tensors in each of 60 batches, each of which had a descriptor of its own"
+    assert loader.waiting_bytes >= 61 * 12
+    assert [batch[0].item() for batch in batches] == list(range(1, 200))
+    assert loader.waiting_bytes == 0
+
+
+def test_batches_when_they_cannot_be_copied_then_none_is_looked_at(caplog):
+    log = logging.getLogger("pytorch_lightning.lightning_recsys.strategies._peeking")
+    log.addHandler(caplog.handler)
+    loader = peekable([lambda: 1, lambda: 2])
+    with caplog.at_level(logging.INFO, log.name):
+        batches = iter(loader)
+        assert next(batches)() == 1
+    log.removeHandler(caplog.handler)
+    assert "Coming batches are not looked at, as a batch cannot be copied: " in caplog.text
+    assert loader.peek() is None
+    assert next(batches)() == 2
+
+
 def test_find_when_nested_then_finds_all():
     sparse = [SparseFeatures((name,), torch.tensor([1])) for name in "abc"]
     tree = {"x": [sparse[0], Pair(sparse[1], 3)], "y": ({"z": sparse[2]}, None)}
@@ -197,7 +261,7 @@ class Model(pl.LightningModule):
 
 
 class Foretells(Model):
-    options: ClassVar = {"num_ids": 3, "prefetch": False}
+    options: ClassVar = {"num_batches": 3, "prefetch": False}
 
 
 class Ids:
@@ -277,7 +341,7 @@ def test_loader_when_wrapped_then_is_what_the_trainer_gives():
 
 
 @pytest.mark.parametrize("kind", [CountedIds, Ids], ids=["with a length", "without"])
-def test_coming_batches_when_training_then_each_is_foretold_once_as_far_as_the_ids_go(kind):
+def test_coming_batches_when_training_then_each_is_foretold_once_as_far_as_the_window_goes(kind):
     log = train(Foretells(), peekable(kind(1, 2, 3, 4, 5, 6)), max_epochs=2)
     expected = ["look up [1]", *(f"foretell [{i}] after {i - 2}" for i in (2, 3, 4))]
     expected += ["look up [2]", "foretell [5] after 2", "look up [3]", "foretell [6] after 2"]
@@ -289,6 +353,62 @@ def test_coming_batches_when_there_are_many_then_few_are_looked_at_in_one_step(m
     log = train(Foretells(), peekable(CountedIds(1, 2, 3, 4, 5)))
     assert log[:6] == ["look up [1]", *(f"foretell [{i}] after {i - 2}" for i in (2, 3)), "look up [2]", *log[4:6]]
     assert log[4:6] == ["foretell [4] after 1", "foretell [5] after 2"]
+
+
+class FewBytes(Model):
+    options: ClassVar = {"num_batches": 9, "num_bytes": 1100, "prefetch": False}
+
+
+def test_coming_batches_when_they_take_much_memory_then_few_wait():
+    loader = peekable(CountedIds(*range(1, 9)))
+    most = 0
+
+    class Watches(FewBytes):
+        def on_train_batch_end(self, *_):
+            nonlocal most
+            most = max(most, len(loader._batches._peeked))
+
+    log = train(Watches(), loader)
+    assert sum("foretell" in line for line in log) == 7, "each in its turn"
+    one = copy_batch(loader.batches[0])[1] + BYTES_PER_ID
+    assert most == -(-1100 // one) < 7
+
+
+class Tensors(CountedIds):
+    """Batches without ids that a collection could be told of; knows how many were taken."""
+
+    def __iter__(self):
+        self.taken = 0
+        for batch in self.batches:
+            self.taken += 1
+            yield self.make(batch.values)
+
+
+class Plain(Tensors):
+    make = staticmethod(lambda values: values)
+
+
+class TwoTowers(Tensors):
+    make = staticmethod(lambda values: [SparseFeatures(("x",), values), SparseFeatures(("x",), values + 1)])
+
+
+@pytest.mark.parametrize("kind", [Plain, TwoTowers])
+def test_batches_when_they_cannot_be_foretold_then_no_more_are_taken_ahead(kind):
+    loader, ahead = kind(*range(1, 30)), []
+
+    class Watches(Foretells):
+        options: ClassVar = {"num_batches": 20}
+
+        def training_step(self, batch, batch_idx):
+            parts = [SparseFeatures(("x",), batch)] if isinstance(batch, torch.Tensor) else batch
+            return sum(self.rows(x).sum() for x in parts) + self.bias
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            ahead.append(loader.taken - batch_idx - 1)
+
+    log = train(Watches(), peekable(loader), max_epochs=2)
+    assert all(line.startswith("look up") for line in log)
+    assert ahead == ([1] + [0] * 28) * 2
 
 
 def test_coming_batches_when_limited_then_none_is_foretold_that_will_not_be_trained_on():
@@ -303,7 +423,7 @@ def test_coming_batches_when_one_is_wrong_then_its_own_lookup_says_so():
     with pytest.raises(IndexError, match="id 100 is outside"):
         train(model := Foretells(), peekable(CountedIds(1, 2, 100, 3)))
     assert [line for line in model.rows.log if "look" in line] == ["look up [1]", "look up [2]", "look up [100]"]
-    assert "foretell [3] after 2" in model.rows.log
+    assert not any("[3]" in line for line in model.rows.log), "behind a batch that cannot be foretold none is looked at"
 
 
 def test_coming_batches_when_there_are_several_loaders_then_only_the_next_is_foretold():

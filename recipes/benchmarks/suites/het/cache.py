@@ -33,7 +33,8 @@ from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.cached import CachedBackend
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import TablePart
-from lightning_recsys.strategies.het import DEFAULT_LOOKAHEAD_IDS
+from lightning_recsys.strategies._peeking import BYTES_PER_ID
+from lightning_recsys.strategies.het import DEFAULT_LOOKAHEAD_BATCHES, DEFAULT_LOOKAHEAD_BYTES
 
 CACHED = 0.1  # of all rows
 # Hetu's own C++ cache, milliseconds of lookup and update a step and the share of bytes that it saves at s=100, as
@@ -76,33 +77,36 @@ class Worker:
         backend: Serves them.
         stores: Whose connection counts what travels.
         batch_size: Of every batch; all get the same gradient.
-        lookahead_ids: How far ahead batches are announced.
+        lookahead_batches: How far ahead batches are announced, unless they take too much memory.
     """
 
-    def __init__(self, backend: CachedBackend, stores: RemoteStores, *, batch_size: int, lookahead_ids: int) -> None:
+    def __init__(
+        self, backend: CachedBackend, stores: RemoteStores, *, batch_size: int, lookahead_batches: int
+    ) -> None:
         self.backend = backend
-        self._lookahead_ids = lookahead_ids
+        self._lookahead_batches = lookahead_batches
         self._traffic = stores.connection.traffic
         shape = (batch_size, len(backend.layout.feature_tables), backend.layout.embedding_dim)
         self._gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1e-3
 
     def steps(self, batches: Iterable[SparseFeatures]) -> Iterator[int]:
         """Train on batch after batch: look up, announce those to come, train. Gives the size of each before it."""
-        source, coming, num_ids = iter(batches), deque[SparseFeatures](), 0
+        source, coming, num_bytes = iter(batches), deque[SparseFeatures](), 0
         batch: SparseFeatures | None = next(source)
         while batch is not None:
             yield batch.batch_size
             self.backend.lookup(batch)
             for _ in range(4):
-                if (coming and num_ids >= self._lookahead_ids) or (later := next(source, None)) is None:
+                far = len(coming) >= self._lookahead_batches or num_bytes >= DEFAULT_LOOKAHEAD_BYTES
+                if (coming and far) or (later := next(source, None)) is None:
                     break
-                if self._lookahead_ids:
+                if self._lookahead_batches:
                     self.backend.announce(later, ahead=len(coming))
                 coming.append(later)
-                num_ids += later.values.numel()
+                num_bytes += _bytes_of(later)
             following = coming.popleft() if coming else None
             if following is not None:
-                num_ids -= following.values.numel()
+                num_bytes -= _bytes_of(following)
                 self.backend.prefetch(following)
             self.backend.apply_gradients(batch, self._gradient[: batch.batch_size], learning_rate=0.01)
             batch = following
@@ -117,6 +121,10 @@ class Worker:
         return self._traffic.sent_bytes + self._traffic.received_bytes
 
 
+def _bytes_of(sparse: SparseFeatures) -> int:
+    return sparse.values.nbytes + BYTES_PER_ID * sparse.values.numel()
+
+
 @contextmanager
 def worker(
     work: Workload,
@@ -126,7 +134,7 @@ def worker(
     cache_rows: int,
     staleness: int | None,
     policy: CachePolicy = "light_lfu",
-    lookahead_ids: int = DEFAULT_LOOKAHEAD_IDS,
+    lookahead_batches: int = DEFAULT_LOOKAHEAD_BATCHES,
     optimizer: RowOptimizer | None = None,
 ) -> Iterator[Worker]:
     """A worker and its server, a process of its own behind loopback."""
@@ -146,7 +154,7 @@ def worker(
                 staleness=staleness,
                 policy=policy,
             )
-            yield Worker(backend, stores, batch_size=batch_size, lookahead_ids=lookahead_ids)
+            yield Worker(backend, stores, batch_size=batch_size, lookahead_batches=lookahead_batches)
 
 
 @dataclass(frozen=True)
@@ -254,7 +262,7 @@ def misses(
     for fraction in fractions:
         limit = int(fraction * trace.num_rows)
         options = {"dim": 4, "batch_size": batch_size, "cache_rows": limit, "staleness": 100, "skip": skip}
-        rates = [replay(work, policy=policy, lookahead_ids=0, **options).miss_rate for policy in policies]
+        rates = [replay(work, policy=policy, lookahead_batches=0, **options).miss_rate for policy in policies]
         best = oracle(trace, limit=limit, staleness=100, skip=skip).miss_rate
         lines.append([f"{fraction:.0%}", *(f"{rate:.3f}" for rate in [*rates, best])])
     return [Columns(f"miss rate of distinct rows, B={batch_size}", ("cached", *policies, "Belady"), lines)], []
