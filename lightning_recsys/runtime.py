@@ -6,6 +6,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import signal
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,7 @@ class ProcessState:
         default_dtype: :func:`torch.get_default_dtype`.
         start_method: How :mod:`multiprocessing` starts processes where the user's code or a data loader asks for some;
             ``None`` is the platform's default.
+        ignores_ctrl_c: It ignores SIGINT, as what a shell starts in the background (``&``) of a script does.
     """
 
     environ: dict[str, str]
@@ -101,6 +103,7 @@ class ProcessState:
     matmul_precision: str
     default_dtype: torch.dtype
     start_method: str | None
+    ignores_ctrl_c: bool
 
     @classmethod
     def capture(cls) -> ProcessState:
@@ -122,10 +125,11 @@ class ProcessState:
             default_dtype=torch.get_default_dtype(),
             # joblib's own, for one, exists in its processes only
             start_method=start_method if start_method in multiprocessing.get_all_start_methods() else None,
+            ignores_ctrl_c=signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
         )
 
     def restore(self) -> None:
-        """Give this process the captured state."""
+        """Give this process the captured state, but for signals."""
         os.environ.clear()
         os.environ.update(self.environ)
         warnings.resetwarnings()

@@ -25,6 +25,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 DATA_VARIABLE = "LIGHTNING_RECSYS_DATA"
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell has started the tests in the background. Processes that they start would inherit that, and go on after the
+    # Ctrl-C that a test sends them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 collect_ignore_glob = ["*_script.py"]  # run in processes of their own; looking for doctests would run them too
 
 

@@ -54,8 +54,8 @@ class ForkserverLauncher(_MultiProcessingLauncher):
       the optimizer's state: to continue a run, pass a checkpoint's path to ``fit``.
     * **Errors**: the first worker's error is raised in the main process, of its own type, with the worker's traceback
       as a note; the other workers are ended.
-    * **Signals**: Ctrl-C and SIGTERM end the workers, then the run; SIGKILL of the main process ends them as well, and
-      so does the end of the fork server, which the error then names.
+    * **Signals**: Ctrl-C, unless the main process ignores it, and SIGTERM end the workers, then the run; SIGKILL of the
+      main process ends them as well, and so does the end of the fork server, which the error then names.
     * **Data loaders**: their worker processes start as they would in the main process (forked, on Linux with Python
       below 3.14), whatever this launcher uses for its own.
 
@@ -182,8 +182,10 @@ class ForkserverLauncher(_MultiProcessingLauncher):
 
     def _end(self) -> None:
         """Whatever happened: no worker is left."""
+        # A worker unwinds on either, and writes what its loggers hold; one that trains no model dies of SIGTERM.
+        number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
         try:
-            end_processes(self.procs, signal.SIGINT)  # type: ignore[arg-type]  # ours, see above
+            end_processes(self.procs, number)  # type: ignore[arg-type]  # ours, see above
         finally:
             self.procs = []
 

@@ -69,11 +69,12 @@ def run_worker(rank: int, folders: tuple[Path, ...], state: bytes, failures: Con
     """
     end_with_parent(*folders)
     folder = folders[0]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a main process in the background ignores it
     trainer = None
     try:
         process_state: ProcessState = pickle.loads(state)  # noqa: S301 - written by the main process
         process_state.restore()
+        # Ctrl-C reaches us, too: as it is with the main process, which ignores it where its shell put it aside.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if process_state.ignores_ctrl_c else signal.default_int_handler)
         os.environ["LOCAL_RANK"] = str(rank)
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         configure_worker(num_threads)

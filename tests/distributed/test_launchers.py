@@ -346,6 +346,24 @@ def sleep_but_for_one(seconds):
     time.sleep(seconds)
 
 
+def interrupt_yourself():
+    os.kill(os.getpid(), signal.SIGINT)  # as a terminal does with all processes of a group
+    return "went on"
+
+
+def test_ctrl_c_when_the_main_process_ignores_it_then_so_do_the_workers_and_are_ended_otherwise():
+    """What a script's shell starts with ``&`` ignores it: the run is not to end with the script's foreground."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert launch(interrupt_yourself) == "went on"
+        with pytest.raises(ValueError, match="one"):
+            launch(sleep_but_for_one, 1000)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        launch(interrupt_yourself)
+
+
 def test_error_when_another_worker_hangs_then_that_one_is_ended():
     with pytest.raises(ValueError, match="one"):
         launch(sleep_but_for_one, 1000)  # longer than this file's timeout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_recsys.launchers.folders import RunFolder, remove_abandoned
+from lightning_recsys.launchers.folders import PREFIX, SOCKETS, RunFolder, remove_abandoned
 
 
 def abandon(parent):
@@ -58,6 +58,15 @@ def test_folder_when_locked_then_stays_though_its_process_id_is_nobodys(tmp_path
     os.close(folder)
     remove_abandoned(tmp_path)
     assert not abandoned.exists()
+
+
+def test_folder_when_its_prefix_is_another_then_it_goes_with_the_next_of_that_prefix_only(tmp_path, abandoned):
+    sockets = abandoned.rename(abandoned.with_name(abandoned.name.replace(PREFIX, SOCKETS)))
+    remove_abandoned(tmp_path)
+    assert sockets.exists()
+    with RunFolder(tmp_path, prefix=SOCKETS) as folder:
+        assert folder.name.startswith(f"pymp-{os.getpid()}-")
+        assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("name", ["lightning_recsys-notes", "lightning_recsys-999999999", "other-999999999-x"])
