@@ -22,7 +22,6 @@ from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.strategies import DDPStrategy
@@ -31,6 +30,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.launchers.folders import RunFolder
+from lightning_recsys.launchers.pickling import parts_of, save_job
 from lightning_recsys.launchers.processes import NOT_KNOWN, ForkedProcess, end_processes, ending, start_process
 from lightning_recsys.launchers.results import load_results, results_path
 from lightning_recsys.launchers.sidecars import Sidecars, no_servers
@@ -154,14 +154,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
 
     def _save_job(self, job: Job, folder: Path) -> None:
         """One file under one name per worker: each removes its name, and the last one frees the space."""
-        try:
-            torch.save(job, job_path(folder, 0))
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            error.add_note(
-                "Model, data module, callbacks and loggers travel to the worker processes by pickle. Lambdas, classes"
-                " defined in a function, and open files, sockets or locks cannot: create them in `setup`."
-            )
-            raise
+        save_job(job, job_path(folder, 0), parts=parts_of(job.trainer, job.function, job.args))
         for rank in range(1, self._strategy.num_processes):
             os.link(job_path(folder, 0), job_path(folder, rank))
 

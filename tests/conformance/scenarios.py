@@ -24,9 +24,9 @@ import torch
 from pytorch_lightning.callbacks import (
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import Strategy
@@ -572,17 +572,12 @@ def save_weights_only(stage: Stage) -> dict[str, Any]:
     }
 
 
-def half_way(average: Tensor, new: Tensor, _: Tensor) -> Tensor:
-    """An average that forgets half of what it was at each step."""
-    return (average + new) / 2
-
-
 def average_weights(stage: Stage) -> dict[str, Any]:
     """Three epochs with a moving average that is validated and saved, the last one once more in a new trainer."""
 
     def trainer_for(name: str) -> tuple[pl.Trainer, ModelCheckpoint]:
         checkpoints = ModelCheckpoint(stage.folder / name, filename="{epoch}", save_top_k=-1)
-        average = WeightAveraging(avg_fn=half_way)
+        average = EMAWeightAveraging(decay=0.5)
         return stage.trainer(callbacks=[average, checkpoints], enable_checkpointing=True, max_epochs=3), checkpoints
 
     task, (trainer, checkpoints) = stage.make_task(), trainer_for("averaged")
