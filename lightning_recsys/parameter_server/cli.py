@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-clients",
         type=int,
         default=1024,
-        help="worker processes, counting those cut off within the last day (default: %(default)s)",
+        help="connections of worker processes, those lost within the last ten minutes included (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the status as JSON")
     parser.add_argument(

@@ -44,11 +44,13 @@ class Pending:
         request: What was sent; sent again where the answer does not come.
         num_bytes: Size of its arrays.
         reply: The answer, once it is there.
+        is_held: It was not sent over the present connection, and is when somebody waits for it.
     """
 
     request: Request
     num_bytes: int
     reply: Reply | None = None
+    is_held: bool = False
 
 
 @dataclass(slots=True)
@@ -148,7 +150,7 @@ class Connection:
         self._pending: OrderedDict[int, Pending] = OrderedDict()
         self._window = _Window()
         self._detail = ""
-        self._lost = self._closed = False
+        self._lost = self._closed = self._has_pushed = False
         # After how many attempts and seconds, and why; nothing was heard since.
         self._gave_up: tuple[int, float, str] | None = None
         self._mutex = threading.RLock()
@@ -283,6 +285,7 @@ class Connection:
         if self._lost:
             return  # it goes out with the others when the connection is made again
         began = time.thread_time()
+        self._has_pushed |= bool(pending.request.sequence)  # perhaps in part
         try:
             self._link.send(frames)
         except LinkLostError as lost:
@@ -295,12 +298,15 @@ class Connection:
     def _await(self, pending: Pending) -> Reply:
         now = time.monotonic()
         attempts = _Attempts(now, now + self._timeout)
+        if pending.is_held and not self._lost:
+            pending.is_held = False
+            self._send(pending, encode_request(pending.request))
         while pending.reply is None:
             if not self._lost and self._receive(max(0.0, attempts.deadline - time.monotonic())):
                 # The server is there and works; what it has answered is not asked again.
                 attempts = _Attempts(attempts.started, time.monotonic() + self._timeout)
             else:
-                self._try_again(pending.request.operation, attempts)
+                self._try_again(pending, attempts)
         return pending.reply
 
     def _receive(self, seconds: float) -> bool:
@@ -378,26 +384,40 @@ class Connection:
         if self._lost:
             self._link.close(linger_seconds=0)
             self._link = self._new_link()
-        self._link.send(encode_request(Request("goodbye", self._next_id, self._id)))
+        self._say("goodbye")
 
-    def _try_again(self, operation: str, attempts: _Attempts) -> None:
-        """After a pause, send everything that has no answer over a new connection, in its order; or give up."""
+    def _say(self, operation: str) -> None:
+        """Send what needs no answer: nobody knows its id when one comes."""
+        self._link.send(encode_request(Request(operation, self._next_id, self._id)))
+        self._next_id += 1
+
+    def _try_again(self, awaited: Pending, attempts: _Attempts) -> None:
+        """After a pause, send again what has no answer, over a new connection and in its order; or give up."""
         if attempts.count > self._retries or self._cancelled():
             seconds = time.monotonic() - attempts.started
             self._gave_up = attempts.count, seconds, self._detail
-            self._reopen()
-            raise ServerUnreachableError(self.endpoint, operation, *self._gave_up)
+            self._reopen(awaited)
+            raise ServerUnreachableError(self.endpoint, awaited.request.operation, *self._gave_up)
         pause = min(FIRST_BACK_OFF_SECONDS * 2 ** (attempts.count - 1), LONGEST_BACK_OFF_SECONDS)
         time.sleep(pause * self._random.uniform(0.5, 1.5))
-        self._reopen()
+        self._reopen(awaited)
         attempts.count += 1
         attempts.deadline = time.monotonic() + self._timeout
 
-    def _reopen(self) -> None:
+    def _reopen(self, awaited: Pending) -> None:
+        """Send again all pushes, and of what changes nothing only what is waited for.
+
+        A server that has cut the connection because its answers were not taken would do so again, asked for all.
+        """
         self._link.close(linger_seconds=0)
         self._link = self._new_link()
         self._lost = False
         self.traffic.reconnects += 1
+        if not self._has_pushed:  # while it was away its place may have been given to another one
+            with suppress(LinkLostError):
+                self._say("hello")
         for pending in self._pending.values():
             if pending.reply is None:
-                self._send(pending, encode_request(pending.request))
+                pending.is_held = pending is not awaited and not pending.request.sequence
+                if not pending.is_held:
+                    self._send(pending, encode_request(pending.request))

@@ -27,6 +27,7 @@ from lightning_recsys.parameter_server.checks import (
     take_generation,
     take_nothing,
 )
+from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain
 from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.exchange_wire import pack_reply
@@ -100,6 +101,8 @@ class RequestHandler:
         self.requests = self.refused = self.pushes = self.duplicates = 0
         self._started = time.monotonic()
         self._open: dict[str, ServedEmbedding | ServedDense] = {}
+        self._peer: Peer | None = None  # whose request is being served, where it came over a connection
+        self._peers: dict[int, Peer] = {}  # over which the client of a slot was heard of last
         self._reads: dict[str, Callable[[Request], object]] = {
             "hello": self._hello,
             "lease": self._take_lease,
@@ -135,9 +138,16 @@ class RequestHandler:
             "push_gradient": self._push_gradient,
         }
 
-    def handle(self, frames: Sequence[Frame]) -> list[bytes | memoryview]:
-        """The frames of the reply to the frames of a request."""
+    def handle(self, frames: Sequence[Frame], peer: Peer | None = None) -> list[bytes | memoryview]:
+        """The frames of the reply to the frames of a request, and the connection that it came over, if any."""
+        self._peer = peer
         return encode_reply(self._reply(frames))
+
+    def lose(self, peer: Peer) -> None:
+        """A connection is gone; its client has from now on to come back before its place is another's."""
+        if peer.slot is not None and self._peers.get(peer.slot) is peer:
+            del self._peers[peer.slot]
+            self.journal.touch(peer.slot)
 
     def status(self) -> dict[str, Any]:
         """What a server tells of itself; plain numbers and strings."""
@@ -147,7 +157,7 @@ class RequestHandler:
             "refused": self.refused,
             "pushes": self.pushes,
             "duplicates": self.duplicates,
-            "clients": self.journal.num_clients(),
+            "clients": self.journal.num_clients(self._peers),
             "run": self._lease.holder or "none",
             "uptime": round(time.monotonic() - self._started, 3),
             "folder": str(self.stores.folder),
@@ -232,6 +242,7 @@ class RequestHandler:
         applied = journal.applied(slot)
         if sequence > applied + 1:
             raise _Gap(applied)
+        self._meet(slot)
         journal.touch(slot)
         if sequence <= applied:
             if journal.was_refused(slot, sequence):
@@ -261,9 +272,24 @@ class RequestHandler:
 
     # --- Clients and stores ------------------------------------------------------------------------------------------
 
+    def _meet(self, slot: int) -> None:
+        """The client of this slot is at the other end of the connection, and it alone.
+
+        Raises:
+            ValueError: another one is.
+        """
+        peer = self._peer
+        if peer is not None and self._peers.get(slot) is not peer:
+            if peer.slot is not None:
+                raise ValueError("a connection is one client's; make another one")
+            peer.slot = slot
+            self._peers[slot] = peer
+
     def _hello(self, request: Request) -> object:
         take_nothing(request)
-        self.journal.register(request.client)
+        if self._peer is not None and self._peer.slot not in (None, self.journal.slot(request.client)):
+            raise ValueError("a connection is one client's; make another one")
+        self._meet(self.journal.register(request.client, self._peers))
         return {"folder": str(self.stores.folder), "place": self._place.to_plain(), "nonce": self.journal.nonce}
 
     def _goodbye(self, request: Request) -> object:

@@ -19,7 +19,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,7 @@ from lightning_recsys.parameter_server.wire import MAX_WINDOW
 
 JOURNAL = ".journal"  # a name that no store can have
 UNDO = ".undo"
-CLOSED_SECONDS = 600.0  # a client that said goodbye keeps its slot this long: no request of it travels longer
-EXPIRY_SECONDS = 86_400.0  # one that was cut off keeps it this long
+LEASE_SECONDS = 600.0  # a client that said goodbye, or was cut off, keeps its slot so long: no request travels longer
 
 _MAGIC = 0x4C52_5332_4A4F_5552
 _WORDS = 8  # 64 bytes for the header and for each slot
@@ -124,15 +123,19 @@ class Journal:
 
     # --- Clients -----------------------------------------------------------------------------------------------------
 
-    def register(self, client: bytes) -> int:
+    def register(self, client: bytes, connected: Container[int] = ()) -> int:
         """The client's slot, a free one if it is new.
+
+        Args:
+            client: Its id.
+            connected: Slots whose clients are connected, which keep them.
 
         Raises:
             RuntimeError: no slot is free, or the client has said goodbye before.
         """
         slot = self._index.get(client)
         if slot is None:
-            slot = self._free_slot()
+            slot = self._free_slot(connected)
             self._index.pop(self._slots[slot, _ID].tobytes(), None)
             self._slots[slot, _ID] = 0  # nobody's while it changes hands
             self._slots[slot, _ID.stop :] = 0
@@ -144,17 +147,18 @@ class Journal:
         self.touch(slot)
         return slot
 
-    def _free_slot(self) -> int:
+    def _free_slot(self, connected: Container[int]) -> int:
         used = self._slots[:, _ID].any(axis=1)
         if not used.all():
             return int(used.argmin())
         age = time.time() - self._slots[:, _SEEN_SECONDS]
-        free = age > np.where(self._slots[:, _CLOSED] != 0, CLOSED_SECONDS, EXPIRY_SECONDS)
+        # Of a client that has pushed nothing there is nothing to remember.
+        free = (age > LEASE_SECONDS) | (self._slots[:, _APPLIED] == 0)
+        free &= ~self._are_here(connected)
         if not free.any():
             raise RuntimeError(
-                f"all {len(self._slots)} places for clients are taken (one is free again {CLOSED_SECONDS:.0f} s after "
-                f"a goodbye, {EXPIRY_SECONDS:.0f} s after a client was last heard of). Start the server with a larger "
-                "max_clients (--max-clients)."
+                f"all {len(self._slots)} places for clients are taken (one is free again {LEASE_SECONDS:.0f} s after a "
+                "goodbye, or after a connection was lost). Start the server with a larger max_clients (--max-clients)."
             )
         return int(np.where(free, age, -1).argmax())
 
@@ -162,6 +166,12 @@ class Journal:
         """Where a client is, if it has registered and not said goodbye."""
         slot = self._index.get(client)
         return None if slot is None or self._slots[slot, _CLOSED] else slot
+
+    def _are_here(self, connected: Container[int]) -> NDArray[np.bool_]:
+        """For each slot whether its client is connected and has not said goodbye."""
+        is_connected = np.fromiter((slot in connected for slot in range(len(self._slots))), bool, len(self._slots))
+        is_connected &= self._slots[:, _CLOSED] == 0
+        return is_connected
 
     def touch(self, slot: int) -> None:
         """The client was heard of now."""
@@ -172,11 +182,11 @@ class Journal:
         self.touch(slot)
         self._slots[slot, _CLOSED] = 1
 
-    def num_clients(self) -> int:
-        """Clients that have registered and not said goodbye, those cut off and not yet expired among them."""
-        age = time.time() - self._slots[:, _SEEN_SECONDS]
-        here = self._slots[:, _ID].any(axis=1) & (self._slots[:, _CLOSED] == 0) & (age < EXPIRY_SECONDS)
-        return int(here.sum())
+    def num_clients(self, connected: Container[int] = ()) -> int:
+        """Clients that have registered and not said goodbye: those connected, and those cut off not long ago."""
+        recent = time.time() - self._slots[:, _SEEN_SECONDS] < LEASE_SECONDS
+        registered = self._slots[:, _ID].any(axis=1) & (self._slots[:, _CLOSED] == 0)
+        return int((registered & (recent | self._are_here(connected))).sum())
 
     # --- Pushes ------------------------------------------------------------------------------------------------------
 

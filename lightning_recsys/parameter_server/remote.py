@@ -109,8 +109,10 @@ class RemoteEmbeddingStore(EmbeddingStore):
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self._row_shapes)
         parts = cut_exchange(request, self._row_shapes, self._limits)
-        answers = [self._send_exchange(part) for part in parts]
-        return answers[0] if len(parts) == 1 else lambda: join_answers(parts, [answer() for answer in answers])
+        *first, last = parts
+        done = [self._send_exchange(part)() for part in first]  # one at a time: a server keeps few such answers
+        answer = self._send_exchange(last)
+        return (lambda: join_answers(parts, [*done, answer()])) if done else answer
 
     def _send_exchange(self, request: RowExchange) -> Callable[[], RowValues]:
         store = self._store

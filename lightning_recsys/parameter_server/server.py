@@ -19,11 +19,12 @@ from typing import Any, Self
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from lightning_recsys.parameter_server.connections import LOOK_MILLISECONDS, Connections
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.keys import ServerKeys
 from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
 from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
-from lightning_recsys.parameter_server.wire import Limits, receive_frames, send_frames
+from lightning_recsys.parameter_server.wire import Limits, receive_frames
 from lightning_recsys.runtime import configure_worker, process_end
 
 LOCK = ".server.lock"
@@ -33,6 +34,7 @@ LINGER_SECONDS = 2.0  # for answers that nobody takes
 _STOP = b"\0"
 _READABLE = int(zmq.POLLIN)
 _TURN = 64  # requests served before the other sockets are looked at
+_MAX_WAITING = 8  # requests of one connection that are received before they are served; the rest stays with its sender
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +122,16 @@ class Server:
         self._wake, self.waker = socket.socketpair()
         self.waker.setblocking(False)
         self._stopping: list[int] = []
+        self._connections: Connections | None = None  # once it listens
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._key_check = self._context.socket(zmq.REP)
         self._key_check.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key may come in
         self._router = self._context.socket(zmq.ROUTER)
         # Beyond this a connection is cut without a word; a request over the limits, but below this, gets an answer.
-        self._router.maxmsgsize = 2 * limits.message_bytes
+        max_bytes = 2 * limits.message_bytes
+        self._router.maxmsgsize = max_bytes
+        self._router.rcvhwm = _MAX_WAITING
+        self._router.router_mandatory = True  # an answer that has no room is an error, not lost without a word
         self._router.linger = int(1000 * LINGER_SECONDS)
         if keys is not None:
             self._router.curve_server = True
@@ -134,6 +140,12 @@ class Server:
         try:
             _bind(self._router, bind)
             self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._connections = Connections(
+                self._router,
+                max_unfinished=max_bytes + limits.header_bytes,
+                max_unsent=limits.message_bytes,
+                lost=self.handler.lose,
+            )
         except BaseException:
             self.close()
             raise
@@ -155,22 +167,29 @@ class Server:
 
     def run(self) -> None:
         """Serve until told to stop, then answer what has arrived."""
-        poller = zmq.Poller()
-        for source in (self._router, self._key_check, self._wake.fileno(), *self._stopping):
+        poller, connections, next_look = zmq.Poller(), self._connections, 0.0
+        assert connections is not None
+        for source in (self._router, connections.monitor, self._key_check, self._wake.fileno(), *self._stopping):
             poller.register(source, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(LOOK_MILLISECONDS if connections else None))
+            if connections.monitor in ready:
+                connections.look()
             if self._key_check in ready:
                 self._check_key()
             if any(descriptor in ready for descriptor in self._stopping) or (
                 self._wake.fileno() in ready and self._told_to_stop()
             ):
                 break
-            turn = _TURN if self._router in ready else 0
-            while turn and self._serve_one():
-                # Asked first, for an attempt in vain costs an exception, while the reply is on its way.
-                turn = turn - 1 if int(self._router.get(zmq.EVENTS)) & _READABLE else 0
+            if (self._router not in ready or self._serve_some()) and (now := time.monotonic()) >= next_look:
+                connections.cut_unfinished()
+                next_look = now + LOOK_MILLISECONDS / 1000
         self._drain()
+
+    def _serve_some(self) -> bool:
+        """Serve what has arrived; ``False`` where the other sockets have to be looked at before all of it is."""
+        # Asked before the next one, for an attempt in vain costs an exception, while the reply is on its way.
+        return any(not self._serve_one() or not int(self._router.get(zmq.EVENTS)) & _READABLE for _ in range(_TURN))
 
     def _drain(self) -> None:
         """Answer what has arrived; without unbinding, which would cut the connections that the answers go over."""
@@ -182,14 +201,16 @@ class Server:
         return bool(set(self._wake.recv(4096)) & {*_STOP, signal.SIGTERM, signal.SIGINT})
 
     def _serve_one(self) -> bool:
-        router = self._router
+        assert self._connections is not None
         try:
-            sender, *frames = receive_frames(router)
+            sender, *frames = receive_frames(self._router)
         except zmq.Again:
             return False
-        reply = self.handler.handle(frames)
-        del frames  # the memory of a large request goes before the next one comes
-        send_frames(router, [sender, *reply])
+        peer = self._connections.sender(sender, frames[0])
+        if peer is not None:
+            reply = self.handler.handle(frames, peer)
+            del frames  # the memory of a large request goes before the next one comes
+            self._connections.send(peer, reply)
         return True
 
     def _check_key(self) -> None:
@@ -202,6 +223,8 @@ class Server:
 
     def close(self) -> None:
         """Close sockets and stores; replies that wait to be sent get a moment."""
+        if self._connections is not None:
+            self._connections.close()
         self._router.close()
         self._key_check.close(0)
         self._context.term()

@@ -41,10 +41,10 @@ class ForgetfulServer(Server):
             sender, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
-        fate = self._draws.random()
-        reply = self.handler.handle(frames) if fate > 0.2 else None
-        if fate > 0.5:
-            self._router.send_multipart([sender, *reply])
+        fate, peer = self._draws.random(), self._connections.sender(sender, frames[0])
+        reply = self.handler.handle(frames, peer) if fate > 0.2 else None
+        if fate > 0.5 and peer is not None:
+            self._connections.send(peer, reply)
         else:
             self.lost += 1
         return True

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_recsys.parameter_server import journal as journal_module
-from lightning_recsys.parameter_server.journal import CLOSED_SECONDS, EXPIRY_SECONDS, Journal, Undo, read_nonce
+from lightning_recsys.parameter_server.journal import LEASE_SECONDS, Journal, Undo, read_nonce
 from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
 
 ALICE, BOB, CAROL = (bytes([letter]) * 16 for letter in b"abc")
@@ -74,33 +74,63 @@ def test_journal_when_asked_for_more_places_then_keeps_those_taken(tmp_path):
     assert again.num_clients() == 3
 
 
-def test_client_when_no_place_is_free_then_is_refused_until_one_expires(tmp_path, clock):
-    journal = Journal(tmp_path, max_clients=2)
-    slot = journal.register(ALICE)
-    with journal.push(slot, 1, None):
+def register_and_push(journal, client):
+    slot = journal.register(client)
+    with journal.push(slot, journal.applied(slot) + 1, None):
         pass
+    return slot
+
+
+def test_client_when_no_place_is_free_then_is_refused_until_one_was_cut_off_for_long(tmp_path, clock):
+    journal = Journal(tmp_path, max_clients=2)
+    slot = register_and_push(journal, ALICE)
     clock.now += 10
-    journal.register(BOB)
+    register_and_push(journal, BOB)
     with pytest.raises(RuntimeError, match=r"all 2 places for clients are taken .*--max-clients"):
         journal.register(CAROL)
-    clock.now += EXPIRY_SECONDS - 9  # Alice was last heard of a day ago, Bob was not
+    clock.now += LEASE_SECONDS - 9  # Bob was heard of meanwhile
+    assert journal.num_clients() == 1
     assert journal.register(CAROL) == slot
     assert journal.applied(slot) == 0
     assert journal.slot(ALICE) is None
 
 
-def test_client_when_it_said_goodbye_then_its_place_is_free_after_a_while(tmp_path, clock):
+def test_client_when_connected_then_keeps_its_place_however_long_it_says_nothing(tmp_path, clock):
+    journal = Journal(tmp_path, max_clients=2)
+    slots = [register_and_push(journal, ALICE), register_and_push(journal, BOB)]
+    clock.now += 100 * LEASE_SECONDS
+    assert journal.num_clients(slots) == 2
+    with pytest.raises(RuntimeError, match="all 2 places"):
+        journal.register(CAROL, slots)
+    journal.touch(slots[0])  # cut off just now
+    assert journal.num_clients(slots[1:]) == 2
+    with pytest.raises(RuntimeError, match="all 2 places"):
+        journal.register(CAROL, slots[1:])
+    clock.now += LEASE_SECONDS + 1
+    assert journal.register(CAROL, slots[1:]) == slots[0]
+
+
+def test_client_when_it_has_pushed_nothing_and_is_gone_then_its_place_is_free_at_once(tmp_path):
     journal = Journal(tmp_path, max_clients=1)
     slot = journal.register(ALICE)
+    with pytest.raises(RuntimeError, match="all 1 places"):
+        journal.register(BOB, [slot])
+    assert journal.register(BOB) == slot
+    assert journal.slot(ALICE) is None
+
+
+def test_client_when_it_said_goodbye_then_its_place_is_free_after_a_while(tmp_path, clock):
+    journal = Journal(tmp_path, max_clients=1)
+    slot = register_and_push(journal, ALICE)
     journal.say_goodbye(slot)
     assert journal.slot(ALICE) is None  # late copies of its pushes find nobody
-    assert journal.num_clients() == 0
+    assert journal.num_clients([slot]) == 0
     with pytest.raises(RuntimeError, match="has said goodbye"):
         journal.register(ALICE)
     with pytest.raises(RuntimeError, match="all 1 places"):
         journal.register(BOB)
-    clock.now += CLOSED_SECONDS + 1
-    assert journal.register(BOB) == slot
+    clock.now += LEASE_SECONDS + 1
+    assert journal.register(BOB, [slot]) == slot
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([4, 1, 4])])

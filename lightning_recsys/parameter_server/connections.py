@@ -1,0 +1,189 @@
+"""The connections to a server's socket: which of them live, and what each may keep of the server's memory.
+
+ZeroMQ bounds a frame, and how many messages wait. It bounds no bytes: a peer may send frame after frame of a message
+that it never ends, or ask and not read the answers. Both can be seen from here, in what the system has received on a
+connection and no message has brought, and in what was answered and has not left. Such a connection is cut. One of our
+own clients makes a new one, and asks again for what it waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from lightning_recsys.parameter_server.wire import Frame
+
+LOOK_MILLISECONDS = 500  # between two looks at what has arrived
+
+_ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+_MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
+_BYTES_RECEIVED = struct.Struct("<128xQ")  # of the system's struct tcp_info
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """The other end of a connection.
+
+    Args:
+        descriptor: Of our end, which is ZeroMQ's.
+        inode: Of the same, by which it is known from another one that gets its number later.
+        identity: ZeroMQ's name for it; empty until it has sent something.
+        slot: In the journal, of the client that uses it; ``None`` until there is one.
+        is_alive: Whether it is connected.
+        was_heard: Whether a message has come since the last look.
+        received: Bytes that had arrived by the last look after a message.
+        unsent: Large frames of answers that may not have left: what tells it, and their bytes.
+    """
+
+    descriptor: int
+    inode: int
+    identity: bytes = b""
+    slot: int | None = None
+    is_alive: bool = True
+    was_heard: bool = False
+    received: int = 0
+    unsent: deque[tuple[zmq.MessageTracker, int]] = field(default_factory=deque)
+
+    def unsent_bytes(self) -> int:
+        """Of answers that it has not taken; small frames, of which ZeroMQ bounds the number, do not count."""
+        while self.unsent and self.unsent[0][0].done:
+            self.unsent.popleft()
+        return sum(size for _, size in self.unsent)
+
+
+class Connections:
+    """The connections of a ROUTER socket.
+
+    Args:
+        router: The socket, which listens already, and is used through this object from now on.
+        max_unfinished: Bytes of one message, at most; looked at twice a second, where the system counts them (TCP).
+        max_unsent: Bytes of answers that a peer has not taken when it asks for more, at most.
+        lost: Called with every peer that is not connected any more.
+
+    Attributes:
+        monitor: Readable when connections have come or gone; :meth:`look` then.
+    """
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        *,
+        max_unfinished: int,
+        max_unsent: int,
+        lost: Callable[[Peer], None],
+    ) -> None:
+        self.monitor = router.get_monitor_socket(_ACCEPTED | _DISCONNECTED, "inproc://connections")
+        self._router = router
+        self._max_unfinished, self._max_unsent = max_unfinished, max_unsent
+        self._lost = lost
+        self._by_descriptor: dict[int, Peer] = {}
+        self._by_identity: dict[bytes, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_descriptor)
+
+    def sender(self, identity: zmq.Frame, first: zmq.Frame) -> Peer | None:
+        """Who has sent a message; ``None`` where it is gone, or has to take its answers first and is cut."""
+        name = identity.bytes
+        peer = self._by_identity.get(name)
+        if peer is None:
+            self.look()  # who had the descriptor before is gone by now
+            peer = self._welcome(int(first.get("__fd")), name)
+        if peer is None:
+            return None
+        peer.was_heard = True
+        if peer.unsent_bytes() > self._max_unsent:
+            self._cut(peer, f"does not take its answers: more than {self._max_unsent:,} bytes wait")
+            return None
+        return peer
+
+    def send(self, peer: Peer, frames: Sequence[Frame]) -> None:
+        """Send a message, without a copy of large frames; nothing happens where the peer is gone."""
+        try:
+            self._router.send(peer.identity, _MORE | _NOBLOCK)
+        except zmq.Again:
+            self._cut(peer, "does not take its answers: too many wait")
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return
+        last = len(frames) - 1
+        for number, frame in enumerate(frames):
+            tracker = self._router.send(frame, _MORE if number < last else 0, copy=False, track=True)
+            if not tracker.done:
+                peer.unsent.append((tracker, len(frame)))
+
+    def look(self) -> None:
+        """Take note of who has come and gone."""
+        with suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self.monitor, _NOBLOCK)
+                descriptor = int(event["value"])
+                if int(event["event"]) == _ACCEPTED:
+                    self._welcome(descriptor)
+                elif (peer := self._by_descriptor.pop(descriptor, None)) is not None:
+                    self._by_identity.pop(peer.identity, None)
+                    peer.is_alive = False
+                    self._lost(peer)
+
+    def cut_unfinished(self) -> None:
+        """Cut who has sent too much of a message. To be called when no whole message waits."""
+        for peer in list(self._by_descriptor.values()):
+            with suppress(OSError), _borrowed(peer) as connected:  # one that is gone, or is no TCP connection
+                information = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+                (received,) = _BYTES_RECEIVED.unpack(information)
+                if peer.was_heard:
+                    peer.was_heard, peer.received = False, received
+                elif received - peer.received > self._max_unfinished:
+                    self._cut(peer, f"has sent more than {self._max_unfinished:,} bytes of one message")
+
+    def close(self) -> None:
+        """Look no more."""
+        if not self.monitor.closed:
+            self._router.disable_monitor()
+            self.monitor.close(0)
+
+    def _welcome(self, descriptor: int, identity: bytes = b"") -> Peer | None:
+        """The peer at a descriptor, by its name from now on; ``None`` where it is gone again."""
+        peer = self._by_descriptor.get(descriptor)
+        if peer is None:
+            try:
+                peer = Peer(descriptor, os.fstat(descriptor).st_ino)
+            except OSError:
+                return None
+            self._by_descriptor[descriptor] = peer
+        if identity:
+            peer.identity = identity
+            self._by_identity[identity] = peer
+        return peer
+
+    def _cut(self, peer: Peer, why: str) -> None:
+        """End a connection; ZeroMQ finds it ended, and frees what was kept for it."""
+        with suppress(OSError), _borrowed(peer) as connected:
+            connected.shutdown(socket.SHUT_RDWR)
+            log.warning("A connection is cut whose other end %s.", why)
+
+
+@contextmanager
+def _borrowed(peer: Peer) -> Iterator[socket.socket]:
+    """The socket of a peer, which stays ZeroMQ's.
+
+    Raises:
+        OSError: it is closed.
+    """
+    with socket.socket(fileno=os.dup(peer.descriptor)) as own:
+        if os.fstat(own.fileno()).st_ino != peer.inode:
+            raise ConnectionResetError("the descriptor is another connection's")
+        yield own
