@@ -10,6 +10,7 @@ Single threaded and without the GIL: one thread per worker is how this package t
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -28,6 +30,14 @@ compile_loop = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=
 # A step is rounded before it is taken from the row, and not fused with that: so whoever takes the same step from the
 # same row later, as the server of a cached row does, comes to the same bits.
 compile_rule = numba.njit(nogil=True, cache=True, error_model="numpy")
+
+# A data loader forks its processes while other threads of a worker compile. Who is forked meanwhile would find the
+# compiler's lock taken by a thread that it does not have, and wait for ever once it compiles or loads something itself.
+os.register_at_fork(
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)
 
 AHEAD = 32
 """How many rows before its use a loop asks for a row: on one thread, 4 hid half of the waiting and 32 nearly all."""
