@@ -91,6 +91,34 @@ class ServerInUseError(RuntimeError):
         )
 
 
+class NoRoomError(ValueError):
+    """The servers have no room for the rows of a table.
+
+    Args:
+        table: The table.
+        needed: Bytes of the part of it that found no place, with optimizer state.
+        left: Bytes that each server has left, by index.
+        available: Bytes that each had before anything was placed.
+    """
+
+    def __init__(self, table: str, needed: int, left: dict[int, int], available: dict[int, int]) -> None:
+        super().__init__(table, needed, left, available)
+        self.table = table
+        self.needed = needed
+        self.left = left
+        self.available = available
+
+    def __str__(self) -> str:
+        servers = ", ".join(
+            f"server {server} {left:,} of {self.available[server]:,}" for server, left in sorted(self.left.items())
+        )
+        return (
+            f"table {self.table} needs {self.needed:,} bytes on one server, rows and optimizer state; free are:"
+            f" {servers} (servers of one file system share it). Start more servers on other machines, keep their files"
+            " on a larger disk (strategy.store_folder, or --folder of the server), or make the table smaller."
+        )
+
+
 class DamagedCheckpointError(ValueError):
     """A file of a checkpoint folder is missing, cut short, or not what was written.
 

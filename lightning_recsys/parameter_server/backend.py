@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, TableBackend
 from lightning_recsys.embeddings.backend import row_shapes
-from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.dynamic_tables import IDS, DynamicTables, keep_keys
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore, Stores
-from lightning_recsys.parameter_server.row_ranges import keep_rows
-from lightning_recsys.placement import PlacementPlan, TableCost, TablePart
+from lightning_recsys.parameter_server.stripes import keep_stripes, stripe_rows
+from lightning_recsys.placement import PlacementPlan, TableCost, TablePart, rows_in_stripe
 
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 _BLOCK_BYTES = 1 << 24  # rows are read and written this many bytes at a time
@@ -34,8 +35,22 @@ class _Piece:
     """A part of a table, and the place of each of its features in the collection."""
 
     part: TablePart
-    is_whole: bool
     features: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Striped:
+    """A batch whose ids have been divided by the number of their tables' stripes.
+
+    Args:
+        sparse: The batch.
+        stripes: The stripe of each id, int32 ``[N]``.
+        rows: Its row there, int64 ``[N]``.
+    """
+
+    sparse: SparseFeatures
+    stripes: NDArray[np.int32]
+    rows: NDArray[np.int64]
 
 
 class _Share:
@@ -44,27 +59,30 @@ class _Share:
     def __init__(self, store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
         self.store = store
         self.pieces = pieces
-        self.is_cut = not all(piece.is_whole for piece in pieces)
+        self.is_cut = any(piece.part.num_stripes > 1 for piece in pieces)
         self.feature_names = tuple(name for table in store.layout.tables for name in table.feature_names)
         self.features = torch.tensor([feature for piece in pieces for feature in piece.features], device="cpu")
-        ranges = [(f, x.part.first_row, x.part.num_rows) for x in pieces for f in x.features]
-        self._ranges = as_int64s(number for one in ranges for number in one).reshape(-1, 3)
+        self._wanted = np.array([(f, x.part.stripe) for x in pieces for f in x.features], dtype=np.int64)
 
-    def select(self, sparse: SparseFeatures) -> SparseFeatures:
-        """The ids whose rows are here, counted from each part's first row."""
-        return self._select_rows(sparse) if self.is_cut else sparse.select(self.feature_names)
+    def select(self, striped: _Striped | SparseFeatures) -> SparseFeatures:
+        """The ids whose rows are here, as rows of their stripes."""
+        if isinstance(striped, SparseFeatures):  # no table is cut
+            return striped.select(self.feature_names)
+        return self._select_rows(striped) if self.is_cut else striped.sparse.select(self.feature_names)
 
-    def _select_rows(self, sparse: SparseFeatures) -> SparseFeatures:
+    def _select_rows(self, striped: _Striped) -> SparseFeatures:
+        sparse = striped.sparse
         num_ids, weighted = sparse.values.numel(), sparse.weights is not None
-        # The pieces of a table do not overlap, so no id is kept twice.
+        # The stripes of a table do not overlap, so no id is kept twice.
         values = torch.empty_like(sparse.values)
         offsets = torch.zeros(len(self.feature_names) * sparse.batch_size + 1, dtype=torch.int64)
         weights = torch.empty(num_ids if weighted else 0)
-        kept = keep_rows(
-            sparse.values.numpy(),
+        kept = keep_stripes(
+            striped.rows,
+            striped.stripes,
             (_NO_IDS if sparse.is_single_hot else sparse.bag_offsets()).numpy(),
             (weights if sparse.weights is None else sparse.weights).numpy(),
-            self._ranges,
+            self._wanted,
             sparse.batch_size,
             values.numpy(),
             offsets.numpy(),
@@ -107,6 +125,8 @@ class StoreBackend(TableBackend):
         super().__init__(layout, optimizer)
         _check_cover(layout, [part for _, parts in stores for part in parts])
         self._shares = [_Share(store, _pieces(layout, parts)) for store, parts in stores]
+        stripes = {part.table: part.num_stripes for _, parts in stores for part in parts}
+        self._num_stripes = np.array([stripes[table.name] for table in layout.feature_tables], dtype=np.int64)
         whole = len(stores) == 1 and stores[0][0].layout == layout
         self._only = stores[0][0] if whole else None
         self.meet: Callable[[], object] = _nobody_else
@@ -141,8 +161,7 @@ class StoreBackend(TableBackend):
             ValueError: the plan is for another number of servers, or has other tables.
         """
         if plan is None:
-            parts = [(table.name, 0, table.num_embeddings) for table in layout.tables]
-            own = tuple(TablePart(name, *part, server=0, num_bytes=0, cost=0.0) for part in parts)
+            own = tuple(TablePart(name, table.name, table.num_embeddings, server=0) for table in layout.tables)
         elif plan.num_servers != len(servers):
             raise ValueError(f"the plan places tables on {plan.num_servers} servers, got {len(servers)}.")
         else:
@@ -175,7 +194,8 @@ class StoreBackend(TableBackend):
         device, sparse = sparse.device, sparse.to("cpu")
         if self._only is not None:
             return self._only.pooled_lookup(sparse).to(device)
-        answers = [share.store.begin_pooled_lookup(share.select(sparse)) for share in self._shares]
+        striped = self._striped(sparse)
+        answers = [share.store.begin_pooled_lookup(share.select(striped)) for share in self._shares]
         if self._first_has_all_features:
             pooled_BFD, added = answers[0](), 1
         else:
@@ -189,9 +209,20 @@ class StoreBackend(TableBackend):
         if self._only is not None:
             self._only.apply_gradients(sparse, grad_BFD, learning_rate=learning_rate)
             return
+        striped = self._striped(sparse)
         for share in self._shares:
             grad_BSD = grad_BFD.index_select(1, share.features)
-            share.store.apply_gradients(share.select(sparse), grad_BSD, learning_rate=learning_rate)
+            share.store.apply_gradients(share.select(striped), grad_BSD, learning_rate=learning_rate)
+
+    def _striped(self, sparse: SparseFeatures) -> _Striped | SparseFeatures:
+        """The batch with its ids divided, if a table is cut: once for all stores."""
+        if not any(share.is_cut for share in self._shares):
+            return sparse
+        bounds = np.array(sparse.feature_bounds(), dtype=np.int64)
+        ids: NDArray[np.int64] = sparse.values.numpy()
+        stripes, rows = np.empty(len(ids), dtype=np.int32), np.empty(len(ids), dtype=np.int64)
+        stripe_rows(ids, bounds, self._num_stripes, stripes, rows)
+        return _Striped(sparse, stripes, rows)
 
     def flush(self) -> None:  # noqa: D102 - inherited
         for store in self.stores:
@@ -234,14 +265,15 @@ class StoreBackend(TableBackend):
         """A copy of a stretch of a table's ``weight``, or of a state by its name: ``[num_rows, ...]``."""
         values = torch.empty(num_rows, *self.row_shapes[name])
         for store, there, here in self._blocks(table, name, first_row, first_row + num_rows):
-            values[here.start - first_row : here.stop - first_row] = store.read(name, there, here.stop - here.start)
+            values[here.start - first_row : here.stop - first_row : here.step] = store.read(name, there, _length(here))
         return values
 
     def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
         """The reverse of :meth:`read_rows`."""
         values = values.to("cpu", torch.float32)
         for store, there, here in self._blocks(table, name, first_row, first_row + len(values)):
-            store.write(name, there, values[here.start - first_row : here.stop - first_row])
+            block = values[here.start - first_row : here.stop - first_row : here.step]
+            store.write(name, there, block.contiguous())
 
     def _blocks(self, table: str, name: str, first: int, end: int) -> Iterator[tuple[EmbeddingStore, int, slice]]:
         """Rows ``first`` to ``end`` in blocks: the store, the block's first row there, its rows in the table."""
@@ -249,11 +281,14 @@ class StoreBackend(TableBackend):
         for share in self._shares:
             starts = list(share.store.layout.table_starts.values())
             for piece, start in zip(share.pieces, starts, strict=True):
-                part = piece.part
-                if part.table == table:
-                    last = min(end, part.first_row + part.num_rows)
-                    for row in range(max(first, part.first_row), last, block_rows):
-                        yield share.store, start + row - part.first_row, slice(row, min(row + block_rows, last))
+                stripe, step = piece.part.stripe, piece.part.num_stripes
+                if piece.part.table == table:
+                    low = max(-(-(first - stripe) // step), 0)  # the first row of the stripe from `first` on
+                    high = max(-(-(end - stripe) // step), low)
+                    for place in range(low, high, block_rows):
+                        last = min(place + block_rows, high)
+                        rows = slice(place * step + stripe, (last - 1) * step + stripe + 1, step)
+                        yield share.store, start + place, rows
 
     @property
     def row_keys(self) -> list[str]:  # noqa: D102 - inherited
@@ -288,7 +323,13 @@ class StoreBackend(TableBackend):
 
 
 def table_costs(
-    name: str, layout: TableLayout, optimizer: RowOptimizer, costs: dict[str, float] | None = None
+    name: str,
+    layout: TableLayout,
+    optimizer: RowOptimizer,
+    costs: Mapping[str, float] | None = None,
+    *,
+    seen: Mapping[str, NDArray[np.int64]] | None = None,
+    grows: bool = False,
 ) -> list[TableCost]:
     """A collection's tables as :func:`~lightning_recsys.placement.place_tables` takes them.
 
@@ -297,10 +338,20 @@ def table_costs(
         layout: Its tables.
         optimizer: The update rule, whose state takes room beside the rows, as does each row's clock.
         costs: Measured cost by table name.
+        seen: The ids that some batches looked up, by table name.
+        grows: Rows are made as they are trained.
     """
     row_bytes = 4 + sum(4 * (shape[0] if shape else 1) for shape in row_shapes(layout, optimizer).values())
     return [
-        TableCost(name, table.name, table.num_embeddings, row_bytes, None if costs is None else costs[table.name])
+        TableCost(
+            name,
+            table.name,
+            table.num_embeddings,
+            row_bytes,
+            cost=None if costs is None else costs[table.name],
+            seen=None if seen is None else seen[table.name],
+            grows=grows,
+        )
         for table in layout.tables
     ]
 
@@ -308,16 +359,16 @@ def table_costs(
 def part_layout(layout: TableLayout, parts: Sequence[TablePart]) -> TableLayout:
     """The tables of a server that holds these parts of a collection, in their order.
 
-    A part that is not a whole table is named after its rows, and so are its features: ``movies[100:200]``.
+    A part that is not a whole table is named after its rows, and so are its features: ``movies[1::4]``.
     """
     tables = {table.name: table for table in layout.tables}
     return TableLayout(tuple(_part_table(tables[part.table], part) for part in parts))
 
 
 def _part_table(table: EmbeddingBagConfig, part: TablePart) -> EmbeddingBagConfig:
-    if part.num_rows == table.num_embeddings:
+    if part.num_stripes == 1:
         return table
-    rows = f"[{part.first_row}:{part.first_row + part.num_rows}]"
+    rows = f"[{part.stripe}::{part.num_stripes}]"
     return dataclasses.replace(
         table,
         name=table.name + rows,
@@ -332,30 +383,28 @@ def _nobody_else() -> None:
 
 def _in_order(layout: TableLayout, parts: Sequence[TablePart]) -> list[TablePart]:
     order = [table.name for table in layout.tables]
-    return sorted(parts, key=lambda part: (order.index(part.table), part.first_row))
+    return sorted(parts, key=lambda part: (order.index(part.table), part.stripe))
 
 
 def _pieces(layout: TableLayout, parts: Sequence[TablePart]) -> list[_Piece]:
     owners = [table.name for table in layout.feature_tables]
-    sizes = {table.name: table.num_embeddings for table in layout.tables}
-    return [
-        _Piece(part, part.num_rows == sizes[part.table], tuple(f for f, x in enumerate(owners) if x == part.table))
-        for part in parts
-    ]
+    return [_Piece(part, tuple(f for f, x in enumerate(owners) if x == part.table)) for part in parts]
+
+
+def _length(rows: slice) -> int:
+    return len(range(rows.start, rows.stop, rows.step))
 
 
 def _check_cover(layout: TableLayout, parts: Sequence[TablePart]) -> None:
     """Every row of every table has exactly one place."""
     unknown = {part.table for part in parts} - {table.name for table in layout.tables}
     for table in layout.tables:
-        row = 0
-        for part in sorted((x for x in parts if x.table == table.name), key=lambda part: part.first_row):
-            if part.first_row != row or part.num_rows < 1:
-                break
-            row += part.num_rows
-        else:
-            if row == table.num_embeddings and not unknown:
-                continue
+        own = sorted((x for x in parts if x.table == table.name), key=lambda part: part.stripe)
+        found = [(part.stripe, part.num_stripes, part.num_rows) for part in own]
+        count, rows = len(own), table.num_embeddings
+        stripes = [(i, count, rows_in_stripe(rows, i, count)) for i in range(min(count, rows))]
+        if found and not unknown and found == stripes:
+            continue
         raise ValueError(
             f"a plan must place each row of table {table.name!r} (of {table.num_embeddings}) on exactly one server, and"
             f" no table that the collection lacks; got {[dataclasses.astuple(part) for part in parts]}."

@@ -52,14 +52,15 @@ def _quantile(p):  # noqa: ANN001, ANN202
 
 
 @_compile
-def draw_rows(rows, places, starts, first_keys, stds, seed, out):  # noqa: ANN001, ANN201
+def draw_rows(rows, places, starts, first_keys, key_steps, stds, seed, out):  # noqa: ANN001, ANN201
     """Write the first values of rows.
 
     Args:
         rows: Their numbers in the store, int64 ``[U]``; unsigned, as all numbers and keys here.
         places: Where each goes in ``out``, int64 ``[U]``.
         starts: The number of each table's first row, rising, int64 ``[T]``, of which the first is 0.
-        first_keys: What is drawn is that of the key ``first_keys[t] + row - starts[t]``, int64 ``[T]``.
+        first_keys: Key of each table's first row; what is drawn depends on the key. int64 ``[T]``.
+        key_steps: By how much the keys of two successive rows of a table differ, int64 ``[T]``.
         stds: Standard deviation of each table's values, float64 ``[T]``.
         seed: Of all of them, uint64.
         out: Float32 ``[R, D]``.
@@ -74,7 +75,7 @@ def draw_rows(rows, places, starts, first_keys, stds, seed, out):  # noqa: ANN00
         if std == 0.0:
             out[place, :] = np.float32(0)
             continue
-        bits = mix(stream + np.uint64(first_keys[table] + rows[i] - starts[table]))
+        bits = mix(stream + np.uint64(first_keys[table] + (rows[i] - starts[table]) * key_steps[table]))
         word = np.uint64(0)
         for d in range(dim):
             if d & 1:

@@ -29,6 +29,7 @@ class DynamicRows:
         first_keys: For each table of a store the key of its first row; what a row is made as depends on its key. By
             default the tables lie behind each other. Whoever cuts tables over several stores gives each part the keys
             of its own rows.
+        key_steps: For each table of a store by how much the keys of two successive rows differ; by default by 1.
 
     Raises:
         ValueError: a number is too small, or too large to be counted.
@@ -37,6 +38,7 @@ class DynamicRows:
     admission: int = 1
     expire_after: int | None = None
     first_keys: tuple[int, ...] | None = None
+    key_steps: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.admission < 2**31:
@@ -45,17 +47,20 @@ class DynamicRows:
             raise ValueError(f"expire_after must be None or from 1 to 2**30 updates, got {self.expire_after}.")
         if self.first_keys is not None and not all(0 <= key < 2**64 for key in self.first_keys):
             raise ValueError(f"first_keys must be numbers from 0 to 2**64 - 1, got {self.first_keys}.")
+        if self.key_steps is not None and not all(1 <= step < 2**63 for step in self.key_steps):
+            raise ValueError(f"key_steps must be numbers from 1 to 2**63 - 1, got {self.key_steps}.")
 
 
 def dynamic_to_plain(dynamic: DynamicRows | None) -> dict[str, Any] | None:
     """As plain data, for files and for the wire."""
     if dynamic is None:
         return None
-    keys = dynamic.first_keys
+    keys, steps = dynamic.first_keys, dynamic.key_steps
     return {
         "admission": dynamic.admission,
         "expire_after": dynamic.expire_after,
         "first_keys": None if keys is None else list(keys),
+        "key_steps": None if steps is None else list(steps),
     }
 
 
@@ -66,21 +71,18 @@ def dynamic_from_plain(value: object) -> DynamicRows | None:
         ValueError: a field is missing, unknown, of another type or out of range.
 
     >>> dynamic_from_plain(dynamic_to_plain(DynamicRows(admission=3)))
-    DynamicRows(admission=3, expire_after=None, first_keys=None)
+    DynamicRows(admission=3, expire_after=None, first_keys=None, key_steps=None)
     """
     if value is None:
         return None
-    if not isinstance(value, dict) or value.keys() != {"admission", "expire_after", "first_keys"}:
-        raise ValueError(f"dynamic rows take admission, expire_after and first_keys, got {value!r:.200}.")
-    admission, expire_after, first_keys = value["admission"], value["expire_after"], value["first_keys"]
-    keys = [] if first_keys is None else first_keys
-    numbers = [
-        admission,
-        *([] if expire_after is None else [expire_after]),
-        *(keys if isinstance(keys, list) else [""]),
-    ]
+    names = ("admission", "expire_after", "first_keys", "key_steps")
+    if not isinstance(value, dict) or value.keys() != set(names):
+        raise ValueError(f"dynamic rows take {', '.join(names)}, got {value!r:.200}.")
+    admission, expire_after, *lists = (value[name] for name in names)
+    numbers = [admission, *([] if expire_after is None else [expire_after])]
+    for some in lists:
+        numbers += [] if some is None else some if isinstance(some, list) else [""]
     if any(type(number) is not int for number in numbers):
-        raise ValueError(f"admission, expire_after and first_keys must be whole numbers, got {value!r:.200}.")
-    return DynamicRows(
-        admission=admission, expire_after=expire_after, first_keys=None if first_keys is None else tuple(keys)
-    )
+        raise ValueError(f"{', '.join(names)} must be whole numbers, got {value!r:.200}.")
+    first_keys, key_steps = (None if some is None else tuple(some) for some in lists)
+    return DynamicRows(admission=admission, expire_after=expire_after, first_keys=first_keys, key_steps=key_steps)

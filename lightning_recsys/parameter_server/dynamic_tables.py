@@ -10,10 +10,11 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_recsys.embeddings.int64_ids import are_below, as_int64
+from lightning_recsys.embeddings.int64_ids import are_below, as_int64, in_order
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.interfaces import DynamicEmbeddingStore, EmbeddingStore
@@ -72,12 +73,12 @@ class DynamicTables:
     def live_ids(self) -> dict[str, Tensor]:
         """By table the ids whose rows exist, int64 ``[L]``, rising (as unsigned numbers)."""
         rows = {store: store.live_rows() for store in {place.store: None for place in self._places}}
-        found: dict[str, list[tuple[int, Tensor]]] = {table: [] for table in self.tables}
+        found: dict[str, list[Tensor]] = {table: [] for table in self.tables}
         for place in self._places:
             here = rows[place.store] - as_int64(place.start)
-            ids = here[are_below(here, place.num_rows)] + as_int64(place.part.first_row)
-            found[place.part.table].append((place.part.first_row, ids))
-        return {table: torch.cat([ids for _, ids in sorted(parts)]) for table, parts in found.items()}
+            ids = here[are_below(here, place.num_rows)] * place.part.num_stripes + place.part.stripe
+            found[place.part.table].append(ids)
+        return {table: in_order(torch.cat(parts)) for table, parts in found.items()}
 
     def read(self, table: str, name: str, ids_U: Tensor) -> Tensor:
         """``weight`` or a state of some rows, ``[U, ...]``."""
@@ -98,11 +99,12 @@ class DynamicTables:
         for place in self._places:
             if place.part.table != table:
                 continue
-            in_part = ids_U - as_int64(place.part.first_row)
-            here = torch.nonzero(are_below(in_part, place.num_rows)).flatten()
+            rows, stripes = np.divmod(ids_U.numpy().view(np.uint64), np.uint64(place.part.num_stripes))
+            rows_U = torch.from_numpy(rows.view(np.int64))
+            here = torch.from_numpy(np.flatnonzero(stripes == place.part.stripe))
             for positions in torch.split(here, block_rows):
                 if positions.numel():
-                    yield place.store, positions, in_part[positions] + as_int64(place.start)
+                    yield place.store, positions, rows_U[positions] + as_int64(place.start)
 
     def clear(self) -> None:
         """Let no row exist."""
@@ -158,4 +160,9 @@ def keep_keys(dynamic: DynamicRows, layout: TableLayout, parts: Sequence[TablePa
     """
     names = [table.name for table in layout.tables]
     first = layout.table_starts if dynamic.first_keys is None else dict(zip(names, dynamic.first_keys, strict=True))
-    return dataclasses.replace(dynamic, first_keys=tuple(first[part.table] + part.first_row for part in parts))
+    step = dict.fromkeys(names, 1) if dynamic.key_steps is None else dict(zip(names, dynamic.key_steps, strict=True))
+    return dataclasses.replace(
+        dynamic,
+        first_keys=tuple(first[part.table] + part.stripe * step[part.table] for part in parts),
+        key_steps=tuple(part.num_stripes * step[part.table] for part in parts),
+    )

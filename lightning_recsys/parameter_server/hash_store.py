@@ -97,6 +97,8 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         starts = [*layout.table_starts.values()]
         self._starts = as_int64s(starts)
         self._first_keys = as_int64s(starts if dynamic.first_keys is None else dynamic.first_keys)
+        steps = [1] * len(layout.tables) if dynamic.key_steps is None else dynamic.key_steps
+        self._key_steps = np.array(steps, dtype=np.int64)
         self._stds = np.array([table.init_std for table in layout.tables], dtype=np.float64)
         self._seed = np.uint64(arrays.meta["seed"])
         self._starts_F = torch.from_numpy(as_int64s(layout.feature_starts))
@@ -124,8 +126,11 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
                 f"a store counts at most 2**64 - 1 rows, and {[table.name for table in layout.tables]} have "
                 f"{layout.num_rows}: make num_embeddings smaller, or give several features one table."
             )
-        if dynamic.first_keys is not None and len(dynamic.first_keys) != len(layout.tables):
-            raise ValueError(f"first_keys must have one key for each of {len(layout.tables)} tables, got {dynamic}.")
+        for numbers in (dynamic.first_keys, dynamic.key_steps):
+            if numbers is not None and len(numbers) != len(layout.tables):
+                raise ValueError(
+                    f"first_keys and key_steps must have one for each of {len(layout.tables)} tables, got {dynamic}."
+                )
         rows = row_shapes(layout, optimizer)
         row_bytes = 12 + sum(4 * (shape[0] if shape else 1) for shape in rows.values())
         stats = os.statvfs(folder.parent)
@@ -236,7 +241,9 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         return {"weight": weight, **self.optimizer.initial_state(weight), CLOCK: clocks}
 
     def _draw(self, rows_U: np.ndarray, places_U: np.ndarray, out: Tensor) -> None:
-        draw_rows(rows_U, places_U, self._starts, self._first_keys, self._stds, self._seed, out.numpy())
+        draw_rows(
+            rows_U, places_U, self._starts, self._first_keys, self._key_steps, self._stds, self._seed, out.numpy()
+        )
 
     # --- Updates: they do --------------------------------------------------------------------------------------------
 

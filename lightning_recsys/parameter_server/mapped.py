@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import shutil
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +24,8 @@ from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingSto
 from lightning_recsys.parameter_server.hash_store import HashEmbeddingStore
 from lightning_recsys.parameter_server.interfaces import EmbeddingStore, Stores
 from lightning_recsys.parameter_server.mapped_arrays import META, check_name, remove_arrays, total_bytes
+
+_MEMORY = "/dev/shm"  # noqa: S108 - asked about, not written to
 
 
 class MappedStores(Stores):
@@ -128,7 +134,7 @@ class MappedStores(Stores):
             remove_arrays(path)
 
     def status(self) -> dict[str, Any]:
-        """Stores, rows, how many of them exist, and bytes of the folder; a folder sees no requests."""
+        """Stores, rows, how many of them exist, bytes of the folder, and what is free; a folder sees no requests."""
         stored = self._stored()
         tables = {name: found["meta"]["tables"] for name, found in stored.items() if "tables" in found["meta"]}
         rows = {name: sum(table["num_embeddings"] for table in tables[name]) for name in tables}
@@ -142,6 +148,7 @@ class MappedStores(Stores):
                 self._file_bytes(name) if name in dynamic else total_bytes(found["arrays"])
                 for name, found in stored.items()
             ),
+            **free_room(self.folder),
         }
 
     def close(self) -> None:  # noqa: D102 - inherited
@@ -181,6 +188,27 @@ class MappedStores(Stores):
             what = f"{kinds[0]} store" if kinds else "store"
             raise KeyError(f"no {what} {name!r} in {self.folder}, which has {names}.")
         return self.folder / name
+
+
+def free_room(folder: Path) -> dict[str, Any]:
+    """``free_bytes`` for files in a folder, and the ``place`` that shares them: machine and file system.
+
+    Where files are memory, what processes can still have of it counts as well.
+    """
+    free, device = shutil.disk_usage(folder).free, folder.stat().st_dev
+    with suppress(OSError):  # where the system is not Linux
+        if device == os.stat(_MEMORY).st_dev:
+            told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+            free = min(free, 1024 * int(told["MemAvailable"].split()[0]))
+    return {"free_bytes": free, "place": f"{machine_name()}:{device}"}
+
+
+@functools.cache
+def machine_name() -> str:
+    """What tells this machine, or this start of it, from others."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def check_same(

@@ -2,11 +2,12 @@
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
-# Shape suffixes: F features, N ids, K keys, P parts of tables.
+# Shape suffixes: F features, N ids, K keys.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim.compiled import compile_loop
+from lightning_recsys.parameter_server.stripes import place_keys
 from lightning_recsys.placement import TablePart
 
 Integers = NDArray[np.int64]
@@ -43,31 +45,40 @@ class RowPlaces:
 
     >>> from lightning_recsys.embeddings import EmbeddingBagConfig
     >>> tables = TableLayout((EmbeddingBagConfig("a", 4, 2, ("x",)), EmbeddingBagConfig("b", 6, 2, ("y",))))
-    >>> first, second = TablePart("net", "a", 0, 4, 1, 0, 0.0), TablePart("net", "b", 0, 6, 0, 0, 0.0)
-    >>> places = RowPlaces(tables, [[second], [first]])
+    >>> parts = [TablePart("net", "b", 3, server=0, stripe=1, num_stripes=2), TablePart("net", "a", 4, server=1)]
+    >>> places = RowPlaces(tables, [parts[:1], [parts[1], TablePart("net", "b", 3, server=1, num_stripes=2)]])
     >>> [(which.tolist(), rows.tolist()) for which, rows in places.split(np.array([4, 3, 9]))]
-    [([0, 2], [0, 5]), ([1], [3])]
+    [([2], [2]), ([0, 1], [4, 3])]
     """
 
     def __init__(self, layout: TableLayout, stores: Sequence[Sequence[TablePart]]) -> None:
-        starts, places = layout.table_starts, []
+        order = {table.name: number for number, table in enumerate(layout.tables)}
+        stripes = [1] * len(order)
+        places = []
         for store, parts in enumerate(stores):
             row = 0
             for part in parts:
-                key = starts[part.table] + part.first_row
-                places.append((key, store, row - key))
+                stripes[order[part.table]] = part.num_stripes
+                places.append((order[part.table], part.stripe, store, row))
                 row += part.num_rows
-        first_keys, stores_of_parts, shifts = zip(*sorted(places), strict=True)
-        self._first_keys_P = as_int64s(first_keys).view(np.uint64)
-        self._stores_P, self._shifts_P = np.array(stores_of_parts), as_int64s(shifts)
+        places.sort()
+        self._tables = (
+            as_int64s(layout.table_starts.values()),
+            np.array(stripes, dtype=np.int64),
+            np.cumsum([0, *stripes[:-1]], dtype=np.int64),
+            np.array([store for _, _, store, _ in places], dtype=np.int64),
+            as_int64s(row for _, _, _, row in places),
+        )
         self._num_stores = len(stores)
-        self._keys_are_rows = len(stores) == 1 and not self._shifts_P.any()
+        in_order = [part.table for part in stores[0]] == list(order) if len(stores) == 1 else False
+        self._keys_are_rows = in_order and len(places) == len(order)
 
     def split(self, keys_K: Integers) -> list[tuple[Integers | slice, Integers]]:
         """For each store: which of the keys are there, as an index of ``keys_K``, and their rows there."""
         if self._keys_are_rows:
             return [(slice(None), keys_K)]
-        parts_K = np.searchsorted(self._first_keys_P, keys_K.view(np.uint64), side="right") - 1
-        rows_K, stores_K = keys_K + self._shifts_P[parts_K], self._stores_P[parts_K]
-        which = [np.flatnonzero(stores_K == store) for store in range(self._num_stores)]
-        return [(positions, rows_K[positions]) for positions in which]
+        positions_K, rows_K = np.empty_like(keys_K), np.empty_like(keys_K)
+        counts = np.zeros(self._num_stores, dtype=np.int64)
+        place_keys(keys_K, *self._tables, counts, positions_K, rows_K)
+        bounds = np.cumsum([0, *counts])
+        return [(positions_K[first:stop], rows_K[first:stop]) for first, stop in pairwise(bounds)]

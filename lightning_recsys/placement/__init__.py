@@ -3,10 +3,12 @@
 from lightning_recsys.placement.bin_packing import (
     PlacementMethod,
     PlacementPlan,
+    Room,
     TableCost,
     TablePart,
     chunk_evenly,
     place_tables,
+    rows_in_stripe,
 )
 from lightning_recsys.placement.cluster_layout import ClusterLayout
 from lightning_recsys.placement.fields import FieldCost, FieldMethod, FieldPlan, place_fields
@@ -18,9 +20,11 @@ __all__ = [
     "FieldPlan",
     "PlacementMethod",
     "PlacementPlan",
+    "Room",
     "TableCost",
     "TablePart",
     "chunk_evenly",
     "place_fields",
     "place_tables",
+    "rows_in_stripe",
 ]

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby, pairwise
 from typing import Any, Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recsys.errors import NoRoomError
+
 PlacementMethod = Literal["round_robin", "size", "profiled"]
+
+
+def rows_in_stripe(num_rows: int, stripe: int, num_stripes: int) -> int:
+    """How many of a table's rows are in a stripe, to which every ``num_stripes``-th of them belongs.
+
+    >>> [rows_in_stripe(2**64 - 1, stripe, 3) == (2**64 - 1) // 3 for stripe in range(3)]
+    [True, True, True]
+    """
+    return (num_rows - stripe + num_stripes - 1) // num_stripes
 
 
 @dataclass(frozen=True)
@@ -22,6 +36,9 @@ class TableCost:
         row_bytes: Bytes of a row with its optimizer state.
         cost: Measured cost of looking it up, in any unit that all tables share (seconds per batch, say); only
             ``profiled`` placement reads it.
+        seen: Ids that some batches looked up, each as often as they did; int64. They tell ``profiled`` placement which
+            share of the cost each stripe of the table has. Without them every row counts the same.
+        grows: Rows are made as they are trained, so it is not known how much room they will take.
 
     Raises:
         ValueError: no row, a row of no bytes, or a cost that is negative or not finite.
@@ -32,6 +49,8 @@ class TableCost:
     num_rows: int
     row_bytes: int
     cost: float | None = None
+    seen: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
+    grows: bool = False
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.row_bytes < 1:
@@ -39,28 +58,54 @@ class TableCost:
         if self.cost is not None and not 0 <= self.cost < math.inf:
             raise ValueError(f"table {self.table!r}: cost must be finite and at least 0, got {self.cost}.")
 
+    def share(self, stripe: int, num_stripes: int) -> float:
+        """How much of the table's cost a stripe has."""
+        if self.seen is None or not self.seen.size:
+            return rows_in_stripe(self.num_rows, stripe, num_stripes) / self.num_rows
+        return float(np.count_nonzero(self.seen.view(np.uint64) % np.uint64(num_stripes) == stripe) / self.seen.size)
+
 
 @dataclass(frozen=True)
 class TablePart:
-    """A stretch of a table's rows on one server; all of them, where the table is not cut.
+    """A stripe of a table's rows on one server; all of them, where the table is not cut.
+
+    Stripe ``i`` of ``n`` has the rows ``i, i + n, i + 2 n, ...``, in this order. Vocabularies number frequent ids
+    first: of stretches of rows, one would have nearly all lookups of the table. Here neighbours in frequency go to
+    different stripes. (A hash of the row would spread them as well, and leave holes between the rows of a store.) Ids
+    that share a factor with ``n``, and that nobody has hashed, fall into fewer stripes.
 
     Args:
         collection: Name of the table's collection.
         table: Name in the collection.
-        first_row: Where the stretch starts.
-        num_rows: How long it is.
+        num_rows: Rows of the stripe.
         server: Index of the server.
         num_bytes: Bytes of these rows with their optimizer state.
         cost: Its share of the table's cost, in the unit that the method balances.
+        stripe: Which one it is, from 0 on.
+        num_stripes: How many the table is cut into.
     """
 
     collection: str
     table: str
-    first_row: int
     num_rows: int
     server: int
+    num_bytes: int = 0
+    cost: float = 0.0
+    stripe: int = 0
+    num_stripes: int = 1
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a server has for rows.
+
+    Args:
+        place: Of the file system that its files are in. What several servers of one place have is one room.
+        num_bytes: Bytes that are free there.
+    """
+
+    place: str
     num_bytes: int
-    cost: float
 
 
 @dataclass(frozen=True)
@@ -70,12 +115,14 @@ class PlacementPlan:
     Args:
         method: How it was made.
         num_servers: Servers; some may have nothing.
-        parts: In the order of the tables, and of the rows of each.
+        parts: In the order of the tables, and of the stripes of each.
+        unit: What ``cost`` counts.
     """
 
     method: PlacementMethod
     num_servers: int
     parts: tuple[TablePart, ...]
+    unit: str = "bytes"
 
     def parts_of(self, collection: str) -> tuple[TablePart, ...]:
         """The parts of one collection's tables."""
@@ -100,7 +147,7 @@ class PlacementPlan:
     def from_plain(cls, plain: Mapping[str, Any]) -> PlacementPlan:
         """The reverse of :meth:`to_plain`."""
         parts = tuple(TablePart(**part) for part in plain["parts"])
-        return cls(plain["method"], plain["num_servers"], parts)
+        return cls(plain["method"], plain["num_servers"], parts, plain["unit"])
 
     def __str__(self) -> str:
         total = sum(self.costs) or 1.0
@@ -109,48 +156,66 @@ class PlacementPlan:
             own = [part for part in self.parts if part.server == server]
             rows, size = sum(part.num_rows for part in own), sum(part.num_bytes for part in own)
             lines.append(f"{server:>6}  {len(own):>5}  {rows:>14,}  {size:>18,}  {cost:>12.6g}  {cost / total:>6.1%}")
-        return "\n".join([*lines, f"placement={self.method}, imbalance (max / mean cost) {self.imbalance:.3f}"])
+        end = f"placement={self.method}, imbalance (max / mean cost) {self.imbalance:.3f}; cost: {self.unit}"
+        return "\n".join([*lines, end])
 
 
 def place_tables(
-    tables: Sequence[TableCost], num_servers: int, *, method: PlacementMethod = "profiled"
+    tables: Sequence[TableCost],
+    num_servers: int,
+    *,
+    method: PlacementMethod = "profiled",
+    rooms: Sequence[Room] | None = None,
 ) -> PlacementPlan:
     r"""Spread tables over servers.
 
     ``round_robin`` deals whole tables in their order. ``size`` balances bytes and ``profiled`` measured costs: a table
-    that asks for more than a server's fair share is cut by rows into equal parts that do not, then the largest part
-    that is left goes to the server with the least so far (LPT). The busiest server then has at most
-    :math:`\tfrac43 - \tfrac{1}{3m}` times what the best placement of the same parts on :math:`m` servers gives it.
+    that asks for more than a server's fair share, or for more room than a server has, is cut into stripes of rows that
+    do not, then the largest part that is
+    left goes to the server with the least so far (LPT), among those that have room for it. The busiest server then has
+    at most :math:`\tfrac43 - \tfrac{1}{3m}` times what the best placement of the same parts on :math:`m` servers gives
+    it, as long as there is room.
+
+    Args:
+        tables: What is placed.
+        num_servers: Number of servers.
+        method: ``round_robin``, ``size`` or ``profiled``.
+        rooms: How much each server has for rows; by default enough.
 
     Raises:
+        NoRoomError: a part of a table is larger than what any server has left.
         ValueError: no table, no server, an unknown method, a table twice, or ``profiled`` without costs.
 
     Reference: Graham 1969, "Bounds on multiprocessing timing anomalies", for LPT; ShadowSync, section 3.1, for
     profiling and packing.
-    Differs from the paper: it does not say how it packs, or how a cut table's cost is shared (here: evenly over rows).
+    Differs from the paper: it does not say how it packs, or how a cut table's cost is shared (here: by the rows that
+    batches looked up, or evenly over rows).
 
     >>> tables = [TableCost("emb", "a", 60, 4), TableCost("emb", "b", 30, 4), TableCost("emb", "c", 10, 4)]
     >>> print(place_tables(tables, 2, method="size"))
     server  parts            rows               bytes          cost   share
          0      2              60                 240           240   60.0%
          1      2              40                 160           160   40.0%
-    placement=size, imbalance (max / mean cost) 1.200
+    placement=size, imbalance (max / mean cost) 1.200; cost: bytes
     """
     _check(tables, num_servers, method)
+    free = _Free(rooms, num_servers)
     if method == "round_robin":
-        placed = [
-            _part(table, 0, table.num_rows, server=i % num_servers, cost=float(table.num_rows * table.row_bytes))
-            for i, table in enumerate(tables)
+        placed = [_part(table, 0, 1, float(table.num_rows * table.row_bytes)) for table in tables]
+        dealt = [
+            free.take(table, part, [i % num_servers])
+            for i, (table, part) in enumerate(zip(tables, placed, strict=True))
         ]
-        return PlacementPlan(method, num_servers, tuple(placed))
+        return PlacementPlan(method, num_servers, tuple(dealt))
     weights = [_weight(table, method) for table in tables]
     fair_share = sum(weights) / num_servers
-    parts: list[tuple[int, TablePart]] = []
-    for i, (table, weight) in enumerate(zip(tables, weights, strict=True)):
+    parts: list[tuple[TableCost, TablePart]] = []
+    for table, weight in zip(tables, weights, strict=True):
         num_parts = math.ceil(weight / fair_share * (1 - 1e-9)) if fair_share else 1  # 1e-9: a share of exactly 1
-        for first, stop in chunk_evenly(table.num_rows, max(num_parts, 1)):
-            parts.append((i, _part(table, first, stop, server=0, cost=weight * (stop - first) / table.num_rows)))
-    return PlacementPlan(method, num_servers, tuple(_merge(_longest_first(parts, num_servers))))
+        num_parts = min(max(num_parts, free.fewest_parts(table)), table.num_rows)
+        shares = [table.share(i, num_parts) if method == "profiled" else None for i in range(num_parts)]
+        parts += [(table, _part(table, i, num_parts, weight, share)) for i, share in enumerate(shares)]
+    return PlacementPlan(method, num_servers, tuple(_merge(_longest_first(parts, free))), _unit(tables, method))
 
 
 def chunk_evenly(size: int, num_chunks: int) -> list[tuple[int, int]]:
@@ -192,30 +257,78 @@ def _weight(table: TableCost, method: PlacementMethod) -> float:
     return table.cost
 
 
-def _part(table: TableCost, first: int, stop: int, *, server: int, cost: float) -> TablePart:
-    rows = stop - first
-    return TablePart(table.collection, table.table, first, rows, server, rows * table.row_bytes, cost)
+def _unit(tables: Sequence[TableCost], method: PlacementMethod) -> str:
+    if method == "size":
+        return "bytes"
+    looked_up = sum(0 if table.seen is None else table.seen.size for table in tables)
+    return f"measured, by the rows of {looked_up:,} lookups" if looked_up else "measured, evenly over rows"
 
 
-def _longest_first(parts: list[tuple[int, TablePart]], num_servers: int) -> list[TablePart]:
-    """LPT; returns the parts in table and row order. Bytes break ties, for tables that cost nothing weigh something."""
-    loads = [(0.0, 0, server) for server in range(num_servers)]
-    placed = []
-    for i, part in sorted(parts, key=lambda item: (-item[1].cost, -item[1].num_bytes)):
-        cost, num_bytes, server = min(loads)
-        loads[server] = (cost + part.cost, num_bytes + part.num_bytes, server)
-        placed.append((i, part.first_row, TablePart(**asdict(part) | {"server": server})))
-    return [part for _, _, part in sorted(placed, key=lambda item: item[:2])]
+def _part(table: TableCost, stripe: int, num_stripes: int, cost: float, share: float | None = None) -> TablePart:
+    rows = rows_in_stripe(table.num_rows, stripe, num_stripes)
+    own_cost = cost * (rows / table.num_rows if share is None else share)
+    return TablePart(
+        table.collection, table.table, rows, 0, rows * table.row_bytes, own_cost, stripe=stripe, num_stripes=num_stripes
+    )
+
+
+class _Free:
+    """What is left of the servers' room while parts are placed.
+
+    Args:
+        rooms: Of each server; ``None`` if there is enough.
+        num_servers: Number of servers.
+    """
+
+    def __init__(self, rooms: Sequence[Room] | None, num_servers: int) -> None:
+        if rooms is not None and len(rooms) != num_servers:
+            raise ValueError(f"there must be one room for each of {num_servers} servers, got {rooms}.")
+        self.servers = range(num_servers)
+        self._places = [str(server) if rooms is None else rooms[server].place for server in self.servers]
+        self._rooms = {} if rooms is None else {room.place: room.num_bytes for room in rooms}
+        self._free: dict[str, float] = dict(self._rooms)
+
+    def fewest_parts(self, table: TableCost) -> int:
+        """In how many parts a table must be cut for one to fit into a server's share of what there is."""
+        if not self._rooms or table.grows:
+            return 1
+        largest = max(size // self._places.count(place) for place, size in self._rooms.items())
+        return -(-table.num_rows * table.row_bytes // max(largest, 1))
+
+    def take(self, table: TableCost, part: TablePart, servers: Sequence[int]) -> TablePart:
+        """The part on the first of these servers that has room for it."""
+        needed = 0 if table.grows else part.num_bytes
+        for server in servers:
+            place = self._places[server]
+            left = self._free.get(place, math.inf)
+            if needed <= left:
+                self._free[place] = left - needed
+                return replace(part, server=server)
+        available = {server: self._rooms[self._places[server]] for server in servers}
+        remaining = {server: int(self._free[self._places[server]]) for server in servers}
+        raise NoRoomError(f"{table.collection}.{table.table}", needed, remaining, available)
+
+
+def _longest_first(parts: list[tuple[TableCost, TablePart]], free: _Free) -> list[TablePart]:
+    """LPT; returns the parts in their order. Bytes break ties, for tables that cost nothing weigh something."""
+    loads = {server: (0.0, 0, server) for server in free.servers}
+    placed: list[tuple[int, TablePart]] = []
+    for i, (table, part) in sorted(enumerate(parts), key=lambda item: (-item[1][1].cost, -item[1][1].num_bytes)):
+        own = free.take(table, part, sorted(free.servers, key=loads.__getitem__))
+        cost, num_bytes, server = loads[own.server]
+        loads[server] = (cost + own.cost, num_bytes + own.num_bytes, server)
+        placed.append((i, own))
+    return [part for _, part in sorted(placed, key=lambda item: item[0])]
 
 
 def _merge(parts: list[TablePart]) -> list[TablePart]:
-    """Join stretches of a table that follow each other on one server: a cut there would cost and give nothing."""
+    """Join the stripes of a table that are all on one server: a cut there would cost and give nothing."""
     merged: list[TablePart] = []
-    for part in parts:
-        last = merged[-1] if merged else None
-        if last and (last.collection, last.table, last.server) == (part.collection, part.table, part.server):
-            joined = {name: getattr(last, name) + getattr(part, name) for name in ("num_rows", "num_bytes", "cost")}
-            part = TablePart(**asdict(last) | joined)
-            merged.pop()
-        merged.append(part)
+    for _, stripes in groupby(parts, key=lambda part: (part.collection, part.table)):
+        same = list(stripes)
+        if len({part.server for part in same}) > 1:
+            merged += same
+            continue
+        sums = {name: sum(getattr(part, name) for part in same) for name in ("num_rows", "num_bytes", "cost")}
+        merged.append(replace(same[0], **sums, stripe=0, num_stripes=1))
     return merged

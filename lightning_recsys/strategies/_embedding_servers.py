@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from itertools import cycle
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,11 +22,14 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.backend import StoreBackend, table_costs
 from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.parameter_server.substitution import Substitution, substitute_embeddings
-from lightning_recsys.placement import PlacementMethod, PlacementPlan, TableCost, place_tables
+from lightning_recsys.placement import PlacementMethod, PlacementPlan, Room, TableCost, place_tables
 
 PROFILE_BATCH = 1024  # examples, where there are none of the run's own
 PROFILE_ROUNDS = 5  # the median counts
 PROFILE_ROWS = 1_000_000  # of a table at most: more would miss the processor's caches no more often
+
+
+_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 class MakeBackend(Protocol):
@@ -69,6 +74,13 @@ class ServedTables:
             self._substitution = substitute_embeddings(model, optimizer=optimizer, min_rows=min_rows, names=names)
             self.collections |= self._substitution.collections
 
+    def clear(self, servers: Sequence[Stores]) -> None:
+        """Remove what an earlier run left of these tables, whose room the plan may need."""
+        for name in self.collections:
+            for server in servers:
+                with suppress(KeyError):
+                    server.remove(name)
+
     def bind(
         self,
         servers: Sequence[Stores],
@@ -85,13 +97,10 @@ class ServedTables:
             plan: The same on all ranks.
             make_backend: What each collection looks its rows up in.
             gradient_scale: As in :meth:`EmbeddingBagCollection.bind`.
-            first: Bring the rows, in place of what an earlier run left there; otherwise they are there.
+            first: Bring the rows to servers that have been cleared of them; otherwise they are there.
         """
         seed = torch.initial_seed() % 2**31
         for name, collection in self.collections.items():
-            for server in servers if first else ():
-                with suppress(KeyError):
-                    server.remove(name)
             backend = make_backend(name, collection, servers=servers, plan=plan, seed=seed)
             collection.bind(backend, copy_rows=first, gradient_scale=gradient_scale)
 
@@ -119,23 +128,57 @@ def plan_placement(
     *,
     method: PlacementMethod,
     samples: Callable[[int], Sequence[SparseFeatures]] = lambda _: (),
+    rooms: Sequence[Room] | None = None,
+    growing: Container[str] = (),
 ) -> PlacementPlan:
     """Spread the tables of all collections over servers; ``profiled`` measures them first, if there is a choice.
 
     Args:
         collections: By name.
-        num_servers: Of them.
-        method: How.
+        num_servers: Number of servers.
+        method: As in :func:`place_tables`.
         samples: Gives the features of so many training batches to measure with, or of none.
+        rooms: How much each server has for rows; by default enough.
+        growing: Names of the collections whose rows are made as they are trained.
+
+    Raises:
+        NoRoomError: the servers have no room for the tables.
     """
     if num_servers == 1:
         method = "size"
     costs: list[TableCost] = []
-    seen = samples(PROFILE_ROUNDS + 1) if method == "profiled" else ()
+    batches = samples(PROFILE_ROUNDS + 1) if method == "profiled" else ()
     for name, collection in collections.items():
-        measured = measure_costs(collection, seen) if method == "profiled" else None
-        costs += table_costs(name, collection.layout, collection.optimizer, measured)
-    return place_tables(costs, num_servers, method=method)
+        measured = measure_costs(collection, batches) if method == "profiled" else None
+        costs += table_costs(
+            name,
+            collection.layout,
+            collection.optimizer,
+            measured,
+            seen=ids_in(collection, batches) if batches else None,
+            grows=name in growing,
+        )
+    return place_tables(costs, num_servers, method=method, rooms=rooms)
+
+
+def ids_in(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures]) -> dict[str, NDArray[np.int64]]:
+    """The ids that batches look up in each table, each as often as they do; of the batches with all of its features."""
+    tables = {table.name: set(table.feature_names) for table in collection.tables}
+    batches = [collection.resolve(x) for x in samples if set().union(*tables.values()) <= set(x.keys)]
+    return {
+        name: np.concatenate(
+            [_NO_IDS, *(batch.select(tuple(features)).values.numpy().astype(np.int64) for batch in batches)]
+        )
+        for name, features in tables.items()
+    }
+
+
+def rooms_of(servers: Sequence[Stores]) -> list[Room] | None:
+    """How much room each server has for rows, or ``None`` where one of them does not say."""
+    told = [server.status() for server in servers]
+    if not all("free_bytes" in status for status in told):
+        return None
+    return [Room(str(status["place"]), int(status["free_bytes"])) for status in told]
 
 
 def measure_costs(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures] = ()) -> dict[str, float]:

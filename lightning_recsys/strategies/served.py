@@ -17,7 +17,7 @@ from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import PlacementMethod, PlacementPlan
-from lightning_recsys.strategies._embedding_servers import ServedTables, plan_placement
+from lightning_recsys.strategies._embedding_servers import ServedTables, plan_placement, rooms_of
 from lightning_recsys.strategies._samples import sample_features
 from lightning_recsys.strategies.base import RecsysStrategy
 
@@ -129,7 +129,15 @@ class ServedStrategy(RecsysStrategy):
         if self.is_global_zero:
             samples = partial(sample_features, self.lightning_module.trainer)
             method = self.placement if fits else "size"
-            self.plan = plan_placement(tables.collections, len(servers), method=method, samples=samples)
+            tables.clear(servers)
+            self.plan = plan_placement(
+                tables.collections,
+                len(servers),
+                method=method,
+                samples=samples,
+                rooms=rooms_of(servers),
+                growing=[name for name, collection in tables.collections.items() if self.dynamic_rows_of(collection)],
+            )
             log.info("Embedding tables on servers:\n%s", self.plan)
             tables.bind(servers, self.plan, first=True, **options)
         self.plan = self.broadcast(self.plan)

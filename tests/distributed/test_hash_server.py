@@ -10,7 +10,7 @@ from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import SGD, Adagrad, Adam
 from lightning_recsys.parameter_server import CachedBackend, DynamicRows, MappedStores, StoreBackend, connect
 from lightning_recsys.parameter_server.exchange import RowExchange
-from lightning_recsys.placement import PlacementPlan, TablePart
+from lightning_recsys.placement import PlacementPlan, TablePart, rows_in_stripe
 
 LAYOUT = TableLayout(
     (
@@ -112,8 +112,9 @@ def test_collection_when_cut_over_servers_then_rows_and_training_are_those_of_on
     (tmp_path / "second").mkdir()
     with running(tmp_path / "second") as second:
         servers = [connect(x.endpoint, shared_memory="never") for x in (server, second)]
-        cuts = [("b", 0, 200, 1), ("a", 150, 10**12 - 150, 0), ("a", 0, 150, 1), ("b", 200, 300, 0)]
-        parts = tuple(TablePart("net", t, first, rows, at, 0, 0.0) for t, first, rows, at in cuts)
+        cuts = [("b", 167, 1, 0), ("a", 10**12 // 3, 0, 1), ("a", 10**12 // 3 + 1, 1, 0), ("b", 167, 0, 1)]
+        cuts += [("b", 166, 1, 2), ("a", 10**12 // 3, 1, 2)]
+        parts = tuple(TablePart("net", t, rows, at, stripe=stripe, num_stripes=3) for t, rows, at, stripe in cuts)
         plan = PlacementPlan("size", 2, parts)
         cut = StoreBackend.create("net", LAYOUT, SGD(0.1), servers=servers, plan=plan, seed=5, dynamic=DynamicRows())
         collections = []
@@ -199,8 +200,8 @@ def test_hashes_as_ids_when_cut_over_servers_then_rows_and_training_are_those_of
     (tmp_path / "second").mkdir()
     with running(tmp_path / "second") as second:
         servers = [connect(x.endpoint, shared_memory="never") for x in (server, second)]
-        cut = 2**63 + 5
-        parts = (TablePart("net", "t", cut, 2**64 - 1 - cut, 0, 0, 0.0), TablePart("net", "t", 0, cut, 1, 0, 0.0))
+        stripes = [(rows_in_stripe(2**64 - 1, i, 2), i) for i in range(2)]
+        parts = tuple(TablePart("net", "t", rows, server=i, stripe=i, num_stripes=2) for rows, i in stripes)
         collections = []
         for stores, plan, kind, options in (
             ([local], None, StoreBackend, {}),

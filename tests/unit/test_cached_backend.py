@@ -31,20 +31,21 @@ SIZES = {"users": 40, "movies": 30, "genres": 10}
 RULES = [SGD(0.125), Adagrad(0.1), RowwiseAdagrad(0.1)]
 
 
-def part(table: str, first: int, stop: int, server: int) -> TablePart:
-    return TablePart("net", table, first, stop - first, server, 0, 0.0)
+def part(table: str, server: int, stripe: int = 0, num_stripes: int = 1) -> TablePart:
+    rows = len(range(stripe, SIZES[table], num_stripes))
+    return TablePart("net", table, rows, server, stripe=stripe, num_stripes=num_stripes)
 
 
 BY_ROWS = PlacementPlan(
     "size",
     2,
     (
-        part("users", 0, 13, 1),
-        part("users", 13, 20, 0),
-        part("users", 20, 40, 1),
-        part("movies", 0, 29, 0),
-        part("movies", 29, 30, 1),
-        part("genres", 0, 10, 0),
+        part("users", 1, 0, 3),
+        part("users", 0, 1, 3),
+        part("users", 1, 2, 3),
+        part("movies", 0, 0, 2),
+        part("movies", 1, 1, 2),
+        part("genres", 0),
     ),
 )
 
@@ -721,7 +722,7 @@ def dynamic_workers(server, count, dynamic, *, rows=12, **options) -> list[Embed
     table = EmbeddingBagConfig("t", rows, count, ("x",), init_std=0.0)
     workers = [EmbeddingBagCollection([table], optimizer=SGD(1.0), device="meta") for _ in range(count)]
     store = server.create_embedding_store("net", workers[0].layout, SGD(1.0), seed=0, dynamic=dynamic)
-    parts = [TablePart("net", "t", 0, rows, 0, 0, 0.0)]
+    parts = [TablePart("net", "t", rows, server=0)]
     for worker in workers:
         worker.bind(CachedBackend(worker.layout, SGD(1.0), stores=[(store, parts)], **options))
     return workers
@@ -773,7 +774,7 @@ def test_expired_row_when_a_worker_still_holds_it_then_its_push_brings_it_back_a
     workers = [EmbeddingBagCollection([table], optimizer=rule, device="meta") for _ in range(2)]
     dynamic = DynamicRows(expire_after=4)
     store = server.create_embedding_store("net", workers[0].layout, rule, seed=0, dynamic=dynamic)
-    parts = [TablePart("net", "t", 0, 12, 0, 0, 0.0)]
+    parts = [TablePart("net", "t", 12, server=0)]
     for worker in workers:
         options = {"cache_rows": 9, "staleness": staleness}
         worker.bind(CachedBackend(worker.layout, rule, stores=[(store, parts)], **options))

@@ -15,7 +15,12 @@ TABLES = [
     EmbeddingBagConfig("items", 200, 4, ("item",)),
     EmbeddingBagConfig("unseen", 10**6, 4, ("unseen",)),
 ]
-CUTS = [("users", 0, 70, 1), ("users", 70, 10**9 - 70, 0), ("items", 0, 200, 1), ("unseen", 0, 10**6, 0)]
+CUTS = [
+    ("users", 10**9 // 2, 1, 0, 2),
+    ("users", 10**9 // 2, 0, 1, 2),
+    ("items", 200, 1, 0, 1),
+    ("unseen", 10**6, 0, 0, 1),
+]
 
 
 @pytest.fixture
@@ -54,7 +59,7 @@ def test_checkpoint_when_saved_from_one_store_then_two_processes_load_it_into_tw
     assert set(rest) == {f"tables.embedding_bags.{table.name}.step" for table in TABLES}
     state = rest | stored_tensors(model, rank=0, world_size=1)
     save_folder(path, {"state_dict": state, "global_step": 4})
-    parts = tuple(TablePart("net", t, first, rows, server, 0, 0.0) for t, first, rows, server in CUTS)
+    parts = tuple(TablePart("net", *cut[:3], stripe=cut[3], num_stripes=cut[4]) for cut in CUTS)
     other = model_on(servers[1:], plan=PlacementPlan("size", 2, parts))
     loaded = read_checkpoint(path, without=row_keys(other))
     assert loaded["state_dict"].keys() == rest.keys()

@@ -331,7 +331,7 @@ def test_store_when_misused_then_the_error_says_what_to_do(stores):
     store.close()
     with pytest.raises(ValueError, match=r"with other tables or another rule.*DynamicRows"):
         dynamic_store(stores, admission=2)
-    with pytest.raises(ValueError, match="one key for each of 2 tables"):
+    with pytest.raises(ValueError, match="one for each of 2 tables"):
         dynamic_store(stores, name="other", first_keys=(1,))
     endless = TableLayout(tuple(EmbeddingBagConfig(f"t{i}", 2**61, 4, (f"f{i}",)) for i in range(8)))
     with pytest.raises(ValueError, match=r"at most 2\*\*64 - 1 rows"):
@@ -344,6 +344,7 @@ def test_store_when_misused_then_the_error_says_what_to_do(stores):
         ({"admission": 0}, "admission must be from 1"),
         ({"expire_after": 0}, "expire_after must be None or from 1"),
         ({"first_keys": (-1,)}, "first_keys must be numbers from 0"),
+        ({"key_steps": (0,)}, "key_steps must be numbers from 1"),
     ],
 )
 def test_dynamic_rows_when_out_of_range_then_refused(options, message):
@@ -356,15 +357,16 @@ def test_dynamic_rows_when_out_of_range_then_refused(options, message):
     [
         [],
         {"admission": 1},
-        {"admission": 1.5, "expire_after": None, "first_keys": None},
-        {"admission": True, "expire_after": None, "first_keys": None},
-        {"admission": 1, "expire_after": "2", "first_keys": None},
-        {"admission": 1, "expire_after": None, "first_keys": 3},
-        {"admission": 1, "expire_after": None, "first_keys": [0, "1"]},
+        {"admission": 1.5, "expire_after": None, "first_keys": None, "key_steps": None},
+        {"admission": True, "expire_after": None, "first_keys": None, "key_steps": None},
+        {"admission": 1, "expire_after": "2", "first_keys": None, "key_steps": None},
+        {"admission": 1, "expire_after": None, "first_keys": 3, "key_steps": None},
+        {"admission": 1, "expire_after": None, "first_keys": [0, "1"], "key_steps": None},
+        {"admission": 1, "expire_after": None, "first_keys": None, "key_steps": [0]},
     ],
 )
 def test_plain_dynamic_rows_when_they_are_none_then_refused(value):
-    with pytest.raises(ValueError, match=r"take admission|whole numbers"):
+    with pytest.raises(ValueError, match=r"take admission|whole numbers|numbers from 1"):
         dynamic_from_plain(value)
 
 

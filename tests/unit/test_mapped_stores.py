@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 import signal
 
 import pytest
@@ -134,7 +135,11 @@ def test_dense_gradients_when_pushed_then_the_rule_moves_the_vector(stores, rule
 def test_names_when_open_or_not_there_then_errors_say_what_is_there(stores, tmp_path):
     stores.create_embedding_store("model.tables", LAYOUT, SGD(), seed=0)
     stores.create_dense_store("center", torch.zeros(1))
-    assert stores.status() == {"stores": 2, "rows": 10, "live_rows": 10, "bytes": 10 * (16 + 4) + 8 + 4 + 8}
+    status = stores.status()
+    free, place = status.pop("free_bytes"), status.pop("place")
+    assert status == {"stores": 2, "rows": 10, "live_rows": 10, "bytes": 10 * (16 + 4) + 8 + 4 + 8}
+    assert 0 < free <= shutil.disk_usage(tmp_path).free + 2**30, "others write as well"
+    assert MappedStores(tmp_path.parent).status()["place"] == place
     with pytest.raises(KeyError, match=r"no embedding store 'center' in .*\['model.tables'\]"):
         stores.embedding_store("center")
     with pytest.raises(KeyError, match=r"no dense store 'x' in .*\['center'\]"):

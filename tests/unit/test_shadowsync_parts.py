@@ -16,11 +16,18 @@ from torch import nn
 
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.errors import NoRoomError
 from lightning_recsys.optim import SGD
 from lightning_recsys.parameter_server.mapped import MappedStores
 from lightning_recsys.strategies import ShadowSyncStrategy
 from lightning_recsys.strategies._drivers import ForegroundHook, ShadowThread
-from lightning_recsys.strategies._embedding_servers import ServedTables, measure_costs, plan_placement
+from lightning_recsys.strategies._embedding_servers import (
+    ServedTables,
+    ids_in,
+    measure_costs,
+    plan_placement,
+    rooms_of,
+)
 from lightning_recsys.strategies._replica import Replica, share_optimizer_state
 from lightning_recsys.strategies._rounds import CenterRounds, Rounds
 from lightning_recsys.strategies._samples import sample_features
@@ -546,6 +553,44 @@ def test_placement_when_profiled_then_measures_with_the_bags_of_the_batches_that
     for sparse in looked_up["b"]:  # a large table is measured with fewer rows
         assert (sparse.values.tolist(), sparse.bag_offsets().tolist()) == ([7, 1], [0, 2, 2])
         assert sparse.weights.tolist() == [0.5, 0.5]
+
+
+def test_placement_when_profiled_then_a_cut_tables_cost_follows_the_rows_that_its_batches_looked_up(monkeypatch):
+    monkeypatch.setattr(
+        "lightning_recsys.strategies._embedding_servers.measure_costs", lambda *_: {"a": 3.0, "b": 1.0, "unseen": 0.0}
+    )
+    features = {"a": ("x",), "b": ("y", "z"), "unseen": ("u",)}
+    tables = [EmbeddingBagConfig(name, 8, 4, own) for name, own in features.items()]
+    collections = {"net": EmbeddingBagCollection(tables, device="meta")}
+    keys = ("x", "y", "z", "u")
+    batch = SparseFeatures(keys, torch.tensor([0, 0, 2, 5, 1, 1]), lengths=torch.tensor([4, 1, 1, 0]))
+    other = SparseFeatures(("c",), torch.tensor([5]))
+    assert {name: ids.tolist() for name, ids in ids_in(collections["net"], [other, batch]).items()} == {
+        "a": [0, 0, 2, 5],
+        "b": [1, 1],
+        "unseen": [],
+    }
+    plan = plan_placement(collections, 2, method="profiled", samples=lambda _: [other, batch])
+    assert {(x.table, x.stripe): x.cost for x in plan.parts if x.table == "a"} == {("a", 0): 2.25, ("a", 1): 0.75}
+    assert plan.imbalance == pytest.approx(2.25 / 2)
+    assert "by the rows of 6 lookups" in str(plan)
+
+
+def test_placement_when_the_servers_lack_room_then_says_so_and_tables_that_grow_may_still_be_placed(tmp_path):
+    class Server:
+        def status(self):
+            return told
+
+    told = {"place": "here", "free_bytes": 10_000}
+    rooms = rooms_of([Server(), Server()])
+    tables = [EmbeddingBagConfig("a", 1000, 4, ("x",))]
+    collections = {"net": EmbeddingBagCollection(tables, optimizer=SGD(), device="meta")}
+    with pytest.raises(NoRoomError, match=r"table net.a needs [0-9,]+ bytes .* server 0 [0-9,]+ of 10,000"):
+        plan_placement(collections, 2, method="size", rooms=rooms)
+    assert plan_placement(collections, 2, method="size", rooms=rooms, growing=["net"]).num_servers == 2
+    told = {"rows": 3}
+    assert rooms_of([Server()]) is None
+    assert plan_placement(collections, 2, method="size").num_servers == 2
 
 
 class SparseDataset(torch.utils.data.Dataset):

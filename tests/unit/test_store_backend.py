@@ -1,8 +1,10 @@
 """A collection over stores: cut by tables and by rows it looks up, trains and saves as the local one does."""
 
 import copy
+from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,11 +14,14 @@ from lightning_recsys.embeddings import (
     LocalBackend,
     SparseFeatures,
 )
+from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.models import DeepFM
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
-from lightning_recsys.parameter_server import MappedStores
+from lightning_recsys.parameter_server import DynamicRows, MappedStores
 from lightning_recsys.parameter_server.backend import StoreBackend, table_costs
 from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
+from lightning_recsys.parameter_server.row_places import RowPlaces
+from lightning_recsys.parameter_server.stripes import stripe_rows
 from lightning_recsys.placement import PlacementPlan, TablePart, place_tables
 
 TABLES = [
@@ -28,27 +33,24 @@ FEATURES = ("user", "friend", "movie", "genre")
 SIZES = {"users": 40, "movies": 30, "genres": 10}
 
 
-def part(table: str, first: int, stop: int, server: int) -> TablePart:
-    return TablePart("net", table, first, stop - first, server, 0, 0.0)
-
-
-def whole(table: str, server: int) -> TablePart:
-    return part(table, 0, SIZES[table], server)
+def part(table: str, server: int, stripe: int = 0, num_stripes: int = 1) -> TablePart:
+    rows = len(range(stripe, SIZES[table], num_stripes))
+    return TablePart("net", table, rows, server, stripe=stripe, num_stripes=num_stripes)
 
 
 PLANS = {
-    "one_store": PlacementPlan("size", 1, tuple(whole(table, 0) for table in SIZES)),
-    "by_tables": PlacementPlan("size", 3, (whole("users", 2), whole("movies", 0), whole("genres", 2))),
+    "one_store": PlacementPlan("size", 1, tuple(part(table, 0) for table in SIZES)),
+    "by_tables": PlacementPlan("size", 3, (part("users", 2), part("movies", 0), part("genres", 2))),
     "by_rows": PlacementPlan(
         "size",
         2,
         (
-            part("users", 0, 13, 1),
-            part("users", 13, 20, 0),
-            part("users", 20, 40, 1),  # two stretches of a table on one server
-            part("movies", 0, 29, 0),
-            part("movies", 29, 30, 1),
-            whole("genres", 0),
+            part("users", 1, 0, 3),
+            part("users", 0, 1, 3),
+            part("users", 1, 2, 3),  # two stripes of a table on one server
+            part("movies", 0, 0, 2),
+            part("movies", 1, 1, 2),
+            part("genres", 0),
         ),
     ),
 }
@@ -143,7 +145,7 @@ def test_state_dict_when_loaded_into_a_bound_collection_then_the_stores_have_it(
     assert all(torch.equal(tensor, saved[key]) for key, tensor in target.state_dict().items())
     by_rows = PLANS["by_rows"].parts_of("net")
     assert len(by_rows) == 6
-    user_13 = servers[0].embedding_store("net").lookup(torch.tensor([0]))[0]
+    user_13 = servers[0].embedding_store("net").lookup(torch.tensor([4]))[0]
     assert torch.equal(user_13, saved["embedding_bags.users.weight"][13])
     del saved["embedding_bags.users.weight"]
     saved["embedding_bags.movies.exp_avg"] = torch.zeros(1, 4)
@@ -310,12 +312,14 @@ def test_bind_when_it_does_not_fit_then_the_error_says_why(servers):
 @pytest.mark.parametrize(
     "parts",
     [
-        (whole("users", 0), whole("movies", 0)),
-        (whole("users", 0), whole("movies", 0), part("genres", 0, 9, 0)),
-        (whole("users", 0), whole("movies", 0), part("genres", 1, 10, 0)),
-        (whole("users", 0), whole("movies", 0), whole("genres", 0), whole("genres", 1)),
-        (whole("users", 0), whole("movies", 0), part("genres", 0, 6, 0), part("genres", 5, 10, 1)),
-        (whole("users", 0), whole("movies", 0), whole("genres", 0), TablePart("net", "x", 0, 1, 0, 0, 0.0)),
+        (part("users", 0), part("movies", 0)),
+        (part("users", 0), part("movies", 0), part("genres", 0, 0, 2)),
+        (part("users", 0), part("movies", 0), part("genres", 0, 1, 2)),
+        (part("users", 0), part("movies", 0), replace(part("genres", 0), num_rows=9)),
+        (part("users", 0), part("movies", 0), part("genres", 0, 0, 2), part("genres", 1, 1, 3)),
+        (part("users", 0), part("movies", 0), part("genres", 0), part("genres", 1)),
+        (part("users", 0), part("movies", 0), part("genres", 0, 0, 2), part("genres", 1, 0, 2)),
+        (part("users", 0), part("movies", 0), part("genres", 0), TablePart("net", "x", 1, server=0)),
     ],
 )
 def test_plan_when_a_row_has_no_place_or_two_then_it_is_refused(servers, parts):
@@ -347,3 +351,74 @@ def test_copy_of_a_bound_collection_when_trained_then_it_trains_the_same_rows(se
     copied = copy.deepcopy(collection)
     copied(batch("bags")).sum().backward()
     assert backend.step == 1
+
+
+NUM_STORES = 4
+
+
+def balance_of(tmp_path, ids: torch.Tensor, *, num_rows: int, dynamic: DynamicRows | None) -> list[int]:
+    """How many of a batch's ids each store is asked for, where one table is cut over four of them."""
+    layout = TableLayout((EmbeddingBagConfig("items", num_rows, 4, ("item",)),))
+    plan = place_tables(table_costs("net", layout, SGD()), NUM_STORES, method="size")
+    opened, asked = [], []
+    for server in range(NUM_STORES):
+        (tmp_path / str(server)).mkdir(parents=True)
+        opened.append(MappedStores(tmp_path / str(server)))
+    backend = StoreBackend.create("net", layout, SGD(), servers=opened, plan=plan, dynamic=dynamic)
+    sparse = SparseFeatures(("item",), ids)
+    for share in backend._shares:
+        asked.append(share.select(backend._striped(sparse)).values.numel())
+    assert backend.lookup(sparse).shape == (ids.numel(), 1, 4)
+    for server in opened:
+        server.close()
+    return asked
+
+
+@pytest.mark.parametrize("dynamic", [None, DynamicRows()], ids=["all rows", "dynamic rows"])
+def test_stores_when_ids_are_numbered_by_frequency_then_each_is_asked_for_a_fair_share(tmp_path, dynamic):
+    """A click log's ids at Zipf 1.1, as a vocabulary numbers them. The first alone has 14 % of the lookups."""
+    weights = torch.arange(1, 100_001, dtype=torch.float64) ** -1.1
+    ids = torch.multinomial(weights, 50_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    num_rows = 100_000 if dynamic is None else 10**12
+    asked = balance_of(tmp_path / "all", ids, num_rows=num_rows, dynamic=dynamic)
+    assert sum(asked) == 50_000
+    assert max(asked) / 12_500 < 1.35
+    for name, some in (("less the hottest", ids[ids >= NUM_STORES]), ("each row once", ids.unique())):
+        asked = balance_of(tmp_path / name, some, num_rows=num_rows, dynamic=dynamic)
+        assert max(asked) / (sum(asked) / NUM_STORES) < 1.1, name
+
+
+def test_stores_when_ids_are_hashes_then_each_is_asked_for_a_fair_share(tmp_path):
+    ids = torch.randint(2**50, (20_000,), generator=torch.Generator().manual_seed(0))
+    asked = balance_of(tmp_path, ids, num_rows=2**50, dynamic=DynamicRows())
+    assert sum(asked) == 20_000
+    assert max(asked) / 5_000 < 1.1
+
+
+@pytest.mark.parametrize("num_stripes", [1, 2, 3, 4, 7, 64, 100])
+def test_stripes_when_ids_are_divided_then_equal_pythons(num_stripes):
+    numbers = [0, 1, 2, 5, 63, 64, 10**6, 2**31, 2**53 + 1, 2**62 + 3]
+    ids = np.array(numbers, dtype=np.int64)
+    stripes, rows = np.empty(len(ids), dtype=np.int32), np.empty(len(ids), dtype=np.int64)
+    stripe_rows(ids, np.array([0, len(ids)]), np.array([num_stripes]), stripes, rows)
+    assert [*zip(rows.tolist(), stripes.tolist(), strict=True)] == [divmod(number, num_stripes) for number in numbers]
+
+
+def test_places_when_keys_are_of_cut_and_whole_tables_then_each_is_the_row_that_has_it(servers):
+    layout = make().layout
+    plan, starts = PLANS["by_rows"], layout.table_starts
+    by_store = [[x for x in plan.parts if x.server == server] for server in range(2)]
+    places = RowPlaces(layout, by_store)
+    keys = np.random.default_rng(0).permutation(80)
+    expected = {}
+    for store, parts in enumerate(by_store):
+        row = 0
+        for x in parts:
+            ids = range(x.stripe, SIZES[x.table], x.num_stripes)
+            expected |= {starts[x.table] + i: (store, row + place) for place, i in enumerate(ids)}
+            row += x.num_rows
+    found = {}
+    for store, (which, rows) in enumerate(places.split(keys)):
+        assert which.tolist() == sorted(which)
+        found |= {int(key): (store, int(row)) for key, row in zip(keys[which], rows, strict=True)}
+    assert found == expected

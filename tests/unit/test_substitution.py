@@ -28,7 +28,8 @@ class Bound:
         )
         for path, collection in self.substitution.collections.items():
             rows = collection.tables[0].num_embeddings
-            parts = [TablePart(path, "rows", *x, 0, 0.0) for x in ((0, rows // 2, 0), (rows // 2, rows - rows // 2, 1))]
+            sizes = len(range(0, rows, 2)), len(range(1, rows, 2))
+            parts = [TablePart(path, "rows", size, i, stripe=i, num_stripes=2) for i, size in enumerate(sizes)]
             plan = PlacementPlan("size", 2, tuple(parts))
             backend = StoreBackend.create(
                 path, collection.layout, collection.optimizer, servers=self.servers, plan=plan

@@ -140,7 +140,7 @@ def worker(
     """A worker and its server, a process of its own behind loopback."""
     optimizer = optimizer or SGD()
     layout = TableLayout(tuple(EmbeddingBagConfig(name, rows, dim, (name,)) for name, rows in work.fields.items()))
-    parts = [TablePart("rows", x.name, 0, x.num_embeddings, server=0, num_bytes=0, cost=0.0) for x in layout.tables]
+    parts = [TablePart("rows", x.name, x.num_embeddings, server=0) for x in layout.tables]
     with Sidecars([ServerSpec("embedding", 0)]) as sidecars:
         (endpoint,) = sidecars.endpoints["embedding"]
         with closing(connect(endpoint, shared_memory="never")) as stores:
