@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_recsys.checkpoints.files import write_object
 from lightning_recsys.checkpoints.folder import read_checkpoint, save_folder
 
 
@@ -19,10 +20,17 @@ def to_file(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, wei
         folder: The folder checkpoint.
         file: The file; replaced as a whole if it exists.
         weights_only: As for :func:`torch.load`.
+
+    Raises:
+        OSError: the file cannot be written, as where the disk is full; what was there is as it was.
     """
-    draft = Path(f"{os.fspath(file)}.partial")
-    torch.save(read_checkpoint(folder, weights_only=weights_only), draft)
-    draft.replace(file)
+    checkpoint, draft = read_checkpoint(folder, weights_only=weights_only), Path(f"{os.fspath(file)}.partial")
+    draft.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        write_object(draft, checkpoint)
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def to_folder(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, weights_only: bool = True) -> None:

@@ -201,6 +201,19 @@ def test_command_when_the_source_is_missing_then_says_so(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_command_when_the_disk_is_full_then_says_so_and_leaves_what_was_there(saved, tmp_path, capsys):
+    (tmp_path / "one.ckpt").write_text("before")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limit[1]))
+    try:
+        assert main(["to-file", str(saved), str(tmp_path / "one.ckpt")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "File too large: " in capsys.readouterr().err
+    assert (tmp_path / "one.ckpt").read_text() == "before"
+    assert {path.name for path in tmp_path.iterdir()} == {"one.ckpt", "last.ckpt"}
+
+
 class Setting:
     """Something that torch.load refuses unless it is told to trust the file."""
 
