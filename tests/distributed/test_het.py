@@ -174,8 +174,11 @@ class KillsServer(Callback):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_server_when_killed_in_the_middle_then_no_update_is_lost_and_none_counts_twice():
-    model, strategy = Counting(), HETStrategy(staleness=1, cache_rows=5, transport="tcp")
+@pytest.mark.parametrize(
+    "arguments", [{"staleness": 1, "cache_rows": 5, "transport": "tcp"}, {"mode": "hybrid"}], ids=str
+)
+def test_server_when_killed_in_the_middle_then_no_update_is_lost_and_none_counts_twice(arguments):
+    model, strategy = Counting(), HETStrategy(**arguments)
     make_trainer(strategy, KillsServer(), limit_val_batches=0).fit(model)
     torch.testing.assert_close(model.counted, all_rows(-model.share * counts(STEPS)), rtol=0, atol=0)
     assert model.bias.item() == pytest.approx(-0.1 * STEPS)

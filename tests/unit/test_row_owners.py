@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 
 import numpy as np
@@ -12,8 +13,9 @@ from thread_group import on_threads
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
-from lightning_recsys.parameter_server import CachedBackend, MappedStores
+from lightning_recsys.parameter_server import CachedBackend, DynamicRows, MappedStores
 from lightning_recsys.parameter_server.row_owners import RowGradients, sum_at_owners
+from lightning_recsys.placement import TablePart
 
 CPU = torch.device("cpu")
 
@@ -111,19 +113,26 @@ def finish(backend: CachedBackend, rank: int, group) -> None:
     group.barrier().wait()
 
 
-def open_worker(start, folder, rank, size, **options) -> EmbeddingBagCollection:
+@pytest.fixture
+def server(tmp_path):
+    opened = MappedStores(tmp_path)
+    yield opened
+    opened.close()
+
+
+def open_worker(start, server, rank, size, **options) -> EmbeddingBagCollection:
     worker = copy.deepcopy(start)
     options |= {"in_step": size > 1}
-    backend = CachedBackend.create("net", worker.layout, worker.optimizer, servers=[MappedStores(folder)], **options)
+    backend = CachedBackend.create("net", worker.layout, worker.optimizer, servers=[server], **options)
     worker.bind(backend, copy_rows=rank == 0, gradient_scale=1 / size)
     return worker
 
 
-def train(start, folder, size, steps, rank, group, **options) -> dict[str, torch.Tensor]:
+def train(start, server, size, steps, rank, group, **options) -> dict[str, torch.Tensor]:
     if rank == 0:
-        open_worker(start, folder, rank, size, **options)
+        open_worker(start, server, rank, size, **options)
     group.barrier().wait()
-    worker = open_worker(start, folder, 1, size, **options)
+    worker = open_worker(start, server, 1, size, **options)
     for step in range(steps):
         loss(worker, batch(rank, step)).backward()
         if size > 1:
@@ -149,11 +158,11 @@ def mean_of_all(start, size, steps) -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_workers_when_in_step_then_equal_one_process_with_the_mean_gradient(tmp_path, size, rule, options):
+def test_workers_when_in_step_then_equal_one_process_with_the_mean_gradient(server, size, rule, options):
     torch.manual_seed(0)
     start = EmbeddingBagCollection(TABLES, optimizer=rule)
     expected = mean_of_all(start, size, 5)
-    for trained in on_threads(size, partial(train, start, tmp_path, size, 5, **options)):
+    for trained in on_threads(size, partial(train, start, server, size, 5, **options)):
         assert trained.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(
@@ -161,15 +170,15 @@ def test_workers_when_in_step_then_equal_one_process_with_the_mean_gradient(tmp_
             )
 
 
-def test_copies_when_in_step_then_owned_ones_are_checked_only_and_others_fetched_at_once(tmp_path):
+def test_copies_when_in_step_then_owned_ones_are_checked_only_and_others_fetched_at_once(server):
     start = EmbeddingBagCollection([EmbeddingBagConfig("t", 30, 4, ("x",))], optimizer=Adagrad(0.1))
     ids = torch.arange(30)
 
     def work(rank, group):
         if rank == 0:
-            open_worker(start, tmp_path, 0, 2, cache_rows=30, staleness=0)
+            open_worker(start, server, 0, 2, cache_rows=30, staleness=0)
         group.barrier().wait()
-        worker = open_worker(start, tmp_path, 1, 2, cache_rows=30, staleness=0)
+        worker = open_worker(start, server, 1, 2, cache_rows=30, staleness=0)
         backend, counts = worker.embedding_bags, []
         for _ in range(3):
             worker(SparseFeatures(("x",), ids)).square().sum().backward()
@@ -183,21 +192,51 @@ def test_copies_when_in_step_then_owned_ones_are_checked_only_and_others_fetched
     assert all(x["cache/stale_rate"] == 0 for x in first + second), "who does not own a row knows that it is outdated"
 
 
-def test_gradients_when_another_step_begins_before_they_have_met_then_refused_by_name(tmp_path):
-    worker = open_worker(EmbeddingBagCollection(TABLES), tmp_path, 0, 2, cache_rows=0, staleness=0)
+@pytest.mark.parametrize("cache_rows", [0, 12])
+def test_dynamic_rows_when_in_step_then_train_as_those_of_one_process(server, cache_rows):
+    tables = [dataclasses.replace(table, init_std=0.0) for table in TABLES]
+    alone, start = (EmbeddingBagCollection(tables, optimizer=Adagrad(0.1), device=x) for x in (None, "meta"))
+    expected = copy.deepcopy(alone)
+    expected.load_state_dict(mean_of_all(alone, 2, 5))
+
+    options = {"cache_rows": cache_rows, "staleness": 0, "in_step": True}
+    first = CachedBackend.create(
+        "net", start.layout, start.optimizer, servers=[server], dynamic=DynamicRows(), **options
+    )
+    (store,) = first.stores  # which can be open once
+    parts = [TablePart("net", x.name, 0, x.num_embeddings, server=0, num_bytes=0, cost=0.0) for x in tables]
+
+    def work(rank, group):
+        worker = copy.deepcopy(start)
+        backend = CachedBackend(worker.layout, worker.optimizer, stores=[(store, parts)], **options)
+        worker.bind(backend, gradient_scale=1 / 2)
+        for step in range(5):
+            loss(worker, batch(rank, step)).backward()
+            finish(worker.embedding_bags, rank, group)
+        with torch.no_grad():
+            return [worker(batch(0, step)) for step in range(5)]
+
+    for trained in on_threads(2, work):
+        with torch.no_grad():
+            torch.testing.assert_close(trained, [expected(batch(0, step)) for step in range(5)], rtol=1e-5, atol=1e-6)
+    store.close()
+
+
+def test_gradients_when_another_step_begins_before_they_have_met_then_refused_by_name(server):
+    worker = open_worker(EmbeddingBagCollection(TABLES), server, 0, 2, cache_rows=0, staleness=0)
     loss(worker, batch(0, 0)).backward()
     with pytest.raises(RuntimeError, match=r"gradients of an earlier step still wait .* self\.manual_backward\(loss\)"):
         worker(batch(0, 1))
 
 
-def test_lookups_of_one_step_when_several_then_make_one_update(tmp_path):
+def test_lookups_of_one_step_when_several_then_make_one_update(server):
     start = EmbeddingBagCollection(TABLES, optimizer=Adagrad(0.1))
 
     def work(rank, group):
         if rank == 0:
-            open_worker(start, tmp_path, 0, 2, cache_rows=5, staleness=0)
+            open_worker(start, server, 0, 2, cache_rows=5, staleness=0)
         group.barrier().wait()
-        worker = open_worker(start, tmp_path, 1, 2, cache_rows=5, staleness=0)
+        worker = open_worker(start, server, 1, 2, cache_rows=5, staleness=0)
         for step in range(3):
             # Rank 1 looks up once in the first step, and not at all in the second.
             steps = [2 * step, 2 * step + 1][: 2 if rank == 0 or step == 2 else 1 - step]
