@@ -25,7 +25,8 @@ class DynamicRows:
         expire_after: A row, or a count, that no lookup and no update named during so many updates of the store is
             forgotten, its state too, and its room used for another. ``None``: never. A worker that keeps copies names
             them while it trains, so that rows in its cache stay. Should one be forgotten all the same, as while the
-            worker stood still, then the next push of its copy makes the row as the copy is.
+            worker stood still, then the next push of its copy makes the row as the copy is; where another worker has
+            made it anew by then, that row takes the copy's update.
         first_keys: For each table of a store the key of its first row; what a row is made as depends on its key. By
             default the tables lie behind each other. Whoever cuts tables over several stores gives each part the keys
             of its own rows.

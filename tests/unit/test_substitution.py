@@ -150,6 +150,23 @@ def test_frozen_embedding_when_served_then_it_does_not_train(tmp_path):
     bound.release()
 
 
+def test_mode_when_the_model_is_evaluated_then_the_backend_is_asked_for_rows_that_are_not_kept(tmp_path, monkeypatch):
+    plain = nn.Embedding(10, 4).eval()
+    served = Holder(plain)
+    bound, asked = Bound(served, tmp_path), []
+    fresh = StoreBackend.lookup_fresh
+    monkeypatch.setattr(StoreBackend, "lookup_fresh", lambda *args: asked.append(True) or fresh(*args))
+    with torch.no_grad():
+        served(IDS)
+        assert len(asked) == 1, "as the module was"
+        served.train()(IDS)
+        assert len(asked) == 1
+        served.eval()(IDS)
+    assert len(asked) == 2
+    bound.release()
+    assert not plain.training
+
+
 class Rating(LightningModule):
     """A user's own matrix factorisation: nothing but embeddings, listed with ``self.parameters()``."""
 
