@@ -305,9 +305,8 @@ class EmbeddingBagCollection(nn.Module):
             return self.optimizer.learning_rate
         if self._group_index is not None:
             return float(attached.param_groups[self._group_index]["lr"])
-        group = attached.param_groups[0]
-        start = float(group.get("initial_lr", self._rate_when_attached))  # most schedulers note what they started from
-        return self.optimizer.learning_rate * (float(group["lr"]) / start if start else 1.0)
+        start = self._rate_when_attached
+        return self.optimizer.learning_rate * (float(attached.param_groups[0]["lr"]) / start if start else 1.0)
 
     def attach_to(self, optimizer: torch.optim.Optimizer, *, own_group: bool = True) -> None:
         """Follow a dense optimizer: its schedules drive the rows' learning rate, its step triggers their update.
@@ -317,16 +316,21 @@ class EmbeddingBagCollection(nn.Module):
         ``optimizer.step()``: with gradient accumulation all micro-batches make one update, as for dense parameters.
         A later call follows the new optimizer instead, as a second ``fit`` of the same module needs.
 
+        Schedulers that are made later know the rows' group. One that was made before could not bear another group: the
+        rows' learning rate is then scaled as the first group's is.
+
         Args:
             optimizer: Whom to follow.
-            own_group: ``False`` where schedulers are on ``optimizer`` already, which could not bear another group: the
-                rows' learning rate is then scaled as the first group's is.
+            own_group: ``False`` adds no group in any case.
         """
         self._group_index = None
-        if own_group:
+        if own_group and not any("initial_lr" in group for group in optimizer.param_groups):  # which schedulers note
             optimizer.add_param_group({"params": [], "lr": self.optimizer.learning_rate})
             self._group_index = len(optimizer.param_groups) - 1
-        self._attached, self._rate_when_attached = weakref.ref(optimizer), optimizer.param_groups[0]["lr"]
+        first = optimizer.param_groups[0]
+        # Most schedulers note what they start from; OneCycleLR rises from there to the rate that it was given.
+        self._rate_when_attached = float(first.get("max_lr", first.get("initial_lr", first["lr"])))
+        self._attached = weakref.ref(optimizer)
         optimizer.register_step_post_hook(self._on_step)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -16,6 +16,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loops.loop import _Loop
 from pytorch_lightning.trainer.call import _call_callbacks_load_state_dict, _call_callbacks_state_dict
 from pytorch_lightning.trainer.states import TrainerFn, TrainerState
+from torch import Tensor
 
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
@@ -110,8 +111,16 @@ def _load(path: Path, **options: Any) -> Any:
 
 
 def _load_weights(model: pl.LightningModule, path: Path) -> None:
-    """Not strict: a model may grow and lose layers during the run. It should not do so unnoticed, though."""
-    keys = model.load_state_dict(_load(path, mmap=True), strict=False)
+    """Not strict: a model may grow and lose layers during the run. It should not do so unnoticed, though.
+
+    A tensor gets the type that it was trained in, which the trainer's precision may have changed in the workers.
+    """
+    weights = _load(path, mmap=True)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        trained = weights.get(name)
+        if isinstance(trained, Tensor) and trained.is_floating_point() and tensor.is_floating_point():
+            tensor.data = tensor.data.to(trained.dtype)
+    keys = model.load_state_dict(weights, strict=False)
     if keys.unexpected_keys:
         rank_zero_warn(
             f"The trained model has tensors that the model of the main process lacks, so they stay behind:"

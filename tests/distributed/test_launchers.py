@@ -256,6 +256,17 @@ def test_checkpoint_when_tested_then_its_weights_come_back(tmp_path):
     assert not torch.equal(model.layer.weight, last)
 
 
+def test_weights_when_trained_in_float64_then_come_back_so(tmp_path):
+    model = Regression()
+    model.register_buffer("count", torch.ones(1, dtype=torch.int64))
+    parameters = list(model.parameters())
+    make_trainer(tmp_path, precision="64-true").fit(model)
+    assert all(own is same for own, same in zip(model.parameters(), parameters, strict=True))
+    assert {x.dtype for x in parameters} == {torch.float64}
+    assert any(not torch.equal(x.float().double(), x) for x in parameters), "rounded"
+    assert model.count.dtype == torch.int64
+
+
 class Growing(Regression):
     def configure_model(self):
         self.late = nn.Linear(3, 1)

@@ -248,6 +248,32 @@ def test_rate_when_attached_without_a_group_then_it_is_scaled_as_the_first_group
         scheduler.step(*([1.0] if rates[0] == 2 else []))
 
 
+@pytest.mark.parametrize(
+    ("make", "rates"),
+    [
+        (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4), [0.5, 1, 1.5]),
+        (lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), [2, 1, 0.5]),
+        # from a quarter of the highest rate to that in two steps, by half a cosine
+        (
+            lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=0.4, total_steps=6, pct_start=0.5, div_factor=4, cycle_momentum=False
+            ),
+            [0.5, 1.25, 2],
+        ),
+    ],
+    ids=["lambda", "step", "one_cycle"],
+)
+def test_attach_when_a_scheduler_was_made_before_then_it_scales_both_rates(make, rates):
+    module, dense = collection(optimizer=SGD(2.0)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([dense], lr=0.1)
+    scheduler = make(optimizer)
+    module.attach_to(optimizer)
+    for rate in rates:
+        assert module.learning_rate == pytest.approx(rate)
+        optimizer.step()
+        scheduler.step()
+
+
 def test_attach_when_the_optimizer_is_gone_then_updates_run_in_backward_again():
     module, optimizer = attached()
     del optimizer
