@@ -20,6 +20,26 @@ def shadowsync_trainers() -> ShadowSyncStrategy:
     return ShadowSyncStrategy(placement="size")
 
 
+def shadowsync_workers() -> ShadowSyncStrategy:
+    """Two workers for each trainer."""
+    return ShadowSyncStrategy(placement="size", workers_per_trainer=2)
+
+
+def shadowsync_foreground() -> ShadowSyncStrategy:
+    """A round between every two steps, while the worker waits."""
+    return ShadowSyncStrategy(placement="size", mode="foreground", gap=2)
+
+
+def shadowsync_ma() -> ShadowSyncStrategy:
+    """Model averaging beside training."""
+    return ShadowSyncStrategy(placement="size", algorithm="ma")
+
+
+def shadowsync_bmuf() -> ShadowSyncStrategy:
+    """Block-wise model updates in the foreground."""
+    return ShadowSyncStrategy(placement="size", algorithm="bmuf", mode="foreground", gap=2)
+
+
 def het_without_staleness() -> HETStrategy:
     """As exact as it gets: every update of a step is seen in the next."""
     return HETStrategy(staleness=0)

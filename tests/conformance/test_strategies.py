@@ -85,6 +85,10 @@ TABLE = (
     Row("factories:shadowsync_trainers", 1, OURS, task="recommendation"),
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}),
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | AVERAGES | {"kill", "free"}, task="recommendation"),
+    Row("factories:shadowsync_workers", 4, BASE | {"test_best"}, task="recommendation"),
+    Row("factories:shadowsync_foreground", 2, BASE, task="recommendation"),
+    Row("factories:shadowsync_ma", 2, BASE | {"test_best", "free"}, task="recommendation"),
+    Row("factories:shadowsync_bmuf", 2, BASE | {"test_best"}, task="recommendation"),
     Row(
         "factories:het_without_staleness",
         2,

@@ -344,22 +344,31 @@ def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept(
 
 
 class SavesAverage(WeightAveraging):
-    """Lightning's, which says what it is about to make of rank 0's model."""
+    """Lightning's, which says what each rank has averaged after its last step, and what becomes of that."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.file = folder / "average.pt"
+        self.file = folder / "averages.pt"
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.own = parameters(self._average_model.module)
 
     def on_train_end(self, trainer, pl_module):
+        own, found = over_ranks(self.own), over_ranks(parameters(self._average_model.module))
         if trainer.is_global_zero:
-            torch.save(parameters(self._average_model.module), self.file)
+            torch.save((own, found), self.file)
         super().on_train_end(trainer, pl_module)
 
 
-def test_weight_averaging_when_in_the_background_then_the_model_is_what_trainer_0_averaged(tmp_path):
+def test_weight_averaging_when_in_the_background_then_the_model_is_the_mean_of_what_the_trainers_averaged(tmp_path):
     model = Regression((6, 6))
     make_trainer(ShadowSyncStrategy(num_trainers=2), SavesAverage(tmp_path), EndsAlike()).fit(model)
-    torch.testing.assert_close(parameters(model), torch.load(tmp_path / "average.pt"), rtol=0, atol=0)
+    own, found = torch.load(tmp_path / "averages.pt")
+    assert not torch.equal(own[0], own[1])
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], torch.stack(own).mean(0))
+    torch.testing.assert_close(parameters(model), found[0], rtol=0, atol=0)
 
 
 # --- Hogwild workers -------------------------------------------------------------------------------------------------
