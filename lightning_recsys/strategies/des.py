@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import logging
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,11 +21,10 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _sync_module_states
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_recsys.checkpoints import StoredRows, StoredTensor
-from lightning_recsys.data import Batch
 from lightning_recsys.data.module import CTRDataModule
 from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
@@ -34,6 +32,7 @@ from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.placement import FieldMethod, FieldPlan, place_fields
 from lightning_recsys.strategies._averaged_copies import averaging_callbacks
 from lightning_recsys.strategies._cut_model import INSTEAD, CutModel, NewRows, field_costs, partitionable
+from lightning_recsys.strategies._fingerprints import Prints, differences, fingerprint, fingerprints
 from lightning_recsys.strategies._samples import sample_features
 from lightning_recsys.strategies.base import RecsysStrategy
 
@@ -119,7 +118,8 @@ class DESStrategy(RecsysStrategy):
         self._counterparts: ProcessGroup | None = None  # who has the same part of it, in other groups
         self._data: CTRDataModule | None = None
         self._counted: list[Metric] = []
-        self._batch_is_checked = False
+        self._checked: tuple[Any, ...] | None = None  # stage, epoch and loader whose first batch was compared last,
+        self._lookup_hooks: list[RemovableHandle] = []  # and, during that batch, what compares its lookups
         self._shares_random_numbers = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -255,6 +255,7 @@ class DESStrategy(RecsysStrategy):
 
     def unbind_backends(self) -> None:
         """Give the model all its weights and rows again: from the other processes, unless the run has failed."""
+        self._remove_lookup_hooks()
         if self._cut is not None:
             assert self.lightning_module is not None
             self._cut.make_whole(complete=self._succeeded() and dist.is_initialized())
@@ -281,7 +282,7 @@ class DESStrategy(RecsysStrategy):
     def on_train_start(self) -> None:
         """Take care that all processes will see the same batches and draw the same random numbers."""
         super().on_train_start()
-        self._batch_is_checked = self._shares_random_numbers = False
+        self._checked, self._shares_random_numbers = None, False
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """At the start of a run and of each epoch, share rank 0's random numbers: dropout must be the same."""
@@ -292,13 +293,8 @@ class DESStrategy(RecsysStrategy):
 
     def on_validation_start(self) -> None:
         """Make sure that all processes evaluate one model."""
-        self._batch_is_checked = False
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._keep_equal()
-
-    def on_validation_end(self) -> None:
-        """Training batches are other ones."""
-        self._batch_is_checked = False
 
     def on_train_end(self) -> None:
         """Make sure that all processes have trained one model."""
@@ -306,22 +302,53 @@ class DESStrategy(RecsysStrategy):
         self._keep_equal()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; the first one of each loop must be the same on all processes of a group.
+        """Move a batch; the first one of each loop and epoch must be the same on all processes of a group.
+
+        So must be what the model looks up for it, which a step may have drawn itself.
 
         Raises:
             ValueError: it is not.
         """
-        if self._cut is not None and not self._batch_is_checked:
-            self._batch_is_checked = True
-            prints: list[int] = [0] * self.group_size
-            dist.all_gather_object(prints, _fingerprint(batch), group=self._group)
-            if len(set(prints)) > 1:
-                raise ValueError(
-                    "strategy=des needs the same batch on all processes of a group, but their loaders gave different"
-                    " ones. Do not share out batches by rank: trainer.distributed_sampler_kwargs says how many"
-                    " processes get batches of their own. Shuffle with a seed that is the same on all ranks."
-                )
+        self._remove_lookup_hooks()
+        if self._cut is not None:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            place = (trainer.state.stage, trainer.current_epoch, dataloader_idx)
+            if place != self._checked:
+                self._checked = place
+                self._compare_batch(batch)
+                self._lookup_hooks = [
+                    collection.register_forward_pre_hook(self._compare_lookup, with_kwargs=True)
+                    for collection in self._cut.collections.values()
+                ]
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _compare_batch(self, batch: Any) -> None:
+        if names := self._differences(fingerprints("batch", batch)):
+            raise ValueError(
+                "strategy=des needs the same batch on all processes of a group, but their loaders gave different ones:"
+                f" {', '.join(names)}. Do not share out batches by rank: trainer.distributed_sampler_kwargs says how"
+                " many processes get batches of their own. Shuffle, and draw negative samples, with a seed that is the"
+                " same on all ranks."
+            )
+
+    def _compare_lookup(self, collection: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if names := self._differences(fingerprints("lookup", [*args, *kwargs.values()])):
+            raise ValueError(
+                "strategy=des needs the processes of a group to look up the same ids, but a step gave them different"
+                f" ones: {', '.join(names)}. Draw negative samples, and all else that a step draws, from torch's global"
+                " generator, which is the same on all of them, or from one with a seed that is."
+            )
+
+    def _differences(self, own: Prints) -> list[str]:
+        prints: list[Prints] = [({}, {})] * self.group_size
+        dist.all_gather_object(prints, own, group=self._group)
+        return differences(prints)
+
+    def _remove_lookup_hooks(self) -> None:
+        for hook in self._lookup_hooks:
+            hook.remove()
+        self._lookup_hooks = []
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Average the dense gradients over the groups, once for each update."""
@@ -373,7 +400,7 @@ class DESStrategy(RecsysStrategy):
         shared = [x.data for x in self.lightning_module.parameters() if x.requires_grad and id(x) not in own]
         buffers = list(self.lightning_module.buffers())
         prints: list[int] = [0] * self.world_size
-        dist.all_gather_object(prints, _fingerprint([*shared, *(buffers if self.replicas == 1 else ())]))
+        dist.all_gather_object(prints, fingerprint([*shared, *(buffers if self.replicas == 1 else ())]))
         if len(set(prints)) > 1:
             log.warning(
                 "strategy=des: layers that should be the same on all processes differ, so rank 0's are taken. The"
@@ -496,15 +523,3 @@ def _metrics_of(module: nn.Module, trainer: pl.Trainer) -> Iterator[Metric]:
     yield from search(module, 0)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         yield from search(callback, 3)
-
-
-def _fingerprint(batch: Any) -> int:
-    """Of everything in a batch but its categories, of which processes may read different ones."""
-    tensors = (batch.dense, batch.labels) if isinstance(batch, Batch) else tree_leaves(batch)
-    value = 0
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            flat = tensor.detach().reshape(-1).contiguous().cpu()
-            value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", value)
-            value = zlib.crc32(repr(tuple(tensor.shape)).encode(), value)
-    return value

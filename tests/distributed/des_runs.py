@@ -14,9 +14,10 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonitor
-from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.data import Batch, SyntheticDataModule
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
 from lightning_recsys.optim import FTRL, Adagrad, Adam
@@ -170,14 +171,68 @@ def compare_processes(rank: int, world: int, port: int, folder: str) -> None:
     task = NOISY.task()
     torch.manual_seed(rank)  # as without a seed
     NOISY.fit(strategy=DESStrategy(), devices=world, task=task, callbacks=again, ckpt_path=f"{folder}/noisy.ckpt")
-    error = None
-    try:
-        CASES["lr"].fit(strategy=SharesOut(), devices=world)
-    except ValueError as raised:
-        error = str(raised)
-    seen = {"shared": shared.seen, "again": again.seen, "columns": shared.columns, "error": error}
+    errors = [
+        error_of(lambda: CASES["lr"].fit(strategy=SharesOut(), devices=world)),
+        error_of(lambda: fit_whole_batches(world, in_loader=torch.Generator().manual_seed(rank))),
+        error_of(lambda: fit_whole_batches(world, in_step=torch.Generator().manual_seed(rank))),
+        error_of(lambda: fit_whole_batches(world, in_step=None)),  # torch's global one
+    ]
+    seen = {"shared": shared.seen, "again": again.seen, "columns": shared.columns, "errors": errors}
     torch.save(seen, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def error_of(fit: Callable[[], Any]) -> str:
+    try:
+        fit()
+    except ValueError as raised:
+        return str(raised)
+    return "none"
+
+
+SAME = torch.Generator()
+
+
+def draw(batch: Batch, generator: torch.Generator | None) -> Batch:
+    """Negative samples: other ids of the first field."""
+    values = batch.sparse.values.clone()
+    values[: len(batch)] = torch.randint(50, (len(batch),), generator=generator)
+    return replace(batch, sparse=batch.sparse.with_values(values))
+
+
+class Draws(CTRTask):
+    """Draws negative samples as it steps."""
+
+    generator: torch.Generator | None = SAME
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch if self.generator is SAME else draw(batch, self.generator), batch_idx)
+
+
+def fit_whole_batches(
+    world: int, *, in_loader: torch.Generator | None = SAME, in_step: torch.Generator | None = SAME
+) -> None:
+    """A loader of one's own, which gives all columns to every process; what is drawn goes in place of ids."""
+    case = CASES["lr"]
+    data = case.data()
+    data.setup("fit")
+    task = Draws(case.task().model, optimizer=case.optimizer)
+    task.generator = in_step
+    batches = [draw(x, in_loader) if in_loader is not SAME else x for x in data.train_dataloader()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice on small runs
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            strategy=DESStrategy(),
+            devices=world,
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(task, DataLoader(batches, batch_size=None))
+    assert trainer.global_step == 2
 
 
 class SharesOut(DESStrategy):

@@ -78,7 +78,11 @@ def test_layers_that_are_whole_when_trained_with_dropout_and_bfloat16_then_are_t
             assert torch.equal(tensor, second[run][name]), (run, name)
     assert (first["columns"], second["columns"]) == (("c0", "c2", "c4"), ("c1", "c3"))
     for seen in (first, second):
-        assert "same batch on all processes" in seen["error"]
+        shared_out, in_loader, in_step, alike = seen["errors"]
+        assert "same batch on all processes of a group, but their loaders gave different ones: batch.de" in shared_out
+        assert "gave different ones: batch.sparse['c0']. Do not" in in_loader
+        assert "to look up the same ids, but a step gave them different ones: lookup[0]['c0']. Draw" in in_step
+        assert alike == "none"
 
 
 def test_checkpoint_when_saved_by_two_processes_then_any_number_goes_on(alone, tmp_path):

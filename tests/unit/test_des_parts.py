@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -25,7 +26,8 @@ from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
 from lightning_recsys.placement import place_fields
 from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.strategies._cut_model import CutModel, NewRows, feature_names, field_costs, partitionable
-from lightning_recsys.strategies.des import _fingerprint, _metrics_of
+from lightning_recsys.strategies._fingerprints import differences, fingerprints
+from lightning_recsys.strategies.des import _metrics_of
 from lightning_recsys.tasks import CTRTask
 
 FIELDS = {"user": 10, "movie": 20}
@@ -218,13 +220,38 @@ def test_batches_when_there_are_groups_then_are_dealt_out_to_those():
 # --- Data ------------------------------------------------------------------------------------------------------------
 
 
+def differing(*batches) -> list[str]:
+    return differences([fingerprints("batch", batch) for batch in batches])
+
+
 def test_batches_when_processes_read_different_fields_then_are_known_to_be_the_same():
-    whole = Batch(torch.rand(2, 3), SparseFeatures(("a", "b"), torch.arange(4)), torch.ones(2))
-    assert _fingerprint(whole) == _fingerprint(whole.select(["b"]))
-    other = Batch(whole.dense + 1, whole.sparse, whole.labels)
-    assert _fingerprint(whole) != _fingerprint(other)
-    assert _fingerprint([whole.dense]) != _fingerprint([whole.dense.reshape(3, 2)])
-    assert _fingerprint({"x": torch.zeros(0)}) == _fingerprint({"x": torch.zeros(0)})
+    bags = SparseFeatures(("a", "b"), torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 0, 1, 1]))
+    whole = Batch(torch.rand(2, 3), bags, torch.ones(2))
+    assert differing(whole, whole.select(["b"]), whole.select(["a"]), whole.select(["b", "a"])) == []
+    assert differing(whole, Batch(whole.dense + 1, bags, whole.labels)) == ["batch.dense"]
+    assert differing([whole.dense], [whole.dense.reshape(3, 2)]) == ["batch[0]"]
+    assert differing({"x": torch.zeros(0)}, {"x": torch.zeros(0)}) == []
+    assert differing({"x": torch.zeros(1)}, {}) == ["batch['x']"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        SparseFeatures(("a", "b"), torch.tensor([1, 2, 4]), lengths=torch.tensor([1, 0, 1, 1])),
+        SparseFeatures(("a", "b"), torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 0, 2, 0])),
+        SparseFeatures(
+            ("a", "b"), torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 0, 1, 1]), weights=torch.ones(3) / 2
+        ).select(["b"]),
+    ],
+    ids=["ids", "bags", "weights"],
+)
+def test_batches_when_a_category_differs_then_it_is_named_wherever_it_is(other):
+    bags = SparseFeatures(("a", "b"), torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 0, 1, 1]))
+    assert differing({"query": (bags, 1)}, {"query": (other, 1)}) == ["batch['query'][0]['b']"]
+    assert differing({"query": (bags, 1)}, {"query": (bags, 2)}) == ["batch['query'][1]"]
+    batches = [Batch(torch.zeros(2, 0), x, torch.ones(2)) for x in (bags, other)]
+    assert differing(*batches) == ["batch.sparse['b']"]
+    assert differing({"rows": np.arange(3)}, {"rows": np.arange(3) + 1}) == ["batch['rows']"]
 
 
 def same(selected: Batch, batch: Batch, names: tuple[str, ...]) -> None:
