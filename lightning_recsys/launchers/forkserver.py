@@ -159,7 +159,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
             os.link(job_path(folder, 0), job_path(folder, rank))
 
     def _start(self, folder: Path, sidecars: Sidecars) -> list[_Worker]:
-        folders = (folder,) if sidecars.folder is None else (folder, sidecars.folder)
+        folders = (folder, *sidecars.folders)
         state = pickle.dumps(ProcessState.capture())
         workers = []
         started: list[ForkedProcess] = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from lightning_recsys.launchers.sidecars import LOOPBACK, ServerSpec, Sidecars, Watch
+from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars, Watch
 
 if TYPE_CHECKING:
     from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys
@@ -24,9 +24,10 @@ _RUNS = itertools.count()  # runs of this process; all ranks of a job count alik
 class NodeServers:
     """One rank's view of the servers of all nodes: each node's local rank 0 starts and watches its own.
 
-    Where they listen and the keys to them go through the process group's store. A server listens at the address by
-    which its node reaches the main one; keys are made for the run where that is not loopback. Whoever can read the
-    store can read the keys: it is as open to the network as the process group is.
+    Where they listen and the keys to them go through the process group's store. On one node they listen on sockets in a
+    folder of the run's own. On several a server listens at the address by which its node reaches the main one, and keys
+    are made for the run. Whoever can read the store can read the keys: it is as open to the network as the process
+    group is.
 
     Args:
         specs: The servers of all nodes; number ``index`` is started on node ``index % num_nodes``.
@@ -39,7 +40,7 @@ class NodeServers:
         max_restarts: As for :class:`Sidecars`.
 
     Attributes:
-        keys: The clients' half of the keys; ``None`` on loopback. Known after :meth:`start`.
+        keys: The clients' half of the keys; ``None`` on one node. Known after :meth:`start`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class NodeServers:
         self.specs = tuple(specs)
         self.node, self.num_nodes, self.rank = node, num_nodes, rank
         self.is_starter = is_starter
-        self.address = LOOPBACK if num_nodes == 1 else address_towards(main_address)
+        self.address = None if num_nodes == 1 else address_towards(main_address)
         self.store_folder = store_folder
         self.max_restarts = max_restarts
         self.keys: ClientKeys | None = None
@@ -104,6 +105,8 @@ class NodeServers:
 
     def _share_keys(self, store: PrefixStore) -> JobKeys | None:
         """The same keys, or none, on all ranks."""
+        if self.address is None:
+            return None
         if self.is_starter:
             store.set(f"address-{self.node}", self.address)
         addresses = [store.get(f"address-{node}").decode() for node in range(self.num_nodes)]
@@ -113,8 +116,6 @@ class NodeServers:
                 f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} leads to the nodes' addresses {addresses}, some of which"
                 " no other machine can reach. Set it to an address of the main node that all nodes reach it by."
             )
-        if local == {True}:
-            return None
         from lightning_recsys.parameter_server.keys import JobKeys
 
         if self.rank == 0:

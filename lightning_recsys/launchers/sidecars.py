@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0  # for a server to be ready; a fork server that has imported everything takes a third of one
 SERVER = "lightning_recsys.parameter_server.server"  # imported when there is one to run: it takes a while
-LOOPBACK = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, named by our process id
 
 log = logging.getLogger(__name__)
@@ -63,18 +62,20 @@ class Sidecars:
     """The servers of a run on this machine. A context manager: they run inside, and nothing of them is left after it.
 
     Each server is a process that keeps its stores in files below one folder. One that dies is started again with the
-    same files at the same port. If this process dies, however it does, the servers end and the folder goes; if all are
-    killed at once, with the next run (:class:`~lightning_recsys.launchers.folders.RunFolder`).
+    same files at the same address. If this process dies, however it does, the servers end and the folder goes; if all
+    are killed at once, with the next run (:class:`~lightning_recsys.launchers.folders.RunFolder`).
 
     Args:
         specs: The servers; with none, nothing happens.
-        address: Where they listen. Other than loopback needs ``keys``.
+        address: This machine's, where they listen on TCP; needs ``keys``. Default: sockets in a folder that nobody but
+            its owner may enter.
         keys: The servers' half of the job's keys.
         store_folder: Where the folder is made; default: shared memory.
         max_restarts: How often each server is started again.
 
     Attributes:
         folder: The folder of all their files.
+        folders: All that goes with them: that one, and where their sockets are.
 
     Raises:
         RuntimeError: a server did not start (on entering).
@@ -84,7 +85,7 @@ class Sidecars:
         self,
         specs: Sequence[ServerSpec],
         *,
-        address: str = LOOPBACK,
+        address: str | None = None,
         keys: ServerKeys | None = None,
         store_folder: str | Path | None = None,
         max_restarts: int = 3,
@@ -95,15 +96,17 @@ class Sidecars:
         self.store_folder = store_folder
         self.max_restarts = max_restarts
         self.folder: Path | None = None
-        self._run_folder: RunFolder | None = None
+        self._run_folders: list[RunFolder] = []
         self._servers: list[_Server] = []
         self._processes: list[ForkedProcess] = []  # all that were ever started
 
     def __enter__(self) -> Sidecars:
         if self.specs:
-            self._run_folder = RunFolder(self._parent_folder())
-            self.folder = self._run_folder.path
             try:
+                self._run_folders.append(RunFolder(self._parent_folder()))
+                self.folder = self._run_folders[0].path
+                if self.store_folder is not None:  # its path may be too long for a socket
+                    self._run_folders.append(RunFolder(_memory()))
                 self._start()
             except BaseException:
                 self.stop()
@@ -114,8 +117,12 @@ class Sidecars:
         self.stop()
 
     @property
+    def folders(self) -> tuple[Path, ...]:  # noqa: D102 - in the class
+        return tuple(folder.path for folder in self._run_folders)
+
+    @property
     def endpoints(self) -> dict[str, list[str]]:
-        """``tcp://host:port`` of the servers by kind, in the order of the specs."""
+        """``ipc:///socket`` or ``tcp://host:port`` of the servers by kind, in the order of the specs."""
         found: dict[str, list[str]] = {}
         for server in self._servers:
             found.setdefault(server.spec.kind, []).append(server.endpoint)
@@ -149,32 +156,36 @@ class Sidecars:
             end_processes(self._processes, signal.SIGTERM)
         finally:
             self._servers, self._processes = [], []
-            if self._run_folder is not None:
-                self._run_folder.remove()
-                self._run_folder = self.folder = None
+            for folder in self._run_folders:
+                folder.remove()
+            self._run_folders, self.folder = [], None
 
     def _parent_folder(self) -> Path:
         if self.store_folder is not None:
             return Path(self.store_folder).absolute()
-        return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        return _memory()
 
     def _start(self) -> None:
         """All at once: each takes a while before it is ready."""
         import_module(SERVER)  # for the fork server to have it, too
-        starting = [(spec, *self._fork(spec, port=0)) for spec in self.specs]
+        starting = [(spec, *self._fork(spec, bind=self._address_of(spec))) for spec in self.specs]
         for spec, process, receiver in starting:
             endpoint = _await_ready(spec, process, receiver)
             self._servers.append(_Server(spec, process, endpoint))
 
-    def _fork(self, spec: ServerSpec, *, port: int) -> tuple[ForkedProcess, Connection]:
+    def _address_of(self, spec: ServerSpec) -> str:
+        if self.address is not None:
+            return f"tcp://{_bracketed(self.address)}:0"  # a free port
+        return f"ipc://{self.folders[-1] / str(spec)}.socket"
+
+    def _fork(self, spec: ServerSpec, *, bind: str) -> tuple[ForkedProcess, Connection]:
         assert self.folder is not None
         own = self.folder / str(spec)
         own.mkdir(mode=0o700, exist_ok=True)
         receiver, sender = Pipe(duplex=False)
         state = pickle.dumps(ProcessState.capture())
-        bind = f"tcp://{_bracketed(self.address)}:{port}"  # 0: a free one
         process = start_process(
-            run_server, (own, self.folder, bind, self.keys, state, sender), name=str(spec), started=self._processes
+            run_server, (own, self.folders, bind, self.keys, state, sender), name=str(spec), started=self._processes
         )
         sender.close()
         return process, receiver
@@ -188,10 +199,13 @@ class Sidecars:
         server.restarts += 1
         times = f"{server.restarts} of {self.max_restarts} times"
         log.warning("Server %s %s; starting it again with the same files (%s).", server.spec, ending(code), times)
-        port = int(server.endpoint.rpartition(":")[2])
-        server.process, receiver = self._fork(server.spec, port=port)
+        server.process, receiver = self._fork(server.spec, bind=server.endpoint)
         with suppress(_NotReadyError):  # the next look sees that it is dead
             _await_ready(server.spec, server.process, receiver)
+
+
+def _memory() -> Path:
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def no_servers() -> Sidecars:
@@ -237,19 +251,19 @@ def _bracketed(address: str) -> str:
 
 
 def run_server(
-    folder: Path, all_folders: Path, bind: str, keys: ServerKeys | None, state: bytes, sender: Connection
+    folder: Path, all_folders: tuple[Path, ...], bind: str, keys: ServerKeys | None, state: bytes, sender: Connection
 ) -> None:
     """Become a server, tell where it listens or why it does not, serve until SIGTERM.
 
     Args:
         folder: Its stores.
         all_folders: What to remove if the process that started us dies.
-        bind: ``tcp://host:port``.
-        keys: Whom to let in.
+        bind: ``ipc:///socket`` or ``tcp://host:port``.
+        keys: Whom to let in over TCP.
         state: The pickled :class:`ProcessState` of the process that started us.
         sender: Gets ``ready <endpoint>`` or ``failed <traceback>``.
     """
-    end_with_parent(all_folders)
+    end_with_parent(*all_folders)
     # Ctrl-C and torchrun signal the whole process group; who started us decides when we end.
     os.setpgid(0, 0)
     try:
@@ -266,7 +280,8 @@ def run_server(
     finally:
         parent = multiprocessing.parent_process()
         if parent is None or not parent.is_alive():  # the watching thread ends with us, done or not
-            shutil.rmtree(all_folders, ignore_errors=True)
+            for doomed in all_folders:
+                shutil.rmtree(doomed, ignore_errors=True)
 
 
 class Watch:

@@ -27,14 +27,19 @@ The folder's files are the stores: a server that ends, or is killed, loses nothi
 on where it was when it is started again on the same folder and port. Workers on the server's own machine map the files
 instead of asking it. When it listens it prints one line,
 
-    lightning-recsys-server ready: tcp://HOST:PORT
+    lightning-recsys-server ready: ENDPOINT
 
 and it ends on SIGTERM or Ctrl-C, with status 0, once the requests that have arrived are answered.
 """
 EPILOG = """\
 examples:
-  on one machine, tables in shared memory, a free port:
+  on one machine, tables in shared memory; whoever may write to the folder is let in, by its socket:
     lightning-recsys-server --folder /dev/shm/tables
+    lightning-recsys-server --status ipc:///dev/shm/tables/.socket
+
+  on one machine, at a port; clients give the token that the server leaves in its folder:
+    lightning-recsys-server --folder /dev/shm/tables --bind tcp://127.0.0.1:5790
+    lightning-recsys-server --status tcp://127.0.0.1:5790 --keys /dev/shm/tables/.token
 
   for other machines, tables on disk; make the keys once and copy the file to every machine (mode 600):
     lightning-recsys-server --make-keys job.keys
@@ -91,16 +96,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     task = parser.add_mutually_exclusive_group()
     task.add_argument("--folder", type=Path, help="serve the stores of this folder, which is made if it is not there")
-    task.add_argument("--status", metavar="ENDPOINT", help="ask the server at tcp://HOST:PORT how it is doing")
+    task.add_argument("--status", metavar="ENDPOINT", help="ask the server at this endpoint how it is doing")
     task.add_argument("--make-keys", metavar="FILE", type=Path, help="write new keys to a new file and end")
     parser.add_argument(
         "--bind",
-        default="tcp://127.0.0.1:0",
-        metavar="tcp://HOST:PORT",
-        help="where to listen; port 0 takes a free one. Other hosts than this machine's loopback need --keys "
-        "(default: %(default)s)",
+        metavar="ENDPOINT",
+        help="where to listen: tcp://HOST:PORT (port 0 takes a free one) or ipc:///SOCKET. Other hosts than this "
+        "machine's loopback need --keys; on loopback clients need FOLDER/.token (default: ipc://FOLDER/.socket)",
     )
-    parser.add_argument("--keys", metavar="FILE", type=Path, help="key file of the job, to serve and to ask for status")
+    parser.add_argument(
+        "--keys",
+        metavar="FILE",
+        type=Path,
+        help="key file of the job, to serve and to ask for status, or a token to ask with",
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads for arithmetic (default: %(default)s)")
     parser.add_argument(
         "--max-clients",

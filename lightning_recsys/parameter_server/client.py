@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
-from lightning_recsys.parameter_server.keys import ClientKeys
+from lightning_recsys.parameter_server.keys import ClientKeys, Token
 from lightning_recsys.parameter_server.links import Link, LinkLostError, Patience
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
@@ -108,7 +108,7 @@ class Connection:
     survive a fork.
 
     Args:
-        endpoint: ``tcp://host:port``.
+        endpoint: ``tcp://host:port`` or ``ipc:///socket``.
         keys: For a server that asks for them.
         timeout: Seconds without any answer after which an attempt has failed.
         retries: Attempts after the first, with growing pauses between them, before it gives up.
@@ -126,7 +126,7 @@ class Connection:
         self,
         endpoint: str,
         *,
-        keys: ClientKeys | None = None,
+        keys: ClientKeys | Token | None = None,
         timeout: float = 10.0,
         retries: int = 5,
         window: int = 32,

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.parameter_server.journal import read_nonce
-from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys
+from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token, load_client_keys
 from lightning_recsys.parameter_server.locality import why_not_local
 from lightning_recsys.parameter_server.mapped import MappedStores
 from lightning_recsys.parameter_server.remote import RemoteStores
@@ -22,7 +22,7 @@ SharedMemory = Literal["auto", "never"]
 def connect(
     endpoint: str,
     *,
-    keys: ClientKeys | JobKeys | Path | str | None = None,
+    keys: ClientKeys | JobKeys | Token | Path | str | None = None,
     timeout: float = 10.0,
     retries: int = 5,
     window: int = 32,
@@ -32,12 +32,14 @@ def connect(
     """The stores behind an endpoint.
 
     * ``shm:///folder``: the folder's files are mapped into this process; no server is asked, none need run.
-    * ``tcp://host:port``: a server is asked. Where its folder is this machine's own (:mod:`.locality`), its files are
-      mapped all the same, except for those of stores with dynamic rows, which the server alone may open.
+    * ``ipc:///socket``, ``tcp://host:port``: a server is asked, on this machine or anywhere. Where its folder is this
+      machine's own (:mod:`.locality`), its files are mapped all the same, except for those of stores with dynamic rows,
+      which the server alone may open.
 
     Args:
-        endpoint: One of the two.
-        keys: For a server that asks for them: the clients' half, all keys of the job, or the path of a key file.
+        endpoint: One of them.
+        keys: For a server that listens on TCP: the clients' half, all keys of the job or the server's token, or the
+            path of the file that has them.
         timeout: Seconds without any answer after which an attempt has failed.
         retries: Attempts after the first, with growing pauses between them.
         window: Pushes that may be on their way before the next one waits.
@@ -60,8 +62,8 @@ def connect(
         raise ValueError(f"shared_memory must be one of {list(get_args(SharedMemory))}, got {shared_memory!r}.")
     if endpoint.startswith("shm:///"):
         return MappedStores(endpoint.removeprefix("shm://"))
-    if re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*", endpoint) is None:
-        raise ValueError(f"an endpoint is shm:///folder or tcp://host:port, got {endpoint!r}.")
+    if not is_endpoint(endpoint):
+        raise ValueError(f"an endpoint is shm:///folder, ipc:///socket or tcp://host:port, got {endpoint!r}.")
     options: dict[str, Any] = {
         "keys": client_keys(keys),
         "timeout": timeout,
@@ -92,8 +94,17 @@ def _why_not_mapped(hello: dict[str, Any]) -> str | None:
     return reason
 
 
-def client_keys(keys: ClientKeys | JobKeys | Path | str | None) -> ClientKeys | None:
-    """The clients' half of what may be all keys, or a key file."""
+def client_keys(keys: ClientKeys | JobKeys | Token | Path | str | None) -> ClientKeys | Token | None:
+    """What a client needs of what may be all keys, or a file."""
     if isinstance(keys, str | Path):
-        keys = JobKeys.load(Path(keys))
+        return load_client_keys(Path(keys))
     return keys.client if isinstance(keys, JobKeys) else keys
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether a server may listen there.
+
+    >>> is_endpoint("tcp://10.0.0.7:5790"), is_endpoint("ipc:///dev/shm/tables/.socket"), is_endpoint("tcp://host")
+    (True, True, False)
+    """
+    return re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*|ipc:///.+", text) is not None

@@ -382,8 +382,6 @@ class RequestHandler:
                 served = self._open[name] = open_served(folder / check_name(name))
             except FileNotFoundError:
                 names = sorted(path.parent.name for path in folder.glob(f"[!.]*/{META}"))
-                if wanted is not None:
-                    raise StoreReplacedError(name) from None
                 raise KeyError(f"there is no store {name!r}; there are {names}") from None
         if wanted not in (None, served.generation):
             raise StoreReplacedError(name)

@@ -1,9 +1,11 @@
-"""CURVE keys: who may talk to a server that other machines can reach, and in secret."""
+"""Who may talk to a server over TCP: keys where other machines can reach it, a token on this machine's own address."""
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import secrets
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,8 +112,7 @@ class JobKeys:
         Raises:
             FileExistsError: there is a file of that name already; keys in use are not overwritten.
         """
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(self.to_bytes())
+        _write_secret(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: Path) -> JobKeys:
@@ -121,15 +122,88 @@ class JobKeys:
             FileNotFoundError: there is no such file.
             ValueError: others can read the file, or it holds no keys.
         """
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no key file {path}. `lightning-recsys-server --make-keys {path}` makes one; every machine of"
-                " the job needs the same."
-            )
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            raise ValueError(f"key file {path} can be read or written by others (mode {mode:04o}): chmod 600 {path}")
+        content = _read_secret(path)
         try:
-            return cls.from_bytes(path.read_bytes())
+            return cls.from_bytes(content)
         except ValueError as error:
             raise ValueError(f"key file {path}: {error}") from None
+
+
+TOKEN = ".token"  # noqa: S105 - a file's name, in a server's folder
+
+
+@dataclass(frozen=True)
+class Token:
+    """A password to a server on loopback, where nobody listens in, but every user of the machine can connect.
+
+    Args:
+        secret: Characters that nobody guesses.
+    """
+
+    secret: str = field(repr=False)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Token:
+        """The token of a server's folder, made where there is none: whoever can read the folder's files is let in.
+
+        Raises:
+            ValueError: others can read the file, or it holds no token.
+        """
+        path = folder / TOKEN
+        if not path.exists():
+            new = path.with_name(f"{TOKEN}-{os.getpid()}")
+            new.unlink(missing_ok=True)
+            _write_secret(new, json.dumps({"token": secrets.token_hex(32)}).encode())
+            new.rename(path)  # whole or not at all
+        return cls.load(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Token:
+        """Read a token's file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: others can read the file, or it holds no token.
+        """
+        try:
+            secret = json.loads(_read_secret(path))["token"]
+        except (TypeError, KeyError, json.JSONDecodeError):
+            secret = None
+        if not isinstance(secret, str) or not 32 <= len(secret) <= 255:
+            raise ValueError(f"key file {path}: this is no token of a server. Remove it, and start the server again.")
+        return cls(secret)
+
+    def is_equal(self, password: bytes) -> bool:
+        """Whether somebody knows it; takes as long for a wrong one."""
+        return hmac.compare_digest(self.secret.encode(), password)
+
+
+def load_client_keys(path: Path) -> ClientKeys | Token:
+    """What a client needs, from a key file of a job or a server's token.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: others can read the file, or it holds neither.
+    """
+    try:
+        is_token = "token" in json.loads(_read_secret(path))
+    except (TypeError, json.JSONDecodeError):
+        is_token = False
+    return Token.load(path) if is_token else JobKeys.load(path).client
+
+
+def _write_secret(path: Path, content: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _read_secret(path: Path) -> bytes:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no key file {path}. `lightning-recsys-server --make-keys {path}` makes one; every machine of the"
+            " job needs the same."
+        )
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise ValueError(f"key file {path} can be read or written by others (mode {mode:04o}): chmod 600 {path}")
+    return path.read_bytes()

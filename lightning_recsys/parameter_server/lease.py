@@ -23,7 +23,7 @@ from typing import Any
 
 from lightning_recsys.errors import RequestRefusedError, ServerInUseError, ServerUnreachableError
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.keys import ClientKeys
+from lightning_recsys.parameter_server.keys import ClientKeys, Token
 
 LEASE = ".lease"  # a name that no store can have
 LEASE_SECONDS = 20.0  # after which a run that was not heard of is taken for dead
@@ -123,7 +123,7 @@ class RunLease:
         self,
         endpoints: Sequence[str],
         *,
-        keys: ClientKeys | None,
+        keys: ClientKeys | Token | None,
         run: str,
         holder: str,
         cancelled: Callable[[], bool] = lambda: False,

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_recsys.parameter_server.keys import ClientKeys
+from lightning_recsys.parameter_server.keys import ClientKeys, Token
 from lightning_recsys.parameter_server.loopback import send_unpaced
 from lightning_recsys.parameter_server.wire import Frame, receive_frames, send_frames
 
+PLAIN_USER = b"lightning_recsys"
 _LOST = {
     int(zmq.EVENT_DISCONNECTED): "the connection was lost",
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "the server does not accept these keys",
@@ -52,7 +53,7 @@ class Link:
     """Messages to a server, and from it, in their order; a DEALER socket.
 
     Args:
-        endpoint: ``tcp://host:port``.
+        endpoint: ``tcp://host:port`` or ``ipc:///socket``.
         keys: For a server that asks for them.
         send_seconds: Within which it must be possible to send a message.
 
@@ -60,7 +61,7 @@ class Link:
         ValueError: the endpoint is none.
     """
 
-    def __init__(self, endpoint: str, *, keys: ClientKeys | None, send_seconds: float) -> None:
+    def __init__(self, endpoint: str, *, keys: ClientKeys | Token | None, send_seconds: float) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -69,7 +70,10 @@ class Link:
         # A server that refuses our keys leaves a socket without a way out, on which a send would wait for ever.
         self._socket.sndtimeo = max(1, int(1000 * send_seconds))
         self._socket.ipv6 = "[" in endpoint
-        if keys is not None:
+        if isinstance(keys, Token):
+            self._socket.plain_username = PLAIN_USER
+            self._socket.plain_password = keys.secret.encode()
+        elif keys is not None:
             self._socket.curve_serverkey = keys.server
             self._socket.curve_publickey = keys.public
             self._socket.curve_secretkey = keys.secret

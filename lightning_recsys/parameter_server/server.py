@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import multiprocessing
@@ -9,9 +10,10 @@ import os
 import re
 import signal
 import socket
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -21,13 +23,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_recsys.parameter_server.connections import LOOK_MILLISECONDS, Connections
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.parameter_server.keys import ServerKeys
+from lightning_recsys.parameter_server.keys import ServerKeys, Token
 from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
 from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
 from lightning_recsys.parameter_server.wire import Limits, receive_frames
 from lightning_recsys.runtime import configure_worker, process_end
 
 LOCK = ".server.lock"
+SOCKET = ".socket"  # in the folder
+MAX_SOCKET_BYTES = 107  # of a path, by the system's `sockaddr_un`
 BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
 DRAIN_SECONDS = 5.0  # for requests that had arrived when the server was told to stop
 LINGER_SECONDS = 2.0  # for answers that nobody takes
@@ -42,7 +46,7 @@ log = logging.getLogger(__name__)
 def serve(
     folder: Path,
     *,
-    bind: str = "tcp://127.0.0.1:0",
+    bind: str | None = None,
     keys: ServerKeys | None = None,
     ready: Callable[[str], None] = lambda endpoint: None,
     num_threads: int = 1,
@@ -54,13 +58,15 @@ def serve(
     It stops on SIGTERM and on SIGINT (where it runs in the main thread). In a process that :mod:`multiprocessing`
     started it leaves SIGINT to the process that started it, and stops when that one ends, however it ends.
 
-    A server that starts again on the same folder and port goes on where the last one was, ``kill -9`` included: clients
-    notice nothing but the time.
+    A server that starts again on the same folder and address goes on where the last one was, ``kill -9`` included:
+    clients notice nothing but the time.
 
     Args:
         folder: The stores; made, for this user alone, if it is not there. One server per folder.
-        bind: Where to listen, ``tcp://host:port``; port 0 takes a free one.
-        keys: Who may talk to it; needed for every address but the machine's own.
+        bind: Where to listen: ``ipc:///socket``, a file that is made, or ``tcp://host:port``, of which port 0 is a free
+            one. Default: a socket in the folder, so that whoever may write to the folder is let in.
+        keys: Who may talk to it over TCP; needed for every address but the machine's own, where without keys the
+            folder's token is asked for (:class:`~lightning_recsys.parameter_server.keys.Token`).
         ready: Called with the endpoint as soon as it listens.
         num_threads: Threads for the arithmetic, as in :func:`lightning_recsys.runtime.configure_worker`.
         limits: What one request, and its reply, may take.
@@ -72,6 +78,7 @@ def serve(
         PermissionError: the folder, or a file of the server's in it, is another user's, open to others, or a link.
         OSError: the port is taken.
     """
+    bind = _in(folder) if bind is None else bind
     check_bind(bind, keys)  # before anything is made
     configure_worker(num_threads)
     make_own_folder(folder)
@@ -91,8 +98,8 @@ class Server:
 
     Args:
         folder: An existing folder of stores.
-        bind: Where to listen.
-        keys: Who may talk to it.
+        bind: As for :func:`serve`.
+        keys: As for :func:`serve`.
         limits: What one request, and its reply, may take.
         max_clients: Clients that the journal has room for.
 
@@ -106,19 +113,20 @@ class Server:
         self,
         folder: Path,
         *,
-        bind: str = "tcp://127.0.0.1:0",
+        bind: str | None = None,
         keys: ServerKeys | None = None,
         limits: Limits | None = None,
         max_clients: int = 1024,
     ) -> None:
         limits = limits or Limits()
+        bind = _in(folder) if bind is None else bind
         check_bind(bind, keys)
         check_own_folder(folder)
         self._lock = _lock(folder)
         self.handler = RequestHandler(folder, limits=limits, max_clients=max_clients)
         if self.handler.recovered:
             log.warning("The server of %s was killed while it applied a push; what it touched is as before.", folder)
-        self._keys = keys
+        self._keys: ServerKeys | Token | None = keys
         self._wake, self.waker = socket.socketpair()
         self.waker.setblocking(False)
         self._stopping: list[int] = []
@@ -133,11 +141,10 @@ class Server:
         self._router.rcvhwm = _MAX_WAITING
         self._router.router_mandatory = True  # an answer that has no room is an error, not lost without a word
         self._router.linger = int(1000 * LINGER_SECONDS)
-        if keys is not None:
-            self._router.curve_server = True
-            self._router.curve_secretkey = keys.secret
-            self._router.zap_domain = b"lightning_recsys"
         try:
+            if keys is None and bind.startswith("tcp://"):
+                self._keys = Token.of_folder(folder)
+            self._ask_for(self._keys)
             _bind(self._router, bind)
             self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
             self._connections = Connections(
@@ -149,6 +156,16 @@ class Server:
         except BaseException:
             self.close()
             raise
+
+    def _ask_for(self, keys: ServerKeys | Token | None) -> None:
+        """Have ZeroMQ let nobody in who does not prove to know them, before anything of a message is read."""
+        if isinstance(keys, Token):
+            self._router.plain_server = True
+        elif keys is not None:
+            self._router.curve_server = True
+            self._router.curve_secretkey = keys.secret
+        if keys is not None:
+            self._router.zap_domain = b"lightning_recsys"  # without which nobody would be asked
 
     def __enter__(self) -> Self:
         return self
@@ -214,12 +231,16 @@ class Server:
         return True
 
     def _check_key(self) -> None:
-        """Answer ZeroMQ's question about a key (RFC 27): yes to a client's of this job, no to any other."""
+        """Answer ZeroMQ's question about a client (RFC 27): yes to one that knows what it has to, no to any other."""
         version, request_id, _domain, _address, _identity, mechanism, *credentials = self._key_check.recv_multipart()
-        known = () if self._keys is None else self._keys.clients
-        welcome = mechanism == b"CURVE" and len(credentials) == 1 and zmq.utils.z85.encode(credentials[0]) in known
-        answer = (b"200", b"OK") if welcome else (b"400", b"unknown key")
+        answer = (b"200", b"OK") if self._knows(mechanism, credentials) else (b"400", b"unknown key")
         self._key_check.send_multipart([version, request_id, *answer, b"", b""])
+
+    def _knows(self, mechanism: bytes, credentials: Sequence[bytes]) -> bool:
+        if isinstance(self._keys, Token):
+            return mechanism == b"PLAIN" and len(credentials) == 2 and self._keys.is_equal(credentials[1])
+        known = () if self._keys is None else self._keys.clients
+        return mechanism == b"CURVE" and len(credentials) == 1 and zmq.utils.z85.encode(credentials[0]) in known
 
     def close(self) -> None:
         """Close sockets and stores; replies that wait to be sent get a moment."""
@@ -234,15 +255,31 @@ class Server:
         self._lock.close()
 
 
+def _in(folder: Path) -> str:
+    """Where a server listens that was told nothing: only whom the system lets into the folder comes in."""
+    return f"ipc://{folder.absolute() / SOCKET}"
+
+
 def check_bind(bind: str, keys: ServerKeys | None) -> None:
-    """Refuse an address that other machines reach where there are no keys.
+    """Refuse an address that other machines reach where there are no keys, and what is no address.
 
     Raises:
         ValueError: with what to do.
     """
+    if bind.startswith("ipc:///"):
+        if len(os.fsencode(bind.removeprefix("ipc://"))) > MAX_SOCKET_BYTES:
+            raise ValueError(
+                f"the system takes at most {MAX_SOCKET_BYTES} bytes for the path of a socket, got {bind!r}: name a"
+                " shorter one (--bind ipc:///run/user/1000/tables), in a folder that is yours alone, or bind"
+                " tcp://127.0.0.1:0."
+            )
+        return
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]]+):([0-9]{1,5})", bind)
     if match is None or int(match[2]) > 65535:
-        raise ValueError(f"bind must be tcp://host:port, such as tcp://127.0.0.1:0 (0: a free port), got {bind!r}.")
+        raise ValueError(
+            "bind must be tcp://host:port, such as tcp://127.0.0.1:0 (0: a free port), or ipc:///path/of/a/socket, got"
+            f" {bind!r}."
+        )
     if keys is None and not is_loopback(match[1].strip("[]")):
         raise ValueError(
             f"bind={bind!r} can be reached from other machines, so it needs keys: make some with "
@@ -253,8 +290,11 @@ def check_bind(bind: str, keys: ServerKeys | None) -> None:
 
 def _bind(router: zmq.Socket[bytes], bind: str) -> None:
     router.ipv6 = "[" in bind
+    if bind.startswith("ipc://"):
+        _check_socket(bind)
     deadline = time.monotonic() + BIND_SECONDS
     monitor = router.get_monitor_socket(int(zmq.EVENT_LISTENING))
+    others_may = os.umask(0o177)  # a socket is its owner's alone from the first moment on
     try:
         while True:
             try:
@@ -266,8 +306,19 @@ def _bind(router: zmq.Socket[bytes], bind: str) -> None:
             time.sleep(0.05)
         send_unpaced(int(recv_monitor_message(monitor)["value"]))
     finally:
+        os.umask(others_may)
         router.disable_monitor()
         monitor.close(0)
+
+
+def _check_socket(bind: str) -> None:
+    """Refuse a path where somebody listens, or where something else is: ZeroMQ would put its socket in that place."""
+    path = bind.removeprefix("ipc://")
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OSError(errno.EEXIST, f"cannot listen on {bind}: there is a file of that name")
+        if probe.connect_ex(path) == 0:
+            raise OSError(errno.EADDRINUSE, f"cannot listen on {bind}: Address already in use")
 
 
 def _lock(folder: Path) -> Any:

@@ -15,6 +15,8 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.strategies.registry import _StrategyRegistry
+from lightning_fabric.utilities.distributed import _init_dist_connection
+from lightning_fabric.utilities.seed import reset_seed
 from lightning_fabric.utilities.types import _PATH
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.overrides.distributed import _sync_module_states
@@ -22,6 +24,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.distributed.constants import default_pg_timeout
 from torchmetrics import Metric
 
 from lightning_recsys.checkpoints import (
@@ -41,7 +44,12 @@ from lightning_recsys.strategies._averaged_copies import (
     copies_without_rows,
     refuse_statistics_after_averaging,
 )
-from lightning_recsys.strategies._meeting import await_all_ranks, extend_timeout, launcher_keeps_store
+from lightning_recsys.strategies._meeting import (
+    await_all_ranks,
+    extend_timeout,
+    launcher_keeps_store,
+    loopback_store,
+)
 from lightning_recsys.strategies._run_changes import RunChanges
 from lightning_recsys.strategies._stored_rows import (
     dense_parameters,
@@ -76,10 +84,10 @@ class RecsysStrategy(DDPStrategy):
 
     Args:
         num_threads: Threads per worker, as in :func:`lightning_recsys.runtime.configure_worker`.
-        servers: Endpoints of servers that run already (``tcp://host:port``); nothing is started then, and each of them
-            serves every kind.
-        key_file: Keys to ``servers`` that other machines can reach, as ``lightning-recsys-server --make-keys`` writes
-            them. Servers that are started here get keys of their own.
+        servers: Endpoints of servers that run already (``tcp://host:port``, ``ipc:///socket``); nothing is started
+            then, and each of them serves every kind.
+        key_file: Keys to ``servers`` on TCP: as ``lightning-recsys-server --make-keys`` writes them, or the token that
+            a server on loopback leaves in its folder. Servers that are started here get keys of their own.
         transport: ``auto`` reads and writes through shared memory where a server runs on the same machine; ``tcp``
             never does.
         store_folder: Where the servers started here keep their files, in a folder of their own: a disk if tables are
@@ -150,6 +158,7 @@ class RecsysStrategy(DDPStrategy):
         self._stores: dict[str, list[Stores]] = {}
         self._changes: RunChanges | None = None
         self._lease: RunLease | None = None  # on `servers`, in rank 0, from the first use of a store on
+        self._launches = False  # workers are processes of our launcher, on this machine
         self._borrows = False  # this run may use `servers`; the same on all ranks
         self._said_own = False  # that logged values are each worker's own
         self._being_logged: str | None = None  # the call of self.log that is under way in the training loop
@@ -232,11 +241,10 @@ class RecsysStrategy(DDPStrategy):
         from lightning_recsys.parameter_server.lease import RunLease
         from lightning_recsys.strategies._run_identity import run_id, run_in_words
 
-        assert self.cluster_environment is not None
         self._lease = RunLease(
             self.servers,
             keys=client_keys(self.key_file),
-            run=run_id(launched_by_others=self.cluster_environment.creates_processes_externally),
+            run=run_id(launched_by_others=not self._launches),
             holder=run_in_words(),
             cancelled=self._is_asked_to_end,
         )
@@ -260,6 +268,7 @@ class RecsysStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
+            self._launches = True
             self._launcher = ForkserverLauncher(self, num_threads=self.num_threads, serving=self.serving)
 
     @contextmanager
@@ -312,12 +321,17 @@ class RecsysStrategy(DDPStrategy):
             self.endpoints = self._node_servers.start()
 
     def setup_distributed(self) -> None:
-        """Join the process group. Machines that cannot reach each other end soon, instead of one waiting for the other.
+        """Join the process group, on one machine where no other reaches it.
+
+        Machines that cannot reach each other end soon, instead of one waiting for the other.
 
         Raises:
             RuntimeError: they cannot.
         """
         environment, patience = self.cluster_environment, self._timeout
+        if self._launches and self.num_nodes == 1 and not torch.distributed.is_initialized():
+            self._join_on_loopback()
+            return
         if self.num_nodes == 1 or torch.distributed.is_initialized() or environment is None or patience is None:
             super().setup_distributed()
             return
@@ -339,6 +353,22 @@ class RecsysStrategy(DDPStrategy):
             self._timeout = patience
         if bounded:
             extend_timeout(patience)
+
+    def _join_on_loopback(self) -> None:
+        """As ``DDPStrategy`` joins, by a store of our own: the one that torch would make listens to everybody."""
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        store = loopback_store(
+            self.cluster_environment.main_port,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout or default_pg_timeout,
+        )
+        device = self.root_device if self.root_device.type != "cpu" else None
+        options: dict[str, Any] = {"timeout": self._timeout, "device_id": device, "store": store}
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Bind backends, then all that Lightning does.
@@ -628,7 +658,7 @@ class RecsysStrategy(DDPStrategy):
 def _check_endpoints(servers: Sequence[str]) -> None:
     """Before workers start: each of them would say what is wrong with one endpoint at a time."""
     listed = () if isinstance(servers, str) else servers
-    if not listed or not all(re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*", endpoint) for endpoint in listed):
+    if not listed or not all(re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*|ipc:///.+", endpoint) for endpoint in listed):
         raise ValueError(
             f"strategy.servers must be a list of endpoints such as [tcp://10.0.0.7:5790], got {servers!r}. Leave it out"
             " to have servers started."

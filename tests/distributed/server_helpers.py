@@ -50,6 +50,16 @@ class ForgetfulServer(Server):
         return True
 
 
+class OpenServer(Server):
+    """Listens on loopback and asks nobody for a token: for raw sockets that count bytes as the system does for TCP."""
+
+    def __init__(self, folder: Path, **options) -> None:
+        super().__init__(folder, bind="tcp://127.0.0.1:0", **options)
+
+    def _ask_for(self, keys) -> None:
+        pass
+
+
 @contextmanager
 def running(folder: Path, *, kind: type[Server] = Server, **options) -> Iterator[Server]:
     """A server in a thread of this process."""

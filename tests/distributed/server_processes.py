@@ -27,7 +27,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_server(folder: Path, bind: str, ready: Pipe) -> None:
+def run_server(folder: Path, bind: str | None, ready: Pipe) -> None:
     serve(folder, bind=bind, ready=ready.send)
 
 
@@ -89,7 +89,7 @@ class Trap:
             die()
 
 
-def run_server_that_dies(folder: Path, bind: str, ready: Pipe, where: str, at_push: int) -> None:
+def run_server_that_dies(folder: Path, bind: str | None, ready: Pipe, where: str, at_push: int) -> None:
     trap = Trap(where, at_push)
     Journal._record = partialmethod(trap_call, trap.record, Journal._record)
     Journal._mark = partialmethod(trap_call, trap.mark, Journal._mark)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import time
 from functools import partial
@@ -169,8 +168,8 @@ class KillsServer(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank == 0 and batch_idx == 3:
-            port = int(re.search(r":(\d+)$", trainer.strategy.endpoints["embedding"][0])[1])
-            (pid,) = {x.pid for x in psutil.net_connections("tcp") if x.status == "LISTEN" and x.laddr.port == port}
+            path = trainer.strategy.endpoints["embedding"][0].removeprefix("ipc://")
+            (pid,) = {x.pid for x in psutil.net_connections("unix") if x.laddr == path and x.pid}
             os.kill(pid, signal.SIGKILL)
 
 

@@ -1,16 +1,21 @@
 """Stores behind a server: the same answers as mapped ones, in order, over what goes wrong on the way."""
 
+import os
 import pickle
 import re
 import socket as plain_socket
+import stat
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import msgpack
 import pytest
 import torch
 import zmq
-from server_helpers import LAYOUT, ForgetfulServer, running, stop_collector
+from forked import run_processes
+from server_helpers import LAYOUT, ForgetfulServer, request_frames, running, stop_collector
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
@@ -18,12 +23,14 @@ from lightning_recsys.optim import SGD, Adagrad
 from lightning_recsys.parameter_server import JobKeys, MappedStores, connect, serve
 from lightning_recsys.parameter_server import remote as remote_module
 from lightning_recsys.parameter_server.client import Connection
+from lightning_recsys.parameter_server.keys import Token
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import Server, check_bind
 from lightning_recsys.parameter_server.wire import VERSION, Limits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 
+LOOPBACK = "tcp://127.0.0.1:0"
 KEYS = ("x", "y", "z")
 SINGLE = SparseFeatures(KEYS, torch.tensor([0, 5, 1, 4, 2, 0]))
 BAGS = SparseFeatures(KEYS, SINGLE.values, lengths=torch.tensor([2, 0, 1, 1, 0, 2]))
@@ -379,7 +386,7 @@ def test_connection_when_two_threads_use_it_then_each_gets_its_own_answers(store
 def test_client_when_it_has_the_job_s_keys_then_is_served(tmp_path):
     keys, path = JobKeys.generate(), tmp_path / "job.keys"
     keys.save(path)
-    with running(tmp_path, keys=keys.server) as server:
+    with running(tmp_path, bind=LOOPBACK, keys=keys.server) as server:
         for given in (keys, keys.client, path, str(path)):
             stores = connect(server.endpoint, keys=given, shared_memory="never", timeout=20)
             assert stores.status()["refused"] == 0
@@ -395,7 +402,7 @@ def test_client_when_it_has_no_or_other_keys_then_gets_nothing(tmp_path, which):
         "other client": type(keys.client)(keys.server.public, other.client.public, other.client.secret),
         "other server": type(keys.client)(other.server.public, keys.client.public, keys.client.secret),
     }[which]
-    with running(tmp_path, keys=keys.server) as server:
+    with running(tmp_path, bind=LOOPBACK, keys=keys.server) as server:
         friend = connect(server.endpoint, keys=keys, shared_memory="never", timeout=20)
         before = friend.status()
         with pytest.raises(ServerUnreachableError, match="did not answer 'hello' in 2 attempts"):
@@ -404,6 +411,72 @@ def test_client_when_it_has_no_or_other_keys_then_gets_nothing(tmp_path, which):
         counted = ("requests", "refused", "pushes", "clients", "stores")
         assert [after[name] - before[name] for name in counted] == [1, 0, 0, 0, 0]  # the friend's own question
         friend.close()
+
+
+def test_server_on_loopback_when_a_client_has_its_token_then_is_served_also_by_the_next_server(tmp_path):
+    token = tmp_path / ".token"
+    for _ in range(2):
+        with running(tmp_path, bind=LOOPBACK) as server:
+            assert stat.S_IMODE(token.stat().st_mode) == 0o600
+            for given in (token, str(token), Token.load(token)):
+                stores = connect(server.endpoint, keys=given, shared_memory="never", timeout=20)
+                assert stores.status()["refused"] == 0
+                stores.close()
+
+
+@pytest.mark.parametrize("which", ["none", "another's", "a job's"])
+def test_server_on_loopback_when_a_client_lacks_its_token_then_gives_it_nothing(tmp_path, which):
+    given = {"none": None, "another's": Token("0" * 64), "a job's": JobKeys.generate()}[which]
+    with running(tmp_path, bind=LOOPBACK) as server:
+        make_users(server.handler.stores)
+        with pytest.raises(ServerUnreachableError, match="did not answer 'hello'"):
+            connect(server.endpoint, keys=given, timeout=0.3, retries=1)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.connect(server.endpoint)
+            stranger.send_multipart(request_frames("hello"))
+            assert not stranger.poll(300)
+        assert server.handler.requests == 0
+
+
+def connect_as_nobody(_, path):
+    os.setuid(65534)
+    with plain_socket.socket(plain_socket.AF_UNIX) as stranger, pytest.raises(PermissionError):
+        stranger.connect(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is needed")
+def test_socket_when_another_user_connects_then_is_refused_even_where_the_folder_lets_everybody_in():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, running(Path(folder)) as server:
+        os.chmod(folder, 0o755)
+        path = server.endpoint.removeprefix("ipc://")
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        run_processes(connect_as_nobody, path, nprocs=1)
+        connect(server.endpoint, timeout=20).close()
+
+
+def test_socket_when_its_server_was_killed_then_the_next_one_listens_there(tmp_path):
+    with plain_socket.socket(plain_socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / ".socket"))
+    with running(tmp_path) as server:
+        connect(server.endpoint, timeout=20).close()
+
+
+def test_socket_when_somebody_listens_there_or_it_is_another_file_then_is_refused(tmp_path):
+    (tmp_path / "second").mkdir(0o700)
+    with running(tmp_path) as server, pytest.raises(OSError, match=r"cannot listen on ipc:.*Address already in use"):
+        Server(tmp_path / "second", bind=server.endpoint)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match=r"cannot listen on ipc:.*there is a file of that name"):
+        Server(tmp_path / "second", bind=f"ipc://{tmp_path}/file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_socket_when_its_path_is_too_long_then_is_refused_with_what_to_do():
+    with pytest.raises(
+        ValueError, match=r"takes at most 107 bytes for the path of a socket.* or bind tcp://127.0.0.1:0"
+    ):
+        check_bind(f"ipc:///{'a' * 107}", None)
 
 
 @pytest.mark.parametrize(
@@ -417,14 +490,16 @@ def test_bind_when_others_can_reach_it_then_needs_keys(tmp_path, bind):
 
 
 @pytest.mark.parametrize(
-    "bind", ["127.0.0.1:0", "tcp://127.0.0.1", "ipc:///x", "tcp://127.0.0.1:66000", "tcp://:0", ""]
+    "bind", ["127.0.0.1:0", "tcp://127.0.0.1", "ipc://relative", "tcp://127.0.0.1:66000", "tcp://:0", ""]
 )
 def test_bind_when_it_is_no_address_then_is_refused(bind):
-    with pytest.raises(ValueError, match=r"bind must be tcp://host:port"):
+    with pytest.raises(ValueError, match=r"bind must be tcp://host:port, .* or ipc:///path/of/a/socket"):
         check_bind(bind, None)
 
 
-@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://127.0.5.1:9", "tcp://localhost:0", "tcp://[::1]:0"])
+@pytest.mark.parametrize(
+    "bind", ["tcp://127.0.0.1:0", "tcp://127.0.5.1:9", "tcp://localhost:0", "tcp://[::1]:0", "ipc:///a/socket"]
+)
 def test_bind_when_of_this_machine_then_needs_no_keys(bind):
     check_bind(bind, None)
 
@@ -469,7 +544,7 @@ def test_connect_when_the_folder_is_not_this_machines_own_then_asks_the_server(s
     "endpoint", ["", "users", "shm://relative", "tcp://host", "tcp://host:0", "http://host:1", "tcp://:1"]
 )
 def test_connect_when_given_no_endpoint_then_says_what_one_is(endpoint):
-    with pytest.raises(ValueError, match=re.escape("an endpoint is shm:///folder or tcp://host:port")):
+    with pytest.raises(ValueError, match=re.escape("an endpoint is shm:///folder, ipc:///socket or tcp://host:port")):
         connect(endpoint)
 
 

@@ -34,7 +34,7 @@ def server(*arguments):
     process = subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
-        ready = re.fullmatch(r"lightning-recsys-server ready: (tcp://\S+:\d+)\n", line)
+        ready = re.fullmatch(r"lightning-recsys-server ready: (tcp://\S+:\d+|ipc:///\S+)\n", line)
         assert ready, line
         yield process, ready[1]
     finally:
@@ -91,7 +91,15 @@ def test_server_when_started_in_a_shell_then_serves_trainers_tells_and_stops_on_
         stores.connection._gave_up = 1, 0.0, ""  # there is nobody to say goodbye to
         with pytest.raises(ServerUnreachableError, match="pushes were never acknowledged"):  # it has not looked
             stores.close()
+    with server("--folder", tmp_path / "stores", "--bind", "tcp://127.0.0.1:0") as (process, endpoint):
+        token = tmp_path / "stores" / ".token"
+        assert cli.main(["--status", endpoint, "--timeout", "0.3"]) == 1
+        assert cli.main(["--status", endpoint, "--keys", str(token), "--timeout", "60", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["run"] == "none"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
     with server("--folder", tmp_path / "stores") as (process, endpoint):
+        assert endpoint == f"ipc://{tmp_path}/stores/.socket"
         center = connect(endpoint, timeout=60).dense_store("center").pull()
         assert center[0] <= 0.5
         process.send_signal(signal.SIGINT)

@@ -258,9 +258,10 @@ def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on
 def test_server_when_given_what_is_no_message_then_cuts_that_connection_and_goes_on(tmp_path):
     with running(tmp_path, limits=LIMITS) as server, zmq.Context() as context:
         server.handler.stores.create_embedding_store("users", LAYOUT, SGD(), seed=0)
-        host, port = server.endpoint.removeprefix("tcp://").split(":")
+        path = server.endpoint.removeprefix("ipc://")
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 100, b""):
-            with plain_socket.create_connection((host, int(port)), timeout=5) as stranger:
+            with plain_socket.socket(plain_socket.AF_UNIX) as stranger:
+                stranger.connect(path)
                 stranger.sendall(garbage)
         with raw_dealer(context, server.endpoint) as dealer:  # one frame that is larger than ZeroMQ is told to take
             dealer.send(bytes(3 * LIMITS.message_bytes))

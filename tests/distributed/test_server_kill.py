@@ -47,7 +47,7 @@ class Processes:
         self.started.append((process, ours))
         return process, ours
 
-    def serve(self, folder, bind="tcp://127.0.0.1:0", target=run_server, more=()):
+    def serve(self, folder, bind=None, target=run_server, more=()):
         process, pipe = self.start(target, folder, bind, Processes, *more)
         assert pipe.poll(120), "the server did not start"
         return process, pipe.recv()
@@ -237,7 +237,7 @@ def test_server_when_its_parent_is_killed_then_ends(tmp_path):
         os.close(reader)
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
-        server = context.Process(target=run_server, args=(tmp_path, "tcp://127.0.0.1:0", theirs))
+        server = context.Process(target=run_server, args=(tmp_path, None, theirs))
         server.start()
         assert ours.poll(60)
         os.write(writer, str(server.pid).encode())

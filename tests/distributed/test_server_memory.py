@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 import torch
 import zmq
-from server_helpers import CLIENT, LAYOUT, raw_dealer, request_frames, running, stop_collector
+from server_helpers import CLIENT, LAYOUT, OpenServer, raw_dealer, request_frames, running, stop_collector
 
 from lightning_recsys.optim import SGD
 from lightning_recsys.parameter_server import connect
@@ -58,7 +58,7 @@ class Zmtp:
 
 def test_peer_when_it_never_ends_a_message_then_is_cut_and_others_go_on(tmp_path):
     with (
-        running(tmp_path, limits=LIMITS) as server,
+        running(tmp_path, kind=OpenServer, limits=LIMITS) as server,
         closing(connect(server.endpoint, shared_memory="never", timeout=20)) as stores,
         closing(Zmtp(server.endpoint)) as endless,
         closing(Zmtp(server.endpoint)) as patient,
@@ -83,7 +83,7 @@ def test_peer_when_it_never_ends_a_message_then_is_cut_and_others_go_on(tmp_path
 
 def test_peer_when_it_takes_no_answers_then_is_cut_and_others_go_on(tmp_path):
     with (
-        running(tmp_path, limits=LIMITS) as server,
+        running(tmp_path, kind=OpenServer, limits=LIMITS) as server,
         closing(connect(server.endpoint, shared_memory="never", timeout=20)) as stores,
         closing(Zmtp(server.endpoint)) as greedy,
     ):
@@ -140,7 +140,7 @@ def slow_way(endpoint):
 
 def test_client_when_its_way_is_too_slow_for_all_that_it_asks_then_gets_it_all_and_pushes_count_once(tmp_path):
     with (
-        running(tmp_path, limits=LIMITS) as server,
+        running(tmp_path, kind=OpenServer, limits=LIMITS) as server,
         slow_way(server.endpoint) as endpoint,
         closing(connect(endpoint, shared_memory="never", timeout=20)) as stores,
     ):

@@ -1,9 +1,9 @@
 """Servers beside the workers of one machine: there while they run, back when they die, gone with all they made."""
 
 import os
-import re
 import signal
 import socket
+import stat
 import time
 from functools import partial
 from multiprocessing.connection import wait
@@ -30,16 +30,26 @@ SPECS = [ServerSpec("embedding", 0), ServerSpec("embedding", 1), ServerSpec("syn
 
 
 def listens(endpoint):
-    host, port = re.fullmatch(r"tcp://(.+):(\d+)", endpoint).groups()
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(endpoint.removeprefix("ipc://")) == 0
+
+
+def reaches(host, port):
     with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
+        return probe.connect_ex((host, port)) == 0
+
+
+def other_addresses():
+    """By which this machine is reached as well: a socket that listens to everybody listens there."""
+    addresses = {x.address for found in psutil.net_if_addrs().values() for x in found if x.family == socket.AF_INET}
+    return ["127.0.0.2", *sorted(addresses - {"127.0.0.1"})]
 
 
 def pid_at(endpoint):
     """The process that listens there."""
-    port = int(endpoint.rpartition(":")[2])
+    path = endpoint.removeprefix("ipc://")
     for process in psutil.Process().children(recursive=True):
-        if any(x.laddr.port == port and x.status == psutil.CONN_LISTEN for x in process.net_connections("tcp")):
+        if any(x.laddr == path for x in process.net_connections("unix")):
             return process.pid
     raise AssertionError(f"nobody listens at {endpoint}")
 
@@ -50,16 +60,22 @@ def kill(sidecars, endpoint):
     wait(sidecars.sentinels)
 
 
-def test_servers_when_entered_then_listen_on_loopback_in_folders_that_carry_our_pid():
+def test_servers_when_entered_then_listen_where_nobody_else_comes_in_folders_that_carry_our_pid():
     with Sidecars(SPECS) as sidecars:
         endpoints = sidecars.endpoints
         assert [len(endpoints[kind]) for kind in ("embedding", "sync")] == [2, 1]
         flat = [*endpoints["embedding"], *endpoints["sync"]]
         assert len(set(flat)) == 3
-        assert all(x.startswith("tcp://127.0.0.1:") and listens(x) for x in flat)
+        assert all(x.startswith(f"ipc://{sidecars.folder}/") and listens(x) for x in flat)
+        assert stat.S_IMODE(sidecars.folder.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(Path(x.removeprefix("ipc://")).stat().st_mode) for x in flat} == {0o600}
         assert sidecars.folder.parent == SHARED_MEMORY
         assert sidecars.folder.name.startswith(f"lightning_recsys-{os.getpid()}-")
-        assert sorted(x.name for x in sidecars.folder.iterdir()) == ["embedding-0", "embedding-1", "sync-0"]
+        assert sorted(x.name for x in sidecars.folder.iterdir() if x.is_dir()) == [
+            "embedding-0",
+            "embedding-1",
+            "sync-0",
+        ]
         folder = sidecars.folder
     assert not folder.exists()
     assert not any(listens(x) for x in flat)
@@ -73,13 +89,17 @@ def test_servers_when_none_are_wanted_then_nothing_is_made():
 
 
 def test_folder_when_named_then_files_lie_there_and_only_they_go(tmp_path):
-    own = tmp_path / "disk"
+    own = tmp_path / "disk" / ("a-long-name-" * 10)  # which no socket could have
     with Sidecars(SPECS[:1], store_folder=own) as sidecars:
-        assert sidecars.folder.parent == own
+        files, sockets = sidecars.folders
+        assert files == sidecars.folder
+        assert (files.parent, sockets.parent) == (own, SHARED_MEMORY)
+        assert listens(sidecars.endpoints["embedding"][0])
     assert list(own.iterdir()) == []
+    assert not sockets.exists()
 
 
-def test_server_when_killed_then_comes_back_at_the_same_port_with_the_same_files(caplog):
+def test_server_when_killed_then_comes_back_at_the_same_address_with_the_same_files(caplog):
     with Sidecars(SPECS[:2]) as sidecars:
         first, second = sidecars.endpoints["embedding"]
         kept = sidecars.folder / "embedding-0" / "kept"
@@ -158,6 +178,8 @@ class Noting(Model):
     def on_train_start(self):
         endpoints = self.trainer.strategy.endpoints
         assert all(listens(x) for found in endpoints.values() for x in found)
+        reached = [reaches(host, int(os.environ["MASTER_PORT"])) for host in ("127.0.0.1", *other_addresses())]
+        assert reached == [True] + [False] * (len(reached) - 1)
         Path(self.folder, f"rank-{self.trainer.global_rank}").write_text(repr(endpoints))
 
 
@@ -201,9 +223,9 @@ def test_servers_when_a_worker_fails_then_are_gone_and_the_trainer_can_be_used_a
 def kill_sync_server(model, folder):
     """In worker 1; returns when it is back."""
     (endpoint,) = model.trainer.strategy.endpoints["sync"]
-    port = int(endpoint.rpartition(":")[2])
+    path = endpoint.removeprefix("ipc://")
     launched = psutil.Process(os.getppid()).children()  # of the fork server, as we are
-    (server,) = (x for x in launched if any(y.laddr.port == port for y in x.net_connections("tcp")))
+    (server,) = (x for x in launched if any(y.laddr == path for y in x.net_connections("unix")))
     server.kill()
     server.wait()
     while not listens(endpoint):
@@ -220,6 +242,6 @@ def test_server_when_killed_in_a_run_then_is_back_and_the_run_goes_on(tmp_path):
 
 def test_run_when_a_server_is_gone_for_good_then_fails_and_says_which(tmp_path):
     trainer = make_trainer(strategy=ServedStrategy(max_restarts=0))
-    with pytest.raises(RuntimeError, match=r"Server sync-0 at tcp://\S+ was ended by SIGKILL, and max_restarts=0"):
+    with pytest.raises(RuntimeError, match=r"Server sync-0 at ipc://\S+ was ended by SIGKILL, and max_restarts=0"):
         trainer.fit(Model(kill_sync_server, tmp_path))
     assert not (tmp_path / "back").exists()

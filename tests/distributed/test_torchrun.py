@@ -57,9 +57,8 @@ def lines(output, word):
 
 
 def listens(endpoint):
-    host, port = endpoint.removeprefix("tcp://").split(":")
-    with socket.socket() as probe:
-        return probe.connect_ex((host, int(port))) == 0
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(endpoint.removeprefix("ipc://")) == 0
 
 
 def soon(condition):
@@ -80,7 +79,7 @@ def test_job_when_it_runs_twice_on_one_node_then_each_run_has_servers_of_its_own
     over_the_wire, mapped = lines(output, "endpoints")
     endpoints = [*over_the_wire.split(), *mapped.split()]
     assert len(set(endpoints)) == 6
-    assert all(x.startswith("tcp://127.0.0.1:") for x in endpoints)
+    assert all(x.startswith(f"ipc://{SHARED_MEMORY}/lightning_recsys-") for x in endpoints)
     assert lines(output, "types") == [" ".join(["RemoteStores"] * 3), " ".join(["MappedStores"] * 3)]
     assert lines(output, "counted")[0] == "8 8 8"  # two ranks, four steps
     for endpoint in endpoints:  # once, by one of the two ranks

@@ -7,6 +7,7 @@ import pytest
 import zmq
 
 from lightning_recsys.parameter_server import JobKeys
+from lightning_recsys.parameter_server.keys import TOKEN, Token, load_client_keys
 
 
 def test_keys_when_generated_then_each_half_has_its_pair_and_knows_the_other():
@@ -73,3 +74,38 @@ def changed(**parts):
 def test_keys_when_the_bytes_are_none_then_says_how_to_make_some(data):
     with pytest.raises(ValueError, match="no keys of a job: `lightning-recsys-server --make-keys FILE` makes some"):
         JobKeys.from_bytes(data)
+
+
+# --- Tokens -------------------------------------------------------------------------------------------------------
+
+
+def test_token_when_a_folder_has_none_then_is_made_for_its_owner_alone_and_stays(tmp_path):
+    token, path = Token.of_folder(tmp_path), tmp_path / TOKEN
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert Token.of_folder(tmp_path) == Token.load(path) == load_client_keys(path) == token
+    assert token.is_equal(token.secret.encode())
+    assert not token.is_equal(b"")
+    assert token.secret not in repr(token)
+    assert [x.name for x in tmp_path.iterdir()] == [TOKEN]
+
+
+def test_token_when_others_can_read_it_then_is_refused(tmp_path):
+    Token.of_folder(tmp_path)
+    (tmp_path / TOKEN).chmod(0o644)
+    with pytest.raises(ValueError, match="can be read or written by others"):
+        Token.of_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"token": 7}', '{"token": "short"}'])
+def test_token_when_its_file_is_damaged_then_says_what_to_do(tmp_path, content):
+    path = tmp_path / TOKEN
+    path.touch(0o600)
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"no token of a server\. Remove it, and start the server again"):
+        Token.load(path)
+
+
+def test_client_keys_when_the_file_has_a_jobs_then_are_the_clients_half(tmp_path):
+    keys, path = JobKeys.generate(), tmp_path / "job.keys"
+    keys.save(path)
+    assert load_client_keys(path) == keys.client

@@ -1,7 +1,7 @@
 """HET's cache without a model around it: what travels, what it misses, and how long its operations take.
 
 Every step looks a batch up, announces those to come and trains the rows with a fixed gradient, against one server over
-loopback, as a worker would.
+a socket of the machine, as a worker would.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def worker(
     lookahead_batches: int = DEFAULT_LOOKAHEAD_BATCHES,
     optimizer: RowOptimizer | None = None,
 ) -> Iterator[Worker]:
-    """A worker and its server, a process of its own behind loopback."""
+    """A worker and its server, a process of its own behind a socket of the machine."""
     optimizer = optimizer or SGD()
     layout = TableLayout(tuple(EmbeddingBagConfig(name, rows, dim, (name,)) for name, rows in work.fields.items()))
     parts = [TablePart("rows", x.name, x.num_embeddings, server=0) for x in layout.tables]
@@ -304,5 +304,5 @@ def operations(
             name = f"cache operations / Hetu's, D={dim}, B={batch_size}"
             bars.append(Bar(name, milliseconds / theirs, "at most", limit_ratio))
     header = ("workload", "ms a step", "Hetu's, scaled", "ratio")
-    title = f"lookup and update over loopback, cache of 10 %, s={staleness}; this machine {speed:.2f} times as fast"
+    title = f"lookup and update over a socket, cache of 10 %, s={staleness}; this machine {speed:.2f} times as fast"
     return [Columns(title, header, lines)], bars

@@ -30,7 +30,7 @@ def measure(
     """Both comparisons.
 
     Args:
-        shapes: Width and batch size of pooled lookups. (Lookups over TCP are 128 wide, 3,328 rows each.)
+        shapes: Width and batch size of pooled lookups. (Lookups over a socket are 128 wide, 3,328 rows each.)
         rounds: Of each measurement.
         seconds: Of each variant in each round.
         warm_lookups: Over each connection before the first round.
@@ -104,7 +104,7 @@ def _remote(*, dim: int, batch_size: int, rounds: int, seconds: float, warm_look
                 turn.step_done(batch_size)
 
         measured = in_turns({"torch RPC": rpc, "tcp": tcp}, rounds=rounds, seconds=seconds)
-    return Row(f"{len(wanted[0]):,} rows of width {dim}, loopback", measured, base="torch RPC")
+    return Row(f"{len(wanted[0]):,} rows of width {dim}, a socket", measured, base="torch RPC")
 
 
 @contextmanager

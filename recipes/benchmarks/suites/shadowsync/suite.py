@@ -103,7 +103,7 @@ class Suite:
     seconds: float
 
     def overhead(self) -> Measured:
-        """With and without rounds, which go to a sync server over loopback; rows are in shared memory."""
+        """With and without rounds, which go to a sync server over a socket; rows are in shared memory."""
         variants = {NOT_SYNCHRONISED: NEVER, "S-EASGD": BACKGROUND}
         jobs = {name: self._on_one_machine(how, sync_over_tcp=True) for name, how in variants.items()}
         # 3 percent are asked for, and that is what the ratio of one round is off by.
