@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_recsys.compiled.loops import compile_loop
 from lightning_recsys.embeddings.int64_ids import are_below
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
-from lightning_recsys.optim.compiled import compile_loop
 
 
 @compile_loop

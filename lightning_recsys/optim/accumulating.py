@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.optim.compiled import AHEAD, Update, compile_rule, prefetch_row, sum_of_squares
+from lightning_recsys.compiled.loops import AHEAD, compile_rule, prefetch_row
+from lightning_recsys.optim.compiled import Update, sum_of_squares
 from lightning_recsys.optim.row_optimizers import SGD, Adagrad, RowOptimizer, RowwiseAdagrad
 from lightning_recsys.sync.clocks import MAX_CLOCK
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.parameter_server.journal import read_nonce
 from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token, load_client_keys
-from lightning_recsys.parameter_server.locality import why_not_local
-from lightning_recsys.parameter_server.mapped import MappedStores
 from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.stores.interfaces import Stores
+from lightning_recsys.stores.locality import why_not_local
+from lightning_recsys.stores.mapped import MappedStores
 
 SharedMemory = Literal["auto", "never"]
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.wire import Limits
+from lightning_recsys.stores.exchange import RowExchange, RowValues
 
 _ROW_OVERHEAD = 24  # bytes of a row's number, of its clocks, its count and its bits, and some to spare
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.parameter_server.checks import take_arguments, take_array
-from lightning_recsys.parameter_server.exchange import RowExchange, RowValues, row_dtype
 from lightning_recsys.parameter_server.wire import Limits, Request
+from lightning_recsys.stores.exchange import RowExchange, RowValues, row_dtype
 
 RowShapes = Mapping[str, tuple[int, ...]]
 

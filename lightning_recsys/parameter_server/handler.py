@@ -19,8 +19,6 @@ from torch import Tensor
 
 from lightning_recsys.errors import StoreReplacedError
 from lightning_recsys.parameter_server.checks import (
-    check_rate,
-    check_rows,
     take_arguments,
     take_array,
     take_arrays,
@@ -28,15 +26,9 @@ from lightning_recsys.parameter_server.checks import (
     take_nothing,
 )
 from lightning_recsys.parameter_server.connections import Peer
-from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain
-from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.exchange_wire import pack_reply
 from lightning_recsys.parameter_server.journal import Journal, Undo
 from lightning_recsys.parameter_server.lease import Lease
-from lightning_recsys.parameter_server.locality import Place
-from lightning_recsys.parameter_server.mapped import MappedStores, check_same
-from lightning_recsys.parameter_server.mapped_arrays import META, check_name, remove_leftovers
-from lightning_recsys.parameter_server.plain import layout_from_plain, optimizer_from_plain
 from lightning_recsys.parameter_server.served import ServedDense, ServedDynamic, ServedEmbedding, open_served
 from lightning_recsys.parameter_server.wire import (
     Frame,
@@ -48,6 +40,13 @@ from lightning_recsys.parameter_server.wire import (
     decode_request,
     encode_reply,
 )
+from lightning_recsys.stores.checks import check_rate, check_rows
+from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain
+from lightning_recsys.stores.exchange import RowExchange, RowValues
+from lightning_recsys.stores.locality import Place
+from lightning_recsys.stores.mapped import MappedStores, check_same
+from lightning_recsys.stores.mapped_arrays import META, check_name, remove_leftovers
+from lightning_recsys.stores.plain import layout_from_plain, optimizer_from_plain
 
 MAX_EMBEDDING_DIM = 1 << 16
 MAX_RUN, MAX_HOLDER = 64, 200  # characters

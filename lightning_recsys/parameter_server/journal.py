@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.parameter_server.mapped_arrays import MappedArrays
 from lightning_recsys.parameter_server.own_files import open_own
 from lightning_recsys.parameter_server.wire import MAX_WINDOW
+from lightning_recsys.stores.mapped_arrays import MappedArrays
 
 JOURNAL = ".journal"  # a name that no store can have
 UNDO = ".undo"

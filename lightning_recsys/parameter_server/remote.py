@@ -18,18 +18,13 @@ from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.checks import GENERATION
 from lightning_recsys.parameter_server.client import Connection, Pending
-from lightning_recsys.parameter_server.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
-from lightning_recsys.parameter_server.exchange import RowExchange, RowValues
 from lightning_recsys.parameter_server.exchange_parts import cut_exchange, join_answers
 from lightning_recsys.parameter_server.exchange_wire import pack_request, unpack_reply
-from lightning_recsys.parameter_server.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Stores
-from lightning_recsys.parameter_server.plain import (
-    layout_from_plain,
-    layout_to_plain,
-    optimizer_from_plain,
-    optimizer_to_plain,
-)
 from lightning_recsys.parameter_server.wire import Reply
+from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
+from lightning_recsys.stores.exchange import RowExchange, RowValues
+from lightning_recsys.stores.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Stores
+from lightning_recsys.stores.plain import layout_from_plain, layout_to_plain, optimizer_from_plain, optimizer_to_plain
 
 Arguments = Mapping[str, Any]
 NONE: Arguments = {}

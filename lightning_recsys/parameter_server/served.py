@@ -12,18 +12,19 @@ from torch import Tensor
 
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
-from lightning_recsys.parameter_server import embedding_store, hash_store
-from lightning_recsys.parameter_server.checks import check_bags, check_single, take_array
-from lightning_recsys.parameter_server.dense_store import MappedDenseStore
-from lightning_recsys.parameter_server.dynamic_rows import dynamic_to_plain
-from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
-from lightning_recsys.parameter_server.exchange import RowExchange
+from lightning_recsys.parameter_server.checks import take_array
 from lightning_recsys.parameter_server.exchange_wire import unpack_request
-from lightning_recsys.parameter_server.hash_store import HashEmbeddingStore
 from lightning_recsys.parameter_server.journal import Undo
-from lightning_recsys.parameter_server.mapped_arrays import MappedArrays, read_meta
-from lightning_recsys.parameter_server.plain import layout_to_plain, optimizer_to_plain
 from lightning_recsys.parameter_server.wire import Limits, Request
+from lightning_recsys.stores import embedding_store, hash_store
+from lightning_recsys.stores.checks import check_bags, check_single
+from lightning_recsys.stores.dense_store import MappedDenseStore
+from lightning_recsys.stores.dynamic_rows import dynamic_to_plain
+from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
+from lightning_recsys.stores.exchange import RowExchange
+from lightning_recsys.stores.hash_store import HashEmbeddingStore
+from lightning_recsys.stores.mapped_arrays import MappedArrays, read_meta
+from lightning_recsys.stores.plain import layout_to_plain, optimizer_to_plain
 
 
 class ServedEmbedding:

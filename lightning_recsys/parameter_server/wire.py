@@ -21,7 +21,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from lightning_recsys.parameter_server.mapped_arrays import check_name
+from lightning_recsys.stores.mapped_arrays import check_name
 
 VERSION = 4  # raised with every change of a message
 CLIENT_ID_BYTES = 16

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fabric.strategies.registry import _StrategyRegistry
 
 if TYPE_CHECKING:
-    from lightning_recsys.strategies.base import RecsysStrategy
+    from lightning_recsys.strategies.common.base import RecsysStrategy
     from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
     from lightning_recsys.strategies.des import DESStrategy
     from lightning_recsys.strategies.het import HETStrategy
@@ -25,7 +25,7 @@ _MODULES = {
     "DESStrategy": "des",
     "ForkserverDDPStrategy": "ddp",
     "HETStrategy": "het",
-    "RecsysStrategy": "base",
+    "RecsysStrategy": "common.base",
     "ShadowSyncStrategy": "shadowsync",
 }
 

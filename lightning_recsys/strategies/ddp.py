@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_recsys.strategies.base import RecsysStrategy
+from lightning_recsys.strategies.common.base import RecsysStrategy
 
 
 class ForkserverDDPStrategy(RecsysStrategy):

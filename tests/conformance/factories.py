@@ -1,7 +1,7 @@
 """Strategies with settings, for the table in test_strategies.py."""
 
 from lightning_recsys.strategies import HETStrategy, RecsysStrategy
-from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
+from lightning_recsys.strategies.shadowsync.strategy import ShadowSyncStrategy
 
 
 class FreeStrategy(RecsysStrategy):

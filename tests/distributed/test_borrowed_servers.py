@@ -13,10 +13,11 @@ from server_helpers import running, stop_collector
 
 from lightning_recsys.errors import RequestRefusedError, ServerInUseError, StoreReplacedError
 from lightning_recsys.optim import SGD
-from lightning_recsys.parameter_server import MappedStores, connect
+from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server import lease as lease_module
 from lightning_recsys.parameter_server.lease import RunLease
 from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.stores import MappedStores
 
 pytestmark = [
     pytest.mark.distributed,

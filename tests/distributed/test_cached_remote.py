@@ -10,8 +10,10 @@ from server_helpers import running, stop_collector
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import SGD, Adagrad, RowwiseAdagrad
-from lightning_recsys.parameter_server import CachedBackend, connect, table_costs
+from lightning_recsys.parameter_server import connect
 from lightning_recsys.placement import place_tables
+from lightning_recsys.row_cache import CachedBackend
+from lightning_recsys.stores import table_costs
 
 pytestmark = pytest.mark.distributed
 

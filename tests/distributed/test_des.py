@@ -20,7 +20,7 @@ from forked import run_processes
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
 from lightning_recsys.checkpoints import read_checkpoint, to_file
-from lightning_recsys.parameter_server import DynamicRows
+from lightning_recsys.stores import DynamicRows
 from lightning_recsys.strategies import DESStrategy
 
 pytestmark = [

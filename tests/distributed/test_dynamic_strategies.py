@@ -9,7 +9,7 @@ from torch import nn
 from lightning_recsys.checkpoints import read_checkpoint
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import SGD
-from lightning_recsys.parameter_server import DynamicRows
+from lightning_recsys.stores import DynamicRows
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 
 pytestmark = [

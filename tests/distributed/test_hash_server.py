@@ -8,9 +8,11 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import SGD, Adagrad, Adam
-from lightning_recsys.parameter_server import CachedBackend, DynamicRows, MappedStores, StoreBackend, connect
-from lightning_recsys.parameter_server.exchange import RowExchange
+from lightning_recsys.parameter_server import connect
 from lightning_recsys.placement import PlacementPlan, TablePart, rows_in_stripe
+from lightning_recsys.row_cache import CachedBackend
+from lightning_recsys.stores import DynamicRows, MappedStores, StoreBackend
+from lightning_recsys.stores.exchange import RowExchange
 
 LAYOUT = TableLayout(
     (

@@ -23,7 +23,7 @@ from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.models import DLRM
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
-from lightning_recsys.parameter_server import DynamicRows
+from lightning_recsys.stores import DynamicRows
 from lightning_recsys.strategies import HETStrategy
 from lightning_recsys.tasks import CTRTask
 
@@ -265,7 +265,7 @@ class KeepsLog(Callback):
     def setup(self, trainer, pl_module, stage):
         handler = logging.FileHandler(self.folder / str(trainer.global_rank))
         handler.setLevel(logging.WARNING)
-        logging.getLogger("pytorch_lightning.lightning_recsys.strategies.het").addHandler(handler)
+        logging.getLogger("pytorch_lightning.lightning_recsys.strategies.het.strategy").addHandler(handler)
 
 
 # --- What it equals --------------------------------------------------------------------------------------------------

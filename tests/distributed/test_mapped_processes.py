@@ -12,7 +12,7 @@ from forked import fork_context, run_processes
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import SGD, Adam
-from lightning_recsys.parameter_server import MappedStores
+from lightning_recsys.stores import MappedStores
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

@@ -7,9 +7,11 @@ import torch
 from server_helpers import running, stop_collector
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings.substitution import substitute_embeddings
 from lightning_recsys.optim import FTRL, SGD, Adam, RowwiseAdagrad
-from lightning_recsys.parameter_server import StoreBackend, connect, substitute_embeddings, table_costs
+from lightning_recsys.parameter_server import connect
 from lightning_recsys.placement import place_tables
+from lightning_recsys.stores import StoreBackend, table_costs
 
 pytestmark = pytest.mark.distributed
 

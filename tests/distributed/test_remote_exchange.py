@@ -8,10 +8,11 @@ from server_helpers import CLIENT, LAYOUT, ForgetfulServer, ask, digest, running
 
 from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import SGD, Adagrad, RowwiseAdagrad
-from lightning_recsys.parameter_server import MappedStores, connect
-from lightning_recsys.parameter_server.exchange import RowExchange
+from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.wire import Limits
+from lightning_recsys.stores import MappedStores
+from lightning_recsys.stores.exchange import RowExchange
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 
@@ -260,7 +261,7 @@ def test_push_when_it_fails_half_way_then_rows_clocks_and_step_are_as_before(tmp
         assert digest(tmp_path) != before
         raise MemoryError("in the middle")
 
-    monkeypatch.setattr("lightning_recsys.parameter_server.embedding_store.MappedEmbeddingStore.fetch_and_check", fail)
+    monkeypatch.setattr("lightning_recsys.stores.embedding_store.MappedEmbeddingStore.fetch_and_check", fail)
     reply = exchange(handler, ROWS, CLOCKS, UPDATE, UPDATE, sequence=1, **RIGHT)
     assert (reply.status, reply.value) == ("failed", "MemoryError: in the middle")
     assert digest(tmp_path) == before

@@ -20,13 +20,14 @@ from server_helpers import LAYOUT, ForgetfulServer, request_frames, running, sto
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.optim import SGD, Adagrad
-from lightning_recsys.parameter_server import JobKeys, MappedStores, connect, serve
+from lightning_recsys.parameter_server import JobKeys, connect, serve
 from lightning_recsys.parameter_server import remote as remote_module
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.keys import Token
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import Server, check_bind
 from lightning_recsys.parameter_server.wire import VERSION, Limits
+from lightning_recsys.stores import MappedStores
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 

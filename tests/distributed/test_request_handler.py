@@ -8,8 +8,8 @@ from server_helpers import CLIENT, LAYOUT, ask, digest
 
 from lightning_recsys.optim import SGD, Adagrad
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.parameter_server.plain import layout_to_plain, optimizer_to_plain
 from lightning_recsys.parameter_server.wire import Limits
+from lightning_recsys.stores.plain import layout_to_plain, optimizer_to_plain
 
 ONE_ROW = torch.tensor([2]), torch.full((1, 4), -1.0)
 IDS = torch.tensor([0, 5, 1, 4, 2, 0])  # x, y of table a and z of table b, two examples

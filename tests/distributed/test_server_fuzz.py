@@ -17,8 +17,8 @@ from server_helpers import CLIENT, LAYOUT, ask, digest, raw_dealer, request_fram
 from lightning_recsys.optim import SGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.parameter_server.plain import layout_to_plain, optimizer_to_plain
 from lightning_recsys.parameter_server.wire import Limits, Status, decode_reply
+from lightning_recsys.stores.plain import layout_to_plain, optimizer_to_plain
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 

@@ -15,8 +15,9 @@ from server_processes import DIM, ROWS, TOUCHED, push_ones, run_server, run_serv
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import SGD, RowwiseAdagrad
-from lightning_recsys.parameter_server import DynamicRows, MappedStores, connect
-from lightning_recsys.parameter_server.exchange import RowExchange
+from lightning_recsys.parameter_server import connect
+from lightning_recsys.stores import DynamicRows, MappedStores
+from lightning_recsys.stores.exchange import RowExchange
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 

@@ -9,7 +9,8 @@ import torch
 from served_strategy import LoadedByWorkers, Model, Ratings, ServedStrategy, make_trainer, say
 
 from lightning_recsys.optim import SGD
-from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy, base
+from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
+from lightning_recsys.strategies.common import base
 
 
 class Counting(Model):

@@ -19,7 +19,7 @@ from lightning_recsys.data import Batch, TabularDataModule
 from lightning_recsys.data.preparation import BySchema, Preparation, SchemaRules
 from lightning_recsys.data.prepared import PreparedDataModule
 from lightning_recsys.data.raw import TabularFormat
-from lightning_recsys.data.splitting import split_by_share
+from lightning_recsys.data.tables.splitting import split_by_share
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 

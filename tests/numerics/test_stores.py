@@ -6,7 +6,7 @@ import torch
 from lightning_recsys.embeddings import EmbeddingBagConfig, LocalBackend, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
-from lightning_recsys.parameter_server import MappedStores
+from lightning_recsys.stores import MappedStores
 
 RULES = [SGD(0.1), Adagrad(0.1), RowwiseAdagrad(0.1), Adam(0.1), FTRL(0.1, l1=0.01)]
 

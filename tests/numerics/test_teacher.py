@@ -11,8 +11,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 
 from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.data.generated.zipf import ZipfSampler
 from lightning_recsys.data.hashing import mix64, uniform
-from lightning_recsys.data.zipf import ZipfSampler
 
 NUM_ROWS = 200_000
 

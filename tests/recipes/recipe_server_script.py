@@ -23,9 +23,9 @@ import train  # noqa: F401
 import lightning_recsys.callbacks
 import lightning_recsys.data
 import lightning_recsys.models
-import lightning_recsys.strategies.des
-import lightning_recsys.strategies.het
-import lightning_recsys.strategies.shadowsync
+import lightning_recsys.strategies.des.strategy
+import lightning_recsys.strategies.het.strategy
+import lightning_recsys.strategies.shadowsync.strategy
 import lightning_recsys.tasks  # noqa: F401
 
 forkserver.set_forkserver_preload(

@@ -1,9 +1,10 @@
-"""Imports point down only; the library never sees recipes, Hydra or the tests; what is public says what it is."""
+"""Rooms import what they list, downwards; READMEs name every file; what is public says what it is."""
 
 import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -11,25 +12,43 @@ import pytest
 import lightning_recsys
 
 PACKAGE = Path(lightning_recsys.__file__).parent
-# Highest first. A package may import from itself and from what stands below it.
-LAYERS = (
-    "strategies",
-    "launchers",
-    "tasks",
-    "callbacks",
-    "models",
-    "data",
-    "metrics",
-    "checkpoints",
-    "parameter_server",
-    "embeddings",
-    "optim",
-    "placement",
-    "sync",
-    "runtime",
-    "errors",
-    "__about__",
-)
+# Highest first: each room with the rooms below it that it imports from. Another edge is a decision, and a line here.
+EDGES: dict[str, set[str]] = {
+    "strategies": {
+        "checkpoints",
+        "data",
+        "embeddings",
+        "errors",
+        "launchers",
+        "models",
+        "optim",
+        "parameter_server",
+        "placement",
+        "row_cache",
+        "runtime",
+        "stores",
+        "sync",
+    },
+    "row_cache": {"compiled", "embeddings", "optim", "parameter_server", "placement", "stores", "sync"},
+    "launchers": {"parameter_server", "runtime"},
+    "parameter_server": {"embeddings", "errors", "optim", "runtime", "stores"},
+    "stores": {"compiled", "embeddings", "errors", "optim", "placement", "sync"},
+    "tasks": {"callbacks", "checkpoints", "data", "embeddings", "metrics"},
+    "callbacks": {"data", "metrics"},
+    "models": {"embeddings", "optim", "partition"},
+    "data": {"embeddings", "metrics", "runtime"},
+    "embeddings": {"compiled", "optim"},
+    "optim": {"compiled", "sync"},
+    "checkpoints": {"errors"},
+    "placement": {"errors"},
+    "metrics": set(),
+    "partition": set(),
+    "compiled": set(),
+    "sync": set(),
+    "runtime": set(),
+    "errors": set(),
+    "__about__": set(),
+}
 NOT_FOR_THE_LIBRARY = {"recipes", "recipe_tools", "conf", "tests", "hydra", "omegaconf", "lightning"}
 
 
@@ -45,8 +64,8 @@ def imports(path: Path) -> list[tuple[int, str]]:
     return found
 
 
-def upward_imports(path: Path, package: Path) -> list[str]:
-    """Imports of a layer above the file's own, and of what no layer may import."""
+def wrong_imports(path: Path, package: Path) -> list[str]:
+    """Imports of rooms that the file's own does not list, and of what no room may import."""
     own = path.relative_to(package).parts[0].removesuffix(".py")
     wrong = []
     for line, name in imports(path):
@@ -54,8 +73,8 @@ def upward_imports(path: Path, package: Path) -> list[str]:
         layer = rest.partition(".")[0]
         if top in NOT_FOR_THE_LIBRARY:
             wrong.append(f"{path}:{line} imports {name}")
-        elif top == "lightning_recsys" and own != "__init__" and LAYERS.index(layer) < LAYERS.index(own):
-            wrong.append(f"{path}:{line} imports {name}, a layer above {own}")
+        elif top == "lightning_recsys" and own != "__init__" and layer not in EDGES[own] | {own, "__about__"}:
+            wrong.append(f"{path}:{line} imports {name}, and {own} does not list {layer}")
     return wrong
 
 
@@ -63,13 +82,47 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_module_when_parsed_then_imports_point_down_only(path):
-    assert upward_imports(path, PACKAGE) == []
+def test_module_when_parsed_then_it_imports_what_its_room_lists(path):
+    assert wrong_imports(path, PACKAGE) == []
 
 
-def test_every_layer_when_listed_then_has_its_place():
+def test_rooms_when_listed_then_every_edge_points_down_and_is_used():
     rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES} - {"__init__"}
-    assert rooms <= set(LAYERS), "a new package or module needs its place in LAYERS"
+    assert rooms == set(EDGES), "a new package or module needs its place in EDGES"
+    order = list(EDGES)
+    for room, below in EDGES.items():
+        assert all(order.index(other) > order.index(room) for other in below), room
+        own = [path for path in MODULES if path.relative_to(PACKAGE).parts[0].removesuffix(".py") == room]
+        used = {name.split(".")[1] for path in own for _, name in imports(path) if name.startswith("lightning_recsys.")}
+        assert below <= used, f"{room} lists {below - used}, which it does not import"
+
+
+ROOMS = [path.parent for path in sorted(PACKAGE.rglob("README.md"))]
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(PACKAGE).as_posix())
+def test_readme_then_it_names_every_file_of_its_room(room):
+    """A folder within it is named as a whole, or has a README of its own."""
+    page = (room / "README.md").read_text()
+    named = {name for quoted in re.findall(r"`([^`]+)`", page) for name in expanded(quoted)}
+    walls = {path for path in room.iterdir() if path.is_dir() and (path / "README.md").exists()}
+    for path in room.rglob("*.py"):
+        inner = path.relative_to(room)
+        if path.name == "__init__.py" or walls & set(path.parents):
+            continue
+        parents = {f"{parent.as_posix()}/" for parent in inner.parents if parent != Path(".")}
+        assert inner.as_posix() in named or parents & named or path.name in named, f"{page[:30]!r} lacks {inner}"
+
+
+def test_every_room_then_it_has_a_readme():
+    rooms = {path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert {room.name for room in rooms if not (room / "README.md").exists()} == set()
+
+
+def expanded(name: str) -> list[str]:
+    """``a/{b,c}.py`` as ``a/b.py`` and ``a/c.py``."""
+    found = re.fullmatch(r"(.*)\{([^}]*)\}(.*)", name)
+    return [name] if found is None else [f"{found[1]}{part.strip()}{found[3]}" for part in found[2].split(",")]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +142,7 @@ def test_checker_when_given_an_import_then_judges_it(tmp_path, own, source, wron
     path = tmp_path / own
     path.parent.mkdir()
     path.write_text(source)
-    assert bool(upward_imports(path, tmp_path)) == wrong
+    assert bool(wrong_imports(path, tmp_path)) == wrong
 
 
 PACKAGES = [x.name for x in pkgutil.walk_packages([str(PACKAGE)], "lightning_recsys.") if x.ispkg]

@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lightning_recsys.data.encoding import feature_name, standardize, transform
 from lightning_recsys.data.preparation.preprocessing import ColumnRules, Ids, Summary
 from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
-from lightning_recsys.data.schema import Schema
-from lightning_recsys.data.schema_parts import Categorical
-from lightning_recsys.data.vocabulary import HashBuckets, Vocabulary
+from lightning_recsys.data.tables.encoding import feature_name, standardize, transform
+from lightning_recsys.data.tables.schema import Schema
+from lightning_recsys.data.tables.schema_parts import Categorical
+from lightning_recsys.data.tables.vocabulary import HashBuckets, Vocabulary
 
 _COUNT, _MEAN, _SQUARES = range(3)
 

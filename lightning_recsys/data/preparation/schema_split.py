@@ -14,7 +14,7 @@ from lightning_recsys.data.preparation.parallel import ordered_map
 from lightning_recsys.data.preparation.source import RawSource
 from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Survey, Times
 from lightning_recsys.data.raw import Block, RawColumns, RawFormat, TabularFormat
-from lightning_recsys.data.splitting import drawing_keys, split_sizes
+from lightning_recsys.data.tables.splitting import drawing_keys, split_sizes
 
 _CHUNK = 1 << 20
 

@@ -19,16 +19,16 @@ import pyarrow.parquet as pq
 import yaml  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from lightning_recsys.data import columns
-from lightning_recsys.data.bad_rows import OnBadRow
-from lightning_recsys.data.columns import Categories
-from lightning_recsys.data.encoding import feature_name
-from lightning_recsys.data.examples import Examples, clean
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.raw.columns import BadLine, Bags, RawColumns, RawFormat
 from lightning_recsys.data.raw.kernels import find_records
 from lightning_recsys.data.raw.text import Block, Position
-from lightning_recsys.data.reading import (
+from lightning_recsys.data.tables import columns
+from lightning_recsys.data.tables.bad_rows import OnBadRow
+from lightning_recsys.data.tables.columns import Categories
+from lightning_recsys.data.tables.encoding import feature_name
+from lightning_recsys.data.tables.examples import Examples, clean
+from lightning_recsys.data.tables.reading import (
     BLOCK_BYTES,
     MisshapenRow,
     RawTable,
@@ -38,8 +38,8 @@ from lightning_recsys.data.reading import (
     parse_block,
     separator_of,
 )
-from lightning_recsys.data.schema import Schema
-from lightning_recsys.data.table_reader import TableReader
+from lightning_recsys.data.tables.schema import Schema
+from lightning_recsys.data.tables.table_reader import TableReader
 
 _LONGEST_ROW = BLOCK_BYTES
 _ROW_BYTES = 64  # of a Parquet file, for want of knowing

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_recsys.compiled.loops import AHEAD, compile_loop, prefetch_row
+from lightning_recsys.compiled.vectors import add_floats, copy_floats, scale_floats, vector_width
 from lightning_recsys.embeddings.kernels.base import Kernel, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.optim.compiled import AHEAD, COMPILED_RULES, apply_update, compile_loop, prefetch_row
-from lightning_recsys.optim.vectors import add_floats, copy_floats, scale_floats, vector_width
+from lightning_recsys.optim.compiled import COMPILED_RULES, apply_update
 
 _NO_WEIGHTS = np.empty(0, dtype=np.float32)
 _NO_OFFSETS = np.empty(0, dtype=np.int64)

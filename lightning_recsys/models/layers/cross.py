@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.models.layers.linear import affine
-from lightning_recsys.models.layers.partition import FieldLayer, Sends, input_columns
+from lightning_recsys.partition.field_layer import FieldLayer, input_columns
+from lightning_recsys.partition.pieces import Sends
 
 
 def flatten_inputs(dense: Tensor, embeddings_BFD: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_recsys.models.layers.partition import FieldLayer, Sends
+from lightning_recsys.partition.field_layer import FieldLayer
+from lightning_recsys.partition.pieces import Sends
 
 
 class FMSecondOrder(FieldLayer):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.models.layers.linear import affine
-from lightning_recsys.models.layers.partition import FieldLayer, Sends
+from lightning_recsys.partition.field_layer import FieldLayer
+from lightning_recsys.partition.pieces import Sends
 
 
 class FieldwiseLinear(FieldLayer):

@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers.inputs import check_dense
-from lightning_recsys.models.layers.partition import FieldLayer, Sends
 from lightning_recsys.models.layers.tables import first_order_weights
+from lightning_recsys.partition.field_layer import FieldLayer
+from lightning_recsys.partition.pieces import Sends
 
 
 class FirstOrder(FieldLayer):

@@ -16,7 +16,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_recsys.data import Batch
-from lightning_recsys.strategies.base import RecsysStrategy
+from lightning_recsys.strategies.common.base import RecsysStrategy
 
 
 class StepTimes(pl.Callback):

@@ -25,16 +25,16 @@ from benchmarks.suites.kernels import Tables
 from rich.table import Table
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.embeddings.cache import CachePolicy
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.launchers import ServerSpec, Sidecars
 from lightning_recsys.optim import SGD, RowOptimizer
 from lightning_recsys.parameter_server import connect
-from lightning_recsys.parameter_server.cached import CachedBackend
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import TablePart
-from lightning_recsys.strategies._peeking import BYTES_PER_ID
-from lightning_recsys.strategies.het import DEFAULT_LOOKAHEAD_BATCHES, DEFAULT_LOOKAHEAD_BYTES
+from lightning_recsys.row_cache import CachePolicy
+from lightning_recsys.row_cache.backend import CachedBackend
+from lightning_recsys.row_cache.look_ahead import BYTES_PER_ID
+from lightning_recsys.strategies.het.strategy import DEFAULT_LOOKAHEAD_BATCHES, DEFAULT_LOOKAHEAD_BYTES
 
 CACHED = 0.1  # of all rows
 # Hetu's own C++ cache, milliseconds of lookup and update a step and the share of bytes that it saves at s=100, as

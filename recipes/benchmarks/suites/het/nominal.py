@@ -24,8 +24,8 @@ from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 from lightning_recsys.models import WideDeep
 from lightning_recsys.optim import RowwiseAdagrad
-from lightning_recsys.parameter_server.backend import StoreBackend
-from lightning_recsys.parameter_server.dynamic_rows import DynamicRows
+from lightning_recsys.stores.backend import StoreBackend
+from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.strategies import HETStrategy
 
 

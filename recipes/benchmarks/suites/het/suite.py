@@ -28,7 +28,7 @@ from benchmarks.suites.het.link import measure as measure_link
 from benchmarks.suites.het.nominal import measure as measure_nominal
 from benchmarks.suites.het.training import PAPERS_MODELS
 
-from lightning_recsys.embeddings.cache import CachePolicy
+from lightning_recsys.row_cache import CachePolicy
 
 Part = Literal["traffic", "operations", "misses", "link", "overhead", "nominal", "quality"]
 

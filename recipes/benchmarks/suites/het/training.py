@@ -26,7 +26,7 @@ from lightning_recsys.models import DCN, DeepFM, WideDeep
 from lightning_recsys.optim import SGD
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
-from lightning_recsys.strategies.served import ServedStrategy
+from lightning_recsys.strategies.common.served import ServedStrategy
 
 TRAFFIC = "traffic"  # how the files of `CountedSteps` begin
 PAPERS_MODELS: dict[str, Callable[..., torch.nn.Module]] = {

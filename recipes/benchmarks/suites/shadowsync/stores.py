@@ -19,7 +19,7 @@ from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
 from lightning_recsys.launchers import ServerSpec, Sidecars
 from lightning_recsys.optim import RowwiseAdagrad
 from lightning_recsys.parameter_server import connect
-from lightning_recsys.parameter_server.embedding_store import MappedEmbeddingStore
+from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 
 Variant = Callable[[Turn], None]
 

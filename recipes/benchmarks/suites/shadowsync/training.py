@@ -20,8 +20,8 @@ from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.models import DLRM
 from lightning_recsys.optim import RowwiseAdagrad
-from lightning_recsys.parameter_server.interfaces import Stores
 from lightning_recsys.runtime import configure_worker
+from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies import ShadowSyncStrategy
 
 ROWS = 65_536  # held in memory; workers go round and round, each from a place of its own

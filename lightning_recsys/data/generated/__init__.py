@@ -1,0 +1,1 @@
+"""Generated clicks whose best score is known."""

@@ -1,0 +1,276 @@
+"""What a table of rows means: which files, which columns, what is a click. Written in YAML, one key per fact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml  # type: ignore[import-untyped]
+
+from lightning_recsys.data.tables.label import LabelRule
+from lightning_recsys.data.tables.schema_parts import (
+    Categorical,
+    Dense,
+    Join,
+    Label,
+    MultiValued,
+    Split,
+    TableFormat,
+    require,
+)
+from lightning_recsys.data.typed_yaml import check_keys, convert, load_yaml, make
+
+T = TypeVar("T")
+
+DEFAULT_SHARE = 0.1
+SPLITS = ["train", "validation", "test"]
+FEATURES: dict[str, type] = {"dense": Dense, "categorical": Categorical, "multi_valued": MultiValued}
+FORMAT_KEYS = [f.name for f in fields(TableFormat)]
+KEYS = ["files", *FORMAT_KEYS, "label", "defaults", *FEATURES, "time", "ignore", "joins", "split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """A table of rows, and what its columns mean.
+
+    Read one with :meth:`from_yaml` or :meth:`from_dict`; ``docs/data.md`` lists the keys.
+
+    Args:
+        files: For ``train``, ``validation`` and ``test`` the paths or globs of their files.
+        table: How those files are written.
+        label: The label.
+        dense: Numeric features.
+        categorical: Features with one id per row.
+        multi_valued: Features with a bag of ids per row.
+        time: Column with the time of a row: numbers or ISO 8601.
+        ignore: Columns that are known and not used.
+        joins: Side tables.
+        split: How evaluation rows are parted from training rows.
+        comments: Remarks for :meth:`to_yaml`, by column or key.
+
+    Raises:
+        ValueError: see :meth:`from_dict`.
+    """
+
+    files: Mapping[Literal["train", "validation", "test"], tuple[str, ...]]
+    label: Label
+    table: TableFormat = field(default_factory=TableFormat)
+    dense: Mapping[str, Dense] = field(default_factory=dict)
+    categorical: Mapping[str, Categorical] = field(default_factory=dict)
+    multi_valued: Mapping[str, MultiValued] = field(default_factory=dict)
+    time: str | None = None
+    ignore: tuple[str, ...] = ()
+    joins: tuple[Join, ...] = ()
+    split: Split = field(default_factory=Split)
+    comments: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check_uses()
+        self._check_split()
+        self.table.check("schema")
+        for i, join in enumerate(self.joins):
+            join.table.check(f"schema.joins[{i}]")
+        LabelRule(self.label.rule)
+        require(bool(self.files), "schema.files must name at least one file, such as files: {train: rows.csv}.")
+        require(
+            bool(self.categorical or self.multi_valued),
+            "schema needs at least one column under categorical or multi_valued: the models embed them.",
+        )
+        for where, column in self._embedded():
+            require(column.min_count >= 1, f"{where}.min_count must be at least 1, got {column.min_count}.")
+            buckets = column.hash_buckets
+            require(buckets is None or buckets >= 1, f"{where}.hash_buckets must be at least 1, got {buckets}.")
+            require(
+                buckets is None or column.min_count == 1,
+                f"{where} has both min_count and hash_buckets: hashing keeps no counts. Choose one.",
+            )
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Schema:
+        """Read a schema file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is not YAML, repeats a key, or as for :meth:`from_dict`.
+        """
+        return _parse(load_yaml(Path(path)))
+
+    @classmethod
+    def from_dict(cls, schema: Mapping[str, object]) -> Schema:
+        """Read a schema from plain dictionaries and lists, with the keys of a schema file.
+
+        Raises:
+            ValueError: a key is unknown, missing or has a value of the wrong kind; the message names it and says what
+                is allowed.
+
+        >>> Schema.from_dict({"files": "clicks.csv", "label": "click", "categorical": ["user", "item"]}).label.column
+        'click'
+        """
+        return _parse(schema)
+
+    def to_yaml(self) -> str:
+        """The schema as a file that :meth:`from_yaml` reads, with its comments."""
+        return "".join(f"{line}\n" for line in _lines(self))
+
+    def share(self, split: Literal["validation", "test"]) -> float:
+        """Share of the training files' rows that go to an evaluation split; 0 if it has files of its own."""
+        if split in self.files:
+            return 0.0
+        share = getattr(self.split, split)
+        return DEFAULT_SHARE if share is None else float(share)
+
+    def uses(self) -> Iterator[tuple[str, str]]:
+        """Every column that is spoken for, with the key that does."""
+        yield self.label.column, "label"
+        for key in ("dense", "categorical", "multi_valued", "ignore"):
+            for column in getattr(self, key):
+                yield column, key
+        if self.time is not None:
+            yield self.time, "time"
+
+    def _embedded(self) -> Iterator[tuple[str, Categorical]]:
+        for key in ("categorical", "multi_valued"):
+            for name, column in getattr(self, key).items():
+                yield f"schema.{key}.{name}", column
+
+    def _check_uses(self) -> None:
+        seen: dict[str, str] = {}
+        for column, key in self.uses():
+            require(
+                column not in seen,
+                f"column {column!r} stands under schema.{seen.get(column)} and under schema.{key}. Keep one.",
+            )
+            seen[column] = key
+        features = [name.replace(".", "_") for name in (*self.categorical, *self.multi_valued)]
+        require(
+            len(set(features)) == len(features),
+            f"two of the columns {', '.join(sorted(features))} have the same name once dots become underscores. "
+            "Rename one.",
+        )
+
+    def _check_split(self) -> None:
+        for name in ("validation", "test"):
+            given = getattr(self.split, name)
+            require(
+                not (given and name in self.files),
+                f"schema.split.{name} and schema.files.{name} both say where {name} rows come from. Keep one.",
+            )
+            require(
+                given is None or 0 <= given < 1, f"schema.split.{name} must be at least 0 and below 1, got {given}."
+            )
+        total = self.share("validation") + self.share("test")
+        require(total < 1, f"schema.split leaves no training rows: validation and test take {total:g} of all.")
+        require(
+            self.split.by != "time" or self.time is not None,
+            "schema.split.by is time, but schema.time names no column.",
+        )
+
+
+def _parse(data: Any) -> Schema:
+    """A schema from plain dictionaries and lists."""
+    check_keys("schema", data, KEYS)
+    for required in ("files", "label"):
+        if data.get(required) is None:
+            raise ValueError(f"schema.{required} is missing. A schema needs files, label and at least one feature.")
+    label = data["label"]
+    defaults = data.get("defaults") or {}
+    check_keys("schema.defaults", defaults, list(FEATURES))
+    features: dict[str, Any] = {
+        key: _parse_columns(f"schema.{key}", data.get(key) or {}, kind, defaults.get(key) or {})
+        for key, kind in FEATURES.items()
+    }
+    joins = data.get("joins") or []
+    if not isinstance(joins, list | tuple):
+        raise ValueError(f"schema.joins must be a list of side tables, got {joins!r}.")
+    return Schema(
+        files=_parse_files(data["files"]),
+        table=_parse_format("schema", data),
+        label=Label(column=label) if isinstance(label, str) else make(Label, "schema.label", label),
+        time=convert("schema.time", data.get("time"), str | None),
+        ignore=convert("schema.ignore", data.get("ignore") or (), tuple[str, ...]),
+        joins=tuple(_parse_join(f"schema.joins[{i}]", join) for i, join in enumerate(joins)),
+        split=make(Split, "schema.split", data.get("split") or {}),
+        **features,
+    )
+
+
+def _parse_files(files: Any) -> dict[Any, tuple[str, ...]]:
+    if not isinstance(files, Mapping):
+        files = {"train": files}
+    check_keys("schema.files", files, SPLITS)
+    return {split: convert(f"schema.files.{split}", paths, tuple[str, ...]) for split, paths in files.items() if paths}
+
+
+def _parse_format(where: str, data: Mapping[str, Any]) -> TableFormat:
+    return make(TableFormat, where, {key: data[key] for key in FORMAT_KEYS if key in data})
+
+
+def _parse_join(where: str, data: Any) -> Join:
+    check_keys(where, data, ["file", "column", "key", *FORMAT_KEYS])
+    own = {key: value for key, value in data.items() if key not in FORMAT_KEYS}
+    own.setdefault("key", own.get("column"))
+    return make(Join, where, own, table=_parse_format(where, data))
+
+
+def _parse_columns(where: str, data: Any, kind: type[T], defaults: Mapping[str, Any]) -> dict[str, T]:
+    """Columns with their options, from a list of names or a mapping of names to options."""
+    if isinstance(data, str):
+        data = [data]
+    if not isinstance(data, Mapping):
+        names = convert(where, data, tuple[str, ...])
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"{where} lists {', '.join(twice)} twice. Keep one.")
+        data = dict.fromkeys(names)
+    columns = {}
+    for name, options in data.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{where}: the column name {name!r} is no string for YAML. Put it in quotes.")
+        check_keys(f"{where}.{name}", options or {}, [f.name for f in fields(kind)])  # type: ignore[arg-type]
+        columns[name] = make(kind, f"{where}.{name}", {**defaults, **(options or {})})
+    return columns
+
+
+def _lines(schema: Schema) -> Iterator[str]:
+    """A schema file, line by line; what has its default value is left out."""
+
+    def remark(key: str) -> str:
+        return f"  # {schema.comments[key]}" if key in schema.comments else ""
+
+    def section(key: str, items: list[tuple[str, str]]) -> Iterator[str]:
+        if items:
+            yield f"{key}:{remark(key)}"
+            yield from (f"  {text}{remark(name)}" for name, text in items)
+
+    yield from (f"# {line}" for line in schema.comments.get("", "").splitlines())
+    files = {split: list(paths) if len(paths) > 1 else paths[0] for split, paths in schema.files.items()}
+    yield from section("files", [(split, f"{split}: {_flow(paths)}") for split, paths in files.items()])
+    yield from (f"{key}: {_flow(value)}{remark(key)}" for key, value in _changed(schema.table).items())
+    yield f"label: {_flow(_changed(schema.label))}{remark('label')}"
+    for key in FEATURES:
+        columns = getattr(schema, key).items()
+        yield from section(key, [(name, f"{_flow(name)}: {_flow(_changed(column))}") for name, column in columns])
+    if schema.time is not None:
+        yield f"time: {_flow(schema.time)}{remark(schema.time)}"
+    yield from section("ignore", [(name, f"- {_flow(name)}") for name in schema.ignore])
+    joins = [{"file": j.file, "column": j.column, "key": j.key, **_changed(j.table)} for j in schema.joins]
+    yield from section("joins", [("joins", f"- {_flow(join)}") for join in joins])
+    yield f"split: {_flow(_changed(schema.split))}{remark('split')}"
+
+
+def _changed(part: Any) -> dict[str, Any]:
+    """The fields that do not have their default value."""
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    return {
+        f.name: list(values[f.name]) if isinstance(values[f.name], tuple) else values[f.name]
+        for f in fields(part)
+        if values[f.name] != f.default
+    }
+
+
+def _flow(value: Any) -> str:
+    """A value on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
+    return text.removesuffix("...\n").strip()

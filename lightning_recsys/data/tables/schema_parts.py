@@ -1,0 +1,142 @@
+"""The parts of a schema: how a file is written, and what a column is."""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError`` with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFormat:
+    """How a file is written.
+
+    Args:
+        format: ``text`` (CSV, TSV and the like, also compressed) or ``parquet``; by the file's suffix if absent.
+        separator: Between columns, one or more characters; a tab for ``.tsv`` and ``.tab``, else a comma, if absent.
+        column_names: Names of all columns, where the file has no header line.
+        comment: Lines at the top of the file that start like this are skipped.
+        encoding: Such as ``utf-8`` or ``latin-1``.
+        quote: Character around values that contain the separator; ``None`` where quotes are letters like any other.
+            Separators of several characters know no quotes.
+        strip: Whether white space around values is dropped.
+        missing: Values that stand for a missing one.
+    """
+
+    format: Literal["text", "parquet"] | None = None
+    separator: str | None = None
+    column_names: tuple[str, ...] | None = None
+    comment: str | None = None
+    encoding: str = "utf-8"
+    quote: str | None = '"'
+    strip: bool = True
+    missing: tuple[str, ...] = ("",)
+
+    def check(self, where: str) -> None:
+        """Raise ``ValueError`` about what the types leave open, naming it as a key below ``where``."""
+        require(self.separator != "", f"{where}.separator must be one or more characters, got none.")
+        require(self.quote is None or len(self.quote) == 1, f"{where}.quote must be one character, got {self.quote!r}.")
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise ValueError(f"{where}.encoding {self.encoding!r} is unknown. Common ones: utf-8, latin-1.") from None
+        names = self.column_names or ()
+        twice = sorted({name for name in names if names.count(name) > 1})
+        require(not twice, f"{where}.column_names lists {', '.join(twice)} more than once.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """The column that says whether a row is a click.
+
+    Args:
+        column: Its name.
+        rule: What makes a row positive; see :class:`~lightning_recsys.data.tables.label.LabelRule`.
+        strip: Characters to drop from both ends of the values, such as a trailing dot.
+    """
+
+    column: str
+    rule: str | None = None
+    strip: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """A numeric feature.
+
+    Args:
+        transform: ``none``, or ``log`` for ``sign(x) * log(1 + |x|)``, which tames counts.
+        standardize: Whether to subtract the mean and divide by the standard deviation of the training rows.
+        fill: What a missing value is replaced with: ``mean`` of the (transformed) training rows, or a number, which is
+            taken as if it stood in the file.
+    """
+
+    transform: Literal["none", "log"] = "none"
+    standardize: bool = True
+    fill: Literal["mean"] | float = "mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Categorical:
+    """A feature with one id per row.
+
+    Args:
+        min_count: Values that the training rows hold less often share the id of unknown values.
+        hash_buckets: Number of buckets to hash values into, instead of a vocabulary.
+    """
+
+    min_count: int = 1
+    hash_buckets: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiValued(Categorical):
+    """A feature with a bag of ids per row.
+
+    Args:
+        separator: Between the values in a text column; lists in Parquet files need none.
+        min_count: As for categorical features.
+        hash_buckets: As for categorical features.
+    """
+
+    separator: str = "|"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """A side table whose columns are appended to the rows.
+
+    Args:
+        file: The side table.
+        column: Column of the rows that refers to it.
+        key: Column of the side table that is referred to, where each value stands once; ``column`` if absent.
+        table: How the file is written.
+    """
+
+    file: str
+    column: str
+    key: str
+    table: TableFormat = field(default_factory=TableFormat)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How validation and test rows are parted from the training rows, where they have no files of their own.
+
+    Args:
+        by: ``share`` draws them at random; ``time`` takes the latest, test rows last.
+        validation: Share of the rows; 0.1 if absent.
+        test: Share of the rows; 0.1 if absent.
+        seed: Seed of the draw.
+    """
+
+    by: Literal["share", "time"] = "share"
+    validation: float | None = None
+    test: float | None = None
+    seed: int = 0

@@ -1,0 +1,642 @@
+"""A collection's rows in stores, with copies of the busy ones in the worker: HET's cache at work."""
+
+# Shape suffixes: B batch, F features, D embedding dim, N ids of the batch, U distinct rows of the batch, K rows.
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings.int64_ids import as_int64s
+from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
+from lightning_recsys.optim import SGD, RowOptimizer
+from lightning_recsys.optim.accumulating import is_additive
+from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
+from lightning_recsys.placement import TablePart
+from lightning_recsys.row_cache.copies import RowCache, RowUpdates
+from lightning_recsys.row_cache.copy_loops import measure_lags, sort_copies
+from lightning_recsys.row_cache.index import BatchPlan, CachePolicy
+from lightning_recsys.row_cache.messages import NO_KEYS, RowMessages
+from lightning_recsys.row_cache.owners import RowGradients
+from lightning_recsys.row_cache.places import Integers, RowPlaces, add_starts
+from lightning_recsys.row_cache.shared_index import SharedIndex
+from lightning_recsys.row_cache.transfers import RowTransfers
+from lightning_recsys.stores.backend import StoreBackend
+from lightning_recsys.stores.exchange import RowValues
+from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
+from lightning_recsys.sync import ClockName, ClockRule
+
+_OUT_OF_ORDER = 8
+"""An announced batch is recognised if fewer others than this were to come before it."""
+
+_FLUSH_BYTES = 16 << 20  # of updates in one message, when all of them go
+
+_NAMED_PER_EXPIRY = 16
+"""How often a worker names all its copies to a store that forgets rows, while it makes as many batches as the store
+counts updates until it forgets. Each worker's batch is an update or two there, so 8 workers fit in."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch whose rows are in the cache, or on their way to it.
+
+    Args:
+        plan: Where the rows are.
+        origin: The features as they were looked up; they live as long as a gradient may come.
+        answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch, to
+            check, and to bring unless the copy is current. Empty once they have been taken.
+        stale: Positions in the plan of copies that a store found too old.
+    """
+
+    plan: BatchPlan
+    origin: Callable[[], SparseFeatures | None] = lambda: None
+    answers: list[tuple[Callable[[], RowValues], Integers, Integers, Integers]] = field(default_factory=list)
+    stale: list[Integers] = field(default_factory=list)
+
+
+class CachedBackend(StoreBackend):
+    r"""Rows in stores, and a bounded number of them also here, where they are looked up and trained (HET).
+
+    A copy that was fetched at the global clock :math:`c_s` and updated here up to :math:`c_c` is used as long as
+
+    .. math:: c_c \le c_s + s \qquad\text{and}\qquad c_g \le c_c + s
+
+    where only the store knows its clock :math:`c_g`. Otherwise its updates are pushed and the row is fetched again.
+    Updates leave with the rows' eviction, with such a refresh, or with :meth:`flush`; each is applied exactly once.
+
+    One message a step and store carries, in this order, the updates that rows left behind, requests for the rows that
+    the batch lacks, and the clocks of the copies that it would use. A second one follows only where a copy turns out
+    to be too old. Where the next batch is announced (:meth:`prefetch`), its message travels while this one computes;
+    a clock check is then older by as much, and the second bound holds as of that moment. Batches further off may be
+    announced as well (:meth:`announce`): the rows that they need soonest stay.
+
+    ``cache_rows=0`` is the same without copies: the rows of each batch are fetched, trained, pushed and dropped.
+
+    With ``in_step`` the workers make one update of each row a step, with the sum of their gradients: gradients wait
+    (:meth:`take_gradients`) until they were summed at the rows' owners
+    (:func:`~lightning_recsys.row_cache.owners.sum_at_owners`), whose copies alone are trained
+    (:meth:`finish_step`), stay current, and are pushed with the next :meth:`flush`. Behind that all workers wait for
+    each other. Between two steps no copy owes anything.
+
+    Args:
+        layout: The collection's tables.
+        optimizer: The update rule, one whose state is a sum (SGD, Adagrad, RowwiseAdagrad), or any with ``any_rule``.
+        stores: As in :class:`StoreBackend`.
+        cache_rows: Rows that may stay from one step to the next.
+        staleness: ``s``, or ``None`` for no bound: then nothing is ever checked or refreshed.
+        policy: Which rows go first when there are too many (:class:`CacheIndex`).
+        clock: How pushes move the stores' clocks (:class:`ClockRule`).
+        device: Where the copies live.
+        shared: For caches of collections whose batches have the same ids, with this size and policy. Used where rows
+            are in this machine's memory.
+        in_step: Workers train in step. Rows then come in messages even where they are in this machine's memory.
+        any_rule: No row has two workers' updates under way at once, as in step, or where there is one worker and
+            nothing stays here: the rule may have any state.
+
+    Raises:
+        ValueError: as :class:`StoreBackend`; or ``cache_rows`` or ``staleness`` is negative.
+        TypeError: the rule's state is no sum.
+
+    Communication: per step, the distinct rows that were missing or too old, each with state, number and clock; as much
+    outwards for each row that leaves with updates; 8 bytes and a bit for each copy that is checked; 4 bytes and a bit
+    instead of a row that was too far ahead and that nobody else has pushed. Where stores forget rows, an update travels
+    with the copy that it was made to, and sixteen times in ``expire_after`` batches the clocks of all copies go out.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        stores: Sequence[tuple[EmbeddingStore, Sequence[TablePart]]],
+        cache_rows: int,
+        staleness: int | None,
+        policy: CachePolicy = "light_lfu",
+        clock: ClockName = "max",
+        device: torch.device | str | None = None,
+        shared: SharedIndex | None = None,
+        in_step: bool = False,
+        any_rule: bool = False,
+    ) -> None:
+        super().__init__(layout, optimizer, stores=stores)
+        self.cache_rows = cache_rows
+        self._in_step, self._any_rule = in_step, any_rule
+        self.staleness = staleness
+        self.policy: CachePolicy = policy
+        self._rule = ClockRule(staleness=staleness, clock=clock)
+        passing = RowCache(0, layout.embedding_dim, optimizer, device=device, any_rule=any_rule)
+        self._passing = passing  # rows of evaluation
+        places = RowPlaces(layout, [parts for _, parts in stores])
+        self._messages = RowMessages(self.stores, places, self._rule, self.row_shapes)
+        mapped = RowTransfers.between(self.stores, self._passing.rows.device)
+        self._transfers = None
+        if mapped and not in_step and is_additive(optimizer):
+            self._transfers = RowTransfers(mapped, places, self._rule, self.row_shapes)
+        self._starts = as_int64s(layout.feature_starts)
+        self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
+        self._coming: deque[tuple[SparseFeatures, int]] = deque()  # announced, with the announcement's number
+        self._planned: tuple[SparseFeatures, _Batch] | None = None
+        self._waiting: list[_Batch] = []  # looked up, not trained yet
+        # In step: plans of batches whose gradients wait for the other workers', with the gradients of their rows.
+        self._gradients: list[tuple[BatchPlan, Tensor]] = []
+        self._learning_rate = 0.0  # of the update with those gradients
+        self._updates: int | None = None  # that the tables have seen, where the rule asks; None: to be asked for
+        self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
+        self._counts: Counter[str] = Counter()
+        self._lags_U = np.empty(0, dtype=np.int32)
+        self._may_owe = False  # whether a copy here may have updates that the stores lack
+        self._unnamed_batches = 0  # since the stores were told which copies are here, where they have to be
+        self._make_cache(shared)
+
+    def _make_cache(self, shared: SharedIndex | None) -> None:
+        self._shared = None
+        dynamic = any(isinstance(store, DynamicEmbeddingStore) for store in self.stores)
+        num_keys = None if dynamic else self.layout.num_rows
+        if self._transfers is not None:
+            self._shared = shared or SharedIndex(self.cache_rows, policy=self.policy, num_keys=num_keys)
+        self._cache = RowCache(
+            self.cache_rows,
+            self.layout.embedding_dim,
+            self.optimizer,
+            policy=self.policy,
+            device=self._passing.rows.device,
+            num_keys=num_keys,
+            index=None if self._shared is None else self._shared.index,
+            any_rule=self._any_rule,
+        )
+        if self._shared is not None:
+            self._shared.join(self)
+
+    @property
+    def asks_servers(self) -> bool:
+        """Whether rows come in messages, and not from this machine's memory: it helps then to know batches early."""
+        return any(isinstance(store, RemoteEmbeddingStore) for store in self.stores)
+
+    # --- A step ------------------------------------------------------------------------------------------------------
+
+    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        if self._gradients:
+            raise RuntimeError(
+                "gradients of an earlier step still wait for those of the other workers (strategy=het in step: "
+                "mode=hybrid or staleness=0), which meet when Lightning steps the optimizer. With manual optimization "
+                "call self.manual_backward(loss), and step the optimizer that self.optimizers() returns."
+            )
+        features = sparse.to("cpu")
+        batch = self._take_planned(features) or self._begin(features)
+        batch.origin = weakref.ref(sparse)
+        if self._transfers is None:
+            self._settle(batch)
+            self._refresh(batch)
+        self._waiting.append(batch)
+        return self._pool(self._cache, batch.plan, sparse)
+
+    def prefetch(self, sparse: SparseFeatures) -> None:
+        """Send the message of the batch that is looked up next, after the present one's lookup.
+
+        Rows that both batches have are trained before their answer is taken; the update is then made to what it brings.
+        Where each step of a worker must see the last one of all others (``staleness=0`` with a barrier between steps),
+        this would read too early.
+        """
+        if not self.cache_rows or self._transfers is not None:  # nothing stays, or nothing travels
+            return
+        features = sparse.to("cpu")
+        if self._planned is not None:
+            if _same_ids(self._planned[0], features):
+                return
+            self._settle(self._planned[1])
+        self._planned = features, self._begin(features)
+
+    def announce(self, sparse: SparseFeatures, *, ahead: int) -> None:  # noqa: D102 - inherited
+        if not self.cache_rows or self._transfers is not None:
+            return
+        while len(self._coming) > ahead:
+            self._cache.forget(self._coming.popleft()[1])
+        features = sparse.to("cpu")
+        self._coming.append((features, self._cache.announce(self.keys_of(features))))
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        cache, batch = self._cache, self._take_waiting(sparse)
+        device = cache.rows.device
+        there = sparse.to(device)
+        offsets = None if there.is_single_hot else there.bag_offsets()
+        sums_UD = cache.sum_gradients(batch.plan, offsets, there.weights, grad_BFD.to(device))
+        if self._in_step:
+            self._gradients.append((batch.plan, sums_UD.clone()))
+            self._learning_rate = learning_rate
+            return
+        self._may_owe = True
+        cache.update(batch.plan.slots_U, sums_UD, learning_rate=learning_rate, step=self._count_update())
+        self._messages.count_step()
+        self._evict()
+        if not self.cache_rows:  # nothing else is sent before the next lookup, which need not wait behind this
+            self._messages.send()
+
+    def take_gradients(self) -> RowGradients | None:
+        """In step: this worker's gradients since the last :meth:`finish_step`, which follows; ``None`` without any.
+
+        All workers call this behind the last step's updates, and go on together.
+        """
+        if not is_additive(self.optimizer) and self._updates is None:
+            self._updates = self.step
+        if not self._gradients:
+            return None
+        if len(self._gradients) > 1:
+            self._join_gradients()
+        ((plan, sums_UD),) = self._gradients
+        return RowGradients(plan.keys_U, sums_UD)
+
+    def _join_gradients(self) -> None:
+        """Make one plan of several, of which some have rows in common."""
+        plans = [plan for plan, _ in self._gradients]
+        keys_U, first, places = np.unique(
+            np.concatenate([plan.keys_U for plan in plans]), return_index=True, return_inverse=True
+        )
+        slots_U = np.concatenate([plan.slots_U for plan in plans])[first]
+        sums = torch.cat([sums_UD for _, sums_UD in self._gradients])
+        joined_UD = sums.new_zeros(len(keys_U), sums.shape[1])
+        joined_UD.index_add_(0, torch.from_numpy(places).to(sums.device), sums)
+        plan = min(plans, key=lambda plan: plan.number)
+        self._gradients = [(dataclasses.replace(plan, keys_U=keys_U, slots_U=slots_U), joined_UD)]
+
+    def finish_step(self, owned: Integers, *, counts: bool) -> None:
+        """In step: train the rows that this worker owns; the copies of the others become outdated.
+
+        Args:
+            owned: Positions of the former in the keys of :meth:`take_gradients`, whose sums are those of all workers.
+            counts: This worker lets the stores count the update, of all that make it.
+        """
+        step = self._count_update()
+        if self._gradients:
+            ((plan, sums_UD),) = self._gradients
+            self._gradients = []
+            grads = sums_UD.index_select(0, torch.from_numpy(owned).to(sums_UD.device))
+            self._may_owe = True
+            self._cache.update(plan.slots_U[owned], grads, learning_rate=self._learning_rate, step=step)
+            self._cache.outdate(np.delete(plan.slots_U, owned))
+        if counts:
+            self._messages.count_step()
+        self._evict()
+
+    def count_gradient_bytes(self, num_bytes: int) -> None:
+        """Note what gradients took that went to other workers, and came from them."""
+        self._counts["gradients"] += num_bytes
+
+    def _count_update(self) -> int:
+        """The number of the update at hand, for a rule that asks for it, else 0."""
+        if is_additive(self.optimizer):
+            return 0
+        self._updates = (self.step if self._updates is None else self._updates) + 1
+        return self._updates
+
+    def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
+        """As :meth:`lookup`, of the same copies by the same rule, for rows that are not trained by it.
+
+        Rows that are frozen are so cached like any other. Nothing is pushed for it but what the rule asks for.
+        """
+        if not self.cache_rows:  # nothing stays
+            return self.lookup_fresh(sparse)
+        with torch.inference_mode(False):  # memory that is made here is written to again, perhaps outside of that mode
+            if self._planned is not None:
+                self._settle(self._planned[1])  # they may share rows
+            batch = self._begin(sparse.to("cpu"), announced=False)
+            if self._transfers is None:
+                self._settle(batch)
+                self._refresh(batch)
+            return self._pool(self._cache, batch.plan, sparse)
+
+    def lookup_fresh(self, sparse: SparseFeatures) -> Tensor:
+        """As :meth:`lookup`, past the cache: rows as the stores have them, and updates that only this worker has.
+
+        Nothing is pushed, and no copy comes or goes.
+        """
+        if self._transfers is not None and not self._may_owe:
+            return super().lookup(sparse)
+        with torch.inference_mode(False):
+            batch = _Batch(self._passing.plan(self.keys_of(sparse.to("cpu"))))
+            plan = batch.plan
+            self._ask(batch, fetch=np.arange(len(plan.keys_U)))
+            self._settle(batch, self._passing)
+            self._cache.subtract_unsent(plan.keys_U, self._passing.rows, plan.slots_U)
+            pooled_BFD = self._pool(self._passing, plan, sparse)
+            self._passing.evict(spare_from=plan.number + 1)  # it owes nothing
+            return pooled_BFD
+
+    def flush(self) -> None:
+        """Push every update that is still here, and return when all are in the stores. The copies stay."""
+        if self._planned is not None:
+            self._settle(self._planned[1])  # what it asked for must not lack what is pushed now
+        dirty = self._cache.dirty_slots()
+        row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
+        for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
+            some = dirty[first : first + block]
+            if self._transfers is not None:
+                self._transfers.push(self._cache, some)
+            else:
+                self._messages.owe(self._take(some))
+                self._messages.send()
+        if self._in_step and self.dynamic is None:  # nobody else has updates of these, and all of them are admitted
+            self._cache.keep(dirty)
+        self._messages.send(with_steps=True)
+        self._may_owe = False
+        super().flush()
+
+    def invalidate(self) -> None:
+        """Flush, then drop all copies: the next lookup fetches. After somebody has written to the stores."""
+        self.flush()
+        self._planned = None
+        self._waiting.clear()
+        self._gradients.clear()
+        self._updates = None  # who writes rows may set the steps as well
+        self._cache.clear()
+
+    # --- Its parts ---------------------------------------------------------------------------------------------------
+
+    def _take_planned(self, features: SparseFeatures) -> _Batch | None:
+        """The announced batch, if it is this one. If not, its rows come into the cache as they would have."""
+        if self._planned is None:
+            return None
+        planned, self._planned = self._planned, None
+        if _same_ids(planned[0], features):
+            return planned[1]
+        self._settle(planned[1])
+        return None
+
+    def _take_waiting(self, sparse: SparseFeatures) -> _Batch:
+        """The batch that was looked up as ``sparse``. A joined one of several lookups stands for all that wait."""
+        for index, batch in enumerate(self._waiting):
+            if batch.origin() is sparse:
+                return self._waiting.pop(index)
+        if self._planned is not None:
+            self._settle(self._planned[1])  # they may share rows
+        batch = self._begin(sparse.to("cpu"), validate=False)
+        self._waiting.clear()
+        self._settle(batch)
+        return batch
+
+    def _begin(self, features: SparseFeatures, *, validate: bool = True, announced: bool = True) -> _Batch:
+        """Plan a batch and send its message: fetch what is missing, refresh or check what is here.
+
+        Args:
+            features: Of the batch.
+            validate: ``False`` where rows are only to be trained: the copies that are here will do.
+            announced: Whether it may be one of those that were announced, which are to be trained.
+        """
+        if self._transfers is not None and self._shared is not None:
+            plan = self._shared.plan(self, features)
+            self._transfers.update_copies(self._cache, plan)
+            self._counts["reads"] += len(plan.keys_U)
+            return _Batch(plan)
+        self._evict()
+        cache, number = self._cache, self._announcement_of(features) if validate and announced else None
+        plan = cache.plan(self.keys_of(features)) if number is None else cache.plan_announced(number)
+        batch = _Batch(plan)
+        if not validate or self.staleness is None:
+            fetch, check, refresh = np.flatnonzero(plan.new_U), NO_KEYS, NO_KEYS
+        else:
+            fetch, check, refresh = self._sorted(plan, self.staleness)
+        if validate:
+            self._counts["reads"] += len(plan.keys_U)
+            self._counts["misses"] += len(fetch)
+            self._counts["refreshes"] += len(refresh)
+        self._ask(batch, fetch=fetch, check=check, refresh=refresh)
+        self._name_copies(batch)
+        return batch
+
+    def _name_copies(self, batch: _Batch) -> None:
+        """Now and then tell stores that forget rows which ones are here, so that they keep them.
+
+        A copy may be in use for long before its updates, or its next check, name the row. The answers, which say
+        nothing that is needed, come with those of the batch.
+        """
+        expiry = self._messages.shortest_expiry
+        if expiry is None or not self.cache_rows:
+            return
+        self._unnamed_batches += 1
+        if self._unnamed_batches * _NAMED_PER_EXPIRY < expiry:
+            return
+        self._unnamed_batches = 0
+        slots = self._cache.held_slots()
+        for answer in self._messages.send(check_C=self._cache.keys(slots), clocks_C=self._cache.current[slots]):
+            batch.answers.append((answer.wait, NO_KEYS, NO_KEYS, NO_KEYS))
+
+    def _sorted(self, plan: BatchPlan, staleness: int) -> tuple[Integers, Integers, Integers]:
+        """Positions in a plan of the rows to fetch, to check and to refresh."""
+        clocks, training = self._cache.clocks, NO_KEYS
+        if len(self._marks) < len(clocks):
+            self._marks = np.zeros(len(clocks), dtype=np.bool_)
+        # A copy that the update at hand takes too far is refreshed ahead of it; without any slack that is no use.
+        if staleness and self._waiting:
+            training = np.concatenate([waiting.plan.slots_U for waiting in self._waiting])
+        positions = np.empty((3, len(plan.slots_U)), dtype=np.int64)
+        sizes = sort_copies(plan.slots_U, plan.new_U, training, clocks, self._marks, staleness, positions)
+        fetch, check, refresh = (row[:size] for row, size in zip(positions, sizes, strict=True))
+        return fetch, check, refresh
+
+    def _announcement_of(self, features: SparseFeatures) -> int | None:
+        """The number of a batch's announcement, which it uses up, and all before it."""
+        for index, (coming, number) in enumerate(islice(self._coming, _OUT_OF_ORDER)):
+            if _same_ids(coming, features):
+                for _ in range(index + 1):
+                    self._coming.popleft()
+                return number
+        return None
+
+    def _refresh(self, batch: _Batch) -> None:
+        """Second message of a batch whose first was answered: push and fetch what may not be used as it is."""
+        slots_U = batch.plan.slots_U
+        self._lags_U = lags_U = np.empty(len(slots_U), dtype=np.int32)
+        largest = measure_lags(slots_U, self._cache.clocks, lags_U)
+        if self.staleness is None or (largest <= self.staleness and not any(map(len, batch.stale))):
+            return
+        again_U = lags_U > self.staleness
+        self._counts["refreshes"] += int(again_U.sum())
+        for positions in batch.stale:
+            self._counts["stale"] += len(positions)
+            again_U[positions] = True
+        self._ask(batch, refresh=np.flatnonzero(again_U))
+        self._settle(batch)
+
+    @property
+    def needs_from(self) -> int:
+        """Number of the first plan whose rows must stay: those of batches that are still to be trained."""
+        self._waiting[:] = [batch for batch in self._waiting if batch.origin() is not None]
+        needed = [batch.plan.number for batch in self._waiting] + [plan.number for plan, _ in self._gradients]
+        if self._planned is not None:
+            needed.append(self._planned[1].plan.number)
+        return min(needed, default=np.iinfo(np.int64).max)
+
+    def _evict(self) -> None:
+        """Bring the cache back to its size."""
+        if self._shared is not None:
+            self._shared.evict()
+        elif len(self._cache) > self.cache_rows:
+            self.leave(self._cache.evict(spare_from=self.needs_from))
+
+    def make_room(self, num_slots: int) -> None:
+        """Have so many slots; the index may be another cache's as well."""
+        self._cache.make_room(num_slots)
+
+    def leave(self, slots: Integers) -> None:
+        """Let rows go from slots, which the next plan may give to others: their updates go to the stores."""
+        self._counts["evictions"] += len(slots)
+        if self._transfers is not None:
+            self._transfers.push(self._cache, slots, leave=True)
+        else:
+            self._messages.owe(self._take(slots))
+
+    def _take(self, slots: Integers) -> RowUpdates:
+        """The updates of copies that have some, for the stores: a copy owes nothing afterwards."""
+        return self._cache.take(slots, with_copies=self._messages.needs_copies)
+
+    def _ask(
+        self, batch: _Batch, *, fetch: Integers = NO_KEYS, check: Integers = NO_KEYS, refresh: Integers = NO_KEYS
+    ) -> None:
+        """Fetch, check and refresh rows of a batch, by their positions in its plan; what is owed goes ahead of it.
+
+        To refresh is to push and to fetch. Where all that the copy has seen since it was fetched goes with the message,
+        the store can tell that nobody else pushed the row, and that the copy is what it would send.
+        """
+        plan, cache = batch.plan, self._cache
+        clocks = cache.current[plan.slots_U[check]]
+        held, updates = NO_KEYS, None
+        if len(refresh):
+            at_once = cache.owes_all(plan.slots_U[refresh])
+            held, others = refresh, NO_KEYS
+            if not at_once.all():
+                held, others = refresh[at_once], refresh[~at_once]
+                fetch = np.concatenate([fetch, others])
+                self._messages.owe(self._take(plan.slots_U[others]))
+            updates = self._take(plan.slots_U[held])
+        for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks, held=updates):
+            batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked], held[answer.held]))
+
+    def _settle(self, batch: _Batch, cache: RowCache | None = None) -> None:
+        """Wait for what was asked for a batch, and put it into the cache."""
+        cache = self._cache if cache is None else cache  # one that is empty counts as false
+        for answer, fetched, checked, held in batch.answers:
+            found = answer()
+            if len(held):
+                current = found.current.numpy()
+                cache.keep(batch.plan.slots_U[held[current]])
+                fetched = np.concatenate([fetched, held[~current]])
+            if len(fetched):
+                cache.install(batch.plan.slots_U[fetched], found.values, found.clocks.numpy())
+            if len(checked):
+                batch.stale.append(checked[found.stale.numpy()])
+        batch.answers.clear()
+
+    def keys_of(self, features: SparseFeatures) -> Integers:
+        """The key of each id, int64 ``[N]``: its row's number among the rows of all tables."""
+        if features.is_single_hot:
+            keys_FB: Integers = features.values.numpy().reshape(len(self._starts), -1) + self._starts[:, None]
+            return keys_FB.reshape(-1)
+        keys_N = np.empty(features.values.numel(), dtype=np.int64)
+        add_starts(features.values.numpy(), np.array(features.feature_bounds()), self._starts, keys_N)
+        return keys_N
+
+    def _pool(self, cache: RowCache, plan: BatchPlan, sparse: SparseFeatures) -> Tensor:
+        """Sum each bag's rows, which are in the slots of the plan."""
+        rows, slots = cache.rows, sparse.with_values(torch.from_numpy(plan.slots_N))
+        return self._kernel(cache).lookup(rows, slots.to(rows.device)).to(sparse.device)
+
+    def _kernel(self, cache: RowCache) -> Kernel:
+        """A kernel for all slots as one table that every feature shares."""
+        num_slots, kernel = self._kernels.get(cache, (0, None))
+        if kernel is None or num_slots != len(cache.rows):
+            features = tuple(name for table in self.layout.tables for name in table.feature_names)
+            slots = EmbeddingBagConfig("slots", max(len(cache.rows), 1), self.layout.embedding_dim, features)
+            # It only looks up: on a GPU that of a rule with state would have room for a state of its own.
+            kernel = choose_kernel("auto", TableLayout((slots,)), SGD(), cache.rows.device)
+            self._kernels[cache] = len(cache.rows), kernel
+        return kernel
+
+    # --- What others see ---------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Updates that the tables have seen, from all workers; what this one has not sent yet included."""
+        unsent = self._messages.unsent_steps
+        return max(store.step + steps for store, steps in zip(self.stores, unsent, strict=True))
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.flush()
+        self._updates = None
+        for store in self.stores:
+            store.step = value
+
+    def read_rows(self, table: str, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
+        self.flush()
+        return super().read_rows(table, name, first_row, num_rows)
+
+    def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
+        """The reverse of :meth:`read_rows`; drops all copies here. Those of other workers are theirs to drop."""
+        self.invalidate()
+        super().write_rows(table, name, first_row, values)
+
+    def _save_rows(self, destination: dict[str, Any], prefix: str) -> None:
+        self.flush()
+        super()._save_rows(destination, prefix)
+
+    def _load_rows(
+        self, state_dict: Mapping[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
+    ) -> None:
+        self.invalidate()
+        super()._load_rows(state_dict, prefix, missing_keys, error_msgs)
+
+    def telemetry(self) -> dict[str, Any]:
+        """What happened so far.
+
+        ``cache/reads`` counts the distinct rows of all batches. Shares of them are ``cache/hit_rate``, ``miss_rate``,
+        ``stale_rate`` (found too old by a store) and ``refresh_rate`` (too far ahead of what was fetched).
+        ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
+        and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
+        """
+        counts, lags_U = self._counts + self._messages.counts, self._lags_U
+        if self._transfers is not None:
+            counts += self._transfers.counts
+            lags_U = self._transfers.lags_U
+        reads = max(counts["reads"], 1)
+        return {
+            "cache/reads": counts["reads"],
+            "cache/hit_rate": (counts["reads"] - counts["misses"]) / reads,
+            "cache/miss_rate": counts["misses"] / reads,
+            "cache/stale_rate": counts["stale"] / reads,
+            "cache/refresh_rate": counts["refreshes"] / reads,
+            "cache/evictions": counts["evictions"],
+            "cache/clock_lag": torch.from_numpy(lags_U.astype(np.float32)),
+            "comm/messages": counts["messages"],
+            **{f"comm/{kind}_bytes": counts[kind] for kind in ("rows", "clocks", "gradients")},
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy starts with an empty cache: the updates that are here must not be pushed twice.
+        self.invalidate()
+        return super().__getstate__() | {"_kernels": {}, "_cache": None, "_shared": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_cache(None)
+
+    def extra_repr(self) -> str:
+        """Names the tables, the rule, the stores and the cache."""
+        return f"{super().extra_repr()}; cache_rows={self.cache_rows}, staleness={self.staleness}"
+
+
+def _same_ids(one: SparseFeatures, other: SparseFeatures) -> bool:
+    """Whether two batches look up the same rows, features in the same order."""
+    if one.values is other.values and one.lengths is other.lengths and one.offsets is other.offsets:
+        return True
+    if one.is_single_hot != other.is_single_hot or not torch.equal(one.values, other.values):
+        return False
+    return one.is_single_hot or torch.equal(one.bag_offsets(), other.bag_offsets())

@@ -1,0 +1,164 @@
+"""What a cache says to the stores of a collection: one message to each that has to hear something."""
+
+# Shape suffixes: K pushed rows, H of them held, M fetched rows, C checked rows.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recsys.row_cache.copies import RowUpdates
+from lightning_recsys.row_cache.places import Integers, RowPlaces
+from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.exchange import RowExchange, RowValues
+from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
+from lightning_recsys.sync import ClockRule
+
+Clocks = NDArray[np.int32]
+NO_KEYS: Integers = np.empty(0, dtype=np.int64)
+NO_CLOCKS: Clocks = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one store will say.
+
+    Args:
+        wait: Returns it, once it is there.
+        fetched: Which of the keys to fetch it brings, as an index of them.
+        checked: Which of the keys to check it judges, as an index of them.
+        held: Which of the held copies it judges, or brings anew, as an index of them.
+    """
+
+    wait: Callable[[], RowValues]
+    fetched: Integers | slice
+    checked: Integers | slice
+    held: Integers | slice
+
+
+class RowMessages:
+    """Cuts what is to be said by store, and says it in one message each, all of them on their way at once.
+
+    Args:
+        stores: The collection's stores.
+        places: Which of them has which row.
+        rule: What a push tells the stores' clocks, and when a copy is too old.
+        row_shapes: Shape of what one row has of ``weight`` and of each state.
+
+    Attributes:
+        needs_copies: Whether a store forgets rows: what is owed then comes with copies of the rows.
+        shortest_expiry: After how many updates one does, at the earliest; ``None`` where none does.
+        counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``.
+        unsent_steps: Updates of the whole collection that each store has not heard of.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[EmbeddingStore],
+        places: RowPlaces,
+        rule: ClockRule,
+        row_shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.unsent_steps = [0] * len(stores)
+        self._stores, self._places, self._rule, self._row_shapes = stores, places, rule, row_shapes
+        dynamic = [x.dynamic if isinstance(x, DynamicEmbeddingStore) else DynamicRows() for x in stores]
+        self._counts_updates = [rule.clock == "max" and x.admission > 1 for x in dynamic]  # else the clocks say it
+        self._needs_copies = [x.expire_after is not None for x in dynamic]
+        self.needs_copies = any(self._needs_copies)
+        self.shortest_expiry = min((x.expire_after for x in dynamic if x.expire_after is not None), default=None)
+        self._owed: list[RowUpdates] = []
+
+    def count_step(self) -> None:
+        """Note an update; the stores hear of it with the next push or flush."""
+        self.unsent_steps = [steps + 1 for steps in self.unsent_steps]
+
+    def owe(self, updates: RowUpdates) -> None:
+        """Let updates of rows ride on the next message, ahead of its fetches."""
+        if len(updates.keys):
+            self._owed.append(updates)
+
+    def send(
+        self,
+        fetch_M: Integers = NO_KEYS,
+        check_C: Integers = NO_KEYS,
+        clocks_C: Clocks = NO_CLOCKS,
+        *,
+        held: RowUpdates | None = None,
+        with_steps: bool = False,
+    ) -> list[Answer]:
+        """Send what is owed, ask for rows, have copies checked; nothing to a store that this does not concern.
+
+        Args:
+            fetch_M: Keys of rows to get.
+            check_C: Keys of copies to check.
+            clocks_C: Their clocks.
+            held: All updates that copies have seen since they were fetched; the copies stay, and the answer is whether
+                they are current, or the rows.
+            with_steps: Let every store know of all steps.
+        """
+        held_H, clocks_H = (NO_KEYS, NO_CLOCKS) if held is None else (held.keys, held.current - held.unsent)
+        if held is not None:
+            self.owe(held)  # the last of all
+        owed, self._owed = self._owed, []
+        keys_K = np.concatenate([x.keys for x in owed] or [NO_KEYS])
+        heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [NO_CLOCKS])
+        updates = {name: _joined([x.values[name] for x in owed]) for name in self._row_shapes if owed}
+        unsent_K = np.concatenate([x.unsent for x in owed] or [NO_CLOCKS])
+        copies = {}
+        if owed and self.needs_copies:
+            copies = {name: _joined([x.copies[name] for x in owed]) for name in self._row_shapes}
+        answers = []
+        splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C, held_H)]
+        for index, (store, *parts) in enumerate(zip(self._stores, *splits, strict=True)):
+            (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows), (kept, _) = parts
+            steps = self.unsent_steps[index] if with_steps or len(push_rows) else 0
+            if not (steps or len(push_rows) or len(fetch_rows) or len(check_rows)):
+                continue
+            self.unsent_steps[index] -= steps
+            request = RowExchange(
+                push_rows=torch.from_numpy(push_rows),
+                push_clocks=torch.from_numpy(heard_K[pushed]),
+                updates=_of_rows(updates, pushed, push_rows),
+                held_clocks=torch.from_numpy(clocks_H[kept]),
+                push_counts=torch.from_numpy(unsent_K[pushed] if self._counts_updates[index] else NO_CLOCKS),
+                copies=_of_rows(copies, pushed, push_rows) if self._needs_copies[index] else {},
+                num_steps=steps,
+                fetch_rows=torch.from_numpy(fetch_rows),
+                check_rows=torch.from_numpy(check_rows),
+                check_clocks=torch.from_numpy(clocks_C[checked]),
+                staleness=self._rule.staleness,
+                clock=self._rule.clock,
+            )
+            answer = partial(self._wait, request, store.layout.num_rows, store.begin_exchange(request))
+            answers.append(Answer(answer, fetched, checked, kept))
+            for kind, size in request.bytes_by_kind(store.layout.num_rows, self._row_shapes).items():
+                self.counts[kind] += size
+            self.counts["messages"] += 1
+        return answers
+
+    def _wait(self, request: RowExchange, num_rows: int, answer: Callable[[], RowValues]) -> RowValues:
+        """The answer to a request, with what its held copies turned out to cost counted as well."""
+        found = answer()
+        num_held = found.current.numel()
+        if num_held and (num_outdated := num_held - int(found.current.count_nonzero())):
+            self.counts.update(request.bytes_by_kind(num_rows, self._row_shapes, num_outdated=num_outdated))
+            self.counts.subtract(request.bytes_by_kind(num_rows, self._row_shapes))
+        return found
+
+
+def _of_rows(arrays: Mapping[str, Tensor], which: Integers | slice, rows: Integers) -> dict[str, Tensor]:
+    """Of all pushed rows those of one store; nothing where it has none of them."""
+    return {name: values[which] for name, values in arrays.items() if len(rows)}
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors one behind the other, on the CPU."""
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to("cpu")

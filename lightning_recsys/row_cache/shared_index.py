@@ -1,0 +1,135 @@
+"""One index for caches of several collections whose batches have the same ids: each batch is planned once."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import ref
+
+import numpy as np
+from torch import Tensor
+
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.row_cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
+
+_REMEMBERED = 4
+"""Plans that a second cache may still ask for: of the batch at hand, and of lookups between its own and the first's."""
+
+_AT_ONCE = 64
+"""When it is full one of so many rows goes: dropping the few new ones of each step costs more than finding them."""
+
+
+class Sharer(Protocol):
+    """A cache with rows of its own in the slots of a shared index."""
+
+    @property
+    def needs_from(self) -> int:
+        """The number of the first plan whose rows must stay."""
+
+    def keys_of(self, features: SparseFeatures) -> Integers:
+        """The key of each id, int64 ``[N]``."""
+
+    def make_room(self, num_slots: int) -> None:
+        """Have so many slots."""
+
+    def leave(self, slots: Integers) -> None:
+        """Rows go from these slots, which the next plan may give to others."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan that may serve another cache.
+
+    Attributes:
+        bags: Ids, lengths and offsets that it was made for; of the ids ``version`` tells changes in place, -1 where
+            nothing does. The features themselves are not kept: their owner may wait for their end.
+        keys_N: Their keys.
+        plan: The plan.
+        used_by: Who has it, by identity.
+    """
+
+    bags: tuple[Tensor | None, ...]
+    version: int
+    keys_N: Integers
+    plan: BatchPlan
+    used_by: set[int]
+
+    def is_of(self, features: SparseFeatures) -> bool:
+        """Whether these are the same features, which one can tell without a look at their ids."""
+        same = all(one is other for one, other in zip(_bags(features), self.bags, strict=True))
+        return same and self.version == _version(features) >= 0
+
+
+def _bags(features: SparseFeatures) -> tuple[Tensor | None, ...]:
+    return features.values, features.lengths, features.offsets
+
+
+def _version(features: SparseFeatures) -> int:
+    values = features.values
+    return -1 if values.is_inference() else values._version
+
+
+class SharedIndex:
+    """Gives the same slots to several caches, and makes one plan of what each of them looks up with the same ids.
+
+    DeepFM, say, has vectors and first-order weights of the same tables: two collections, whose batches are the same.
+    A slot belongs to a key in all caches; which of them hold a copy there is theirs to know. Nothing breaks where one
+    looks up what the others do not.
+
+    Args:
+        limit: Rows that outlast a step, in each cache; up to a 64th fewer, as rows go many at once.
+        policy: As in :class:`CacheIndex`.
+        num_keys: As there.
+    """
+
+    def __init__(self, limit: int, *, policy: CachePolicy, num_keys: int | None = None) -> None:
+        self.limit = limit
+        self.index = CacheIndex(limit - int(limit / _AT_ONCE), policy=policy, num_keys=num_keys)
+        self._sharers: list[ref[Sharer]] = []
+        self._num_slots = 0  # that all of them have
+        self._plans: deque[_Planned] = deque(maxlen=_REMEMBERED)
+
+    def join(self, sharer: Sharer) -> None:
+        """Let a cache use the index, as long as it lives."""
+        sharer.make_room(self._num_slots)
+        self._sharers.append(ref(sharer, self._sharers.remove))
+
+    def plan(self, sharer: Sharer, features: SparseFeatures) -> BatchPlan:
+        """As :meth:`CacheIndex.plan`; what is new to the index may be old to a cache, and the reverse.
+
+        Args:
+            sharer: Which cache asks. It gets each plan once.
+            features: Of the batch, on the CPU.
+        """
+        keys_N = None
+        for known in self._plans:
+            if id(sharer) not in known.used_by:
+                if not known.is_of(features):
+                    keys_N = sharer.keys_of(features) if keys_N is None else keys_N
+                    if not np.array_equal(known.keys_N, keys_N):
+                        continue
+                known.used_by.add(id(sharer))
+                return known.plan
+        self.evict()
+        keys_N = sharer.keys_of(features) if keys_N is None else keys_N
+        plan = self.index.plan(keys_N)
+        self._plans.append(_Planned(_bags(features), _version(features), keys_N, plan, {id(sharer)}))
+        if self.index.num_slots > self._num_slots:
+            self._num_slots = self.index.num_slots * 5 // 4
+            for each in self._living():
+                each.make_room(self._num_slots)
+        return plan
+
+    def evict(self) -> None:
+        """Bring the index below its limit; what any of the caches still needs stays."""
+        if len(self.index) <= self.limit:
+            return
+        slots_V = self.index.evict(spare_from=min(each.needs_from for each in self._living()))[1]
+        if slots_V.size:
+            self._plans.clear()  # they may have rows that are gone
+            for each in self._living():
+                each.leave(slots_V)
+
+    def _living(self) -> list[Sharer]:
+        return [sharer for each in self._sharers if (sharer := each()) is not None]

@@ -1,0 +1,411 @@
+"""A collection's rows in stores, on one server or cut over several by tables and by rows."""
+
+# Shape suffixes: B batch, F features of the collection, S features of one server, D embedding dim.
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, TableBackend
+from lightning_recsys.embeddings.backend import row_shapes
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.placement import PlacementPlan, TableCost, TablePart, rows_in_stripe
+from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic_tables import IDS, DynamicTables, keep_keys
+from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
+from lightning_recsys.stores.stripes import keep_stripes, stripe_rows
+
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
+_BLOCK_BYTES = 1 << 24  # rows are read and written this many bytes at a time
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a table, and the place of each of its features in the collection."""
+
+    part: TablePart
+    features: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Striped:
+    """A batch whose ids have been divided by the number of their tables' stripes.
+
+    Args:
+        sparse: The batch.
+        stripes: The stripe of each id, int32 ``[N]``.
+        rows: Its row there, int64 ``[N]``.
+    """
+
+    sparse: SparseFeatures
+    stripes: NDArray[np.int32]
+    rows: NDArray[np.int64]
+
+
+class _Share:
+    """What one server has of a collection: from the collection's features to the server's, and back."""
+
+    def __init__(self, store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
+        self.store = store
+        self.pieces = pieces
+        self.is_cut = any(piece.part.num_stripes > 1 for piece in pieces)
+        self.feature_names = tuple(name for table in store.layout.tables for name in table.feature_names)
+        self.features = torch.tensor([feature for piece in pieces for feature in piece.features], device="cpu")
+        self._wanted = np.array([(f, x.part.stripe) for x in pieces for f in x.features], dtype=np.int64)
+
+    def select(self, striped: _Striped | SparseFeatures) -> SparseFeatures:
+        """The ids whose rows are here, as rows of their stripes."""
+        if isinstance(striped, SparseFeatures):  # no table is cut
+            return striped.select(self.feature_names)
+        return self._select_rows(striped) if self.is_cut else striped.sparse.select(self.feature_names)
+
+    def _select_rows(self, striped: _Striped) -> SparseFeatures:
+        sparse = striped.sparse
+        num_ids, weighted = sparse.values.numel(), sparse.weights is not None
+        # The stripes of a table do not overlap, so no id is kept twice.
+        values = torch.empty_like(sparse.values)
+        offsets = torch.zeros(len(self.feature_names) * sparse.batch_size + 1, dtype=torch.int64)
+        weights = torch.empty(num_ids if weighted else 0)
+        kept = keep_stripes(
+            striped.rows,
+            striped.stripes,
+            (_NO_IDS if sparse.is_single_hot else sparse.bag_offsets()).numpy(),
+            (weights if sparse.weights is None else sparse.weights).numpy(),
+            self._wanted,
+            sparse.batch_size,
+            values.numpy(),
+            offsets.numpy(),
+            weights.numpy(),
+        )
+        return SparseFeatures(
+            self.feature_names, values[:kept], offsets=offsets, weights=weights[:kept] if weighted else None
+        )
+
+
+class StoreBackend(TableBackend):
+    """Rows in stores: every process that is bound to the same stores trains the same rows, without a lock.
+
+    Bags are pooled where the rows live. A table that is cut by rows is pooled in parts, and the partial sums are added
+    here. Requests to several stores travel at once. Gradients are applied as they come, each worker's with the full
+    learning rate; nothing is gathered over ranks. ``step`` counts the updates of all workers.
+
+    Args:
+        layout: The collection's tables.
+        optimizer: The update rule.
+        stores: Where the rows are: for each store the parts that it holds, in the order of its tables.
+
+    Attributes:
+        meet: Waits until every process that trains these rows has come here. Nobody else does, by default.
+
+    Raises:
+        ValueError: the parts do not hold every row exactly once.
+
+    Communication: per lookup and server, its ids (8 bytes each, lengths and weights where there are any) out and
+    ``[B, S, D]`` floats back; the same again, all outwards, per update.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        stores: Sequence[tuple[EmbeddingStore, Sequence[TablePart]]],
+    ) -> None:
+        super().__init__(layout, optimizer)
+        _check_cover(layout, [part for _, parts in stores for part in parts])
+        self._shares = [_Share(store, _pieces(layout, parts)) for store, parts in stores]
+        stripes = {part.table: part.num_stripes for _, parts in stores for part in parts}
+        self._num_stripes = np.array([stripes[table.name] for table in layout.feature_tables], dtype=np.int64)
+        whole = len(stores) == 1 and stores[0][0].layout == layout
+        self._only = stores[0][0] if whole else None
+        self.meet: Callable[[], object] = _nobody_else
+        self._first_has_all_features = self._shares[0].features.tolist() == list(range(len(layout.feature_tables)))
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        servers: Sequence[Stores],
+        plan: PlacementPlan | None = None,
+        seed: int = 0,
+        dynamic: DynamicRows | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make, or open, a collection's stores where a plan puts them.
+
+        Args:
+            name: The collection's name in the plan, and the stores' name on every server.
+            layout: The collection's tables.
+            optimizer: The update rule.
+            servers: In the order of the plan's server indices.
+            plan: Where the rows go; by default all to the first server.
+            seed: Of the rows that the servers draw.
+            dynamic: Make rows when they are first trained. They start the same wherever the plan puts them.
+            options: Further arguments of the class.
+
+        Raises:
+            ValueError: the plan is for another number of servers, or has other tables.
+        """
+        if plan is None:
+            own = tuple(TablePart(name, table.name, table.num_embeddings, server=0) for table in layout.tables)
+        elif plan.num_servers != len(servers):
+            raise ValueError(f"the plan places tables on {plan.num_servers} servers, got {len(servers)}.")
+        else:
+            own = plan.parts_of(name)
+        _check_cover(layout, own)
+        stores = []
+        for index, server in enumerate(servers):
+            here = _in_order(layout, [part for part in own if part.server == index])
+            if here:
+                store_layout = part_layout(layout, here)
+                # Parts of one table on two servers must not start with the same rows. Dynamic ones are drawn by keys.
+                own_seed = seed if dynamic else seed + index
+                keyed = dynamic and keep_keys(dynamic, layout, here)
+                store = server.create_embedding_store(name, store_layout, optimizer, seed=own_seed, dynamic=keyed)
+                stores.append((store, here))
+        return cls(layout, optimizer, stores=stores, **options)
+
+    @property
+    def stores(self) -> list[EmbeddingStore]:
+        """The stores that hold the rows."""
+        return [share.store for share in self._shares]
+
+    @cached_property
+    def dynamic(self) -> DynamicTables | None:
+        """Access by id to rows that exist only once they are trained; ``None`` where all rows exist."""
+        parts = [(share.store, [piece.part for piece in share.pieces]) for share in self._shares]
+        return DynamicTables.over(self.layout, self.row_shapes, parts)
+
+    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        device, sparse = sparse.device, sparse.to("cpu")
+        if self._only is not None:
+            return self._only.pooled_lookup(sparse).to(device)
+        striped = self._striped(sparse)
+        answers = [share.store.begin_pooled_lookup(share.select(striped)) for share in self._shares]
+        if self._first_has_all_features:
+            pooled_BFD, added = answers[0](), 1
+        else:
+            pooled_BFD, added = torch.zeros(sparse.batch_size, len(sparse.keys), self.layout.embedding_dim), 0
+        for share, answer in zip(self._shares[added:], answers[added:], strict=True):
+            pooled_BFD.index_add_(1, share.features, answer())
+        return pooled_BFD.to(device)
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        sparse, grad_BFD = sparse.to("cpu"), grad_BFD.to("cpu")
+        if self._only is not None:
+            self._only.apply_gradients(sparse, grad_BFD, learning_rate=learning_rate)
+            return
+        striped = self._striped(sparse)
+        for share in self._shares:
+            grad_BSD = grad_BFD.index_select(1, share.features)
+            share.store.apply_gradients(share.select(striped), grad_BSD, learning_rate=learning_rate)
+
+    def _striped(self, sparse: SparseFeatures) -> _Striped | SparseFeatures:
+        """The batch with its ids divided, if a table is cut: once for all stores."""
+        if not any(share.is_cut for share in self._shares):
+            return sparse
+        bounds = np.array(sparse.feature_bounds(), dtype=np.int64)
+        ids: NDArray[np.int64] = sparse.values.numpy()
+        stripes, rows = np.empty(len(ids), dtype=np.int32), np.empty(len(ids), dtype=np.int64)
+        stripe_rows(ids, bounds, self._num_stripes, stripes, rows)
+        return _Striped(sparse, stripes, rows)
+
+    def flush(self) -> None:  # noqa: D102 - inherited
+        for store in self.stores:
+            store.flush()
+
+    def invalidate(self) -> None:
+        """Flush, then forget what is kept of rows, after which somebody may write to the stores."""
+        self.flush()
+
+    @contextmanager
+    def replacing_rows(self) -> Iterator[None]:
+        """Rows are written between two meetings: behind every update, and before anybody's next lookup.
+
+        Communication: twice :attr:`meet`.
+        """
+        self.invalidate()
+        self.meet()
+        yield
+        self.flush()
+        self.meet()
+
+    @property
+    def step(self) -> int:
+        """Updates that the tables have seen, from all workers."""
+        return max(store.step for store in self.stores)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        for store in self.stores:
+            store.step = value
+
+    def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited
+        rows = next(x.num_embeddings for x in self.layout.tables if x.name == table)
+        return self.read_rows(table, name, 0, rows)
+
+    def write(self, table: str, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
+        self.write_rows(table, name, 0, values)
+
+    def read_rows(self, table: str, name: str, first_row: int, num_rows: int) -> Tensor:
+        """A copy of a stretch of a table's ``weight``, or of a state by its name: ``[num_rows, ...]``."""
+        values = torch.empty(num_rows, *self.row_shapes[name])
+        for store, there, here in self._blocks(table, name, first_row, first_row + num_rows):
+            values[here.start - first_row : here.stop - first_row : here.step] = store.read(name, there, _length(here))
+        return values
+
+    def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
+        """The reverse of :meth:`read_rows`."""
+        values = values.to("cpu", torch.float32)
+        for store, there, here in self._blocks(table, name, first_row, first_row + len(values)):
+            block = values[here.start - first_row : here.stop - first_row : here.step]
+            store.write(name, there, block.contiguous())
+
+    def _blocks(self, table: str, name: str, first: int, end: int) -> Iterator[tuple[EmbeddingStore, int, slice]]:
+        """Rows ``first`` to ``end`` in blocks: the store, the block's first row there, its rows in the table."""
+        block_rows = max(_BLOCK_BYTES // (4 * max(sum(self.row_shapes[name]), 1)), 1)
+        for share in self._shares:
+            starts = list(share.store.layout.table_starts.values())
+            for piece, start in zip(share.pieces, starts, strict=True):
+                stripe, step = piece.part.stripe, piece.part.num_stripes
+                if piece.part.table == table:
+                    low = max(-(-(first - stripe) // step), 0)  # the first row of the stripe from `first` on
+                    high = max(-(-(end - stripe) // step), low)
+                    for place in range(low, high, block_rows):
+                        last = min(place + block_rows, high)
+                        rows = slice(place * step + stripe, (last - 1) * step + stripe + 1, step)
+                        yield share.store, start + place, rows
+
+    @property
+    def row_keys(self) -> list[str]:  # noqa: D102 - inherited
+        ids = [f"{table.name}.{IDS}" for table in self.layout.tables] if self.dynamic else []
+        return ids + super().row_keys
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        with self.replacing_rows():
+            super()._load_from_state_dict(*arguments, **options)
+
+    def _save_rows(self, destination: dict[str, Any], prefix: str) -> None:
+        if self.dynamic:
+            self.dynamic.save(destination, prefix)
+        else:
+            super()._save_rows(destination, prefix)
+
+    def _load_rows(
+        self, state_dict: Mapping[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
+    ) -> None:
+        if self.dynamic:
+            self.dynamic.load(state_dict, prefix, missing_keys, error_msgs)
+        else:
+            super()._load_rows(state_dict, prefix, missing_keys, error_msgs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"meet": _nobody_else}  # a copy is this process's alone
+
+    def extra_repr(self) -> str:
+        """Names the tables, the rule and how many stores there are."""
+        tables = ", ".join(f"{x.name}: {x.num_embeddings} x {x.embedding_dim}" for x in self.layout.tables)
+        return f"{tables}; {self.optimizer}; stores={len(self._shares)}"
+
+
+def table_costs(
+    name: str,
+    layout: TableLayout,
+    optimizer: RowOptimizer,
+    costs: Mapping[str, float] | None = None,
+    *,
+    seen: Mapping[str, NDArray[np.int64]] | None = None,
+    grows: bool = False,
+) -> list[TableCost]:
+    """A collection's tables as :func:`~lightning_recsys.placement.place_tables` takes them.
+
+    Args:
+        name: The collection's name.
+        layout: Its tables.
+        optimizer: The update rule, whose state takes room beside the rows, as does each row's clock.
+        costs: Measured cost by table name.
+        seen: The ids that some batches looked up, by table name.
+        grows: Rows are made as they are trained.
+    """
+    row_bytes = 4 + sum(4 * (shape[0] if shape else 1) for shape in row_shapes(layout, optimizer).values())
+    return [
+        TableCost(
+            name,
+            table.name,
+            table.num_embeddings,
+            row_bytes,
+            cost=None if costs is None else costs[table.name],
+            seen=None if seen is None else seen[table.name],
+            grows=grows,
+        )
+        for table in layout.tables
+    ]
+
+
+def part_layout(layout: TableLayout, parts: Sequence[TablePart]) -> TableLayout:
+    """The tables of a server that holds these parts of a collection, in their order.
+
+    A part that is not a whole table is named after its rows, and so are its features: ``movies[1::4]``.
+    """
+    tables = {table.name: table for table in layout.tables}
+    return TableLayout(tuple(_part_table(tables[part.table], part) for part in parts))
+
+
+def _part_table(table: EmbeddingBagConfig, part: TablePart) -> EmbeddingBagConfig:
+    if part.num_stripes == 1:
+        return table
+    rows = f"[{part.stripe}::{part.num_stripes}]"
+    return dataclasses.replace(
+        table,
+        name=table.name + rows,
+        num_embeddings=part.num_rows,
+        feature_names=tuple(feature + rows for feature in table.feature_names),
+    )
+
+
+def _nobody_else() -> None:
+    pass
+
+
+def _in_order(layout: TableLayout, parts: Sequence[TablePart]) -> list[TablePart]:
+    order = [table.name for table in layout.tables]
+    return sorted(parts, key=lambda part: (order.index(part.table), part.stripe))
+
+
+def _pieces(layout: TableLayout, parts: Sequence[TablePart]) -> list[_Piece]:
+    owners = [table.name for table in layout.feature_tables]
+    return [_Piece(part, tuple(f for f, x in enumerate(owners) if x == part.table)) for part in parts]
+
+
+def _length(rows: slice) -> int:
+    return len(range(rows.start, rows.stop, rows.step))
+
+
+def _check_cover(layout: TableLayout, parts: Sequence[TablePart]) -> None:
+    """Every row of every table has exactly one place."""
+    unknown = {part.table for part in parts} - {table.name for table in layout.tables}
+    for table in layout.tables:
+        own = sorted((x for x in parts if x.table == table.name), key=lambda part: part.stripe)
+        found = [(part.stripe, part.num_stripes, part.num_rows) for part in own]
+        count, rows = len(own), table.num_embeddings
+        stripes = [(i, count, rows_in_stripe(rows, i, count)) for i in range(min(count, rows))]
+        if found and not unknown and found == stripes:
+            continue
+        raise ValueError(
+            f"a plan must place each row of table {table.name!r} (of {table.num_embeddings}) on exactly one server, and"
+            f" no table that the collection lacks; got {[dataclasses.astuple(part) for part in parts]}."
+        )

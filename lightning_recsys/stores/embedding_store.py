@@ -1,0 +1,236 @@
+"""Embedding rows in mapped files: every process of the machine looks them up and trains them, without a lock."""
+
+# Shape suffixes: B batch, F features, D embedding dim, U distinct rows of a request, R rows of the store, P rows of an
+# exchange that are pushed, H of them held, M fetched and C checked.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_recsys.embeddings.backend import row_shapes
+from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
+from lightning_recsys.embeddings.kernels.numba_kernel import gather_for
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.optim.compiled import apply_update
+from lightning_recsys.stores import counters
+from lightning_recsys.stores.exchange import RowExchange, RowValues
+from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
+from lightning_recsys.stores.interfaces import EmbeddingStore
+from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
+from lightning_recsys.stores.plain import layout_from_plain, layout_to_plain, optimizer_from_plain, optimizer_to_plain
+from lightning_recsys.sync.clocks import MAX_CLOCK
+
+KIND = "embedding"
+CLOCK = "clock"
+_BLOCK_BYTES = 1 << 24  # rows are drawn this many bytes at a time, so that a table may be larger than memory
+_STEP = 0
+
+
+class MappedEmbeddingStore(EmbeddingStore):
+    """Rows and optimizer state in files that all processes of the machine map, served by the local kernels.
+
+    Two processes that train the same row at the same instant may lose one of the two updates, as Hogwild accepts;
+    updates of different rows never disturb each other, and ``step`` counts every one.
+
+    Args:
+        folder: As :meth:`create` left it.
+
+    Attributes:
+        rows: The rows themselves, ``[R, D]``. Who writes to it writes for everybody.
+        row_state: The rule's state, by name.
+        row_shapes: Shape of what one row has of ``weight`` and of each state.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        RuntimeError: a file of the folder is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._open(MappedArrays(folder))
+
+    def _open(self, arrays: MappedArrays) -> None:
+        self._arrays = arrays
+        self.layout = layout_from_plain(arrays.meta["tables"])
+        self.optimizer = optimizer_from_plain(arrays.meta["optimizer"])
+        self.row_shapes = row_shapes(self.layout, self.optimizer)
+        self._state_names = tuple(name for name in self.row_shapes if name != "weight")
+        self._kernel = choose_kernel("auto", self.layout, self.optimizer, torch.device("cpu"))
+
+    @classmethod
+    def create(cls, folder: Path, layout: TableLayout, optimizer: RowOptimizer, *, seed: int) -> MappedEmbeddingStore:
+        """Make the files of a store, with rows drawn in blocks; tables that start at 0 take no room yet.
+
+        Raises:
+            FileExistsError: the folder is there already.
+            OSError: there is no room for it.
+            TypeError: a rule that is none of :mod:`lightning_recsys.optim`.
+        """
+        meta = {"kind": KIND, "tables": layout_to_plain(layout), "optimizer": optimizer_to_plain(optimizer)}
+        shapes: Shapes = {
+            **{name: ("float32", (layout.num_rows, *shape)) for name, shape in row_shapes(layout, optimizer).items()},
+            CLOCK: ("int32", (layout.num_rows,)),
+            "counters": ("int64", (1,)),
+        }
+        store = cls.__new__(cls)
+        store._open(
+            MappedArrays.create(folder, meta, shapes, lambda arrays: _draw_rows(arrays, layout, optimizer, seed))
+        )
+        return store
+
+    @property
+    def rows(self) -> Tensor:  # noqa: D102 - in the class
+        return self._arrays["weight"]
+
+    @property
+    def row_state(self) -> dict[str, Tensor]:  # noqa: D102 - in the class
+        return {name: self._arrays[name] for name in self._state_names}
+
+    @property
+    def clocks(self) -> Tensor:
+        """How many updates each row has seen in exchanges, int32 ``[R]``; a copy.
+
+        Raises:
+            ValueError: the store was made before stores had clocks.
+        """
+        return self.marked_clocks & MAX_CLOCK
+
+    @property
+    def marked_clocks(self) -> Tensor:
+        """The same as they are stored: negative where a push has left one as it was."""
+        if CLOCK not in self._arrays:
+            raise ValueError(
+                f"{self._arrays.folder} was made by an earlier version, without clocks, and cannot serve a cache. Load "
+                "its checkpoint into a new store."
+            )
+        return self._arrays[CLOCK]
+
+    def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
+        dim, out = self.layout.embedding_dim, torch.empty(rows_U.numel(), self.layout.embedding_dim)
+        if not gather_for(dim)(rows_U.contiguous().numpy(), self.rows.numpy(), out.numpy()):
+            raise IndexError(
+                f"rows must be in [0, {self.layout.num_rows}), got {int(rows_U.min())} to {int(rows_U.max())}."
+            )
+        return out
+
+    def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        return self._kernel.lookup(self.rows, sparse)
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        rows, state = self.rows, self.row_state
+        step = counters.add(self._arrays["counters"], _STEP)
+        self._kernel.apply_gradients(rows, state, sparse, grad_BFD, learning_rate=learning_rate, step=step)
+
+    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        if grads_UD.shape != (rows_U.numel(), self.layout.embedding_dim):
+            raise ValueError(
+                f"gradients must have shape {[rows_U.numel(), self.layout.embedding_dim]}, got {list(grads_UD.shape)}."
+            )
+        if rows_U.numel() and not 0 <= int(rows_U.min()) <= int(rows_U.max()) < self.layout.num_rows:
+            raise IndexError(
+                f"rows must be in [0, {self.layout.num_rows}), got {int(rows_U.min())} to {int(rows_U.max())}."
+            )
+        rows, state = self.rows, self.row_state
+        step = counters.add(self._arrays["counters"], _STEP)
+        touched, grads = rows_U.contiguous().numpy(), grads_UD.contiguous().numpy()
+        apply_update(self.optimizer, touched, grads, rows, state, learning_rate=learning_rate, step=step)
+
+    def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
+        request.check(self.layout.num_rows, self.row_shapes)
+        values = self.fetch_and_check(request, self.push_updates(request))
+        return lambda: values
+
+    def push_updates(self, request: RowExchange) -> Tensor:
+        """The pushes of a request that was checked; which of its held copies are current then, bool ``[H]``."""
+        clocks = _as_matrix(self.marked_clocks)
+        if request.num_steps:
+            counters.add(self._arrays["counters"], _STEP, request.num_steps)
+        rows_P = request.push_rows.contiguous().numpy()
+        for name, amounts in request.updates.items():
+            sign = np.float32(-1 if name == "weight" else 1)
+            add_rows(rows_P, _as_matrix(amounts), _as_matrix(self._arrays[name]), sign)
+        before_P, held_H = np.empty(len(rows_P), dtype=np.int32), request.held_clocks.numpy()
+        move_clocks(rows_P, request.push_clocks.contiguous().numpy(), clocks, request.clock == "sum", before_P)
+        return torch.from_numpy(before_P[len(rows_P) - len(held_H) :] == held_H)
+
+    def fetch_and_check(self, request: RowExchange, current_H: Tensor) -> RowValues:
+        """The fetches and checks of a request that was checked; changes nothing."""
+        wanted_M, all_clocks = request.wanted_rows(current_H), self.marked_clocks.numpy()
+        clocks_M = all_clocks.take(wanted_M.numpy()) & MAX_CLOCK
+        values = {"weight": self.lookup(wanted_M)}
+        values.update((name, self._arrays[name].index_select(0, wanted_M)) for name in self._state_names)
+        stale_C = np.zeros(request.check_rows.numel(), dtype=np.bool_)
+        if request.staleness is not None:
+            rows_C, own_C = (x.contiguous().numpy() for x in (request.check_rows, request.check_clocks))
+            compare_clocks(rows_C, own_C, all_clocks[:, None], request.staleness, stale_C)
+        return RowValues(values, torch.from_numpy(clocks_M), torch.from_numpy(stale_C), current_H)
+
+    def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
+        return self._stretch(name, first_row, num_rows).clone()
+
+    def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
+        stretch = self._stretch(name, first_row, values.shape[0])
+        if values.shape != stretch.shape:
+            raise ValueError(f"{name!r} takes values of shape {list(stretch.shape)}, got {list(values.shape)}.")
+        stretch.copy_(values)
+
+    def _stretch(self, name: str, first_row: int, num_rows: int) -> Tensor:
+        if name not in ("weight", *self._state_names):
+            raise ValueError(f"{self._arrays.folder} has {['weight', *self._state_names]}, got {name!r}.")
+        if first_row < 0 or num_rows < 0 or first_row + num_rows > self.layout.num_rows:
+            raise IndexError(
+                f"rows {first_row} to {first_row + num_rows} are not within the store's {self.layout.num_rows}."
+            )
+        return self._arrays[name][first_row : first_row + num_rows]
+
+    @property
+    def step(self) -> int:  # noqa: D102 - inherited
+        return int(self._arrays["counters"][_STEP])
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._arrays["counters"][_STEP] = value
+
+    def flush(self) -> None:
+        """Every update is in the store when its call returns: nothing to wait for."""
+
+    def close(self) -> None:  # noqa: D102 - inherited
+        self._arrays.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, here or in another process, is the same store.
+        return type(self), (self._arrays.folder,)
+
+
+def _as_matrix(array: Tensor) -> np.ndarray:
+    """``[X]`` as ``[X, 1]``, ``[X, W]`` as it is."""
+    matrix = array.contiguous().numpy()
+    return matrix if matrix.ndim > 1 else matrix[:, None]
+
+
+def _draw_rows(arrays: MappedArrays, layout: TableLayout, optimizer: RowOptimizer, seed: int) -> None:
+    """Write initial rows and state, block by block; what is 0 is not written, for the files are zeros already."""
+    generator = torch.Generator().manual_seed(seed)
+    block_rows = max(_BLOCK_BYTES // (4 * layout.embedding_dim), 1)
+    state_of_zeros = optimizer.initial_state(torch.zeros(1, layout.embedding_dim))
+    starts = layout.table_starts
+    for table in layout.tables:
+        first, end = starts[table.name], starts[table.name] + table.num_embeddings
+        if not table.init_std:
+            for name, state in state_of_zeros.items():
+                if state.any():
+                    arrays[name][first:end] = state[0]
+            continue
+        for start in range(first, end, block_rows):
+            stop = min(start + block_rows, end)
+            rows = torch.empty(stop - start, layout.embedding_dim).normal_(0.0, table.init_std, generator=generator)
+            arrays["weight"][start:stop] = rows
+            for name, state in optimizer.initial_state(rows).items():
+                if state.any():
+                    arrays[name][start:stop] = state

@@ -1,0 +1,254 @@
+"""The work of an exchange as compiled loops: add to rows, move their clocks, compare clocks; or all at once.
+
+Rows are written before their clocks and read after them: who runs beside it without a lock may take a row for older
+than it is, never for newer.
+
+A push that leaves a clock where it was sets its sign bit, and one that moves it takes that away. So a clock that is
+still what somebody read, and has no such mark, says that no push came between.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+
+from lightning_recsys.compiled.loops import AHEAD, SOON, compile_loop, prefetch_row
+from lightning_recsys.compiled.vectors import copy_floats
+from lightning_recsys.optim.accumulating import CURRENT, HELD, START, UNSENT
+from lightning_recsys.sync.clocks import MAX_CLOCK
+
+_MARK = -(2**31)  # what MAX_CLOCK leaves of a clock is the clock without its mark
+
+
+def _replace_if(typing_context, array, position, expected, value):  # noqa: ANN001, ANN202
+    """Set an element of a contiguous int32 array if it is as expected, in one indivisible step; returns what it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        place = builder.gep(data, [arguments[1]])
+        return builder.extract_value(builder.cmpxchg(place, arguments[2], arguments[3], "seq_cst", "seq_cst"), 0)
+
+    return types.int32(array, types.intp, types.int32, types.int32), generate
+
+
+_replace: Any = intrinsic(_replace_if)
+
+
+def _read_before(typing_context, array, position):  # noqa: ANN001, ANN202
+    """An element of a contiguous int32 array, read before all that is read later."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.load_atomic(builder.gep(data, [arguments[1]]), "acquire", 4)
+
+    return types.int32(array, types.intp), generate
+
+
+_read: Any = intrinsic(_read_before)
+
+
+@compile_loop
+def all_within(numbers, bound):  # noqa: ANN001, ANN201
+    """Whether all int64 numbers, taken as unsigned, are below a bound, a uint64."""
+    high = np.uint64(0)
+    for number in numbers:
+        high = max(high, np.uint64(number))
+    return numbers.shape[0] == 0 or high < bound
+
+
+@compile_loop
+def _lag(ahead, behind):  # noqa: ANN001, ANN202
+    """By how much one clock is ahead of another; endlessly if it is at its end, where it does not say."""
+    return ahead - np.int64(behind) if ahead < MAX_CLOCK else np.int64(2**62)
+
+
+@compile_loop
+def _hear(clocks, row, sent, by_sum):  # noqa: ANN001, ANN202
+    """Let a clock hear of a push; returns what it was, with its mark."""
+    found = clocks[row, 0]
+    while True:
+        before, clock = found, found & MAX_CLOCK
+        # It stops at its end rather than to start again from below.
+        moved = clock + min(sent, MAX_CLOCK - clock) if by_sum else max(clock, sent)
+        found = _replace(clocks, row, before, np.int32(moved if moved > clock else moved | _MARK))
+        if found == before:
+            return before
+
+
+@compile_loop
+def add_rows(touched, amounts, array, sign):  # noqa: ANN001, ANN201
+    """``array[touched] += sign * amounts``.
+
+    Args:
+        touched: Row numbers, int64 ``[P]``.
+        amounts: Float32 ``[P, W]``.
+        array: Float32 ``[R, W]``.
+        sign: 1 or -1.
+    """
+    last = touched.shape[0] - 1
+    for i in range(touched.shape[0]):
+        prefetch_row(array, touched[min(i + AHEAD, last)])
+        row = touched[i]
+        for d in range(array.shape[1]):
+            array[row, d] += sign * amounts[i, d]
+
+
+@compile_loop
+def move_clocks(touched, sent, clocks, by_sum, before):  # noqa: ANN001, ANN201
+    """Let the clocks of rows hear of a push.
+
+    Args:
+        touched: Row numbers, int64 ``[P]``.
+        sent: Int32 ``[P]``, at least 0.
+        clocks: Of all rows, int32 ``[R, 1]``.
+        by_sum: Add what was sent; else take it where it is higher.
+        before: Result, int32 ``[P]``: the clocks before, with their marks.
+    """
+    for i in range(touched.shape[0]):
+        before[i] = _hear(clocks, touched[i], sent[i], by_sum)
+
+
+@compile_loop
+def compare_clocks(checked, own, clocks, staleness, stale):  # noqa: ANN001, ANN201
+    """Find copies that are older than they may be.
+
+    Args:
+        checked: Row numbers, int64 ``[C]``.
+        own: Clocks of the copies, int32 ``[C]``.
+        clocks: Of all rows, int32 ``[R, 1]``.
+        staleness: How far a row's clock may be ahead of its copy's.
+        stale: Result, bool ``[C]``.
+    """
+    last = checked.shape[0] - 1
+    for i in range(checked.shape[0]):
+        prefetch_row(clocks, checked[min(i + AHEAD, last)])
+        stale[i] = _lag(np.int64(clocks[checked[i], 0] & MAX_CLOCK), own[i]) > staleness
+
+
+# What is counted of exchanges that happen at once, in an int64 [9].
+FETCHED = 0  # rows that were not here
+CHECKED = 1  # copies whose clocks were compared
+STALE = 2  # those that were too old
+AHEAD_OF_START = 3  # copies with too many updates since they were fetched
+PUSHED = 4  # rows that took updates
+KEPT = 5  # those whose copy was to stay, and might have been the row as it then was
+OUTDATED = 6  # those for which it was not, so that the row came back
+RETURNED = 7  # all other rows that came back
+EXCHANGES = 8  # messages that would have said it
+NUM_COUNTS = 9
+
+
+@compile_loop
+def _push(slot, row, copies, own_clocks, stored, clocks, by_sum):  # noqa: ANN001, ANN202
+    """Bring what a copy owes to its row; returns the row's clock before, with its mark."""
+    _, _, owed, owed_state = copies
+    rows, state = stored
+    for d in range(rows.shape[1]):
+        rows[row, d] -= owed[slot, d]
+    for d in range(state.shape[1]):
+        state[row, d] += owed_state[slot, d]
+    sent = own_clocks[slot, UNSENT] if by_sum else own_clocks[slot, CURRENT]
+    own_clocks[slot, UNSENT] = 0
+    return _hear(clocks, row, sent, by_sum)
+
+
+@compile_loop
+def push_copies(slots, touched, copies, own_clocks, stored, clocks, by_sum, leave, counts):  # noqa: ANN001, ANN201
+    """Bring what copies owe to their rows; the arguments are those of :func:`update_copies_for`.
+
+    ``leave`` says that their slots hold nothing from then on.
+    """
+    last = slots.shape[0] - 1
+    for i in range(slots.shape[0]):
+        prefetch_row(own_clocks, slots[min(i + AHEAD, last)])
+        soon = min(i + SOON, last)
+        if own_clocks[slots[soon], UNSENT]:
+            prefetch_row(clocks, touched[soon])
+            prefetch_row(stored[0], touched[soon])
+            prefetch_row(copies[2], slots[soon])
+        if own_clocks[slots[i], UNSENT]:
+            _push(slots[i], touched[i], copies, own_clocks, stored, clocks, by_sum)
+            counts[PUSHED] += 1
+        own_clocks[slots[i], HELD] &= not leave
+
+
+@compile_loop
+def _push_unfit(slot, row, copies, own_clocks, stored, clocks, by_sum, counts):  # noqa: ANN001, ANN202
+    """Bring what a copy owes to its row; returns whether the row has to come back, or is what the copy is by now."""
+    start, current, unsent = own_clocks[slot, START], own_clocks[slot, CURRENT], own_clocks[slot, UNSENT]
+    owes_all = unsent > 0 and start == current - unsent
+    is_row = False
+    if unsent:
+        counts[PUSHED] += 1
+        is_row = _push(slot, row, copies, own_clocks, stored, clocks, by_sum) == start and owes_all
+    if is_row:
+        own_clocks[slot, START] = current
+    counts[KEPT] += owes_all
+    counts[OUTDATED if owes_all else RETURNED] += not is_row
+    return not is_row
+
+
+@cache
+def update_copies_for(dim: int) -> Callable[..., None]:
+    """A loop that makes a batch's copies of rows of width ``dim`` fit for use, with the rows in the same memory.
+
+    Rows that are new here come. Copies that are too far ahead or behind push what they owe, and come again.
+
+    Its arguments:
+        slots: Of the copies, int64 ``[U]``.
+        touched: The rows that they are copies of, int64 ``[U]``.
+        copies: Float32 ``[C, D]``, their state ``[C, W]``, and what they owe of both.
+        own_clocks: Of the copies, int32 ``[C, 4]``.
+        stored: The rows, float32 ``[R, D]``, and their state ``[R, W]``.
+        clocks: The rows', int32 ``[R, 1]``.
+        staleness: How far ahead or behind a copy may be; below 0 there is no bound.
+        by_sum: How pushes move clocks, as in :func:`move_clocks`.
+        lags: Result, int32 ``[U]``: by how much each copy is ahead of what was fetched.
+        counts: Grows by what was done, int64 ``[9]``.
+    """
+
+    @compile_loop
+    def update_copies(slots, touched, copies, own_clocks, stored, clocks, staleness, by_sum, lags, counts):  # noqa: ANN001, ANN202
+        copied_rows, copied_state, _, _ = copies
+        rows, state = stored
+        last = slots.shape[0] - 1
+        fetched, checked, stale = counts[FETCHED], counts[CHECKED], counts[STALE]
+        for u in range(slots.shape[0]):
+            coming, soon = min(u + AHEAD, last), min(u + SOON, last)
+            prefetch_row(own_clocks, slots[coming])
+            prefetch_row(clocks, touched[coming])
+            if not own_clocks[slots[soon], HELD]:
+                prefetch_row(rows, touched[soon])
+                prefetch_row(copied_rows, slots[soon])
+            slot, row = slots[u], touched[u]
+            if not own_clocks[slot, HELD]:
+                counts[FETCHED] += 1
+                own_clocks[slot, HELD] = 1
+            else:
+                current, ahead, behind, comes_back = own_clocks[slot, CURRENT], np.int64(0), np.int64(0), False
+                lags[u] = current - own_clocks[slot, START]
+                if staleness >= 0:
+                    behind = _lag(np.int64(clocks[row, 0] & MAX_CLOCK), current)
+                    ahead = _lag(np.int64(current), own_clocks[slot, START])
+                    counts[CHECKED] += ahead <= staleness
+                if staleness >= 0 and max(ahead, behind) > staleness:
+                    counts[AHEAD_OF_START if ahead > staleness else STALE] += 1
+                    comes_back = _push_unfit(slot, row, copies, own_clocks, stored, clocks, by_sum, counts)
+                    lags[u] = 0
+                if not comes_back:
+                    continue
+            clock = _read(clocks, row) & MAX_CLOCK
+            own_clocks[slot, START], own_clocks[slot, CURRENT], lags[u] = clock, clock, 0
+            copy_floats(copied_rows, slot * dim, rows, row * dim, dim)
+            for d in range(state.shape[1]):
+                copied_state[slot, d] = state[row, d]
+        counts[EXCHANGES] += (counts[FETCHED] > fetched or counts[CHECKED] > checked) + (counts[STALE] > stale)
+
+    return cast(Callable[..., None], update_copies)

@@ -1,0 +1,486 @@
+"""Embedding rows for ids without bound: a row is made when it is first trained, and memory grows with those only."""
+
+# Shape suffixes: B batch, F features, D embedding dim, N ids of the batch, U distinct rows of a request.
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_recsys.embeddings.backend import row_shapes
+from lightning_recsys.embeddings.config import EmbeddingBagConfig
+from lightning_recsys.embeddings.int64_ids import NUM_IDS, as_int64, as_int64s, in_order
+from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.optim.compiled import apply_update
+from lightning_recsys.stores import counters
+from lightning_recsys.stores.checks import check_rows
+from lightning_recsys.stores.drawing import draw_rows
+from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
+from lightning_recsys.stores.exchange import RowExchange, RowValues
+from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
+from lightning_recsys.stores.interfaces import DynamicEmbeddingStore
+from lightning_recsys.stores.key_index import KeyIndex
+from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
+from lightning_recsys.stores.plain import layout_from_plain, layout_to_plain, optimizer_from_plain, optimizer_to_plain
+from lightning_recsys.sync.clocks import MAX_CLOCK
+
+KIND = "dynamic"
+CLOCK = "clock"
+COUNTERS = 4
+LIVE_COUNTER = 1
+_KEYS = "row_keys"  # of each slot the bits of its row's number turned, 0 where it has none
+_LOCK = "lock"
+_GROWTH_BYTES = 1 << 22  # room is made in pieces of this size, whatever is there already
+_MAX_SLOTS = 2**31 - 1
+_UNTRAINED = -(2**31)  # a clock of 0 with its mark: of a row that nothing has changed since it was made
+_STEP, _LIVE, _ALLOCATED, _HIGH = 0, LIVE_COUNTER, 2, 3
+
+
+class HashEmbeddingStore(DynamicEmbeddingStore):
+    """Rows that exist from their first update on, found by a hash table; see :class:`DynamicRows`.
+
+    Rows, state, clocks and keys lie in slots, in files that are mapped as long as the file system is large and grow
+    four mebibytes at a time; what is there is never moved or copied. The hash table is in the process's own memory and
+    is made from the keys when a store is opened (some seconds for ten million rows). One process has a store open at a
+    time; others go through its server. Its threads wait for each other.
+
+    A row's slot is filled before its key is written, and an expired row's key is taken out before its slot is used
+    again, each with one store of 8 bytes: whenever the process is killed, every key has a whole row. The first values
+    are those that a missing row has, so rows made for an update that then did not happen change nothing.
+
+    Args:
+        folder: As :meth:`create` left it.
+
+    Attributes:
+        arrays: The files. ``weight``, the rule's states and ``clock`` are indexed by slot.
+        dynamic: When rows are made and forgotten.
+        row_shapes: Shape of what one row has of ``weight`` and of each state.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        RuntimeError: the store is open already, or a file of the folder is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = _lock(folder)
+        self.arrays = arrays = MappedArrays(folder)
+        if _KEYS not in arrays:
+            raise RuntimeError(f"{folder} was made by an earlier version: load its checkpoint into a new store.")
+        dynamic = dynamic_from_plain(arrays.meta["dynamic"])
+        assert dynamic is not None
+        self.dynamic = dynamic
+        self.layout = layout = layout_from_plain(arrays.meta["tables"])
+        self.optimizer = optimizer_from_plain(arrays.meta["optimizer"])
+        self.row_shapes = row_shapes(layout, self.optimizer)
+        self._states = tuple(name for name in self.row_shapes if name != "weight")
+        self._capacity = arrays["weight"].shape[0]
+        features = tuple(feature for table in layout.tables for feature in table.feature_names)
+        slots = TableLayout((EmbeddingBagConfig("slots", self._capacity, layout.embedding_dim, features),))
+        self._kernel = choose_kernel("auto", slots, self.optimizer, torch.device("cpu"))
+        starts = [*layout.table_starts.values()]
+        self._starts = as_int64s(starts)
+        self._first_keys = as_int64s(starts if dynamic.first_keys is None else dynamic.first_keys)
+        steps = [1] * len(layout.tables) if dynamic.key_steps is None else dynamic.key_steps
+        self._key_steps = np.array(steps, dtype=np.int64)
+        self._stds = np.array([table.init_std for table in layout.tables], dtype=np.float64)
+        self._seed = np.uint64(arrays.meta["seed"])
+        self._starts_F = torch.from_numpy(as_int64s(layout.feature_starts))
+        self._slot_bytes = sum(arrays[name].stride(0) * arrays[name].itemsize for name in (_KEYS, CLOCK))
+        self._slot_bytes += sum(arrays[name].stride(0) * 4 for name in self.row_shapes)
+        self._mutex = threading.RLock()
+        self._make_room(1)
+        self._index = self._new_index()
+        self._note_size()
+
+    @classmethod
+    def create(
+        cls, folder: Path, layout: TableLayout, optimizer: RowOptimizer, *, seed: int, dynamic: DynamicRows
+    ) -> HashEmbeddingStore:
+        """Make a store without rows.
+
+        Raises:
+            FileExistsError: the folder is there already.
+            OSError: there is no room for the first rows.
+            TypeError: a rule that is none of :mod:`lightning_recsys.optim`.
+            ValueError: more rows than there are int64, or not one first key for each table.
+        """
+        if layout.num_rows > NUM_IDS:
+            raise ValueError(
+                f"a store counts at most 2**64 - 1 rows, and {[table.name for table in layout.tables]} have "
+                f"{layout.num_rows}: make num_embeddings smaller, or give several features one table."
+            )
+        for numbers in (dynamic.first_keys, dynamic.key_steps):
+            if numbers is not None and len(numbers) != len(layout.tables):
+                raise ValueError(
+                    f"first_keys and key_steps must have one for each of {len(layout.tables)} tables, got {dynamic}."
+                )
+        rows = row_shapes(layout, optimizer)
+        row_bytes = 12 + sum(4 * (shape[0] if shape else 1) for shape in rows.values())
+        stats = os.statvfs(folder.parent)
+        # Twice the rows that can be: lookups draw missing rows into slots behind those in use.
+        capacity = min(2 * layout.num_rows, max(stats.f_blocks * stats.f_frsize // row_bytes, 1), _MAX_SLOTS)
+        growing: Shapes = {
+            **{name: ("float32", (capacity, *shape)) for name, shape in rows.items()},
+            CLOCK: ("int32", (capacity,)),
+            _KEYS: ("int64", (capacity,)),
+        }
+        meta = {
+            "kind": KIND,
+            "tables": layout_to_plain(layout),
+            "optimizer": optimizer_to_plain(optimizer),
+            "dynamic": dynamic_to_plain(dynamic),
+            "seed": seed,
+        }
+        shapes = {**growing, "counters": ("int64", (COUNTERS,))}
+        MappedArrays.create(folder, meta, shapes, lambda arrays: None, growing=growing.keys()).close()
+        return cls(folder)
+
+    # --- Lookups: they make no rows ----------------------------------------------------------------------------------
+
+    def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
+        with self._mutex:
+            return self._gather(_array(rows_U), ["weight"], touch=True)["weight"]
+
+    def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+        with self._mutex:
+            rows_N = self.rows_of(sparse)
+            slots_N, absent = self._index.find(rows_N)
+            if absent:
+                missing = np.flatnonzero(slots_N < 0)
+                rows_U, inverse = np.unique(rows_N[missing], return_inverse=True)
+                places_U = self._index.high + np.arange(rows_U.size)  # behind all slots in use, and not taken
+                self._make_room(self._index.high + rows_U.size)
+                self._draw(rows_U, places_U, self.arrays["weight"])
+                slots_N[missing] = places_U[inverse]
+            slots = dataclasses.replace(sparse, values=torch.from_numpy(slots_N))
+            return self._kernel.lookup(self.arrays["weight"], slots)
+
+    def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
+        self._check_name(name)
+        with self._mutex:
+            return self._gather(_array(rows_U), [name], touch=False)[name]
+
+    def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
+        return self.read_rows(name, self._stretch(first_row, num_rows))
+
+    def live_rows(self) -> Tensor:  # noqa: D102 - inherited
+        return in_order(self.rows_in_slots(0, self.num_slots))
+
+    def rows_in_slots(self, first: int, count: int) -> Tensor:
+        """The rows that exist in a stretch of slots, int64, in the order of the slots."""
+        with self._mutex:
+            keys = self.arrays[_KEYS][first : min(first + count, self.num_slots)].numpy()
+            rows = ~keys[keys != 0]
+            slots, _ = self._index.find(rows, touch=False)
+            return torch.from_numpy(rows[slots >= 0])
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that were ever in use, the first ones."""
+        return self._index.high
+
+    @property
+    def clocks(self) -> Tensor:
+        """How many updates the row of each slot has seen in exchanges, int32; a copy."""
+        return self.marked_clocks & MAX_CLOCK
+
+    @property
+    def marked_clocks(self) -> Tensor:
+        """The same as they are stored: negative where a push has left one as it was."""
+        return self.arrays[CLOCK]
+
+    @property
+    def num_live(self) -> int:  # noqa: D102 - inherited
+        return self._index.num_rows
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the hash table, which is the process's own."""
+        return self._index.num_bytes
+
+    def rows_of(self, sparse: SparseFeatures) -> np.ndarray:
+        """The row of each id, int64 ``[N]``."""
+        if sparse.is_single_hot:
+            rows = sparse.values.view(len(sparse.keys), -1) + self._starts_F.unsqueeze(1)
+            return rows.view(-1).numpy()
+        per_feature = sparse.bag_lengths().view(len(sparse.keys), -1).sum(1)
+        return (sparse.values + self._starts_F.repeat_interleave(per_feature)).numpy()
+
+    def _gather(self, rows_U: np.ndarray, names: list[str], *, touch: bool) -> dict[str, Tensor]:
+        slots_U, absent = self._index.find(rows_U, touch=touch)
+        missing = torch.from_numpy(np.flatnonzero(slots_U < 0))
+        slots_U[missing] = 0
+        values = {name: self.arrays[name].index_select(0, torch.from_numpy(slots_U)) for name in names}
+        if absent:
+            first = self._first_values(rows_U[missing.numpy()])
+            for name in names:
+                values[name][missing] = first[name]
+        return values
+
+    def _first_values(self, rows_U: np.ndarray) -> dict[str, Tensor]:
+        weight = torch.empty(rows_U.size, self.layout.embedding_dim)
+        self._draw(rows_U, np.arange(rows_U.size), weight)
+        clocks = torch.zeros(rows_U.size, dtype=torch.int32)
+        return {"weight": weight, **self.optimizer.initial_state(weight), CLOCK: clocks}
+
+    def _draw(self, rows_U: np.ndarray, places_U: np.ndarray, out: Tensor) -> None:
+        draw_rows(
+            rows_U, places_U, self._starts, self._first_keys, self._key_steps, self._stds, self._seed, out.numpy()
+        )
+
+    # --- Updates: they do --------------------------------------------------------------------------------------------
+
+    def admit(self, rows_N: np.ndarray, counts_N: np.ndarray | None = None, *, always: bool = False) -> np.ndarray:
+        """Let the present update name rows: their slots, made where they have earned one, otherwise -1.
+
+        To do it again before the update ends changes nothing. Where rows expire, the clock of a row that an exchange
+        may still have to make from a worker's copy is ``_UNTRAINED``; it is so in the file, too, so that the push of a
+        killed server, sent again to the next one, finds the row as it would have.
+
+        Args:
+            rows_N: They; one that is named twice counts once.
+            counts_N: How many updates the present one stands for, for each row, int32; by default one. Rows are
+                distinct where it is given.
+            always: Make all of them; not by an update.
+        """
+        slots_N, absent = self._index.find(rows_N)
+        if absent:
+            missing = np.flatnonzero(slots_N < 0)
+            named, first = np.unique(rows_N[missing], return_index=True)
+            counts = None if counts_N is None else counts_N[missing][first]
+            self._make_room(self._index.high + named.size)
+            rows_U, slots_U = self._index.admit(named, counts, always=always)
+            self._note_size()
+            if rows_U.size:
+                self._draw(rows_U, slots_U, self.arrays["weight"])
+                slots = torch.from_numpy(slots_U)
+                for name, state in self.optimizer.initial_state(self.arrays["weight"][slots]).items():
+                    self.arrays[name][slots] = state
+                is_new = self.dynamic.expire_after is not None and not always
+                self.arrays[CLOCK][slots] = _UNTRAINED if is_new else 0
+                self._index.publish(rows_U, slots_U)
+                slots_N[missing] = self._index.find(rows_N[missing])[0]
+        return slots_N
+
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        with self._mutex:
+            slots_N = self.admit(self.rows_of(sparse))
+            slots = _admitted(sparse, slots_N)
+            weight, state, step = self._begin_update(slots_N)
+            self._kernel.apply_gradients(weight, state, slots, grad_BFD, learning_rate=learning_rate, step=step)
+            self._end_update()
+
+    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        if grads_UD.shape != (rows_U.numel(), self.layout.embedding_dim):
+            raise ValueError(
+                f"gradients must have shape {[rows_U.numel(), self.layout.embedding_dim]}, got {list(grads_UD.shape)}."
+            )
+        check_rows(rows_U, self.layout.num_rows)
+        with self._mutex:
+            slots_U, grads = self.admit(_array(rows_U)), grads_UD.contiguous().numpy()
+            kept = slots_U >= 0
+            if not kept.all():
+                slots_U, grads = slots_U[kept], grads[kept]
+            weight, state, step = self._begin_update(slots_U)
+            apply_update(self.optimizer, slots_U, grads, weight, state, learning_rate=learning_rate, step=step)
+            self._end_update()
+
+    def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
+        request.check(self.layout.num_rows, self.row_shapes)
+        with self._mutex:
+            current_H = self.push_updates(request) if request.changes_rows else request.held_clocks.bool()
+            values = self.fetch_and_check(request, current_H)
+        return lambda: values
+
+    def push_updates(self, request: RowExchange) -> Tensor:
+        """The pushes of a request that was checked; which of its held copies are current then, bool ``[H]``.
+
+        None where the update was not admitted, or where rows expire: one that was made anew since has a clock that
+        means something else.
+        """
+        slots_P = self.admit(_array(request.push_rows), _array(request.updates_per_push))
+        kept = slots_P >= 0
+        slots_P = slots_P[kept]
+        untrained = np.zeros(slots_P.size, dtype=np.bool_)
+        if request.copies:
+            untrained = self.marked_clocks.numpy()[slots_P] == _UNTRAINED
+        for name, amounts in request.updates.items():
+            sign = np.float32(-1 if name == "weight" else 1)
+            add_rows(slots_P[~untrained], _matrix(amounts)[kept][~untrained], _matrix(self.arrays[name]), sign)
+        for name, copies in request.copies.items():
+            _matrix(self.arrays[name])[slots_P[untrained]] = _matrix(copies)[kept][untrained]
+        sent, before = _array(request.push_clocks)[kept], np.empty(len(slots_P), dtype=np.int32)
+        move_clocks(slots_P, sent, self.marked_clocks.unsqueeze(1).numpy(), request.clock == "sum", before)
+        counters.add(self.arrays["counters"], _STEP, request.num_steps)
+        self._end_update()
+        before_P = torch.full(kept.shape, -1, dtype=torch.int32)
+        if self.dynamic.expire_after is None:
+            before_P[torch.from_numpy(kept)] = torch.from_numpy(before)
+        return before_P[len(kept) - request.held_clocks.numel() :] == request.held_clocks
+
+    def fetch_and_check(self, request: RowExchange, current_H: Tensor) -> RowValues:
+        """The fetches and checks of a request that was checked; changes nothing."""
+        values = self._gather(_array(request.wanted_rows(current_H)), [*self.row_shapes, CLOCK], touch=True)
+        clocks_C = self._gather(_array(request.check_rows), [CLOCK], touch=True)[CLOCK].numpy()
+        stale_C = np.zeros(clocks_C.size, dtype=np.bool_)
+        if request.staleness is not None:
+            own_C, all_C = _array(request.check_clocks), np.arange(clocks_C.size)
+            compare_clocks(all_C, own_C, clocks_C[:, None], request.staleness, stale_C)
+        return RowValues(values, values.pop(CLOCK) & MAX_CLOCK, torch.from_numpy(stale_C), current_H)
+
+    def insert(self, rows_U: Tensor) -> None:  # noqa: D102 - inherited
+        check_rows(rows_U, self.layout.num_rows)
+        with self._mutex:
+            self.admit(_array(rows_U), always=True)
+
+    def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:  # noqa: D102 - inherited
+        self._check_name(name)
+        check_rows(rows_U, self.layout.num_rows)
+        expected = [rows_U.numel(), *self.row_shapes[name]]
+        if list(values.shape) != expected:
+            raise ValueError(f"{name!r} takes values of shape {expected}, got {list(values.shape)}.")
+        with self._mutex:
+            slots_U = self.admit(_array(rows_U), always=True)
+            self.arrays[name].index_copy_(0, torch.from_numpy(slots_U), values)
+            self._note_trained(slots_U)
+
+    def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
+        self.write_rows(name, self._stretch(first_row, values.shape[0]), values)
+
+    def clear(self) -> None:  # noqa: D102 - inherited
+        with self._mutex:
+            self.arrays["counters"][_HIGH] = 0  # from here on none of the keys counts
+            self.arrays[_KEYS][: self._index.high] = 0
+            self._index = self._new_index()
+            self._note_size()
+
+    def _new_index(self) -> KeyIndex:
+        keys, high = self.arrays[_KEYS].numpy(), int(self.arrays["counters"][_HIGH])
+        return KeyIndex(keys, high, admission=self.dynamic.admission, expire_after=self.dynamic.expire_after)
+
+    def _note_trained(self, slots_N: np.ndarray) -> None:
+        """Rows in these slots are no longer what they were made as; slots below 0 are none."""
+        if self.dynamic.expire_after is not None:
+            slots, clocks = slots_N[slots_N >= 0], self.marked_clocks.numpy()
+            clocks[slots[clocks[slots] == _UNTRAINED]] = 0
+
+    def _begin_update(self, slots_N: np.ndarray) -> tuple[Tensor, dict[str, Tensor], int]:
+        self._note_trained(slots_N)
+        state = {name: self.arrays[name] for name in self._states}
+        return self.arrays["weight"], state, counters.add(self.arrays["counters"], _STEP)
+
+    def _end_update(self) -> None:
+        self._index.advance()
+        self._note_size()
+
+    # --- Room --------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, slots: int) -> None:
+        """Let the files be long enough for the first ``slots`` slots."""
+        there = int(self.arrays["counters"][_ALLOCATED])
+        if slots <= there:
+            return
+        piece = max(_GROWTH_BYTES // self._slot_bytes, 1)
+        stop = min(-(-slots // piece) * piece, self._capacity)
+        folder = self.arrays.folder
+        try:
+            if slots > self._capacity:
+                raise OSError(errno.ENOSPC, "the store is full")
+            self.arrays.grow(there, stop)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no room for more rows in {folder}, which has {there:,} of {self._slot_bytes} bytes"
+                f" ({error.strerror}). Use a folder with more room, more servers, admission or expire_after.",
+            ) from error
+        self.arrays["counters"][_ALLOCATED] = stop
+
+    def _note_size(self) -> None:
+        """Write down what the next process needs, and who looks at the files from outside."""
+        numbers = self.arrays["counters"]
+        numbers[_HIGH], numbers[_LIVE] = self._index.high, self._index.num_rows
+
+    def _stretch(self, first_row: int, num_rows: int) -> Tensor:
+        if first_row < 0 or num_rows < 0 or first_row + num_rows > self.layout.num_rows:
+            raise IndexError(
+                f"rows {first_row} to {first_row + num_rows} are not within the store's {self.layout.num_rows}."
+            )
+        return torch.from_numpy(as_int64(first_row) + np.arange(num_rows))
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.row_shapes:
+            raise ValueError(f"{self.arrays.folder} has {[*self.row_shapes]}, got {name!r}.")
+
+    @property
+    def step(self) -> int:  # noqa: D102 - inherited
+        return int(self.arrays["counters"][_STEP])
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.arrays["counters"][_STEP] = value
+
+    def flush(self) -> None:
+        """Every update is in the store when its call returns: nothing to wait for."""
+
+    def close(self) -> None:  # noqa: D102 - inherited
+        self.arrays.close()
+        self._lock.close()
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> HashEmbeddingStore:
+        return self  # a copy in this process is the same store
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            f"{self.arrays.folder} is open in one process at a time: run a server for it, and connect to that."
+        )
+
+
+def _lock(folder: Path) -> Any:
+    """Hold the folder; the system lets go of it when the process ends, however it ends."""
+    file = (folder / _LOCK).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise RuntimeError(
+            f"{folder} is open already, here or in another process, and a store with dynamic rows is open once at a "
+            "time: use the object that is there, or go through its server (tcp://host:port)."
+        ) from None
+    return file
+
+
+def _admitted(sparse: SparseFeatures, slots_N: np.ndarray) -> SparseFeatures:
+    """The features with slots for ids, without those that have none."""
+    kept_N = slots_N >= 0
+    if kept_N.all():
+        return dataclasses.replace(sparse, values=torch.from_numpy(slots_N))
+    counts = np.zeros(kept_N.size + 1, dtype=np.int64)
+    np.cumsum(kept_N, out=counts[1:])
+    kept = torch.from_numpy(kept_N)
+    return SparseFeatures(
+        sparse.keys,
+        torch.from_numpy(slots_N)[kept],
+        offsets=torch.from_numpy(counts)[sparse.bag_offsets()],
+        weights=None if sparse.weights is None else sparse.weights[kept],
+    )
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().numpy()
+
+
+def _matrix(array: Tensor) -> np.ndarray:
+    """``[X]`` as ``[X, 1]``, ``[X, W]`` as it is."""
+    return (array if array.dim() > 1 else array.unsqueeze(1)).contiguous().numpy()

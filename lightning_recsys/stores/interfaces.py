@@ -1,0 +1,252 @@
+"""What a store offers, whether it is mapped into this process or lies behind a server."""
+
+# Shape suffixes: B batch, F features, D embedding dim, U distinct rows of a request, R rows of a store.
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.exchange import RowExchange, RowValues
+
+
+class EmbeddingStore(ABC):
+    """Rows of one width with their optimizer state. Every process reads and writes them without a lock (Hogwild).
+
+    A row is named by its place in the store: ``layout.table_starts[table] + id``.
+
+    Attributes:
+        layout: The tables, behind each other. A part of a table that is cut by rows is a table here; ids count from
+            its own first row.
+        optimizer: The update rule.
+    """
+
+    layout: TableLayout
+    optimizer: RowOptimizer
+
+    @abstractmethod
+    def lookup(self, rows_U: Tensor) -> Tensor:
+        """Copies of rows: int64 ``[U]`` -> float32 ``[U, D]``."""
+
+    @abstractmethod
+    def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:
+        """Sum each bag's (weighted) rows where they live: float32 ``[B, F, D]``.
+
+        Args:
+            sparse: Resolved features (:meth:`EmbeddingBagCollection.resolve`): those of ``layout``, in its order.
+        """
+
+    def begin_pooled_lookup(self, sparse: SparseFeatures) -> Callable[[], Tensor]:
+        """Ask for :meth:`pooled_lookup` and return what waits for the answer, so that several stores work at once.
+
+        A mapped store has the answer at once; a remote store sends here and receives there.
+        """
+        pooled_BFD = self.pooled_lookup(sparse)
+        return lambda: pooled_BFD
+
+    @abstractmethod
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
+        """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`pooled_lookup` returned.
+
+        A remote store may return before the server has applied it; :meth:`flush` waits for that.
+        """
+
+    @abstractmethod
+    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:
+        """Train distinct rows with their summed gradients ``[U, D]``; asynchronous as :meth:`apply_gradients`."""
+
+    @abstractmethod
+    def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:
+        """Push updates, fetch rows and check clocks in one message; returns what waits for the answer.
+
+        A mapped store has done it when this returns. A remote store has sent it: the answer may be awaited much later,
+        and other requests made meanwhile; they are done after this one. The pushes of one request are applied once,
+        however often it must be sent. The tensors of ``request`` stay as they are until the answer is there.
+
+        Raises:
+            ValueError: the request does not fit the store (:meth:`RowExchange.check`); nothing was changed.
+            IndexError: a row is not in the store; nothing was changed.
+        """
+
+    @abstractmethod
+    def read(self, name: str, first_row: int, num_rows: int) -> Tensor:
+        """A stretch of ``weight`` or of a state by its name: a copy, ``[num_rows, ...]``. For checkpoints."""
+
+    @abstractmethod
+    def write(self, name: str, first_row: int, values: Tensor) -> None:
+        """The reverse of :meth:`read`; returns when it is done."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Updates that the store has seen."""
+
+    @step.setter
+    @abstractmethod
+    def step(self, value: int) -> None: ...
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return when every update that this object was given is in the store."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory and connections; the rows stay."""
+
+
+class DynamicEmbeddingStore(EmbeddingStore):
+    """Rows that exist from their first update on (:class:`DynamicRows`): the three operations on a hash table.
+
+    *Lookup* (:meth:`lookup`, :meth:`pooled_lookup`, :meth:`read`) gives a row that does not exist as what it would be
+    made as. *Insert* makes rows, *update* (gradients, exchanges, :meth:`write`) makes those that it needs. Reference:
+    DES, section 5, where a lookup of a new id inserts it; here its first update does, which trains to the same rows.
+
+    Attributes:
+        dynamic: When rows are made and forgotten.
+    """
+
+    dynamic: DynamicRows
+
+    @abstractmethod
+    def insert(self, rows_U: Tensor) -> None:
+        """Make rows, int64 ``[U]``, where they do not exist, however rarely they were seen."""
+
+    @abstractmethod
+    def live_rows(self) -> Tensor:
+        """The rows that exist, int64, rising."""
+
+    @abstractmethod
+    def read_rows(self, name: str, rows_U: Tensor) -> Tensor:
+        """``weight`` or a state of rows, by its name: ``[U, ...]``. For checkpoints: they do not count as seen."""
+
+    @abstractmethod
+    def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:
+        """The reverse of :meth:`read_rows`; makes rows that do not exist, and returns when it is done."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all rows, and all counts of ids without one."""
+
+    @property
+    @abstractmethod
+    def num_live(self) -> int:
+        """Rows that take room: those that exist, and expired ones whose room is not free yet."""
+
+
+class DenseStore(ABC):
+    """One flat float32 vector with a version, such as the centre of elastic averaging.
+
+    Attributes:
+        size: Number of elements.
+    """
+
+    size: int
+
+    @abstractmethod
+    def pull(self) -> Tensor:
+        """A copy, float32 ``[size]``."""
+
+    @abstractmethod
+    def assign(self, values: Tensor) -> None:
+        """Overwrite all elements."""
+
+    @abstractmethod
+    def elastic_average(self, local: Tensor, *, alpha: float) -> Tensor:
+        r"""Move the store's vector towards a replica and return where it went.
+
+        .. math:: \tilde w \leftarrow (1-\alpha)\,\tilde w + \alpha\, w
+
+        The caller then moves the replica towards the returned vector. Reference: ShadowSync, Algorithm 2.
+        """
+
+    def begin_elastic_average(self, local: Tensor, *, alpha: float) -> Callable[[], Tensor]:
+        """Ask for :meth:`elastic_average` and return what waits for the answer, so that several servers work at once.
+
+        ``local`` must stay where it is until then.
+        """
+        center = self.elastic_average(local, alpha=alpha)
+        return lambda: center
+
+    @abstractmethod
+    def push_gradient(self, gradient: Tensor, *, learning_rate: float) -> int:
+        """One update by the store's own rule; returns the version after it."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Updates applied so far (averages and gradients)."""
+
+    @property
+    def moving_seconds(self) -> float:
+        """Processor time of the callers' threads so far for moving bytes to a server; none where memory is shared."""
+        return 0.0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory and connections; the vector stays."""
+
+
+class Stores(ABC):
+    """The stores of one server, by name. :func:`connect` makes it from an endpoint.
+
+    Attributes:
+        endpoint: Where it was found, ``shm:///folder`` or ``tcp://host:port``.
+        route: How rows and vectors are read and written, and why so; for a log.
+    """
+
+    endpoint: str
+    route: str
+
+    @abstractmethod
+    def create_embedding_store(
+        self,
+        name: str,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        seed: int,
+        dynamic: DynamicRows | None = None,
+    ) -> EmbeddingStore:
+        """Make a store whose rows are drawn as each table's ``init_std`` says; state starts as the rule says.
+
+        Args:
+            name: Its name.
+            layout: Its tables.
+            optimizer: The update rule.
+            seed: Of the rows.
+            dynamic: Make rows when they are first trained instead of all at once: a :class:`DynamicEmbeddingStore`.
+
+        Raises:
+            ValueError: a store of that name is there, with other tables or another rule.
+        """
+
+    @abstractmethod
+    def create_dense_store(self, name: str, initial: Tensor, *, optimizer: RowOptimizer | None = None) -> DenseStore:
+        """Make a vector that starts as ``initial``, trained by ``optimizer`` where gradients are pushed."""
+
+    @abstractmethod
+    def embedding_store(self, name: str) -> EmbeddingStore:
+        """Open a store. Raises ``KeyError`` that names what is there."""
+
+    @abstractmethod
+    def dense_store(self, name: str) -> DenseStore:
+        """Open a vector. Raises ``KeyError`` that names what is there."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Delete a store and its files."""
+
+    @abstractmethod
+    def status(self) -> dict[str, Any]:
+        """Rows, bytes, requests, refused requests, clients, uptime in seconds; plain numbers and strings."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of all that was opened here."""

@@ -1,0 +1,218 @@
+"""Which embedding server holds what, and a model whose rows are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from itertools import cycle
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
+from lightning_recsys.embeddings.substitution import Substitution, substitute_embeddings
+from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.placement import PlacementMethod, PlacementPlan, Room, TableCost, place_tables
+from lightning_recsys.stores.backend import StoreBackend, table_costs
+from lightning_recsys.stores.interfaces import Stores
+
+PROFILE_BATCH = 1024  # examples, where there are none of the run's own
+PROFILE_ROUNDS = 5  # the median counts
+PROFILE_ROWS = 1_000_000  # of a table at most: more would miss the processor's caches no more often
+
+
+_NO_IDS = np.empty(0, dtype=np.int64)
+
+
+class MakeBackend(Protocol):
+    """Makes, or opens, a collection's rows on servers."""
+
+    def __call__(
+        self,
+        name: str,
+        collection: EmbeddingBagCollection,
+        *,
+        servers: Sequence[Stores],
+        plan: PlacementPlan,
+        seed: int,
+    ) -> StoreBackend:
+        """For the collection of that name, as a plan has it on its servers; the servers draw rows from ``seed``."""
+        ...
+
+
+class ServedTables:
+    """The tables of a model, while embedding servers hold their rows.
+
+    Args:
+        model: Its collections are served, and the plain embedding modules that are chosen.
+        optimizer: The update rule of the rows of plain modules.
+        min_rows: Plain modules of at least so many rows; by default none for their size.
+        names: Plain modules to take whatever their size, by their paths.
+
+    Attributes:
+        collections: By the names under which stores keep them.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, optimizer: RowOptimizer, min_rows: int | None = None, names: Sequence[str] = ()
+    ) -> None:
+        self._substitution: Substitution | None = None
+        self.collections = {
+            name or "embeddings": module
+            for name, module in model.named_modules()
+            if isinstance(module, EmbeddingBagCollection)
+        }
+        if min_rows is not None or names:
+            self._substitution = substitute_embeddings(model, optimizer=optimizer, min_rows=min_rows, names=names)
+            self.collections |= self._substitution.collections
+
+    def clear(self, servers: Sequence[Stores]) -> None:
+        """Remove what an earlier run left of these tables, whose room the plan may need."""
+        for name in self.collections:
+            for server in servers:
+                with suppress(KeyError):
+                    server.remove(name)
+
+    def bind(
+        self,
+        servers: Sequence[Stores],
+        plan: PlacementPlan,
+        *,
+        make_backend: MakeBackend,
+        gradient_scale: float,
+        first: bool,
+    ) -> None:
+        """Look rows up on the servers from now on.
+
+        Args:
+            servers: In the order of the plan.
+            plan: The same on all ranks.
+            make_backend: What each collection looks its rows up in.
+            gradient_scale: As in :meth:`EmbeddingBagCollection.bind`.
+            first: Bring the rows to servers that have been cleared of them; otherwise they are there.
+        """
+        seed = torch.initial_seed() % 2**31
+        for name, collection in self.collections.items():
+            backend = make_backend(name, collection, servers=servers, plan=plan, seed=seed)
+            collection.bind(backend, copy_rows=first, gradient_scale=gradient_scale)
+
+    def attach_to(self, optimizer: Optimizer) -> None:
+        """Let the rows of plain modules follow an optimizer's steps and schedules."""
+        if self._substitution is not None:
+            self._substitution.attach_to(optimizer)
+
+    def flush(self) -> None:
+        """Return when every update is on its server."""
+        for collection in self.collections.values():
+            collection.flush()
+
+    def release(self, *, copy_rows: bool) -> None:
+        """Give the model its own rows again, the trained ones if asked for."""
+        for collection in self.collections.values():
+            collection.unbind(copy_rows=copy_rows)
+        if self._substitution is not None:
+            self._substitution.restore()
+
+
+def plan_placement(
+    collections: Mapping[str, EmbeddingBagCollection],
+    num_servers: int,
+    *,
+    method: PlacementMethod,
+    samples: Callable[[int], Sequence[SparseFeatures]] = lambda _: (),
+    rooms: Sequence[Room] | None = None,
+    growing: Container[str] = (),
+) -> PlacementPlan:
+    """Spread the tables of all collections over servers; ``profiled`` measures them first, if there is a choice.
+
+    Args:
+        collections: By name.
+        num_servers: Number of servers.
+        method: As in :func:`place_tables`.
+        samples: Gives the features of so many training batches to measure with, or of none.
+        rooms: How much each server has for rows; by default enough.
+        growing: Names of the collections whose rows are made as they are trained.
+
+    Raises:
+        NoRoomError: the servers have no room for the tables.
+    """
+    if num_servers == 1:
+        method = "size"
+    costs: list[TableCost] = []
+    batches = samples(PROFILE_ROUNDS + 1) if method == "profiled" else ()
+    for name, collection in collections.items():
+        measured = measure_costs(collection, batches) if method == "profiled" else None
+        costs += table_costs(
+            name,
+            collection.layout,
+            collection.optimizer,
+            measured,
+            seen=ids_in(collection, batches) if batches else None,
+            grows=name in growing,
+        )
+    return place_tables(costs, num_servers, method=method, rooms=rooms)
+
+
+def ids_in(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures]) -> dict[str, NDArray[np.int64]]:
+    """The ids that batches look up in each table, each as often as they do; of the batches with all of its features."""
+    tables = {table.name: set(table.feature_names) for table in collection.tables}
+    batches = [collection.resolve(x) for x in samples if set().union(*tables.values()) <= set(x.keys)]
+    return {
+        name: np.concatenate(
+            [_NO_IDS, *(batch.select(tuple(features)).values.numpy().astype(np.int64) for batch in batches)]
+        )
+        for name, features in tables.items()
+    }
+
+
+def rooms_of(servers: Sequence[Stores]) -> list[Room] | None:
+    """How much room each server has for rows, or ``None`` where one of them does not say."""
+    told = [server.status() for server in servers]
+    if not all("free_bytes" in status for status in told):
+        return None
+    return [Room(str(status["place"]), int(status["free_bytes"])) for status in told]
+
+
+def measure_costs(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures] = ()) -> dict[str, float]:
+    """What each table costs its server: seconds for lookup and update of a batch.
+
+    Args:
+        collection: Whose tables.
+        samples: Features of training batches; where none has the collection's, one random id for each feature is taken.
+    """
+    wanted = {feature for table in collection.tables for feature in table.feature_names}
+    resolved = [collection.resolve(x) for x in samples if wanted <= set(x.keys)]
+    return {table.name: _seconds(collection, table, resolved or _random_batch(table)) for table in collection.tables}
+
+
+def _random_batch(table: EmbeddingBagConfig) -> list[SparseFeatures]:
+    generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
+    shape, num_ids = (len(table.feature_names) * PROFILE_BATCH,), min(table.num_embeddings, 2**63 - 1)
+    return [SparseFeatures(table.feature_names, torch.randint(num_ids, shape, generator=generator))]
+
+
+def _seconds(collection: EmbeddingBagCollection, table: EmbeddingBagConfig, batches: Sequence[SparseFeatures]) -> float:
+    rows = min(table.num_embeddings, PROFILE_ROWS)
+    layout = TableLayout((dataclasses.replace(table, num_embeddings=rows),))
+    weight = torch.zeros(rows, layout.embedding_dim)
+    state = collection.optimizer.initial_state(weight)
+    kernel = choose_kernel("auto", layout, collection.optimizer, weight.device)
+    seconds = []
+    for step, batch in zip(range(1, PROFILE_ROUNDS + 2), cycle(batches), strict=False):
+        sparse = batch.select(table.feature_names)
+        offsets = None if sparse.is_single_hot else sparse.bag_offsets()
+        sparse = dataclasses.replace(sparse, values=sparse.values % rows, offsets=offsets)
+        gradient = torch.ones(sparse.batch_size, len(table.feature_names), layout.embedding_dim)
+        began = time.perf_counter()
+        kernel.lookup(weight, sparse)
+        kernel.apply_gradients(weight, state, sparse, gradient, learning_rate=0.01, step=step)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])  # the first one compiles and touches the memory

@@ -1,0 +1,198 @@
+"""What the strategies have in common that keep embedding rows on servers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, get_args
+
+import pytorch_lightning as pl
+from pytorch_lightning.trainer.states import TrainerFn
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
+from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
+from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.placement import PlacementMethod, PlacementPlan
+from lightning_recsys.stores.backend import StoreBackend
+from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.interfaces import Stores
+from lightning_recsys.strategies.common.base import RecsysStrategy
+from lightning_recsys.strategies.common.embedding_servers import ServedTables, plan_placement, rooms_of
+from lightning_recsys.strategies.common.samples import sample_features
+
+EMBEDDING = "embedding"  # the kind of the servers that have the rows
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+class ServedStrategy(RecsysStrategy):
+    """A strategy whose tables lie on servers of the kind ``embedding`` while it trains.
+
+    The rows of an :class:`~lightning_recsys.embeddings.EmbeddingBagCollection` always do; without such servers (no
+    :class:`ServerSpec` of that kind) the model keeps them.
+
+    Args:
+        placement: How tables are spread over the embedding servers: ``round_robin``, by ``size``, or ``profiled``, by
+            the time that lookups and updates of a few training batches take.
+        min_rows: Plain ``nn.Embedding`` and ``nn.EmbeddingBag`` of at least so many rows are served, too. Default:
+            none.
+        embeddings: Plain embedding modules to take whatever their size, by their paths in the model.
+        row_optimizer: The update rule of rows of plain modules; default: rowwise Adagrad.
+        dynamic_rows: For collections made with ``device="meta"``: make their rows when they are first trained, so that
+            tables may have any number of ids. Default: all rows are there from the start.
+        **kwargs: As for :class:`~lightning_recsys.strategies.common.base.RecsysStrategy`.
+
+    Attributes:
+        plan: Which server has what, once training has begun.
+
+    Raises:
+        ValueError: an argument is out of range; as training starts, ``dynamic_rows`` that no collection has use for.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement: PlacementMethod = "profiled",
+        min_rows: int | None = None,
+        embeddings: Sequence[str] = (),
+        row_optimizer: RowOptimizer | None = None,
+        dynamic_rows: DynamicRows | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        require_one_of("placement", placement, get_args(PlacementMethod))
+        require_positive("min_rows", min_rows)
+        self.placement: PlacementMethod = placement
+        self.min_rows = min_rows
+        self.embeddings = tuple(embeddings)
+        self.row_optimizer = row_optimizer or RowwiseAdagrad()
+        self.dynamic_rows = dynamic_rows
+        self.plan: PlacementPlan | None = None
+        self._tables: ServedTables | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_tables": None}
+
+    @property
+    def gradient_scale(self) -> float:
+        """How much of a worker's row gradients is applied; all of it, where workers make updates of their own."""
+        return 1.0
+
+    def make_backend(
+        self,
+        name: str,
+        collection: EmbeddingBagCollection,
+        *,
+        servers: Sequence[Stores],
+        plan: PlacementPlan,
+        seed: int,
+    ) -> StoreBackend:
+        """What a collection looks its rows up in."""
+        return StoreBackend.create(
+            name,
+            collection.layout,
+            collection.optimizer,
+            servers=servers,
+            plan=plan,
+            seed=seed,
+            dynamic=self.dynamic_rows_of(collection),
+        )
+
+    def dynamic_rows_of(self, collection: EmbeddingBagCollection) -> DynamicRows | None:
+        """How a collection's rows come to be on the servers; ``None`` where it brings them."""
+        own = collection.embedding_bags
+        return self.dynamic_rows if isinstance(own, TableBackend) and own.is_meta else None
+
+    def binds_rows(self) -> bool:
+        """Where the model is trained, or has tables without rows of its own, which only servers can evaluate."""
+        assert self.lightning_module is not None
+        backends = [x for x in self.lightning_module.modules() if isinstance(x, TableBackend)]
+        return super().binds_rows() or (bool(self.server_specs()) and any(backend.is_meta for backend in backends))
+
+    def bind_backends(self) -> None:
+        """Bring the rows to the embedding servers; the first rank does, the others find them there."""
+        assert self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if not self.binds_rows() or EMBEDDING not in self.endpoints:
+            return  # every rank has all rows
+        if not fits and self._rows_to_load is None:
+            return  # nor has the checkpoint any, if there is one: the first lookup says that there are none
+        self._tables = tables = ServedTables(
+            self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
+        )
+        self._refuse_needless_dynamic_rows()
+        if not tables.collections:
+            return
+        servers = self.stores(EMBEDDING)
+        options: Any = {"make_backend": self.make_backend, "gradient_scale": self.gradient_scale}
+        if self.is_global_zero:
+            samples = partial(sample_features, self.lightning_module.trainer)
+            method = self.placement if fits else "size"
+            tables.clear(servers)
+            self.plan = plan_placement(
+                tables.collections,
+                len(servers),
+                method=method,
+                samples=samples,
+                rooms=rooms_of(servers),
+                growing=[name for name, collection in tables.collections.items() if self.dynamic_rows_of(collection)],
+            )
+            log.info("Embedding tables on servers:\n%s", self.plan)
+            tables.bind(servers, self.plan, first=True, **options)
+        self.plan = self.broadcast(self.plan)
+        assert self.plan is not None
+        if not self.is_global_zero:
+            tables.bind(servers, self.plan, first=False, **options)
+        for collection in tables.collections.values():
+            assert isinstance(collection.embedding_bags, StoreBackend)
+            collection.embedding_bags.meet = partial(self.barrier, "rows are replaced")
+        self.barrier("rows are where they belong")
+
+    def _refuse_needless_dynamic_rows(self) -> None:
+        assert self._tables is not None
+        collections = self._tables.collections.values()
+        if self.dynamic_rows is not None and not any(self.dynamic_rows_of(x) for x in collections):
+            raise ValueError(
+                'strategy.dynamic_rows makes the rows of collections that have none (device="meta"), and each one of'
+                f' the model has its own: {sorted(self._tables.collections)}. Make them with device="meta"'
+                " (+embeddings.device=meta in the recipes), or leave strategy.dynamic_rows out."
+            )
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Let the rows of plain modules follow the first optimizer's steps and schedules."""
+        super().setup_optimizers(trainer)
+        if self._tables is not None and self.optimizers:
+            self._tables.attach_to(self.optimizers[0])
+
+    def unbind_backends(self) -> None:
+        """Give the model its own rows again, the trained ones if the run succeeded."""
+        if self._tables is not None:
+            self._tables.release(copy_rows=self._succeeded())
+            self._tables = None
+
+    def telemetry(self) -> dict[str, Any]:
+        """Bytes and requests between this process and its servers so far; shared memory counts as none."""
+        traffic = {
+            f"{kind}-{index}": stores.connection.traffic
+            for kind, servers in self._stores.items()
+            for index, stores in enumerate(servers)
+            if isinstance(stores, RemoteStores)
+        }
+        return {
+            "comm/sent_bytes": float(sum(x.sent_bytes for x in traffic.values())),
+            "comm/received_bytes": float(sum(x.received_bytes for x in traffic.values())),
+            **{f"load/{server}": float(x.requests) for server, x in traffic.items()},
+        }
+
+
+def require_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of those allowed for ``strategy.<name>``."""
+    if value not in allowed:
+        raise ValueError(f"strategy.{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")
+
+
+def require_positive(name: str, number: int | None) -> None:
+    """Raise ``ValueError`` unless ``number`` is ``None`` or at least 1."""
+    if number is not None and number < 1:
+        raise ValueError(f"strategy.{name} must be at least 1, got {number}.")

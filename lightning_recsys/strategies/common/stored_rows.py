@@ -1,0 +1,88 @@
+"""The rows of a model that lie in stores, as checkpoints see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from lightning_recsys.checkpoints import StoredRows, StoredTensor
+from lightning_recsys.embeddings import TableBackend
+from lightning_recsys.stores.backend import StoreBackend
+from lightning_recsys.stores.dynamic_tables import IDS
+
+
+def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A model's parameters by name, without those that hold the rows of its collections and their optimizer state."""
+    rows = {id(x) for backend in _backends_of(model).values() for x in backend.parameters()}
+    return ((name, x) for name, x in model.named_parameters() if id(x) not in rows)
+
+
+def row_keys(model: nn.Module) -> set[str]:
+    """The keys under which a model's state dict holds the rows of its collections and their optimizer state."""
+    return {
+        f"{place}.{table.name}.{name}"
+        for place, backend in _backends_of(model).items()
+        for table in backend.layout.tables
+        for name in (*backend.row_shapes, IDS)
+    }
+
+
+def stored_tensors(model: nn.Module, *, rank: int, world_size: int) -> dict[str, StoredTensor | StoredRows]:
+    """Rows and their optimizer state in stores, by their keys in the state dict, as one of several ranks saves them."""
+    found: dict[str, StoredTensor | StoredRows] = {}
+    for place, backend in _backends_of(model).items():
+        if isinstance(backend, StoreBackend) and backend.dynamic is not None:
+            found[place] = StoredRows(
+                tables=tuple(backend.dynamic.tables),
+                row_shapes=backend.row_shapes,
+                live_ids=backend.dynamic.live_ids,
+                read=backend.dynamic.read,
+                write=backend.dynamic.write,
+                clear=backend.dynamic.clear,
+                rank=rank,
+                world_size=world_size,
+            )
+        elif isinstance(backend, StoreBackend):
+            found |= {
+                f"{place}.{table.name}.{name}": StoredTensor(
+                    shape=torch.Size((table.num_embeddings, *row_shape)),
+                    dtype=torch.float32,
+                    read=partial(backend.read_rows, table.name, name),
+                    write=partial(backend.write_rows, table.name, name),
+                    rank=rank,
+                    world_size=world_size,
+                )
+                for table in backend.layout.tables
+                for name, row_shape in backend.row_shapes.items()
+            }
+    return found
+
+
+@contextmanager
+def rows_left_out(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model's state dict has no rows of collections, and misses none."""
+    before = [(backend, backend.has_rows_in_state_dict) for backend in _backends_of(model).values()]
+    for backend, _ in before:
+        backend.has_rows_in_state_dict = False
+    try:
+        yield
+    finally:
+        for backend, had_rows in before:
+            backend.has_rows_in_state_dict = had_rows
+
+
+@contextmanager
+def rows_replaced(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the rows of a model are written from outside; every rank does this."""
+    with ExitStack() as stack:
+        for backend in _backends_of(model).values():
+            stack.enter_context(backend.replacing_rows())
+        yield
+
+
+def _backends_of(model: nn.Module) -> dict[str, TableBackend]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, TableBackend)}

@@ -1,0 +1,108 @@
+"""Columns of categories, bags and numbers, against lists in plain Python."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_recsys.data.tables.columns import Bags, Categories, parse_numbers, parse_times
+
+WORDS = st.lists(st.sampled_from(["a", " a", "b ", "", "?", "ü", "ab", None]), max_size=30)
+MISSING = ("", "?")
+
+
+def tidy(word: str | None) -> str | None:
+    return None if word is None or word.strip() in MISSING else word.strip()
+
+
+def words_of(column: Categories) -> list[str | None]:
+    return [None if code < 0 else column.values[int(code)].as_py() for code in column.codes]
+
+
+def bags_of(column: Bags) -> list[list[str | None]]:
+    items = words_of(column.items)
+    return [items[start:end] for start, end in zip(column.offsets[:-1], column.offsets[1:], strict=True)]
+
+
+def chunked(words: list[str | None], *, encode: bool) -> pa.ChunkedArray:
+    """In two chunks, whose dictionaries differ."""
+    half = len(words) // 2
+    chunks = [pa.array(part, pa.string()) for part in (words[:half], words[half:])]
+    return pa.chunked_array([chunk.dictionary_encode() for chunk in chunks] if encode else chunks)
+
+
+@settings(deadline=None)
+@given(words=WORDS, encode=st.booleans())
+def test_categories_when_made_from_strings_then_hold_them_tidied_once(words, encode):
+    column = Categories.from_strings(chunked(words, encode=encode), strip=True, missing=MISSING)
+    assert words_of(column) == [tidy(word) for word in words]
+    assert len(set(column.values.to_pylist())) == len(column.values)
+    assert dict(zip(column.values.to_pylist(), column.counts().tolist(), strict=True)) == {
+        word: words_of(column).count(word) for word in column.values.to_pylist()
+    }
+
+
+@settings(deadline=None)
+@given(parts=st.lists(WORDS, min_size=1, max_size=3))
+def test_categories_when_joined_then_follow_each_other(parts):
+    columns = [Categories.from_strings(chunked(part, encode=True), strip=True, missing=MISSING) for part in parts]
+    joined = Categories.concatenate(columns)
+    assert words_of(joined) == [word for column in columns for word in words_of(column)]
+    assert len(set(joined.values.to_pylist())) == len(joined.values)
+
+
+@settings(deadline=None)
+@given(lists=st.lists(st.one_of(st.none(), WORDS), max_size=8), data=st.data())
+def test_bags_when_made_taken_and_joined_then_are_lists(lists, data):
+    bags = Bags.from_lists(pa.chunked_array([pa.array(lists, pa.list_(pa.string()))]), strip=True, missing=MISSING)
+    expected = [[tidy(word) for word in words or [] if tidy(word) is not None] for words in lists]
+    assert bags_of(bags) == expected
+    rows = data.draw(st.lists(st.integers(-1, len(lists) - 1), max_size=8))
+    taken = bags.take(np.array(rows, dtype=np.int64))
+    assert bags_of(taken) == [expected[row] if row >= 0 else [] for row in rows]
+    assert bags_of(Bags.concatenate([bags, taken])) == expected + bags_of(taken)
+
+
+def test_bags_when_split_from_strings_then_drop_what_is_empty_or_missing():
+    words = pa.chunked_array([["a|b", " b | a ", "", "?", "||a", "a|?", None, "a|b"]])
+    column = Categories.from_strings(words, strip=True, missing=MISSING)
+    bags = Bags.from_categories(column, separator="|", strip=True, missing=MISSING)
+    assert bags_of(bags) == [["a", "b"], ["b", "a"], [], [], ["a"], ["a"], [], ["a", "b"]]
+
+
+@pytest.mark.parametrize("word", ["1", "-1.5", "+2", ".5", "3.", "1e5", "-2.5E-3", "007"])
+def test_numbers_when_they_are_numbers_then_are_parsed_as_python_does(word):
+    alone, _ = parse_numbers(pa.array([word]))
+    beside_a_bad_one, bad = parse_numbers(pa.array([word, "x"]))
+    assert alone[0] == beside_a_bad_one[0] == float(word)
+    assert bad.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("word", ["x", "1,5", "0x10", "1_000", "--1", "nan", "inf", "-Infinity", "1 2", "", "1e999"])
+def test_numbers_when_they_are_not_finite_or_no_numbers_then_are_bad(word):
+    numbers, bad = parse_numbers(pa.array([word, "1", None]))
+    assert bad.tolist() == [True, False, False]
+    assert np.isnan(numbers).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("word", ["2000-12-31", "2000-12-31 22:12:40", "2000-12-31T22:12:40", "2000-12-31T22:12"])
+def test_times_when_they_are_iso_8601_then_are_seconds_as_python_counts_them(word):
+    expected = dt.datetime.fromisoformat(word).replace(tzinfo=dt.UTC).timestamp()
+    for suffix in ("", "Z") if "T" in word else ("",):
+        times, bad = parse_times(pa.array([word + suffix, "12"]))
+        assert times.tolist() == [expected, 12.0]
+        assert not bad.any()
+
+
+@pytest.mark.parametrize(
+    "word", ["2000-13-01", "yesterday", "31.12.2000", "2000-12-31T25:00:00", "2000-12-31T10:00:00+02:00"]
+)
+def test_times_when_they_are_none_then_are_bad(word):
+    times, bad = parse_times(pa.array([word, "2000-12-31", None]))
+    assert bad.tolist() == [True, False, False]
+    assert np.isnan(times).tolist() == [True, False, True]

@@ -1,0 +1,162 @@
+"""The dense part on servers trains as torch's optimizers train it."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_recsys.stores import MappedStores
+from lightning_recsys.strategies.het.dense_servers import STORE, ServedDensePart, ServedStep
+
+RULES = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1, eps=1e-7, initial_accumulator_value=0.2, fused=True),
+    "adam": partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.95), eps=1e-6, fused=True),
+}
+
+
+@pytest.fixture
+def servers(tmp_path):
+    folders = [tmp_path / str(number) for number in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    opened = [MappedStores(folder) for folder in folders]
+    yield opened
+    for server in opened:
+        server.close()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 1))
+
+
+def two_groups(model: nn.Module, make):
+    return make([{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05}, {"params": []}])
+
+
+def closure(model: nn.Module, optimizer, rows):
+    optimizer.zero_grad()
+    loss = (model(rows) - 1).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_dense_part_when_served_then_trains_as_with_torchs_optimizer(servers, rule):
+    models = [make_model(), make_model()]
+    expected, served = (two_groups(model, RULES[rule]) for model in models)
+    steps = []
+    served.register_step_post_hook(lambda *_: steps.append(1))
+    dense = ServedDensePart([served])
+    dense.bind(servers, first=True)
+    schedules = [torch.optim.lr_scheduler.StepLR(x, 3, gamma=0.5) for x in (expected, served)]
+    stand_in = ServedStep(served, dense)
+    for _ in range(8):
+        rows = torch.randn(6, 30)
+        losses = [x.step(partial(closure, m, x, rows)) for m, x in zip(models, (expected, stand_in), strict=True)]
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+        for schedule in schedules:
+            schedule.step()
+    assert len(steps) == 8, "what waits for the optimizer's step has it"
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    dense.pull_state(served)
+    saved, kept = served.state_dict(), expected.state_dict()
+    assert saved["param_groups"] == kept["param_groups"]
+    for index, state in kept["state"].items():
+        for name, value in state.items():
+            if value is not None:  # SGD without momentum says so
+                torch.testing.assert_close(saved["state"][index][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "adam"])
+def test_dense_part_when_it_starts_from_a_trained_optimizer_then_goes_on_from_its_state(servers, rule):
+    model = make_model()
+    optimizer = RULES[rule](model.parameters())
+    rows = torch.randn(6, 30)
+    for _ in range(3):
+        optimizer.step(partial(closure, model, optimizer, rows))
+    twin = copy.deepcopy(model)
+    served = RULES[rule](twin.parameters())
+    served.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    dense = ServedDensePart([served])
+    dense.bind(servers, first=True)
+    for _ in range(3):
+        optimizer.step(partial(closure, model, optimizer, rows))
+        dense.step(served, partial(closure, twin, served, rows))
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_adam_when_a_parameter_never_had_a_gradient_then_the_others_keep_their_state(servers):
+    model = make_model()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    optimizer = RULES["adam"](model.parameters())
+    rows = torch.randn(6, 30)
+    for _ in range(3):
+        optimizer.step(partial(closure, model, optimizer, rows))
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+    dense = ServedDensePart([optimizer])
+    dense.bind(servers, first=True)
+    dense.pull_state(optimizer)
+    kept = optimizer.state_dict()["state"]
+    assert 0 not in expected, "the unused one, which comes first, has no state yet"
+    for index, state in expected.items():
+        for name, value in state.items():
+            torch.testing.assert_close(kept[index][name], value)
+
+
+def test_two_workers_when_they_push_then_both_have_every_update(servers):
+    models = [make_model(), make_model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    parts = [ServedDensePart([optimizer]) for optimizer in optimizers]
+    for number, part in enumerate(parts):
+        part.bind(servers, first=number == 0)
+    before = nn.utils.parameters_to_vector(models[0].parameters()).detach().clone()
+    for part, model, optimizer in zip(parts, models, optimizers, strict=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        part.step(optimizer, lambda: None)
+    parts[0].pull()
+    for model in models:
+        torch.testing.assert_close(nn.utils.parameters_to_vector(model.parameters()), before - 0.2)
+
+
+def test_store_when_an_earlier_run_left_one_then_replaced(servers):
+    servers[0].create_dense_store(f"{STORE}-0", torch.ones(3))
+    model = make_model()
+    dense = ServedDensePart([torch.optim.SGD(model.parameters(), lr=0.1)])
+    dense.bind(servers, first=True)
+    assert servers[0].embedding_store(f"{STORE}-0").layout.num_rows == 3  # 641 parameters
+
+
+def test_parameter_when_frozen_or_without_gradient_then_stays_as_it_is(servers):
+    model = make_model()
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(model)
+    dense = ServedDensePart([optimizer := torch.optim.SGD(model.parameters(), lr=0.1)])
+    dense.bind(servers, first=True)
+    model[2].bias.grad = torch.ones(1)
+    dense.step(optimizer, lambda: None)
+    assert torch.equal(model[0].weight, before[0].weight)
+    assert torch.equal(model[2].weight, before[2].weight)
+    torch.testing.assert_close(model[2].bias, before[2].bias - 0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), r"SGD\(lr=0.1, momentum=0.9\)"),
+        (partial(torch.optim.Adam, lr=0.1, amsgrad=True), r"Adam\(lr=0.1, amsgrad=True\)"),
+        (partial(torch.optim.Adagrad, lr=0.1, weight_decay=0.5), r"Adagrad\(lr=0.1, weight_decay=0.5\)"),
+        (partial(torch.optim.RMSprop, lr=0.1), r"RMSprop\(lr=0.1\)"),
+    ],
+)
+def test_optimizer_when_servers_have_no_such_rule_then_refused_by_name(make, name):
+    with pytest.raises(TypeError, match=f"strategy.mode=ps has the servers train.* got {name}. Choose one of these"):
+        ServedDensePart([make(make_model().parameters())])

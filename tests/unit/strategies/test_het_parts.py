@@ -1,0 +1,122 @@
+"""Arguments of HETStrategy, and what its workers keep. No worker is started."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import StrategyRegistry
+
+from lightning_recsys.stores import DynamicRows
+from lightning_recsys.strategies import HETStrategy
+from lightning_recsys.strategies.het.strategy import _lag_shares, _merged
+
+
+def make_trainer(strategy, **arguments) -> pl.Trainer:
+    settings = {"devices": 2, **arguments}
+    return pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("het", "het"), ("het_hybrid", "hybrid"), ("het_ps", "ps"), ("het_allreduce", "allreduce")]
+)
+def test_name_when_registered_then_the_trainer_finds_it(name, mode):
+    assert StrategyRegistry.get(name).mode == mode
+    assert make_trainer(name).strategy.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "async"}, r"strategy.mode must be one of het, hybrid, ps, allreduce, got 'async'"),
+        ({"policy": "fifo"}, r"strategy.policy must be one of lru, lfu, light_lfu, got 'fifo'"),
+        ({"clock": "min"}, r"strategy.clock must be one of \['max', 'sum'\], got 'min'"),
+        ({"cache_rows": 0}, r"strategy.cache_rows must be at least 1, got 0"),
+        ({"cache_fraction": 0.0}, r"strategy.cache_fraction must be in \(0, 1\], got 0.0. strategy.mode=hybrid has no"),
+        ({"cache_fraction": 1.5}, r"strategy.cache_fraction must be in \(0, 1\], got 1.5"),
+        ({"cache_rows": 5, "cache_fraction": 0.5}, r"give strategy.cache_rows or strategy.cache_fraction, not both"),
+        ({"staleness": -1}, r"strategy.staleness must be at least 0, or null for no bound, got -1"),
+        ({"staleness": 0.5}, r"strategy.staleness must be a whole number of updates, .* got 0.5"),
+        ({"staleness": "none"}, r"strategy.staleness must be a whole number of updates, .* got 'none'"),
+        ({"lookahead_batches": -1}, r"strategy.lookahead_batches must be at least 0, got -1. 0 looks at none"),
+        ({"lookahead_bytes": 0}, r"strategy.lookahead_bytes must be at least 1, got 0"),
+        ({"dynamic_rows": DynamicRows()}, r"strategy.dynamic_rows needs strategy.cache_rows"),
+        ({"dynamic_rows": DynamicRows(), "cache_fraction": 0.5}, r"strategy.dynamic_rows needs strategy.cache_rows"),
+        ({"mode": "allreduce", "dynamic_rows": DynamicRows()}, r"strategy.dynamic_rows .* strategy.mode=allreduce has"),
+        ({"num_servers": 0}, r"strategy.num_servers must be at least 1, got 0"),
+        ({"min_rows": 0}, r"strategy.min_rows must be at least 1, got 0"),
+        ({"placement": "best"}, r"strategy.placement must be one of .*, got 'best'"),
+    ],
+)
+def test_argument_when_wrong_then_refused_by_its_place_in_the_config(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HETStrategy(**arguments)
+
+
+def test_arguments_of_ddp_when_the_dense_part_is_on_servers_then_refused():
+    assert HETStrategy(find_unused_parameters=True)
+    with pytest.raises(TypeError, match=r"does not use DistributedDataParallel.*find_unused_parameters"):
+        HETStrategy(mode="ps", find_unused_parameters=True)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(3, 3), (0, 0), (None, None), ("inf", None), (math.inf, None)])
+def test_staleness_when_given_then_is_a_number_or_no_bound(given, kept):
+    assert HETStrategy(staleness=given).staleness == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [({}, 101), ({"cache_fraction": 0.5}, 501), ({"cache_rows": 7}, 7), ({"cache_rows": 5000}, 1001)],
+)
+def test_cache_when_sized_then_holds_so_many_of_1001_rows(arguments, kept):
+    assert HETStrategy(**arguments)._rows_kept(1001) == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "in_step", "prefetches", "peeks", "scale"),
+    [
+        ({}, 2, False, True, True, 0.5),
+        ({"staleness": 0}, 2, True, False, True, 0.5),  # what was fetched one step early would lack the other's update
+        ({"staleness": 0}, 1, False, True, True, 1.0),
+        ({"prefetch": False}, 2, False, False, True, 0.5),
+        ({"lookahead_batches": 0}, 2, False, True, True, 0.5),
+        ({"lookahead_batches": 0, "prefetch": False}, 2, False, False, False, 0.5),
+        ({"mode": "hybrid"}, 2, True, False, False, 0.5),
+        ({"mode": "ps"}, 2, False, False, False, 1.0),
+        ({"mode": "allreduce"}, 2, False, False, False, 0.5),
+    ],
+)
+def test_workers_when_of_a_mode_then_wait_peek_and_scale_accordingly(
+    arguments, devices, in_step, prefetches, peeks, scale
+):
+    strategy = make_trainer(HETStrategy(**arguments), devices=devices).strategy
+    assert (strategy.in_step, strategy._prefetches, strategy._peeks) == (in_step, prefetches, peeks)
+    assert strategy.gradient_scale == scale
+    assert strategy.asynchronous is (strategy.mode == "ps")
+    assert len(strategy.server_specs()) == (strategy.mode != "allreduce")
+
+
+def test_strategy_when_pickled_then_keeps_its_settings():
+    strategy = pickle.loads(pickle.dumps(HETStrategy(mode="ps", cache_rows=9, staleness=4)))
+    assert (strategy.asynchronous, strategy.wraps_model) == (True, False)
+    assert (strategy.cache_rows, strategy.staleness) == (9, 4)
+
+
+def test_telemetry_when_of_several_collections_then_weighs_shares_by_their_lookups():
+    parts = [
+        {"cache/reads": 30, "cache/hit_rate": 1.0, "comm/rows_bytes": 5, "cache/clock_lag": torch.tensor([1.0])},
+        {"cache/reads": 10, "cache/hit_rate": 0.2, "comm/rows_bytes": 7, "cache/clock_lag": torch.tensor([4.0])},
+    ]
+    merged = _merged(parts)
+    assert merged.pop("cache/clock_lag").tolist() == [1.0, 4.0]
+    assert merged == {"cache/reads": 40, "cache/hit_rate": pytest.approx(0.8), "comm/rows_bytes": 12}
+    assert _merged([]) == _lag_shares(torch.empty(0)) == {}
+
+
+def test_clock_lags_when_counted_then_each_is_in_one_share():
+    lags = torch.tensor([0, 0, 1, 9, 10, 99, 100, 10_000], dtype=torch.float32)
+    shares = [value for name, value in _lag_shares(lags).items() if "share" in name]
+    assert shares == [0.25, 0.25, 0.25, 0.25]
