@@ -93,7 +93,7 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tempora
             workers = start_run(process, strategy)
             below = psutil.Process(psutil.Process(workers[0]).ppid()).children()
             assert len(below) == len(workers) + num_servers
-            assert sum(len(list(folder.iterdir())) for folder in stores()) == num_servers
+            assert sum(x.is_dir() for folder in stores() for x in folder.iterdir()) == num_servers  # and their sockets
             return [x.pid for x in below]
 
         processes = run("served")
