@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import zmq
-from server_helpers import running
+from server_helpers import OpenServer, running
 
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.loopback import send_unpaced
@@ -29,7 +29,7 @@ def test_server_and_client_on_loopback_then_no_end_is_paced(tmp_path, monkeypatc
 
     for module in ("server", "links"):
         monkeypatch.setattr(f"lightning_recsys.parameter_server.{module}.send_unpaced", spy)
-    with running(tmp_path) as server:
+    with running(tmp_path, kind=OpenServer) as server:
         assert told == [b"reno"]  # where ZeroMQ listens
         stores = connect(server.endpoint, shared_memory="never")
         center = stores.create_dense_store("center", torch.zeros(3))
