@@ -382,7 +382,7 @@ class RecsysStrategy(DDPStrategy):
             if self.asynchronous and self._layer_sync is not None:
                 raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
             if not self.wraps_model or self.server_specs():
-                refuse_tuners(trainer, strategy=self.strategy_name)
+                refuse_tuners(trainer, strategy=type(self).__name__)
             if self.asynchronous:
                 refuse_statistics_after_averaging(trainer)
             self._changes = RunChanges(trainer)

@@ -11,7 +11,7 @@ def refuse_tuners(trainer: pl.Trainer, *, strategy: str) -> None:
 
     Args:
         trainer: That fits.
-        strategy: Its name, for the message.
+        strategy: Name of its class, for the message.
 
     Raises:
         TypeError: the trainer has such a callback.
@@ -21,5 +21,5 @@ def refuse_tuners(trainer: pl.Trainer, *, strategy: str) -> None:
         if isinstance(callback, BatchSizeFinder | LearningRateFinder):
             raise TypeError(
                 f"callback {type(callback).__name__} trains on trial and puts weights and optimizers back, which"
-                f" strategy={strategy} cannot. Find the value on one device (strategy=auto) and set it."
+                f" {strategy} cannot. Find the value on one device (strategy=auto) and set it."
             )
