@@ -20,7 +20,7 @@ from lightning_recsys.parameter_server.checks import GENERATION
 from lightning_recsys.parameter_server.client import Connection, Pending
 from lightning_recsys.parameter_server.exchange_parts import cut_exchange, join_answers
 from lightning_recsys.parameter_server.exchange_wire import pack_request, unpack_reply
-from lightning_recsys.parameter_server.wire import Reply
+from lightning_recsys.parameter_server.wire import Limits, Reply
 from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Stores
@@ -45,6 +45,11 @@ class _OneStore:
         self._connection = connection
         self._name, self._generation = name, {GENERATION: generation}
         self.wait, self.flush = connection.wait, connection.flush
+
+    @property
+    def limits(self) -> Limits:
+        """The connection's."""
+        return self._connection.limits
 
     def request(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Reply:
         """As the connection's."""
@@ -76,7 +81,6 @@ class RemoteEmbeddingStore(EmbeddingStore):
         self.layout = layout_from_plain(description["tables"])
         self.optimizer = optimizer_from_plain(description["optimizer"])
         self.name = name
-        self._limits = connection.limits
         self._store = _OneStore(connection, name, description["generation"])
         self._row_shapes = row_shapes(self.layout, self.optimizer)
 
@@ -103,7 +107,7 @@ class RemoteEmbeddingStore(EmbeddingStore):
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self._row_shapes)
-        parts = cut_exchange(request, self._row_shapes, self._limits)
+        parts = cut_exchange(request, self._row_shapes, self._store.limits)
         *first, last = parts
         done = [self._send_exchange(part)() for part in first]  # one at a time: a server keeps few such answers
         answer = self._send_exchange(last)
