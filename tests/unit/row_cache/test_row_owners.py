@@ -205,7 +205,7 @@ def test_dynamic_rows_when_in_step_then_train_as_those_of_one_process(server, ca
         "net", start.layout, start.optimizer, servers=[server], dynamic=DynamicRows(), **options
     )
     (store,) = first.stores  # which can be open once
-    parts = [TablePart("net", x.name, 0, x.num_embeddings, server=0, num_bytes=0, cost=0.0) for x in tables]
+    parts = [TablePart("net", x.name, x.num_embeddings, server=0) for x in tables]
 
     def work(rank, group):
         worker = copy.deepcopy(start)
