@@ -48,7 +48,7 @@ def _plain_arguments(target: str) -> dict[str, list[type]]:
     """Argument -> types, of those arguments that take numbers, ``bool`` or ``None`` only."""
     found = get_object(target)
     try:
-        hints = get_type_hints(found.__init__ if inspect.isclass(found) else found)
+        hints = _hints(found)
     except (AttributeError, NameError, TypeError):  # annotated with what is not there at run time, or not at all
         return {}
     kinds = {name: _members(hint) for name, hint in hints.items() if name != "return"}
@@ -57,6 +57,19 @@ def _plain_arguments(target: str) -> dict[str, list[type]]:
         for name, members in kinds.items()
         if PLAIN.issuperset(members)
     }
+
+
+def _hints(found: Any) -> dict[str, Any]:
+    """What arguments are annotated with, also those that a class hands on to the one it extends as ``**kwargs``."""
+    if not inspect.isclass(found):
+        return get_type_hints(found)
+    hints: dict[str, Any] = {}
+    for kind in found.__mro__:
+        if (init := vars(kind).get("__init__")) is not None:
+            hints = get_type_hints(init) | hints
+            if not any(x.kind is x.VAR_KEYWORD for x in inspect.signature(init).parameters.values()):
+                break
+    return hints
 
 
 def _members(hint: Any) -> list[Any]:
