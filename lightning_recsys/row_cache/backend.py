@@ -197,6 +197,7 @@ class CachedBackend(StoreBackend):
         if self._transfers is None:
             self._settle(batch)
             self._refresh(batch)
+        self._drop_ended()
         self._waiting.append(batch)
         return self._pool(self._cache, batch.plan, sparse)
 
@@ -469,11 +470,15 @@ class CachedBackend(StoreBackend):
     @property
     def needs_from(self) -> int:
         """Number of the first plan whose rows must stay: those of batches that are still to be trained."""
-        self._waiting[:] = [batch for batch in self._waiting if batch.origin() is not None]
+        self._drop_ended()
         needed = [batch.plan.number for batch in self._waiting] + [plan.number for plan, _ in self._gradients]
         if self._planned is not None:
             needed.append(self._planned[1].plan.number)
         return min(needed, default=np.iinfo(np.int64).max)
+
+    def _drop_ended(self) -> None:
+        """Wait no longer for gradients that can never come."""
+        self._waiting[:] = [batch for batch in self._waiting if batch.origin() is not None]
 
     def _evict(self) -> None:
         """Bring the cache back to its size."""

@@ -311,7 +311,7 @@ class RowCache:
 
     def outdate(self, slots: Integers) -> None:
         """Somebody else has made an update that these copies lack: their clocks count it, and so are ahead."""
-        self.clocks[slots, CURRENT] += 1
+        self.clocks[slots, CURRENT] += self.clocks[slots, CURRENT] < MAX_CLOCK
 
     def take(self, slots: Integers, *, with_copies: bool = False) -> RowUpdates:
         """Take the updates of those of the given slots that have some; the rows stay, and owe nothing afterwards.

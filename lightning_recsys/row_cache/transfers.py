@@ -66,9 +66,9 @@ class RowTransfers:
     def update_copies(self, cache: RowCache, plan: BatchPlan) -> None:
         """Make a batch's copies fit for use: fetch those that are not here, refresh those too far ahead or behind."""
         lags_U = self.lags_U = np.empty(len(plan.slots_U), dtype=np.int32)
-        copies = self._copies(cache)
+        copies, there = self._copies(cache), self._checked()
         for index, (which, rows) in enumerate(self._places.split(plan.keys_U)):
-            (stored, clocks), lags = self._stored[index], lags_U[which]
+            (stored, clocks), lags = there[index], lags_U[which]
             self._update(
                 plan.slots_U[which],
                 rows,
@@ -85,10 +85,10 @@ class RowTransfers:
 
     def push(self, cache: RowCache, slots: Integers, *, leave: bool = False) -> None:
         """Bring what copies owe to their rows, and let the slots be empty if they are to leave."""
-        copies = self._copies(cache)
+        copies, there = self._copies(cache), self._checked()
         for index, (which, rows) in enumerate(self._places.split(cache.keys(slots))):
             rule = self._by_sum, leave, self._counts[index]
-            loops.push_copies(slots[which], rows, copies, cache.clocks, *self._stored[index], *rule)
+            loops.push_copies(slots[which], rows, copies, cache.clocks, *there[index], *rule)
 
     def _copies(self, cache: RowCache) -> Arrays:
         """A cache's rows, their state, and what they owe of both, as the loops take them."""
@@ -96,6 +96,16 @@ class RowTransfers:
             owed = cache.owed["weight"].numpy(), _state(cache.owed)
             self._copies_of = cache.rows, (cache.rows.numpy(), _state(cache.row_state), *owed)
         return self._copies_of[1]
+
+    def _checked(self) -> list[tuple[Arrays, NDArray[np.int32]]]:
+        """What the loops take of each store, none of which was removed.
+
+        Raises:
+            StoreReplacedError: one was. What is written to its memory from then on is nobody else's.
+        """
+        for store in self._stores:
+            _ = store.rows  # which looks at the number of its generation
+        return self._stored
 
     @cached_property
     def _stored(self) -> list[tuple[Arrays, NDArray[np.int32]]]:

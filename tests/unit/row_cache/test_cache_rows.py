@@ -9,6 +9,7 @@ from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
 from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.row_cache import RowCache
+from lightning_recsys.sync.clocks import MAX_CLOCK
 
 RULES = [SGD(), Adagrad(initial_accumulator=0.1), RowwiseAdagrad()]
 NUM_KEYS = 400
@@ -179,6 +180,14 @@ def test_rows_of_the_next_batch_when_it_is_planned_ahead_then_they_are_spared():
     assert (updates.keys.tolist(), dropped, len(cache)) == ([1, 2], 2, 3)
     cache.install(ahead.slots_U[ahead.new_U], {"weight": torch.ones(2, 1)}, np.ones(2, dtype=np.int32))
     assert cache.rows[ahead.slots_U].tolist() == [[-1.0], [1.0], [1.0]]
+
+
+def test_copies_when_outdated_at_the_last_clock_then_it_stays_the_last():
+    cache = RowCache(2, 1, SGD(1.0))
+    slots = cache.plan(np.array([4, 6])).slots_U
+    cache.install(slots, {"weight": torch.zeros(2, 1)}, np.array([MAX_CLOCK, 3], dtype=np.int32))
+    cache.outdate(slots)
+    assert cache.current[slots].tolist() == [MAX_CLOCK, 4]
 
 
 def test_clear_when_rows_are_dirty_then_nothing_is_owed_any_more():

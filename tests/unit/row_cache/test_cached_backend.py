@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.errors import StoreReplacedError
 from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
 from lightning_recsys.optim.accumulating import CURRENT, UNSENT
 from lightning_recsys.placement import PlacementPlan, TablePart
@@ -522,6 +523,24 @@ def test_lookups_when_their_gradients_never_come_then_the_cache_keeps_its_size(s
     pooled.sum().backward()
     worker.flush()
     assert worker.embedding_bags.read("t", "weight").flatten().tolist() == [0] * 9 + [-1, -1, 0]
+
+
+def test_lookups_when_their_gradients_never_come_and_all_rows_stay_then_nothing_of_them_piles_up(servers):
+    (worker,) = one_table(servers, 1, cache_rows=100, staleness=None)
+    for first in range(10):
+        worker(ids(first, first + 1))
+    assert len(worker.embedding_bags._waiting) == 1
+
+
+def test_store_when_somebody_removes_it_then_the_next_step_and_flush_say_so(servers):
+    (worker,) = one_table(servers, 1, cache_rows=100, staleness=None)
+    update(worker, 0, ids(1))
+    servers[0].remove("net")
+    with pytest.raises(StoreReplacedError):
+        for row in range(2, 4):
+            update(worker, 0, ids(row))
+    with pytest.raises(StoreReplacedError):
+        worker.flush()
 
 
 def test_two_lookups_when_of_one_step_then_each_gets_its_gradient(servers):
