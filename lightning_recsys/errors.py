@@ -96,7 +96,7 @@ class NoRoomError(ValueError):
 
     Args:
         table: The table.
-        needed: Bytes of the part of it that found no place, with optimizer state.
+        needed: Bytes of the part of it that found no place, or of all of it, with optimizer state.
         left: Bytes that each server has left, by index.
         available: Bytes that each had before anything was placed.
     """
@@ -113,7 +113,7 @@ class NoRoomError(ValueError):
             f"server {server} {left:,} of {self.available[server]:,}" for server, left in sorted(self.left.items())
         )
         return (
-            f"table {self.table} needs {self.needed:,} bytes on one server, rows and optimizer state; free are:"
+            f"table {self.table} needs {self.needed:,} bytes that no server has, rows and optimizer state; free are:"
             f" {servers} (servers of one file system share it). Start more servers on other machines, keep their files"
             " on a larger disk (strategy.store_folder, or --folder of the server), or make the table smaller."
         )

@@ -183,7 +183,7 @@ def place_tables(
         rooms: How much each server has for rows; by default enough.
 
     Raises:
-        NoRoomError: a part of a table is larger than what any server has left.
+        NoRoomError: a table is larger than what all servers have, or a part of it than what any server has left.
         ValueError: no table, no server, an unknown method, a table twice, or ``profiled`` without costs.
 
     Reference: Graham 1969, "Bounds on multiprocessing timing anomalies", for LPT; ShadowSync, section 3.1, for
@@ -289,11 +289,18 @@ class _Free:
         self._free: dict[str, float] = dict(self._rooms)
 
     def fewest_parts(self, table: TableCost) -> int:
-        """In how many parts a table must be cut for one to fit into a server's share of what there is."""
+        """In how many parts a table must be cut for one to fit into a server's share of what there is.
+
+        Raises:
+            NoRoomError: it does not fit however it is cut, which would take as many parts as it has rows.
+        """
         if not self._rooms or table.grows:
             return 1
+        needed, rooms = table.num_rows * table.row_bytes, self._rooms.values()
+        if needed > sum(rooms) or table.row_bytes > max(rooms):
+            raise self._no_room(table, needed, self.servers)
         largest = max(size // self._places.count(place) for place, size in self._rooms.items())
-        return -(-table.num_rows * table.row_bytes // max(largest, 1))
+        return -(-needed // max(largest, 1))
 
     def take(self, table: TableCost, part: TablePart, servers: Sequence[int]) -> TablePart:
         """The part on the first of these servers that has room for it."""
@@ -304,9 +311,12 @@ class _Free:
             if needed <= left:
                 self._free[place] = left - needed
                 return replace(part, server=server)
+        raise self._no_room(table, needed, servers)
+
+    def _no_room(self, table: TableCost, needed: int, servers: Sequence[int]) -> NoRoomError:
         available = {server: self._rooms[self._places[server]] for server in servers}
         remaining = {server: int(self._free[self._places[server]]) for server in servers}
-        raise NoRoomError(f"{table.collection}.{table.table}", needed, remaining, available)
+        return NoRoomError(f"{table.collection}.{table.table}", needed, remaining, available)
 
 
 def _longest_first(parts: list[tuple[TableCost, TablePart]], free: _Free) -> list[TablePart]:

@@ -197,9 +197,20 @@ def test_table_when_no_server_has_room_for_it_then_it_is_cut_further():
 @pytest.mark.parametrize("method", ["size", "round_robin"])
 def test_plan_when_there_is_no_room_then_the_error_says_how_much_is_needed_and_how_much_there_is(method):
     tables = [TableCost("c", "a", 60, 10), TableCost("c", "b", 60, 10)]
-    with pytest.raises(NoRoomError, match=r"table c.b needs [36]00 bytes on one server.* server 1 100 of 700"):
+    with pytest.raises(NoRoomError, match=r"table c.b needs [36]00 bytes that no server has.* server 1 100 of 700"):
         place_tables(tables, 2, method=method, rooms=[Room("x", 700), Room("x", 700)])
     with pytest.raises(ValueError, match="one room for each of 2 servers"):
         place_tables(tables, 2, method=method, rooms=[Room("x", 700)])
     error = NoRoomError("c.b", 600, {0: 100}, {0: 700})
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "free", "needed"),
+    [(1_000_000, 100, 68_000_000), (10, 60, 680)],
+    ids=["too large", "rows too large"],
+)
+def test_table_when_it_fits_in_no_parts_then_it_is_not_cut_into_rows_to_find_out(num_rows, free, needed):
+    table, rooms = TableCost("c", "t", num_rows, 68), [Room(str(server), free) for server in range(20)]
+    with pytest.raises(NoRoomError, match=f"table c.t needs {needed:,} bytes"):
+        place_tables([table], 20, method="size", rooms=rooms)
