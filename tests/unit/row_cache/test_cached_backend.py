@@ -537,8 +537,7 @@ def test_store_when_somebody_removes_it_then_the_next_step_and_flush_say_so(serv
     update(worker, 0, ids(1))
     servers[0].remove("net")
     with pytest.raises(StoreReplacedError):
-        for row in range(2, 4):
-            update(worker, 0, ids(row))
+        worker(ids(2))
     with pytest.raises(StoreReplacedError):
         worker.flush()
 
