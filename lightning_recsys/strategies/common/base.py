@@ -36,7 +36,7 @@ from lightning_recsys.checkpoints import (
     read_stored,
     save_folder,
 )
-from lightning_recsys.errors import ServerUnreachableError
+from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
 from lightning_recsys.strategies.common.averaged_copies import (
     AveragedCopies,
@@ -471,7 +471,7 @@ class RecsysStrategy(DDPStrategy):
 
     def _close_stores(self) -> None:
         """All of them, whatever one has to say; where the run has failed its own error says it."""
-        quiet = () if self._succeeded() else (ServerUnreachableError,)
+        quiet = () if self._succeeded() else (ServerUnreachableError, RequestRefusedError)
         with ExitStack() as closing:
             for stores in self._stores.values():
                 for opened in stores:

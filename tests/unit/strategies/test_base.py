@@ -1,6 +1,7 @@
 """Construction and refusals of strategies; what they do when they run is in tests/conformance and tests/distributed."""
 
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import pytorch_lightning as pl
@@ -9,6 +10,7 @@ from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 
+from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.strategies import ForkserverDDPStrategy, RecsysStrategy
 
@@ -114,6 +116,25 @@ def test_teardown_when_nothing_was_set_up_then_does_nothing_any_number_of_times(
     strategy = connected(Served())
     for _ in range(2):
         strategy.teardown()
+
+
+@pytest.mark.parametrize(
+    "error", [RequestRefusedError("ipc://x", "push", "why"), ServerUnreachableError("ipc://x", "push", 1, 1.0)]
+)
+def test_stores_when_they_fail_to_close_after_a_failed_run_then_its_own_error_stays(error, monkeypatch):
+    class Failing:
+        def close(self):
+            closed.append(self)
+            raise error
+
+    closed = []
+    for succeeded in (False, True):
+        strategy = connected(Served())
+        strategy._stores = {"embedding": [Failing(), Failing()]}
+        monkeypatch.setattr(strategy, "_succeeded", lambda succeeded=succeeded: succeeded)
+        with pytest.raises(type(error)) if succeeded else nullcontext():
+            strategy._close_stores()
+    assert len(closed) == 4
 
 
 def test_telemetry_when_there_is_none_then_empty():
