@@ -184,7 +184,8 @@ class RunLease:
         while not self._done.wait(RENEW_SECONDS):
             for connection in self._connections:
                 # One that is being started again will hear of us when it is back, and knows until then whose it is.
-                with suppress(ServerUnreachableError):
+                # One that could not do it (its disk is full) may do so the next time.
+                with suppress(ServerUnreachableError, RequestRefusedError):
                     answer = self._ask(connection)
                     if not answer["granted"]:
                         self._error = ServerInUseError(connection.endpoint, answer["holder"], answer["seconds"])

@@ -1,8 +1,12 @@
 """Who has a server that outlives runs, by a clock that the test moves."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from lightning_recsys.parameter_server.lease import LEASE, LEASE_SECONDS, Lease
+from lightning_recsys.errors import RequestRefusedError, ServerInUseError
+from lightning_recsys.parameter_server import lease as lease_module
+from lightning_recsys.parameter_server.lease import LEASE, LEASE_SECONDS, Lease, RunLease
 from lightning_recsys.strategies.common.run_identity import JOB, run_id, run_in_words
 
 
@@ -100,3 +104,37 @@ def test_run_id_when_torchrun_starts_ranks_again_then_stays_and_another_job_has_
 def test_run_when_put_in_words_then_has_process_and_machine():
     assert run_in_words().startswith("process ")
     assert len(run_in_words()) < 200
+
+
+def test_renewal_when_refused_once_then_is_tried_again_until_the_server_is_anothers(monkeypatch):
+    answers = [
+        {"granted": True},
+        RequestRefusedError("ipc://x", "lease", "OSError: no space left"),
+        {"granted": False, "holder": "bob's", "seconds": 1.0, "signs": 1},
+    ]
+
+    class Server:
+        endpoint = "ipc://x"
+
+        def __init__(self, endpoint, **options):
+            pass
+
+        def request(self, operation, *, arguments):
+            if operation != "lease":
+                return None
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return SimpleNamespace(value=answer)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(lease_module, "Connection", Server)
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.01)
+    lease = RunLease(["ipc://x"], keys=None, run="a", holder="ada's")
+    lease._thread.join(timeout=30)
+    lease.give_back()
+    assert not answers
+    with pytest.raises(ServerInUseError, match="bob's"):
+        lease.check()
