@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -204,6 +205,9 @@ class RequestHandler:
             return self._once(request, self._check_push)
         read = self._reads.get(request.operation)
         if read is not None:
+            slot = self.journal.slot(request.client)
+            if slot is not None and self._peer is not None and self._peer.slot is None:
+                self._meet(slot)  # one that was cut off, and may have nothing to push for long
             return read(request)
         if request.operation in self._pushes:
             raise MessageError(f"{request.operation} needs a sequence number")
@@ -346,7 +350,8 @@ class RequestHandler:
             if isinstance(served, ServedDynamic) and served.generation:  # it cannot be opened twice
                 check_same(self.stores.folder / name, served.store, layout, optimizer, dynamic)
             else:
-                self.stores.create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic).close()
+                with closing(MappedStores(self.stores.folder)) as stores:  # ours would keep each store for good
+                    stores.create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic)
 
         return _Push(apply)
 
@@ -355,7 +360,12 @@ class RequestHandler:
         (initial,) = take_arrays(request, ("initial", torch.float32, 1))
         optimizer = None if rule is None else optimizer_from_plain(rule)
         name = check_name(request.store)
-        return _Push(lambda: self.stores.create_dense_store(name, initial, optimizer=optimizer).close())
+
+        def apply() -> None:
+            with closing(MappedStores(self.stores.folder)) as stores:
+                stores.create_dense_store(name, initial, optimizer=optimizer)
+
+        return _Push(apply)
 
     def _remove(self, request: Request) -> _Push:
         take_nothing(request)

@@ -16,7 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.errors import StoreReplacedError
@@ -56,8 +58,9 @@ class MappedArrays:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         stored = json.loads((folder / META).read_text())
-        self._word = _map_file(folder / GENERATION, "int64", (1,)).numpy()
-        self.generation = int(self._word[0])
+        word = _map_file(folder / GENERATION, "int64", (1,)).numpy()
+        self._word: NDArray[np.int64] | None = word  # the generation, as it is now; None once this is closed
+        self.generation = int(word[0])
         if not self.generation:
             raise FileNotFoundError(f"{folder} was being removed when that was cut short: remove it again.")
         self.meta: dict[str, Any] = stored["meta"]
@@ -117,14 +120,14 @@ class MappedArrays:
     def __getitem__(self, name: str) -> Tensor:
         if self._tensors is None:
             raise RuntimeError(f"{self.folder} was closed by this process; open the store again.")
-        if self._word[0] != self.generation:
+        if self.is_removed:
             raise StoreReplacedError(str(self.folder))
         return self._tensors[name]
 
     @property
     def is_removed(self) -> bool:
-        """Whether the files are no longer those that others find under the folder's name."""
-        return bool(self._word[0] != self.generation)
+        """Whether the files are no longer those that others find under the folder's name, or this was closed."""
+        return self._word is None or bool(self._word[0] != self.generation)
 
     def __contains__(self, name: object) -> bool:
         return self._tensors is not None and name in self._tensors
@@ -145,7 +148,7 @@ class MappedArrays:
 
     def close(self) -> None:
         """Let go of the mapping, once nobody holds a tensor of it; the files stay."""
-        self._tensors = None
+        self._tensors = self._word = None
         for file in self._growing.values():
             file.close()
 
@@ -168,11 +171,12 @@ def remove_arrays(folder: Path) -> None:
     """
     descriptor = _lock(folder)
     try:
-        with (folder / GENERATION).open("r+b") as file:  # in place: it is mapped
+        # An earlier version's folder has none. Written in place, for it is mapped.
+        with suppress(FileNotFoundError), (folder / GENERATION).open("r+b") as file:
             file.write(bytes(8))
         doomed = Path(tempfile.mkdtemp(prefix=f"{_DOOMED}{folder.name}-", dir=folder.parent))
         folder.rename(doomed)  # at once: nobody opens half of it
-        shutil.rmtree(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)  # who takes it for a leftover may be faster
     finally:
         if descriptor is not None:
             os.close(descriptor)

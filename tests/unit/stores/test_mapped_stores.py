@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_recsys.optim.row_optimizers import RowOptimizer
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.stores import MappedStores, mapped_arrays
 from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.mapped_arrays import MappedArrays
 from lightning_recsys.stores.plain import layout_from_plain, layout_to_plain, optimizer_from_plain, optimizer_to_plain
 
 LAYOUT = TableLayout(
@@ -374,5 +376,29 @@ def test_store_when_its_removal_was_cut_short_then_opens_for_nobody_and_can_be_r
             stores.remove("center")
     with pytest.raises(FileNotFoundError, match="was being removed when that was cut short: remove it again"):
         stores.dense_store("center")
+    stores.remove("center")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list mappings")
+def test_store_when_closed_then_nothing_of_it_stays_mapped_and_it_counts_as_gone(tmp_path):
+    arrays = MappedArrays.create(tmp_path / "v", {}, {"values": ("float32", (4,))}, lambda arrays: None)
+    assert not arrays.is_removed
+    arrays.close()
+    assert arrays.is_removed
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_folder_when_it_has_no_generation_or_a_cleaner_is_faster_then_it_can_be_removed(tmp_path, monkeypatch):
+    stores = MappedStores(tmp_path)
+    stores.create_dense_store("center", torch.zeros(2))
+    (tmp_path / "center" / mapped_arrays.GENERATION).unlink()
+    rmtree = shutil.rmtree
+
+    def both_at_once(folder, **options):
+        rmtree(folder)
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(mapped_arrays.shutil, "rmtree", both_at_once)
     stores.remove("center")
     assert list(tmp_path.iterdir()) == []
