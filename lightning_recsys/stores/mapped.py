@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 from lightning_recsys.stores.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
+from lightning_recsys.stores.locality import boot_id
 from lightning_recsys.stores.mapped_arrays import META, check_name, remove_arrays, total_bytes
 
 _MEMORY = "/dev/shm"  # noqa: S108 - asked about, not written to
@@ -200,15 +200,7 @@ def free_room(folder: Path) -> dict[str, Any]:
         if device == os.stat(_MEMORY).st_dev:
             told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
             free = min(free, 1024 * int(told["MemAvailable"].split()[0]))
-    return {"free_bytes": free, "place": f"{machine_name()}:{device}"}
-
-
-@functools.cache
-def machine_name() -> str:
-    """What tells this machine, or this start of it, from others."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+    return {"free_bytes": free, "place": f"{boot_id() or socket.gethostname()}:{device}"}
 
 
 def check_same(
