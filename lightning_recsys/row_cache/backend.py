@@ -178,6 +178,11 @@ class CachedBackend(StoreBackend):
             self._shared.join(self)
 
     @property
+    def shared_index(self) -> SharedIndex | None:
+        """What further caches may take as ``shared``; ``None`` where rows come in messages."""
+        return self._shared
+
+    @property
     def asks_servers(self) -> bool:
         """Whether rows come in messages, and not from this machine's memory: it helps then to know batches early."""
         return any(isinstance(store, RemoteEmbeddingStore) for store in self.stores)

@@ -201,7 +201,7 @@ class HETStrategy(ServedStrategy):
         cache_rows = self._rows_kept(num_rows) if caches else 0
         # Collections of the same features and tables, but for their width, have the same ids in each batch.
         ids = tuple((table.feature_names, table.num_embeddings) for table in collection.layout.tables)
-        return CachedBackend.create(
+        backend = CachedBackend.create(
             name,
             collection.layout,
             collection.optimizer,
@@ -214,10 +214,13 @@ class HETStrategy(ServedStrategy):
             policy=self.policy,
             clock=self.clock,
             device=self.root_device,
-            shared=self._indexes.setdefault(ids, SharedIndex(cache_rows, policy=self.policy, num_keys=num_rows)),
+            shared=self._indexes.get(ids),
             in_step=self.in_step,
             any_rule=self.mode == "hybrid",
         )
+        if backend.shared_index is not None:
+            self._indexes[ids] = backend.shared_index
+        return backend
 
     def _rows_kept(self, num_rows: int) -> int:
         if self.cache_rows is not None:

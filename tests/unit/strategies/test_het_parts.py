@@ -10,7 +10,11 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import StrategyRegistry
 
-from lightning_recsys.stores import DynamicRows
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
+from lightning_recsys.optim import SGD
+from lightning_recsys.placement import PlacementPlan, TablePart
+from lightning_recsys.row_cache import SharedIndex
+from lightning_recsys.stores import DynamicRows, MappedStores
 from lightning_recsys.strategies import HETStrategy
 from lightning_recsys.strategies.het.strategy import _lag_shares, _merged
 
@@ -97,6 +101,29 @@ def test_workers_when_of_a_mode_then_wait_peek_and_scale_accordingly(
     assert strategy.gradient_scale == scale
     assert strategy.asynchronous is (strategy.mode == "ps")
     assert len(strategy.server_specs()) == (strategy.mode != "allreduce")
+
+
+@pytest.mark.parametrize(("staleness", "shares"), [(3, True), (0, False)], ids=["in place", "in step"])
+def test_index_when_collections_have_the_same_ids_then_is_made_once_and_only_where_it_is_used(
+    staleness, shares, tmp_path, monkeypatch
+):
+    made = []
+
+    class Counted(SharedIndex):
+        def __init__(self, *args, **options):
+            made.append(self)
+            super().__init__(*args, **options)
+
+    for module in ("lightning_recsys.strategies.het.strategy", "lightning_recsys.row_cache.backend"):
+        monkeypatch.setattr(f"{module}.SharedIndex", Counted)
+    strategy = make_trainer(HETStrategy(staleness=staleness)).strategy
+    for width in (1, 4):
+        collection = EmbeddingBagCollection([EmbeddingBagConfig("t", 100, width, ("x",))], optimizer=SGD(0.1))
+        plan = PlacementPlan("size", 1, (TablePart(f"of_{width}", "t", 100, 0),))
+        servers = [MappedStores(tmp_path)]
+        backend = strategy.make_backend(f"of_{width}", collection, servers=servers, plan=plan, seed=0)
+        assert backend.shared_index is (made[0] if shares else None)
+    assert len(made) == shares
 
 
 def test_strategy_when_pickled_then_keeps_its_settings():
