@@ -94,21 +94,12 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     @property
     def clocks(self) -> Tensor:
-        """How many updates each row has seen in exchanges, int32 ``[R]``; a copy.
-
-        Raises:
-            ValueError: the store was made before stores had clocks.
-        """
+        """How many updates each row has seen in exchanges, int32 ``[R]``; a copy."""
         return self.marked_clocks & MAX_CLOCK
 
     @property
     def marked_clocks(self) -> Tensor:
         """The same as they are stored: negative where a push has left one as it was."""
-        if CLOCK not in self._arrays:
-            raise ValueError(
-                f"{self._arrays.folder} was made by an earlier version, without clocks, and cannot serve a cache. Load "
-                "its checkpoint into a new store."
-            )
         return self._arrays[CLOCK]
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited

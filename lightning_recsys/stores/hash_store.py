@@ -76,8 +76,6 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     def __init__(self, folder: Path) -> None:
         self._lock = _lock(folder)
         self.arrays = arrays = MappedArrays(folder)
-        if _KEYS not in arrays:
-            raise RuntimeError(f"{folder} was made by an earlier version: load its checkpoint into a new store.")
         dynamic = dynamic_from_plain(arrays.meta["dynamic"])
         assert dynamic is not None
         self.dynamic = dynamic

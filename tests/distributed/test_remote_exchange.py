@@ -327,13 +327,7 @@ def test_exchange_when_wrong_then_is_refused_counted_and_changes_nothing(
     assert exchange(handler, ROWS, CLOCKS, UPDATE, sequence=following, **RIGHT).status == "ok"
 
 
-def test_exchange_when_the_store_has_no_rows_or_no_clocks_then_says_so(handler, tmp_path):
+def test_exchange_when_the_store_has_no_rows_then_says_so(handler):
     handler.stores.create_dense_store("center", torch.zeros(3))
     reply = ask(handler, "exchange", ROWS, CLOCKS, UPDATE, store="center", sequence=1, **RIGHT)
     assert (reply.status, "'center' is a dense store" in reply.value) == ("missing", True)
-    meta = tmp_path / "users" / "meta.json"
-    meta.write_text(meta.read_text().replace('"clock"', '"other"'))
-    (tmp_path / "users" / "clock").rename(tmp_path / "users" / "other")
-    handler._open.clear()
-    reply = exchange(handler, ROWS, CLOCKS, UPDATE, sequence=2, **RIGHT)
-    assert (reply.status, "without clocks" in reply.value) == ("refused", True)

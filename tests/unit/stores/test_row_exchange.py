@@ -1,6 +1,5 @@
 """Updates, rows and clocks in one message to a mapped store: their order, their rules, what is refused."""
 
-import json
 import threading
 
 import numpy as np
@@ -12,7 +11,6 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import FTRL, SGD, Adagrad, RowwiseAdagrad
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.exchange import RowExchange, row_dtype
-from lightning_recsys.stores.mapped_arrays import META
 from lightning_recsys.sync.clocks import ClockRule
 
 LAYOUT = TableLayout((EmbeddingBagConfig("a", 6, 4, ("a",), init_std=0.5), EmbeddingBagConfig("b", 4, 4, ("b",))))
@@ -251,24 +249,6 @@ def test_exchange_when_wrong_then_is_refused_and_changes_nothing(stores, tmp_pat
     with pytest.raises(error, match=reason):
         store.begin_exchange(RowExchange(**fields))
     assert {path: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
-
-
-def test_store_when_made_without_clocks_then_opens_and_refuses_exchanges(stores, tmp_path):
-    make(stores)
-    meta = json.loads((tmp_path / "t" / META).read_text())
-    del meta["arrays"]["clock"]
-    (tmp_path / "t" / META).write_text(json.dumps(meta))
-    (tmp_path / "t" / "clock").unlink()
-    old = MappedStores(tmp_path).embedding_store("t")
-    before = old.read("weight", 0, 10)
-    old.apply_row_gradients(rows(1), torch.ones(1, 4), learning_rate=1.0)
-    with pytest.raises(ValueError, match=r"made by an earlier version, without clocks.*Load its checkpoint"):
-        push(old, rows(2), clocks(1))
-    with pytest.raises(ValueError, match="without clocks"):
-        old.begin_exchange(RowExchange(fetch_rows=rows(2)))
-    before[1] -= 1
-    assert torch.equal(old.read("weight", 0, 10), before)
-    assert old.step == 1
 
 
 def test_rows_when_they_travel_then_take_4_bytes_where_they_can_be_counted_in_them():
