@@ -360,7 +360,7 @@ def test_store_then_every_comparison_has_its_bar(parts):
         {"shm", "bare FBGEMM", "bare kernel of ours"},
         {"torch RPC", "tcp"},
     ]
-    assert [bar["name"].split(",")[0] for bar in bars[-2:]] == ["shm / bare FBGEMM kernel", "tcp / torch RPC"]
+    assert bars[-1]["name"].startswith("shm / bare FBGEMM kernel")
 
 
 def test_suite_when_a_part_is_unknown_then_the_parts_are_named(tmp_path):
