@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pkgutil
+import re
 
 import pytest
 import pytorch_lightning as pl
@@ -49,6 +51,15 @@ def test_every_file_composes(root, leaf, composed):
     else:
         config = composed(OWNER.get(group, "train"), f"{group}={name}")
     check_types(OmegaConf.to_container(config, resolve=True))  # and all interpolations resolve
+
+
+def test_what_the_files_name_of_the_package_when_looked_up_then_is_there():
+    """Comments too: they are copied to a command line."""
+    text = "".join(path.read_text() for path in CONF.rglob("*.yaml"))
+    names = set(re.findall(r"\blightning_recsys(?:\.[A-Za-z_]\w*)+", text))
+    assert "lightning_recsys.stores.DynamicRows" in names
+    for name in names:
+        pkgutil.resolve_name(name)  # raises where it is not
 
 
 @pytest.fixture
