@@ -143,7 +143,22 @@ def read_checkpoint(
     checkpoint = _describe(version, weights_only=weights_only)
     saved = {key: value for key, value in version.manifest.tensors.items() if key not in without}
     checkpoint[_STATE] |= {key: version.read_tensor(value) for key, value in saved.items()}
+    _give_rows_to_copies(checkpoint)
     return checkpoint
+
+
+def _give_rows_to_copies(checkpoint: dict[str, Any]) -> None:
+    """Complete what Lightning's averaging callbacks keep of the model besides its state dict.
+
+    Rows that lay in stores were saved once, in the state dict, and are the same in model and average. Whoever loads a
+    copy into a model with rows of its own needs them there; the tensors are shared.
+    """
+    callbacks = checkpoint.get("callbacks") or {}
+    kept = [(x, "average_model_state") for x in callbacks.values() if isinstance(x, dict)]  # StochasticWeightAveraging
+    for owner, key in [(checkpoint, "current_model_state"), *kept]:  # WeightAveraging
+        copy = owner.get(key)
+        if isinstance(copy, dict) and copy.keys() < checkpoint[_STATE].keys():
+            owner[key] = checkpoint[_STATE] | copy
 
 
 def read_description(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:

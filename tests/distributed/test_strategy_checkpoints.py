@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 
-from lightning_recsys.checkpoints import is_folder, read_checkpoint, to_file, to_folder
+from lightning_recsys.checkpoints import FolderCheckpointIO, is_folder, read_checkpoint, to_file, to_folder
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import DeepFM
 from lightning_recsys.optim import Adam
-from lightning_recsys.strategies import ShadowSyncStrategy
+from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
@@ -155,6 +155,18 @@ def test_single_device_file_when_loaded_by_trainers_then_starts_from_it(tmp_path
     starts = StartsFrom(tmp_path / "folder.ckpt")
     trainer, _ = train(synchronous(num_trainers=2), starts, ckpt_path=path, max_steps=STEPS + 1)
     assert trainer.global_step == STEPS + 1
+
+
+@pytest.mark.parametrize("average", [WeightAveraging, partial(StochasticWeightAveraging, 0.01, 1)], ids=["mean", "swa"])
+@pytest.mark.filterwarnings("ignore:.*Swapping scheduler")
+def test_folder_with_an_average_when_resumed_on_a_single_device_then_every_copy_has_the_rows(tmp_path, average):
+    saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
+    strategy = HETStrategy(mode="hybrid", placement="size")
+    trainer, _ = train(strategy, saving, average(), max_steps=-1, max_epochs=2, devices=2)
+    assert trainer.world_size == 2
+    settings = {"max_steps": -1, "max_epochs": 3, "devices": 1, "plugins": [FolderCheckpointIO()]}
+    alone, _ = train("auto", average(), ckpt_path=Path(saving.best_model_path), **settings)
+    assert alone.current_epoch == 3
 
 
 def test_folder_when_evaluated_without_servers_then_every_rank_reads_the_whole_model(two_by_one):

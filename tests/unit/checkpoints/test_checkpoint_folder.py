@@ -195,6 +195,21 @@ def test_folder_when_turned_into_a_file_and_back_then_nothing_is_lost(saved, tmp
     assert read_checkpoint(saved)["loops"] == {"fit_loop": {}}
 
 
+def test_copies_of_averaging_callbacks_when_saved_without_rows_then_are_read_with_them(tmp_path):
+    dense = {"layer.weight": torch.full((2, 2), 5.0)}
+    callbacks = {"average": {"average_model_state": dense, "n_averaged": 1}, "other": {"average_model_state": None}}
+    save_folder(tmp_path / "a.ckpt", checkpoint() | {"current_model_state": dense, "callbacks": callbacks})
+    to_file(tmp_path / "a.ckpt", tmp_path / "one.ckpt")
+    for read in (read_checkpoint(tmp_path / "a.ckpt"), torch.load(tmp_path / "one.ckpt", weights_only=True)):
+        for copy in (read["current_model_state"], read["callbacks"]["average"]["average_model_state"]):
+            assert copy["layer.weight"].tolist() == [[5.0, 5.0]] * 2
+            assert copy["table.weight"].data_ptr() == read["state_dict"]["table.weight"].data_ptr()
+            assert torch.equal(copy["table.weight"], ROWS)
+        assert read["callbacks"]["other"] == {"average_model_state": None}
+    own = read_checkpoint(tmp_path / "a.ckpt", without={"table.weight"})
+    assert "table.weight" not in own["current_model_state"]
+
+
 def test_command_when_the_source_is_missing_then_says_so(tmp_path, capsys):
     assert main(["to-file", str(tmp_path / "none"), str(tmp_path / "one.ckpt")]) == 1
     assert "holds no folder checkpoint" in capsys.readouterr().err
