@@ -200,14 +200,16 @@ class LogsEpoch(Callback):
 
 @pytest.mark.parametrize(
     ("algorithm", "counts", "validates"),
-    [("easgd", (9, 2), True), ("ma", (9, 2), False), ("bmuf", (2, 9), True)],
+    [("easgd", (9, 2), 1), ("ma", (9, 2), None), ("bmuf", (2, 9), 1), ("ma", (2, 9), 2)],
 )
 def test_unequal_numbers_of_batches_when_in_the_foreground_then_all_finish(algorithm, counts, validates):
+    """Validating every ``validates`` epochs; loaders are first set up then."""
     model = Regression(counts)
     strategy = ShadowSyncStrategy(
         num_trainers=2, algorithm=algorithm, mode="foreground", gap=2, timeout=timedelta(seconds=60)
     )
-    trainer = make_trainer(strategy, EndsAlike(), LogsEpoch(), max_epochs=2, limit_val_batches=1.0 if validates else 0)
+    validation = {"check_val_every_n_epoch": validates} if validates else {"limit_val_batches": 0}
+    trainer = make_trainer(strategy, EndsAlike(), LogsEpoch(), max_epochs=2, **validation)
     trainer.fit(model)
     assert trainer.callback_metrics["ranks"] == sum(counts)
     assert not torch.equal(parameters(model), parameters(Regression(counts)))

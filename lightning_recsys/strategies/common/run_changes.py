@@ -39,6 +39,17 @@ class RunChanges:
         self._callbacks.insert(0, callback)
         self._inserted.append(callback)
 
+    def before_validation_data(self, function: Callable[[], None]) -> None:
+        """Call a function before the ranks meet to set up validation loaders, which is before validation starts."""
+        loop = self._trainer.fit_loop.epoch_loop.val_loop
+        setup = loop.setup_data
+
+        def call_and_set_up() -> None:
+            function()
+            setup()
+
+        self._replace(loop, "setup_data", call_and_set_up)
+
     def end_by_signal(self, *, free: bool) -> None:
         """End by SIGTERM once it has come, whatever breaks before the loop looks for it.
 

@@ -274,6 +274,7 @@ class ShadowSyncStrategy(ServedStrategy):
         if self._synchronises and self.mode == "foreground":
             assert self._changes is not None
             self._changes.before_train_epoch_end(self._leave_rounds)
+            self._changes.before_validation_data(self._leave_rounds)
             if self.algorithm.exchange is Exchange.MEAN and self.workers_per_trainer > 1:
                 self._standstill = Standstill.open(team_size=self.workers_per_trainer)
         self._driver = self._make_driver() if self._synchronises else None
