@@ -215,6 +215,37 @@ def test_unequal_numbers_of_batches_when_in_the_foreground_then_all_finish(algor
     assert not torch.equal(parameters(model), parameters(Regression(counts)))
 
 
+@pytest.mark.parametrize("algorithm", ["ma", "bmuf"])
+def test_saving_by_steps_when_averaged_in_the_foreground_by_the_time_then_refused(tmp_path, algorithm):
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    strategy = ShadowSyncStrategy(num_trainers=2, algorithm=algorithm, mode="foreground", interval=0.1)
+    with pytest.raises(ValueError, match=r"strategy\.interval=0\.1 .*every_n_train_steps=2"):
+        make_trainer(strategy, saving, enable_checkpointing=True).fit(Regression((4, 4)))
+
+
+class SinceRound(Callback):
+    """How many steps each trainer has made since a round, when training begins."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 3:
+            assert over_ranks(int(trainer.strategy._since_round[0])) == [3, 3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")  # is not empty
+def test_trainer_when_it_joins_trainers_that_average_in_the_foreground_then_its_rounds_come_at_their_steps(tmp_path):
+    def averages(num_trainers):
+        return ShadowSyncStrategy(
+            num_trainers=num_trainers, algorithm="ma", mode="foreground", gap=4, timeout=timedelta(seconds=60)
+        )
+
+    saving = ModelCheckpoint(tmp_path, filename="saved", save_on_train_epoch_end=True)
+    make_trainer(averages(2), saving, enable_checkpointing=True).fit(Regression((3, 3)))
+    again = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    trainer = make_trainer(averages(3), again, SinceRound(), enable_checkpointing=True, max_epochs=2)
+    trainer.fit(Regression((3, 3, 3)), ckpt_path=tmp_path / "saved.ckpt")
+    assert (trainer.world_size, trainer.global_step) == (3, 6)
+
+
 class StandsStill(ModelAveraging):
     """Takes its time, in which nothing moves the replica."""
 

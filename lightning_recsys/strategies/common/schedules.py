@@ -35,6 +35,26 @@ def refuse_clocks(trainer: pl.Trainer) -> None:
         )
 
 
+def refuse_saving_by_steps(trainer: pl.Trainer, *, setting: str) -> None:
+    """One that waits in a round that another began at another step waits for ever, if that one waits to save.
+
+    Args:
+        trainer: Whose workers wait for each other by the time.
+        setting: Of the strategy, that makes them so.
+
+    Raises:
+        ValueError: a callback saves after numbers of steps.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps:
+            raise ValueError(
+                f"{setting} in the foreground has trainers wait for each other by the time, and"
+                f" callbacks.model_checkpoint.every_n_train_steps={callback._every_n_train_steps} by steps: each would"
+                " wait for the other. Count steps from round to round (strategy.gap, strategy.interval=null), or save"
+                " at the end of epochs (every_n_epochs)."
+            )
+
+
 @dataclass(frozen=True)
 class _Schedule:
     """A setting of the trainer by which a rank stops within an epoch.

@@ -23,7 +23,11 @@ from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.placement import ClusterLayout, chunk_evenly
 from lightning_recsys.stores.interfaces import DenseStore
 from lightning_recsys.strategies.common.averaged_copies import refuse_averages_in_shared_memory
-from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
+from lightning_recsys.strategies.common.schedules import (
+    refuse_clocks,
+    refuse_different_schedules,
+    refuse_saving_by_steps,
+)
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
 from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook, ShadowThread
 from lightning_recsys.strategies.shadowsync.replica import Replica, share, share_optimizer_state
@@ -234,7 +238,7 @@ class ShadowSyncStrategy(ServedStrategy):
     # --- The replica -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """As the base class, and refuse callbacks that would swap weights in shared memory.
+        """As the base class, and refuse callbacks that would swap weights in shared memory, or wait within an epoch.
 
         Raises:
             ValueError: a setting of the trainer, or a callback, does not go with workers that run free.
@@ -243,6 +247,9 @@ class ShadowSyncStrategy(ServedStrategy):
             refuse_averages_in_shared_memory(
                 trainer, setting=f"strategy.workers_per_trainer={self.workers_per_trainer}"
             )
+        waits = self.mode == "foreground" and self.algorithm.exchange is Exchange.MEAN and self.layout.num_trainers > 1
+        if trainer.state.fn == TrainerFn.FITTING and waits and self.interval is not None:
+            refuse_saving_by_steps(trainer, setting=f"strategy.interval={self.interval}")
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -550,6 +557,10 @@ class ShadowSyncStrategy(ServedStrategy):
             saved = self._restored_trainer["since_round"].numpy()
             count = min(len(saved), self.workers_per_trainer)
             self._since_round[:count] = saved[:count]
+        if self._leaders is not None and self._leads:
+            # A trainer that the saved run had not would come to its rounds at other steps than those that wait for it.
+            steps = torch.from_numpy(self._since_round[:1])
+            dist.broadcast(steps, src=self.layout.leaders[0], group=self._leaders)
 
     # --- Telemetry and the end ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_recsys.strategies.common import schedules as _schedules
-from lightning_recsys.strategies.common.schedules import refuse_different_schedules
+from lightning_recsys.strategies.common.schedules import refuse_different_schedules, refuse_saving_by_steps
 
 
 def trainer(batches, *, every_n_train_steps=0, val_check_interval=None, **settings):
@@ -91,3 +91,9 @@ def test_unequal_batches_when_ranks_stop_unequally_often_then_refused(refuse, se
 
 def test_batches_when_nobody_knows_their_number_then_accepted(refuse):
     refuse([float("inf"), float("inf")], every_n_train_steps=4)
+
+
+def test_saving_by_steps_when_rounds_go_by_the_time_then_refused():
+    refuse_saving_by_steps(trainer(9), setting="strategy.interval=1")
+    with pytest.raises(ValueError, match=r"strategy\.interval=1 .* callbacks\.model_checkpoint\.every_n_train_steps=4"):
+        refuse_saving_by_steps(trainer(9, every_n_train_steps=4), setting="strategy.interval=1")
