@@ -21,11 +21,27 @@ Prints = tuple[dict[str, int], dict[str, int]]
 def fingerprint(tensors: Iterable[Tensor]) -> int:
     """One number for some tensors: their bytes and shapes."""
     value = 0
-    for tensor in tensors:
+    for tensor in (part for whole in tensors for part in _dense_parts(whole)):
         flat = tensor.detach().reshape(-1).contiguous().cpu()
         value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"", value)
         value = zlib.crc32(repr(tuple(tensor.shape)).encode(), value)
     return value
+
+
+def _dense_parts(tensor: Tensor) -> Sequence[Tensor]:
+    """A tensor, or those that a sparse or nested one is made of."""
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.strided:
+        return [tensor]
+    shape = torch.tensor(tensor.shape)
+    if tensor.layout is torch.sparse_coo:
+        return [shape, tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [shape, tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [shape, tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # of another library, which says itself what it needs
 
 
 def fingerprints(name: str, thing: Any) -> Prints:

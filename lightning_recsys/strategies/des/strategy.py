@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
+from weakref import WeakSet
 
 import numpy as np
 import pytorch_lightning as pl
@@ -317,10 +318,7 @@ class DESStrategy(RecsysStrategy):
             if place != self._checked:
                 self._checked = place
                 self._compare_batch(batch)
-                self._lookup_hooks = [
-                    collection.register_forward_pre_hook(self._compare_lookup, with_kwargs=True)
-                    for collection in self._cut.collections.values()
-                ]
+                self._watch_lookups(list(self._cut.collections.values()))
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _compare_batch(self, batch: Any) -> None:
@@ -332,7 +330,18 @@ class DESStrategy(RecsysStrategy):
                 " same on all ranks."
             )
 
-    def _compare_lookup(self, collection: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _watch_lookups(self, collections: Sequence[nn.Module]) -> None:
+        """Compare what these collections look up. Copies of them keep the hook, which leaves their lookups alone."""
+        own = WeakSet(collections)  # modules are equal where they are the same; copies outlive the run
+
+        def compare(collection: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if collection in own:
+                self._compare_lookup(args, kwargs)
+
+        # A copy of a function is the function, and one of a bound method has a strategy of its own.
+        self._lookup_hooks = [x.register_forward_pre_hook(compare, with_kwargs=True) for x in collections]
+
+    def _compare_lookup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if names := self._differences(fingerprints("lookup", [*args, *kwargs.values()])):
             raise ValueError(
                 "strategy=des needs the processes of a group to look up the same ids, but a step gave them different"

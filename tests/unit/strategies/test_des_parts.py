@@ -234,6 +234,21 @@ def test_batches_when_processes_read_different_fields_then_are_known_to_be_the_s
     assert differing({"x": torch.zeros(1)}, {}) == ["batch['x']"]
 
 
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "nested", "jagged"])
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|Sparse CSC|nested tensors)")
+def test_batches_when_a_tensor_is_sparse_or_nested_then_its_numbers_count(layout):
+    def batch(value):
+        numbers = torch.tensor([[0.0, value], [2.0, 0.0]])
+        if layout in ("nested", "jagged"):
+            return torch.nested.nested_tensor(
+                [numbers[0], numbers[1, :1]], layout=torch.jagged if layout == "jagged" else torch.strided
+            )
+        return getattr(numbers, "to_sparse" if layout == "coo" else f"to_sparse_{layout}")()
+
+    assert differing(batch(1.0), batch(1.0)) == []
+    assert differing(batch(1.0), batch(3.0)) == ["batch"]
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -252,6 +267,22 @@ def test_batches_when_a_category_differs_then_it_is_named_wherever_it_is(other):
     batches = [Batch(torch.zeros(2, 0), x, torch.ones(2)) for x in (bags, other)]
     assert differing(*batches) == ["batch.sparse['b']"]
     assert differing({"rows": np.arange(3)}, {"rows": np.arange(3) + 1}) == ["batch['rows']"]
+
+
+def test_lookups_when_a_collection_is_copied_in_between_then_those_of_the_copy_are_its_own(monkeypatch):
+    strategy, own, compared = DESStrategy(), collection("a"), []
+    trainer = SimpleNamespace(state=SimpleNamespace(stage="train"), current_epoch=0)
+    strategy._lightning_module = SimpleNamespace(
+        trainer=trainer, _apply_batch_transfer_handler=lambda batch, **_: batch
+    )
+    strategy._cut = SimpleNamespace(collections={"embeddings": own})
+    monkeypatch.setattr(strategy, "_differences", lambda prints: compared.append(prints) or [])
+    strategy.batch_to_device(1, torch.device("cpu"))
+    twin, features = copy.deepcopy(own), SparseFeatures.from_ids(("a",), torch.tensor([[1]]))
+    own(features)
+    assert len(compared) == 2  # the batch and the lookup
+    twin(features)
+    assert len(compared) == 2
 
 
 def same(selected: Batch, batch: Batch, names: tuple[str, ...]) -> None:
