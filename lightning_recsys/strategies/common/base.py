@@ -459,6 +459,7 @@ class RecsysStrategy(DDPStrategy):
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
         self._rows_to_load = None
         self._frozen = []
+        self._said_own, self._being_logged = False, None
         self._waiting.close()
         self.unbind_backends()
         if self._averages is not None:
@@ -504,6 +505,10 @@ class RecsysStrategy(DDPStrategy):
             "_borrows": False,
             "_averages": None,
             "_waiting": ExitStack(),
+            "_rows_to_load": None,
+            "_frozen": [],
+            "_said_own": False,
+            "_being_logged": None,
         }
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
@@ -580,7 +585,8 @@ class RecsysStrategy(DDPStrategy):
 
     def _say_that_optimizers_are_gone(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:
         """After a run the main process has weights and progress; optimizers and schedulers were the workers'."""
-        if isinstance(self.launcher, ForkserverLauncher) and checkpoint.get("optimizer_states") == []:
+        has_stepped = bool(checkpoint.get("global_step"))  # steps of optimizers: none before a run, or without any
+        if isinstance(self.launcher, ForkserverLauncher) and checkpoint.get("optimizer_states") == [] and has_stepped:
             rank_zero_warn(
                 f"{path} has no state of optimizers and schedulers: it ended with the worker processes of the run."
                 " To go on with training take a checkpoint that was written in the run, by a `ModelCheckpoint`;"

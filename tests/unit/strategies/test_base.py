@@ -2,6 +2,8 @@
 
 import pickle
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
@@ -110,6 +112,28 @@ def test_strategy_when_pickled_then_keeps_what_workers_need():
     strategy.endpoints = {"embedding": ["tcp://127.0.0.1:2"]}
     copy = pickle.loads(pickle.dumps(strategy))
     assert (copy.servers, copy.transport, copy.endpoints) == (("tcp://127.0.0.1:1",), "tcp", strategy.endpoints)
+
+
+def of_a_run(strategy):
+    return strategy._said_own, strategy._being_logged, strategy._frozen, strategy._rows_to_load
+
+
+def test_strategy_when_a_run_is_over_or_it_is_pickled_then_has_nothing_of_the_run():
+    strategy = connected(Served())
+    fresh = of_a_run(strategy)
+    strategy._said_own, strategy._being_logged, strategy._frozen = True, "self.log('x')", [("x", torch.zeros(1))]
+    strategy._rows_to_load = Path("last.ckpt")
+    assert of_a_run(SimpleNamespace(**strategy.__getstate__())) == fresh
+    strategy.teardown()
+    assert of_a_run(strategy) == fresh
+
+
+def test_checkpoint_when_the_main_process_saves_before_or_without_steps_then_there_is_no_warning_of_lost_optimizers():
+    strategy = connected(Served())
+    strategy._configure_launcher()
+    strategy._say_that_optimizers_are_gone({"optimizer_states": [], "global_step": 0}, "a.ckpt")  # warnings are errors
+    with pytest.warns(UserWarning, match=r"a\.ckpt has no state of optimizers and schedulers"):
+        strategy._say_that_optimizers_are_gone({"optimizer_states": [], "global_step": 3}, "a.ckpt")
 
 
 def test_teardown_when_nothing_was_set_up_then_does_nothing_any_number_of_times():
