@@ -24,6 +24,7 @@ from lightning_recsys.parameter_server.wire import Frame
 
 LOOK_MILLISECONDS = 500  # between two looks at what has arrived
 
+_MOST_GONE = 1024  # peers that are remembered after they went
 _ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
 _BYTES_RECEIVED = struct.Struct("<128xQ")  # of the system's struct tcp_info
@@ -89,19 +90,21 @@ class Connections:
         self._lost = lost
         self._by_descriptor: dict[int, Peer] = {}
         self._by_identity: dict[bytes, Peer] = {}
+        self._gone: dict[bytes, Peer] = {}  # the last that went, by name: what they sent may still wait in the router
 
     def __len__(self) -> int:
         return len(self._by_descriptor)
 
     def sender(self, identity: zmq.Frame, first: zmq.Frame) -> Peer | None:
-        """Who has sent a message; ``None`` where it is gone, or has to take its answers first and is cut."""
+        """Who has sent a message, and may be gone since; ``None`` where it does not take its answers and is cut."""
         name = identity.bytes
         peer = self._by_identity.get(name)
-        if peer is None:
+        if peer is None and name not in self._gone:
             self.look()  # who had the descriptor before is gone by now
+        if peer is None and name not in self._gone:
             peer = self._welcome(int(first.get("__fd")), name)
         if peer is None:
-            return None
+            return self._gone.get(name)
         peer.was_heard = True
         if peer.unsent_bytes() > self._max_unsent:
             self._cut(peer, f"does not take its answers: more than {self._max_unsent:,} bytes wait")
@@ -134,7 +137,10 @@ class Connections:
                 if int(event["event"]) == _ACCEPTED:
                     self._welcome(descriptor)
                 elif (peer := self._by_descriptor.pop(descriptor, None)) is not None:
-                    self._by_identity.pop(peer.identity, None)
+                    if self._by_identity.pop(peer.identity, None) is not None:
+                        self._gone[peer.identity] = peer
+                        if len(self._gone) > _MOST_GONE:
+                            del self._gone[next(iter(self._gone))]
                     peer.is_alive = False
                     self._lost(peer)
 

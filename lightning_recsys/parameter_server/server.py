@@ -225,9 +225,11 @@ class Server:
             return False
         peer = self._connections.sender(sender, frames[0])
         if peer is not None:
-            reply = self.handler.handle(frames, peer)
+            # What a client had sent before it went still counts, such as its goodbye; there is nobody to answer.
+            reply = self.handler.handle(frames, peer if peer.is_alive else None)
             del frames  # the memory of a large request goes before the next one comes
-            self._connections.send(peer, reply)
+            if peer.is_alive:
+                self._connections.send(peer, reply)
         return True
 
     def _check_key(self) -> None:

@@ -42,8 +42,8 @@ class ForgetfulServer(Server):
         except zmq.Again:
             return False
         fate, peer = self._draws.random(), self._connections.sender(sender, frames[0])
-        reply = self.handler.handle(frames, peer) if fate > 0.2 else None
-        if fate > 0.5 and peer is not None:
+        reply = self.handler.handle(frames, peer if peer and peer.is_alive else None) if fate > 0.2 else None
+        if fate > 0.5 and peer is not None and peer.is_alive:
             self._connections.send(peer, reply)
         else:
             self.lost += 1

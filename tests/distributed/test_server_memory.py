@@ -195,3 +195,24 @@ def test_client_when_its_place_was_given_away_before_its_first_push_then_gets_an
         assert stores.create_dense_store("center", torch.ones(3)).pull().tolist() == [1.0] * 3
         assert server.handler.journal.applied(0) == 1
         stores.close()
+
+
+def test_goodbye_when_the_connection_is_gone_before_it_is_read_then_counts_all_the_same(tmp_path):
+    tmp_path.chmod(0o700)
+    with OpenServer(tmp_path) as server, zmq.Context() as context:
+        dealer = raw_dealer(context, server.endpoint)
+        with closing(dealer):
+            dealer.send_multipart(request_frames("hello"))
+            assert server._router.poll(10_000)
+            assert server._serve_one()
+            assert server.handler.status()["clients"] == 1
+            dealer.send_multipart(request_frames("goodbye", request_id=2))
+            dealer.linger = 10_000
+        assert server._router.poll(10_000)
+        deadline = time.monotonic() + 10
+        while len(server._connections) and time.monotonic() < deadline:
+            server._connections.look()
+            time.sleep(0.01)
+        assert len(server._connections) == 0
+        assert server._serve_one()
+        assert server.handler.status()["clients"] == 0
