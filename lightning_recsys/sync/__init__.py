@@ -1,4 +1,4 @@
-"""Rules that keep replicas of a dense model, and copies of a row, together: decisions only, no I/O, no thread."""
+"""Rules of replicas, of copies of rows and of stale gradients: decisions only, no I/O, no thread."""
 
 from lightning_recsys.sync.algorithm import Exchange, SyncAlgorithm
 from lightning_recsys.sync.bmuf import BMUF
@@ -6,14 +6,18 @@ from lightning_recsys.sync.clocks import ClockName, ClockRule
 from lightning_recsys.sync.easgd import EASGD
 from lightning_recsys.sync.model_averaging import ModelAveraging
 from lightning_recsys.sync.registry import algorithm_names, make_algorithm, register_algorithm
+from lightning_recsys.sync.staleness import STALENESS_RULES, StalenessNormalization, StalenessRule
 
 __all__ = [
     "BMUF",
     "EASGD",
+    "STALENESS_RULES",
     "ClockName",
     "ClockRule",
     "Exchange",
     "ModelAveraging",
+    "StalenessNormalization",
+    "StalenessRule",
     "SyncAlgorithm",
     "algorithm_names",
     "make_algorithm",
