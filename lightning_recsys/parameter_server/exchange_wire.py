@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_recsys.parameter_server.checks import take_arguments, take_array
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array
 from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores.exchange import RowExchange, RowValues, row_dtype
 

@@ -151,7 +151,7 @@ class Server:
                 self._router,
                 max_unfinished=max_bytes + limits.header_bytes,
                 max_unsent=limits.message_bytes,
-                lost=self.handler.lose,
+                lost=self.handler.clients.lose,
             )
         except BaseException:
             self.close()

@@ -115,7 +115,7 @@ def test_lease_when_its_run_was_killed_then_the_next_run_gets_it_once_it_has_end
     monkeypatch.setattr(lease_module, "LEASE_SECONDS", 1.5)
     monkeypatch.setattr(lease_module, "LOOK_SECONDS", 0.05)
     with running(tmp_path) as server:
-        server.handler._lease.take("killed", "process 1 on ada")
+        server.handler.clients.lease.take("killed", "process 1 on ada")
         second = RunLease([server.endpoint], keys=None, run="second", holder="process 2 on bob")
         assert server.handler.status()["run"] == "process 2 on bob"
         second.give_back()
@@ -131,7 +131,7 @@ def test_lease_when_the_server_is_lent_anew_then_its_holder_hears_of_it(tmp_path
             first.check()
             with monkeypatch.context() as patch:
                 patch.setattr(lease_module, "LEASE_SECONDS", 0.0)  # as if it had slept
-                server.handler._lease.take("second", "process 2 on bob")
+                server.handler.clients.lease.take("second", "process 2 on bob")
             first._thread.join(20)  # it ends with that
             with pytest.raises(ServerInUseError, match="process 2 on bob"):
                 first.check()

@@ -90,7 +90,7 @@ def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_b
             seen.update(answer.current.tolist())
         assert traffic.sent_bytes + traffic.received_bytes - before == told
         assert seen == {True, False}
-        assert server.handler.refused == 0
+        assert server.handler.counts.refused == 0
         for name in shapes:
             assert torch.equal(remote.read(name, 0, NUM_ROWS), mapped.read(name, 0, NUM_ROWS))
         assert remote.step == mapped.step > 0
@@ -110,12 +110,12 @@ def test_exchange_when_over_a_limit_then_goes_in_parts_and_equals_a_whole_one(tm
     with running(tmp_path / "served") as server:
         stores = connect(server.endpoint, shared_memory="never")
         users = make_users(stores, RowwiseAdagrad(0.5))
-        server.handler.limits = stores.connection.limits = limits
+        server.handler.stores.limits = stores.connection.limits = limits
         for _ in range(30):
             exchange = random_exchange(generator, SHAPES["RowwiseAdagrad"], whole.clocks)
             assert equal(users.begin_exchange(exchange)(), whole.begin_exchange(exchange)())
         assert users.step == whole.step
-        assert server.handler.refused == 0
+        assert server.handler.counts.refused == 0
         stores.close()
 
 
@@ -174,7 +174,7 @@ def test_exchange_when_replies_are_lost_then_is_applied_once_and_answered(tmp_pa
             assert (answer.clocks.tolist(), answer.stale.tolist()) == ([turn], [True])
         assert users.step == 40
         assert server.lost > 10
-        assert server.handler.duplicates > 0
+        assert server.handler.counts.duplicates > 0
         stores.close()
 
 
@@ -213,7 +213,7 @@ UPDATE = torch.ones(1, DIM)  # of row 2, with 3 checked and 4 fetched
 @pytest.fixture
 def handler(tmp_path):
     handler = RequestHandler(tmp_path, limits=Limits(message_bytes=4096, rows=300))
-    make_users(handler.stores)
+    make_users(handler.stores.mapped)
     assert ask(handler, "hello").status == "ok"
     yield handler
     handler.close()
@@ -232,9 +232,9 @@ def test_push_when_it_comes_again_then_its_fetches_and_checks_are_answered_with_
     assert digest(tmp_path) == before
     for reply in (first, again):
         weight, fetched_clocks, bits = reply.arrays
-        assert torch.equal(weight[0], handler.stores.embedding_store("users").rows[2])
+        assert torch.equal(weight[0], handler.stores.mapped.embedding_store("users").rows[2])
         assert (fetched_clocks.tolist(), bits.tolist()) == ([5], [0b1000_0000])
-    assert (handler.pushes, handler.duplicates) == (1, 1)
+    assert (handler.counts.pushes, handler.counts.duplicates) == (1, 1)
     assert exchange(handler, *arrays, sequence=3, **arguments).status == "gap"
     assert digest(tmp_path) == before
 
@@ -247,13 +247,13 @@ def test_push_when_it_comes_again_then_the_rows_of_held_copies_come_back(handler
     assert digest(tmp_path) == before
     assert [array.tolist() for array in first.arrays] == [[], [], [0b1100_0000]]
     weight, fetched_clocks, bits = again.arrays
-    assert torch.equal(weight, handler.stores.embedding_store("users").rows[2:3])
+    assert torch.equal(weight, handler.stores.mapped.embedding_store("users").rows[2:3])
     assert (fetched_clocks.tolist(), bits.tolist()) == ([5], [0b1000_0000])
 
 
 def test_push_when_it_fails_half_way_then_rows_clocks_and_step_are_as_before(tmp_path, monkeypatch):
     handler = RequestHandler(tmp_path)
-    make_users(handler.stores, Adagrad(0.5))
+    make_users(handler.stores.mapped, Adagrad(0.5))
     ask(handler, "hello")
     before = digest(tmp_path)
 
@@ -321,13 +321,13 @@ def test_exchange_when_wrong_then_is_refused_counted_and_changes_nothing(
     assert reply.status == "refused"
     with pytest.raises(ValueError, match=reason):
         raise ValueError(reply.value)
-    assert handler.refused == 1
+    assert handler.counts.refused == 1
     assert digest(tmp_path) == before
     following = handler.journal.applied(handler.journal.slot(CLIENT)) + 1
     assert exchange(handler, ROWS, CLOCKS, UPDATE, sequence=following, **RIGHT).status == "ok"
 
 
 def test_exchange_when_the_store_has_no_rows_then_says_so(handler):
-    handler.stores.create_dense_store("center", torch.zeros(3))
+    handler.stores.mapped.create_dense_store("center", torch.zeros(3))
     reply = ask(handler, "exchange", ROWS, CLOCKS, UPDATE, store="center", sequence=1, **RIGHT)
     assert (reply.status, "'center' is a dense store" in reply.value) == ("missing", True)

@@ -231,7 +231,7 @@ def test_reply_when_lost_then_the_push_is_sent_again_and_applied_once(tmp_path):
                 assert torch.allclose(users.lookup(row), before + count)
         assert users.step == 40
         assert server.lost > 10
-        assert server.handler.duplicates > 0
+        assert server.handler.counts.duplicates > 0
         stores.close()
 
 
@@ -320,7 +320,7 @@ def test_server_when_told_to_stop_then_what_has_arrived_behind_large_answers_is_
         stores = connect(server.endpoint, shared_memory="never", timeout=20)
         stores.create_dense_store("center", torch.zeros(num_floats))
         asked = [stores.connection.begin("pull", store="center") for _ in range(3)]
-        while server.handler.requests < 6:  # hello, the store and its description before
+        while server.handler.counts.requests < 6:  # hello, the store and its description before
             time.sleep(0.01)
         server.stop()
         answers = [stores.connection.wait(pending).arrays[0] for pending in asked]
@@ -429,7 +429,7 @@ def test_server_on_loopback_when_a_client_has_its_token_then_is_served_also_by_t
 def test_server_on_loopback_when_a_client_lacks_its_token_then_gives_it_nothing(tmp_path, which):
     given = {"none": None, "another's": Token("0" * 64), "a job's": JobKeys.generate()}[which]
     with running(tmp_path, bind=LOOPBACK) as server:
-        make_users(server.handler.stores)
+        make_users(server.handler.stores.mapped)
         with pytest.raises(ServerUnreachableError, match="did not answer 'hello'"):
             connect(server.endpoint, keys=given, timeout=0.3, retries=1)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -437,7 +437,7 @@ def test_server_on_loopback_when_a_client_lacks_its_token_then_gives_it_nothing(
             stranger.connect(server.endpoint)
             stranger.send_multipart(request_frames("hello"))
             assert not stranger.poll(300)
-        assert server.handler.requests == 0
+        assert server.handler.counts.requests == 0
 
 
 def connect_as_nobody(_, path):
@@ -533,8 +533,8 @@ def test_connect_when_the_server_s_folder_is_here_then_maps_it(server, tmp_path)
     ],
 )
 def test_connect_when_the_folder_is_not_this_machines_own_then_asks_the_server(server, monkeypatch, told, reason):
-    hello = server.handler._reads["hello"]
-    monkeypatch.setitem(server.handler._reads, "hello", lambda request: hello(request) | told)
+    hello = server.handler._operations.reads["hello"]
+    monkeypatch.setitem(server.handler._operations.reads, "hello", lambda request: hello(request) | told)
     stores = connect(server.endpoint)
     assert isinstance(stores, RemoteStores)
     assert reason in stores.route

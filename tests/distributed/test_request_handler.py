@@ -19,8 +19,8 @@ GRADS = torch.ones(2, 3, 4)
 @pytest.fixture
 def handler(tmp_path):
     handler = RequestHandler(tmp_path, limits=Limits(message_bytes=1 << 16, rows=1000))
-    handler.stores.create_embedding_store("users", LAYOUT, Adagrad(learning_rate=0.1), seed=0)
-    handler.stores.create_dense_store("center", torch.zeros(3), optimizer=SGD(learning_rate=0.1))
+    handler.stores.mapped.create_embedding_store("users", LAYOUT, Adagrad(learning_rate=0.1), seed=0)
+    handler.stores.mapped.create_dense_store("center", torch.zeros(3), optimizer=SGD(learning_rate=0.1))
     assert ask(handler, "hello").status == "ok"
     yield handler
     handler.close()
@@ -41,7 +41,7 @@ def test_push_when_it_comes_again_then_is_acknowledged_and_not_applied(handler):
     assert torch.equal(row_2(handler), once)
     assert push(handler, 2).status == "ok"
     assert not torch.equal(row_2(handler), once)
-    assert (handler.pushes, handler.duplicates, handler.refused) == (2, 3, 0)
+    assert (handler.counts.pushes, handler.counts.duplicates, handler.counts.refused) == (2, 3, 0)
     assert ask(handler, "counter", store="users").value == 2
 
 
@@ -58,7 +58,7 @@ def test_push_when_refused_then_the_next_one_follows_and_it_stays_refused(handle
     assert (refused.status, refused.value) == ("refused", "rows must be in [0, 9), got 9 to 9")
     assert push(handler, 1).value == "this push was refused before"
     assert push(handler, 2).status == "ok"
-    assert handler.pushes == 1
+    assert handler.counts.pushes == 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def sparse(operation, handler, *arrays, bags=False, weighted=False, sequence=0, 
 
 
 def test_pooled_lookup_when_asked_over_the_wire_then_equals_the_store_s_own(handler):
-    weight = handler.stores.embedding_store("users").rows
+    weight = handler.stores.mapped.embedding_store("users").rows
     rows = torch.tensor([[0, 1, 6 + 2], [5, 4, 6 + 0]])
     torch.testing.assert_close(sparse("pooled_lookup", handler, IDS).arrays[0], weight[rows])
     # x: bags of 2 and 0 ids, y: 1 and 1, z: 0 and 2
@@ -147,7 +147,7 @@ def test_pooled_lookup_when_asked_over_the_wire_then_equals_the_store_s_own(hand
 
 def test_pooled_gradients_when_taken_back_then_every_row_is_as_before(handler, tmp_path):
     before = digest(tmp_path)
-    served = handler._embedding(type("R", (), {"store": "users", "operation": "", "arguments": {}}))
+    served = handler.stores.embedding(type("R", (), {"store": "users", "operation": "", "arguments": {}}))
     apply = served.store.apply_gradients
 
     def apply_and_fail(*args, **kwargs):
@@ -287,7 +287,7 @@ def test_request_when_wrong_then_is_refused_counted_and_changes_nothing(
     reply = ask(handler, operation, *arrays, **{"store": "users"} | fields)
     assert reply.status == status
     assert re.search(reason, reply.value), reply.value
-    assert handler.refused == 1
+    assert handler.counts.refused == 1
     assert digest(tmp_path) == before
     assert ask(handler, "lookup", torch.tensor([0]), store="users").status == "ok"
 

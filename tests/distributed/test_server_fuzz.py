@@ -179,8 +179,8 @@ def check(reply):
 
 def make_handler(folder):
     handler = RequestHandler(folder, limits=LIMITS)
-    handler.stores.create_embedding_store("users", LAYOUT, SGD(), seed=0)
-    handler.stores.create_dense_store("center", torch.zeros(3), optimizer=SGD())
+    handler.stores.mapped.create_embedding_store("users", LAYOUT, SGD(), seed=0)
+    handler.stores.mapped.create_dense_store("center", torch.zeros(3), optimizer=SGD())
     assert ask(handler, "hello").status == "ok"
     return handler
 
@@ -213,7 +213,7 @@ def test_handler_when_given_20000_wrong_requests_then_answers_all_and_changes_no
     fuzz()
     assert seen["cases"] >= CASES
     assert seen["not_ok"] > CASES // 2
-    assert handler.refused == seen["not_ok"]
+    assert handler.counts.refused == seen["not_ok"]
     handler.close()
 
 
@@ -226,8 +226,8 @@ def _collector_stops():
 @pytest.mark.usefixtures("_collector_stops")
 def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on(tmp_path):
     with running(tmp_path, limits=LIMITS) as server, zmq.Context() as context:
-        server.handler.stores.create_embedding_store("users", LAYOUT, SGD(), seed=0)
-        server.handler.stores.create_dense_store("center", torch.zeros(3), optimizer=SGD())
+        server.handler.stores.mapped.create_embedding_store("users", LAYOUT, SGD(), seed=0)
+        server.handler.stores.mapped.create_dense_store("center", torch.zeros(3), optimizer=SGD())
         before, sent = digest(tmp_path), 0
         with raw_dealer(context, server.endpoint) as dealer:
 
@@ -247,7 +247,7 @@ def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on
 
             fuzz()
         assert sent >= 380
-        assert server.handler.requests == sent
+        assert server.handler.counts.requests == sent
         assert digest(tmp_path) == before
         stores = connect(server.endpoint, shared_memory="never")
         assert stores.embedding_store("users").lookup(torch.tensor([1])).shape == (1, 4)
@@ -257,7 +257,7 @@ def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on
 @pytest.mark.usefixtures("_collector_stops")
 def test_server_when_given_what_is_no_message_then_cuts_that_connection_and_goes_on(tmp_path):
     with running(tmp_path, limits=LIMITS) as server, zmq.Context() as context:
-        server.handler.stores.create_embedding_store("users", LAYOUT, SGD(), seed=0)
+        server.handler.stores.mapped.create_embedding_store("users", LAYOUT, SGD(), seed=0)
         path = server.endpoint.removeprefix("ipc://")
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 100, b""):
             with plain_socket.socket(plain_socket.AF_UNIX) as stranger:

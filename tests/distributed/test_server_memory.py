@@ -76,7 +76,7 @@ def test_peer_when_it_never_ends_a_message_then_is_cut_and_others_go_on(tmp_path
             center.assign(center.pull())
         patient.send(request_frames("status")[0])
         assert stores.connection.traffic.reconnects == 0
-        while server.handler.refused == 0:  # a message whose header is none, and no reason to cut
+        while server.handler.counts.refused == 0:  # a message whose header is none, and no reason to cut
             time.sleep(0.01)
         assert len(server._connections) == 2
 
@@ -92,7 +92,7 @@ def test_peer_when_it_takes_no_answers_then_is_cut_and_others_go_on(tmp_path):
             greedy.send(bytes(request_frames("pull", store="center", request_id=number)[0]))
         while len(server._connections) > 1:
             assert center.pull().all()
-        assert server.handler.requests < 100
+        assert server.handler.counts.requests < 100
         assert stores.connection.traffic.reconnects == 0
         assert greedy.is_cut()
 

@@ -33,19 +33,19 @@ def test_stores_when_made_and_removed_by_clients_then_nothing_of_them_stays_mapp
         ask(handler, "create_dense_store", torch.zeros(3), sequence=first, store="center", optimizer=None)
         assert (tmp_path / "center").exists()
         ask(handler, "remove", sequence=first + 1, store="center")
-    assert handler.pushes == 4
-    assert not handler.stores._opened
+    assert handler.counts.pushes == 4
+    assert not handler.stores.mapped._opened
     assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if "center" in line]
 
 
 def test_client_when_cut_off_and_it_only_reads_then_it_keeps_its_place(handler):
     first, second, third = (Peer(number, number) for number in (100, 101, 102))
     ask(handler, "hello", peer=first)
-    handler.lose(first)
-    assert not handler._peers
+    handler.clients.lose(first)
+    assert not handler.clients._peers
     ask(handler, "status", peer=third, client=OTHER)
-    assert not handler._peers, "who has no place gets none by reading"
+    assert not handler.clients._peers, "who has no place gets none by reading"
     ask(handler, "status", peer=second)
-    assert handler._peers == {handler.journal.slot(CLIENT): second}
-    handler.lose(second)
-    assert not handler._peers
+    assert handler.clients._peers == {handler.journal.slot(CLIENT): second}
+    handler.clients.lose(second)
+    assert not handler.clients._peers

@@ -12,16 +12,14 @@ from torch import Tensor
 
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
-from lightning_recsys.parameter_server.checks import take_array
-from lightning_recsys.parameter_server.exchange_wire import unpack_request
 from lightning_recsys.parameter_server.journal import Undo
+from lightning_recsys.parameter_server.requests.checks import take_array
 from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores import embedding_store, hash_store
 from lightning_recsys.stores.checks import check_bags, check_single
 from lightning_recsys.stores.dense_store import MappedDenseStore
 from lightning_recsys.stores.dynamic_rows import dynamic_to_plain
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
-from lightning_recsys.stores.exchange import RowExchange
 from lightning_recsys.stores.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, read_meta
 from lightning_recsys.stores.plain import layout_to_plain, optimizer_to_plain
@@ -87,18 +85,15 @@ class ServedEmbedding:
         per_feature = sparse.bag_lengths().view(len(self.keys), -1).sum(1)
         return sparse.values + self._starts_F.repeat_interleave(per_feature)
 
-    def exchange(self, request: Request, limits: Limits) -> RowExchange:
-        """The exchange that a request asks for, checked.
+    def undo(self, rows: Tensor, *others: str, counts: Tensor | None = None) -> Undo:
+        """How to take back an update of these rows.
 
-        Raises:
-            ValueError: it is none for this store.
-            IndexError: a row is not in the store.
+        Args:
+            rows: Their places in the store, int64 ``[U]``.
+            others: Arrays that the update touches besides weights and states.
+            counts: How many updates each row gets, int32 ``[U]``; default: one each.
         """
-        return unpack_request(request, self.num_rows, self.store.row_shapes, limits)
-
-    def undo(self, rows: Tensor, *, clocks: bool = False, counts: Tensor | None = None) -> Undo:
-        """How to take back an update of these rows, and of their clocks; it names each row so often (once each)."""
-        return Undo(self._arrays, (*self._trained, embedding_store.CLOCK) if clocks else self._trained, rows)
+        return Undo(self._arrays, (*self._trained, *others), rows)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -121,10 +116,10 @@ class ServedDynamic(ServedEmbedding):
     def describe(self) -> dict[str, Any]:  # noqa: D102 - inherited
         return super().describe() | {"kind": hash_store.KIND, "dynamic": dynamic_to_plain(self.store.dynamic)}
 
-    def undo(self, rows: Tensor, *, clocks: bool = False, counts: Tensor | None = None) -> Undo:
+    def undo(self, rows: Tensor, *others: str, counts: Tensor | None = None) -> Undo:
         """As for other stores, by slots: the rows that the update will make are made here, and need no undoing."""
         slots = self.store.admit(rows.contiguous().numpy(), None if counts is None else counts.numpy())
-        return super().undo(torch.from_numpy(slots[slots >= 0]), clocks=clocks)
+        return super().undo(torch.from_numpy(slots[slots >= 0]), *others)
 
 
 class ServedDense:

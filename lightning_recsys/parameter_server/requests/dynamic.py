@@ -1,0 +1,75 @@
+"""Requests to embedding stores whose rows come and go: which there are, their values by id, and making them."""
+
+# Shape suffix: U distinct rows of a request.
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_nothing
+from lightning_recsys.parameter_server.requests.operations import Operations, Push
+from lightning_recsys.parameter_server.requests.stores import OpenStores
+from lightning_recsys.parameter_server.wire import Request
+
+
+class DynamicRequests:
+    """What stores with dynamic rows offer besides.
+
+    Args:
+        stores: The server's.
+
+    Attributes:
+        operations: What is offered here.
+    """
+
+    def __init__(self, stores: OpenStores) -> None:
+        self._stores = stores
+        self.operations = Operations(
+            reads={"size": self._size, "live_rows": self._live_rows, "read_rows": self._read_rows},
+            # None has an undo: a row that is there is not made again, and values are written a second time as they are.
+            pushes={"insert": self._insert, "write_rows": self._write_rows, "clear": self._clear},
+        )
+
+    def _size(self, request: Request) -> object:
+        served = self._stores.dynamic(request)
+        take_nothing(request)
+        return [served.store.num_live, served.store.num_slots]
+
+    def _live_rows(self, request: Request) -> object:
+        served, most = self._stores.dynamic(request), self._stores.limits.rows
+        first, count = take_arguments(request, first_slot=int, num_slots=int)
+        take_arrays(request)
+        if first < 0 or not 0 <= count <= most:
+            raise ValueError(f"a request names at most {most} slots from 0 on, got {count} from {first}")
+        return served.store.rows_in_slots(first, count)
+
+    def _read_rows(self, request: Request) -> object:
+        served = self._stores.dynamic(request)
+        (name,) = take_arguments(request, array=str)
+        (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
+        self._stores.check_rows(served, rows_U)
+        self._stores.check_reply(rows_U.numel() * served.dim)
+        return served.store.read_rows(name, rows_U)
+
+    def _insert(self, request: Request) -> Push:
+        served = self._stores.dynamic(request)
+        take_arguments(request)
+        (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
+        self._stores.check_rows(served, rows_U)
+        return Push(partial(served.store.insert, rows_U))
+
+    def _write_rows(self, request: Request) -> Push:
+        served = self._stores.dynamic(request)
+        (name,) = take_arguments(request, array=str)
+        if len(request.arrays) != 2 or request.arrays[1].dtype != torch.float32:
+            raise ValueError("write_rows takes rows and one float32 array of values")
+        rows_U = take_array(request.arrays[:1], "rows", torch.int64, 1)
+        self._stores.check_rows(served, rows_U)
+        return Push(partial(served.store.write_rows, name, rows_U, request.arrays[1]))
+
+    def _clear(self, request: Request) -> Push:
+        served = self._stores.dynamic(request)
+        take_nothing(request)
+        return Push(served.store.clear)

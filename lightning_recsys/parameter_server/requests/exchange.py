@@ -1,0 +1,65 @@
+"""The server's side of what a worker's cache of rows says in one message (:mod:`lightning_recsys.stores.exchange`).
+
+Nothing else in a server knows of it: the handler finds the operation by its name, as any other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_recsys.parameter_server.exchange_wire import pack_reply, unpack_request
+from lightning_recsys.parameter_server.requests.operations import Operations, Push
+from lightning_recsys.parameter_server.requests.served import ServedEmbedding
+from lightning_recsys.parameter_server.requests.stores import OpenStores
+from lightning_recsys.parameter_server.wire import MessageError, Request
+from lightning_recsys.stores.embedding_store import CLOCK
+from lightning_recsys.stores.exchange import RowExchange
+
+
+class ExchangeRequests:
+    """What embedding stores offer to caches.
+
+    Args:
+        stores: The server's.
+
+    Attributes:
+        operations: What is offered here: the one operation as a read, where it changes no row, and as a push.
+    """
+
+    def __init__(self, stores: OpenStores) -> None:
+        self._stores = stores
+        self.operations = Operations(
+            reads={"exchange": self._read}, pushes={"exchange": self._push}, again={"exchange": self._again}
+        )
+
+    def _unpack(self, request: Request) -> tuple[ServedEmbedding, RowExchange]:
+        served = self._stores.embedding(request)
+        exchange = unpack_request(request, served.num_rows, served.store.row_shapes, self._stores.limits)
+        return served, exchange
+
+    def _read(self, request: Request) -> object:
+        served, exchange = self._unpack(request)
+        if exchange.changes_rows:
+            raise MessageError("an exchange with pushes or steps needs a sequence number")
+        return _answer(served, exchange)
+
+    def _push(self, request: Request) -> Push:
+        served, exchange = self._unpack(request)
+        if not exchange.changes_rows:
+            raise ValueError("an exchange without pushes and steps changes nothing and takes no sequence number")
+
+        def apply() -> object:
+            return _answer(served, exchange, served.store.push_updates(exchange))
+
+        return Push(apply, served.undo(exchange.push_rows, CLOCK, counts=exchange.updates_per_push))
+
+    def _again(self, request: Request) -> object:
+        return _answer(*self._unpack(request))
+
+
+def _answer(served: ServedEmbedding, exchange: RowExchange, current_H: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What is fetched and checked. Without the pushes nothing tells whether a held copy is current, so none is."""
+    if current_H is None:
+        current_H = torch.zeros_like(exchange.held_clocks, dtype=torch.bool)
+    return tuple(pack_reply(served.store.fetch_and_check(exchange, current_H)))

@@ -1,0 +1,44 @@
+"""What the parts of a server offer its handler: operations, by the names that requests call them by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightning_recsys.parameter_server.journal import Undo
+from lightning_recsys.parameter_server.wire import Request
+
+Read = Callable[[Request], object]
+"""Answers a request that changes nothing: with a plain value, a tensor, or a tuple of tensors."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """A push that was found right, and has changed nothing yet.
+
+    Args:
+        apply: Carries it out; answers as a :data:`Read` does.
+        undo: What it will touch; ``None`` where doing it twice is doing it once.
+    """
+
+    apply: Callable[[], object]
+    undo: Undo | None = None
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations by name.
+
+    Args:
+        reads: Those that change nothing, and take no sequence number.
+        pushes: Those that change something. Each is given the request, checks all of it, and changes nothing yet.
+        again: For pushes with an answer: what is answered when one comes again that was applied before, which is what
+            the store has by then. The others are answered ``None``.
+    """
+
+    reads: dict[str, Read] = field(default_factory=dict)
+    pushes: dict[str, Callable[[Request], Push]] = field(default_factory=dict)
+    again: dict[str, Read] = field(default_factory=dict)
+
+    def __or__(self, other: Operations) -> Operations:
+        return Operations(self.reads | other.reads, self.pushes | other.pushes, self.again | other.again)

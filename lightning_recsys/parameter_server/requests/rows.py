@@ -1,0 +1,100 @@
+"""Requests to embedding stores: lookups, gradients, and whole runs of rows for checkpoints."""
+
+# Shape suffixes: U distinct rows of a request, D embedding dim.
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays
+from lightning_recsys.parameter_server.requests.operations import Operations, Push
+from lightning_recsys.parameter_server.requests.stores import OpenStores
+from lightning_recsys.parameter_server.wire import Request
+from lightning_recsys.stores.checks import check_rate
+
+
+class RowRequests:
+    """What every embedding store offers.
+
+    Args:
+        stores: The server's.
+
+    Attributes:
+        operations: What is offered here.
+    """
+
+    def __init__(self, stores: OpenStores) -> None:
+        self._stores = stores
+        self.operations = Operations(
+            reads={"lookup": self._lookup, "pooled_lookup": self._pooled_lookup, "read": self._read},
+            pushes={
+                "apply_gradients": self._apply_gradients,
+                "apply_row_gradients": self._apply_row_gradients,
+                "write": self._write,
+                "set_step": self._set_step,
+            },
+        )
+
+    def _lookup(self, request: Request) -> object:
+        served = self._stores.embedding(request)
+        take_arguments(request)
+        (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
+        self._stores.check_rows(served, rows_U)
+        self._stores.check_reply(rows_U.numel() * served.dim)
+        return served.store.lookup(rows_U)
+
+    def _pooled_lookup(self, request: Request) -> object:
+        served = self._stores.embedding(request)
+        take_arguments(request, bags=bool, weighted=bool)
+        sparse, rest = served.sparse(request, self._stores.limits)
+        if rest:
+            raise ValueError(f"a pooled lookup takes ids, offsets and weights, got {len(rest)} more arrays")
+        self._stores.check_reply(sparse.batch_size * len(sparse.keys) * served.dim)
+        return served.store.pooled_lookup(sparse)
+
+    def _apply_gradients(self, request: Request) -> Push:
+        served = self._stores.embedding(request)
+        _, _, learning_rate = take_arguments(request, bags=bool, weighted=bool, learning_rate=float)
+        sparse, rest = served.sparse(request, self._stores.limits)
+        shape = [sparse.batch_size, len(sparse.keys), served.dim]
+        if len(rest) != 1 or rest[0].dtype != torch.float32 or list(rest[0].shape) != shape:
+            raise ValueError(f"gradients must be one float32 array of shape {shape}")
+        check_rate(learning_rate)
+        apply = partial(served.store.apply_gradients, sparse, rest[0], learning_rate=learning_rate)
+        return Push(apply, served.undo(served.touched_rows(sparse)))
+
+    def _apply_row_gradients(self, request: Request) -> Push:
+        served = self._stores.embedding(request)
+        (learning_rate,) = take_arguments(request, learning_rate=float)
+        rows_U, grads_UD = take_arrays(request, ("rows", torch.int64, 1), ("gradients", torch.float32, 2))
+        self._stores.check_rows(served, rows_U)
+        if list(grads_UD.shape) != [rows_U.numel(), served.dim]:
+            raise ValueError(f"gradients must have shape {[rows_U.numel(), served.dim]}, got {list(grads_UD.shape)}")
+        check_rate(learning_rate)
+        apply = partial(served.store.apply_row_gradients, rows_U, grads_UD, learning_rate=learning_rate)
+        return Push(apply, served.undo(rows_U))
+
+    def _read(self, request: Request) -> object:
+        served = self._stores.embedding(request)
+        name, first_row, num_rows = take_arguments(request, array=str, first_row=int, num_rows=int)
+        take_arrays(request)
+        self._stores.check_reply(num_rows * served.dim)
+        return served.store.read(name, first_row, num_rows)
+
+    def _write(self, request: Request) -> Push:
+        served = self._stores.embedding(request)
+        name, first_row = take_arguments(request, array=str, first_row=int)
+        if len(request.arrays) != 1 or request.arrays[0].dtype != torch.float32:
+            raise ValueError("write takes one float32 array of values")
+        # No undo, here and for the step: the same values, written a second time, leave what the first time left.
+        return Push(partial(served.store.write, name, first_row, request.arrays[0]))
+
+    def _set_step(self, request: Request) -> Push:
+        served = self._stores.embedding(request)
+        (step,) = take_arguments(request, step=int)
+        take_arrays(request)
+        if not 0 <= step < 2**62:
+            raise ValueError(f"step must be in [0, 2**62), got {step}")
+        return Push(partial(setattr, served.store, "step", step))
