@@ -5,6 +5,7 @@ from lightning_recsys.embeddings.collection import EmbeddingBagCollection, Embed
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
 from lightning_recsys.embeddings.kernels import KernelName
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.embeddings.ticket import Ticket
 
 __all__ = [
     "Backend",
@@ -16,4 +17,5 @@ __all__ = [
     "PoolingType",
     "SparseFeatures",
     "TableBackend",
+    "Ticket",
 ]

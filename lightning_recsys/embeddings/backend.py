@@ -19,6 +19,7 @@ from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import Kernel, KernelName, TableLayout, choose_kernel
 from lightning_recsys.embeddings.replication import gather_over_ranks, num_replicas
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.embeddings.ticket import Ticket
 from lightning_recsys.optim import RowOptimizer
 
 
@@ -30,16 +31,23 @@ class Backend(nn.Module, ABC):
     """
 
     @abstractmethod
-    def lookup(self, sparse: SparseFeatures) -> Tensor:
-        """Sum each bag's (weighted) rows: float32 ``[B, F, D]`` without a graph."""
+    def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:
+        """Sum each bag's (weighted) rows: float32 ``[B, F, D]`` without a graph, and the name of this lookup."""
 
     @abstractmethod
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
-        """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`lookup` returned for it."""
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:
+        """Make one update of the rows that were looked up.
+
+        Args:
+            tickets: What :meth:`lookup` returned; several where their batches make one update together, as accumulated
+                micro-batches do.
+            grad_BFD: The gradient of the pooled rows, float32 ``[B, F, D]``; the batches' one behind the other.
+            learning_rate: Step size of this update.
+        """
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
         """As :meth:`lookup`, where no gradient will follow: frozen rows, or ``torch.no_grad()`` while training."""
-        return self.lookup(sparse)
+        return self.lookup(sparse)[0]
 
     def lookup_fresh(self, sparse: SparseFeatures) -> Tensor:
         """As :meth:`lookup_frozen` for evaluation: the rows as they are now, not as somebody has kept them."""
@@ -267,15 +275,16 @@ class LocalBackend(TableBackend):
     def _hold(self, values: Tensor, name: str = "weight") -> None:
         setattr(self, "rows" if name == "weight" else name, nn.Parameter(values, requires_grad=False))
 
-    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+    def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:  # noqa: D102 - inherited
         if self.is_meta:
             raise RuntimeError(
                 f"the tables {[table.name for table in self.layout.tables]} have no rows here (device='meta'): train "
                 "with a strategy that keeps rows in stores, such as shadowsync, or leave device out."
             )
-        return self.kernel.lookup(self.rows.data, sparse)
+        return self.kernel.lookup(self.rows.data, sparse), Ticket(sparse)
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        sparse = Ticket.joined(tickets).sparse
         if num_replicas(self.replicas) > 1:
             sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD, self.replicas)
         self.step += 1
@@ -325,10 +334,10 @@ class NoTables(TableBackend):
         self.layout, self.optimizer, self.row_shapes = TableLayout(()), whole.optimizer, whole.row_shapes
         self.step = whole.step
 
-    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+    def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:  # noqa: D102 - inherited
         raise AssertionError("a collection without tables has nothing to look up")
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
         self.step += 1
 
     def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited

@@ -19,6 +19,7 @@ from lightning_recsys.embeddings.id_check import bags_cover_ids, ids_are_inside
 from lightning_recsys.embeddings.int64_ids import NUM_IDS, are_below, as_int64, as_int64s
 from lightning_recsys.embeddings.kernels import KernelName, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.embeddings.ticket import Ticket
 from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
 
 
@@ -93,7 +94,7 @@ class EmbeddingBagCollection(nn.Module):
         self._attached: weakref.ref[torch.optim.Optimizer] | None = None
         self._group_index: int | None = None
         self._rate_when_attached = 0.0
-        self._pending: list[tuple[SparseFeatures, Tensor]] = []
+        self._pending: list[tuple[Ticket, Tensor]] = []
         self._own: tuple[Backend, ...] = ()  # the rows from before bind(); in a tuple they are no submodule
         self._gradient_scale = 1.0
         self.embedding_bags: Backend = LocalBackend(self.layout, self.optimizer, kernel=kernel, device=device)
@@ -114,29 +115,25 @@ class EmbeddingBagCollection(nn.Module):
             ValueError: lengths or offsets do not cover the ids (unless ``check_ids=False``).
             KeyError: a feature is missing from ``sparse``.
         """
-        resolved = self.resolve(sparse)
-        trains = self.trainable and torch.is_grad_enabled()
-        if trains and resolved is sparse:
-            # Only this lookup's graph holds them then, so that a backend sees by their end that no gradient will come.
-            resolved = sparse.with_values(sparse.values)
-        look_up = self._lookup_for(trains)
+        resolved, backend = self.resolve(sparse), self.embedding_bags
+        has_graph = torch.is_grad_enabled()
+        trains = self.trainable and has_graph
+        ticket = Ticket(resolved)
         with torch.no_grad():
-            if self.tables:
-                pooled_BFD = look_up(resolved)
-            else:  # others have them all
+            if not self.tables:  # other processes have them all
                 pooled_BFD = torch.zeros(sparse.batch_size, 0, self.embedding_dim, device=sparse.device)
+            elif trains:
+                pooled_BFD, ticket = backend.lookup(resolved)
+            elif self.training or has_graph:
+                pooled_BFD = backend.lookup_frozen(resolved)
+            else:  # evaluation wants no copies that may be old
+                pooled_BFD = backend.lookup_fresh(resolved)
         if trains:
             pooled_BFD.requires_grad_()
-            on_gradient = partial(self._on_gradient, resolved)
+            # Only this lookup's graph holds the ticket, so that its backend sees when no gradient can come any more.
+            on_gradient = partial(self._on_gradient, ticket)
             pooled_BFD.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         return pooled_BFD
-
-    def _lookup_for(self, trains: bool) -> Callable[[SparseFeatures], Tensor]:
-        """What the backend is asked for: evaluation (``eval()`` without gradients) wants no copies that may be old."""
-        backend = self.embedding_bags
-        if trains:
-            return backend.lookup
-        return backend.lookup_frozen if self.training or torch.is_grad_enabled() else backend.lookup_fresh
 
     def prefetch(self, sparse: SparseFeatures) -> None:
         """Announce the batch that is looked up next, while the present one still computes.
@@ -347,16 +344,16 @@ class EmbeddingBagCollection(nn.Module):
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        sparse = SparseFeatures.cat([sparse for sparse, _ in pending])
+        tickets = [ticket for ticket, _ in pending]
         grads = pending[0][1] if len(pending) == 1 else torch.cat([grad for _, grad in pending])
-        self.embedding_bags.apply_gradients(sparse, grads, learning_rate=self.learning_rate)
+        self.embedding_bags.apply_gradients(tickets, grads, learning_rate=self.learning_rate)
 
-    def _on_gradient(self, sparse: SparseFeatures, pooled_BFD: Tensor) -> None:
+    def _on_gradient(self, ticket: Ticket, pooled_BFD: Tensor) -> None:
         grad_BFD, pooled_BFD.grad = pooled_BFD.grad, None
         assert grad_BFD is not None
         if self._gradient_scale != 1.0:
             grad_BFD = grad_BFD * self._gradient_scale  # which may be shared with a hook or the graph
-        self._pending.append((sparse, grad_BFD))
+        self._pending.append((ticket, grad_BFD))
         if not self.waits_for_step:
             self.apply_pending()
 

@@ -16,6 +16,7 @@ from lightning_recsys.embeddings import (
     PoolingType,
     SparseFeatures,
     TableBackend,
+    Ticket,
 )
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
@@ -316,11 +317,11 @@ class _PlainRows(TableBackend):
         self._hidden = (plain,)
         self.step = 0
 
-    def lookup(self, sparse: SparseFeatures) -> Tensor:
+    def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:
         raise RuntimeError(f"{self._path} was prepared for stores and none is bound to it: bind() its collection.")
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
-        self.lookup(sparse)
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:
+        self.lookup(tickets[0].sparse)
 
     def read(self, table: str, name: str) -> Tensor:
         return dict(_with_fresh_state(self._hidden[0].weight.data, self.optimizer))[name]

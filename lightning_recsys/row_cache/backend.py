@@ -5,18 +5,18 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, Ticket
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
 from lightning_recsys.optim import SGD, RowOptimizer
@@ -47,19 +47,17 @@ counts updates until it forgets. Each worker's batch is an update or two there, 
 
 
 @dataclass(eq=False)
-class _Batch:
-    """A batch whose rows are in the cache, or on their way to it.
+class CachedTicket(Ticket):
+    """Names a batch whose rows are in the cache, or on their way to it.
 
     Args:
-        plan: Where the rows are.
-        origin: The features as they were looked up; they live as long as a gradient may come.
+        plan: Where the rows are. They stay while the cache waits for the batch's gradients.
         answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch, to
             check, and to bring unless the copy is current. Empty once they have been taken.
         stale: Positions in the plan of copies that a store found too old.
     """
 
-    plan: BatchPlan
-    origin: Callable[[], SparseFeatures | None] = lambda: None
+    plan: BatchPlan = field(kw_only=True)
     answers: list[tuple[Callable[[], RowValues], Integers, Integers, Integers]] = field(default_factory=list)
     stale: list[Integers] = field(default_factory=list)
 
@@ -145,8 +143,7 @@ class CachedBackend(StoreBackend):
         self._starts = as_int64s(layout.feature_starts)
         self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
         self._coming: deque[tuple[SparseFeatures, int]] = deque()  # announced, with the announcement's number
-        self._planned: tuple[SparseFeatures, _Batch] | None = None
-        self._waiting: list[_Batch] = []  # looked up, not trained yet
+        self._planned: CachedTicket | None = None  # its message was sent ahead of its lookup
         # In step: plans of batches whose gradients wait for the other workers', with the gradients of their rows.
         self._gradients: list[tuple[BatchPlan, Tensor]] = []
         self._learning_rate = 0.0  # of the update with those gradients
@@ -159,6 +156,7 @@ class CachedBackend(StoreBackend):
         self._make_cache(shared)
 
     def _make_cache(self, shared: SharedIndex | None) -> None:
+        self._waiting: WeakSet[CachedTicket] = WeakSet()  # looked up, and may still get gradients
         self._shared = None
         dynamic = any(isinstance(store, DynamicEmbeddingStore) for store in self.stores)
         num_keys = None if dynamic else self.layout.num_rows
@@ -189,7 +187,7 @@ class CachedBackend(StoreBackend):
 
     # --- A step ------------------------------------------------------------------------------------------------------
 
-    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+    def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, CachedTicket]:  # noqa: D102 - inherited
         if self._gradients:
             raise RuntimeError(
                 "gradients of an earlier step still wait for those of the other workers (strategy=het in step: "
@@ -198,13 +196,12 @@ class CachedBackend(StoreBackend):
             )
         features = sparse.to("cpu")
         batch = self._take_planned(features) or self._begin(features)
-        batch.origin = weakref.ref(sparse)
+        batch.sparse = sparse
         if self._transfers is None:
             self._settle(batch)
             self._refresh(batch)
-        self._drop_ended()
-        self._waiting.append(batch)
-        return self._pool(self._cache, batch.plan, sparse)
+        self._waiting.add(batch)
+        return self._pool(self._cache, batch.plan, sparse), batch
 
     def prefetch(self, sparse: SparseFeatures) -> None:
         """Send the message of the batch that is looked up next, after the present one's lookup.
@@ -217,10 +214,10 @@ class CachedBackend(StoreBackend):
             return
         features = sparse.to("cpu")
         if self._planned is not None:
-            if _same_ids(self._planned[0], features):
+            if _same_ids(self._planned.sparse, features):
                 return
-            self._settle(self._planned[1])
-        self._planned = features, self._begin(features)
+            self._settle(self._planned)
+        self._planned = self._begin(features)
 
     def announce(self, sparse: SparseFeatures, *, ahead: int) -> None:  # noqa: D102 - inherited
         if not self.cache_rows or self._transfers is not None:
@@ -230,18 +227,16 @@ class CachedBackend(StoreBackend):
         features = sparse.to("cpu")
         self._coming.append((features, self._cache.announce(self.keys_of(features))))
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
-        cache, batch = self._cache, self._take_waiting(sparse)
-        device = cache.rows.device
-        there = sparse.to(device)
-        offsets = None if there.is_single_hot else there.bag_offsets()
-        sums_UD = cache.sum_gradients(batch.plan, offsets, there.weights, grad_BFD.to(device))
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        batches = self._redeem(tickets)
         if self._in_step:
-            self._gradients.append((batch.plan, sums_UD.clone()))
+            self._gradients += [(plan, sums_UD.clone()) for plan, sums_UD in self._sum_by_row(batches, grad_BFD)]
             self._learning_rate = learning_rate
             return
+        sums = self._sum_by_row(batches, grad_BFD)
+        plan, sums_UD = next(sums) if len(batches) == 1 else _joined([(plan, part.clone()) for plan, part in sums])
         self._may_owe = True
-        cache.update(batch.plan.slots_U, sums_UD, learning_rate=learning_rate, step=self._count_update())
+        self._cache.update(plan.slots_U, sums_UD, learning_rate=learning_rate, step=self._count_update())
         self._messages.count_step()
         self._evict()
         if not self.cache_rows:  # nothing else is sent before the next lookup, which need not wait behind this
@@ -257,22 +252,9 @@ class CachedBackend(StoreBackend):
         if not self._gradients:
             return None
         if len(self._gradients) > 1:
-            self._join_gradients()
+            self._gradients = [_joined(self._gradients)]
         ((plan, sums_UD),) = self._gradients
         return RowGradients(plan.keys_U, sums_UD)
-
-    def _join_gradients(self) -> None:
-        """Make one plan of several, of which some have rows in common."""
-        plans = [plan for plan, _ in self._gradients]
-        keys_U, first, places = np.unique(
-            np.concatenate([plan.keys_U for plan in plans]), return_index=True, return_inverse=True
-        )
-        slots_U = np.concatenate([plan.slots_U for plan in plans])[first]
-        sums = torch.cat([sums_UD for _, sums_UD in self._gradients])
-        joined_UD = sums.new_zeros(len(keys_U), sums.shape[1])
-        joined_UD.index_add_(0, torch.from_numpy(places).to(sums.device), sums)
-        plan = min(plans, key=lambda plan: plan.number)
-        self._gradients = [(dataclasses.replace(plan, keys_U=keys_U, slots_U=slots_U), joined_UD)]
 
     def finish_step(self, owned: Integers, *, counts: bool) -> None:
         """In step: train the rows that this worker owns; the copies of the others become outdated.
@@ -313,7 +295,7 @@ class CachedBackend(StoreBackend):
             return self.lookup_fresh(sparse)
         with torch.inference_mode(False):  # memory that is made here is written to again, perhaps outside of that mode
             if self._planned is not None:
-                self._settle(self._planned[1])  # they may share rows
+                self._settle(self._planned)  # they may share rows
             batch = self._begin(sparse.to("cpu"), announced=False)
             if self._transfers is None:
                 self._settle(batch)
@@ -326,10 +308,10 @@ class CachedBackend(StoreBackend):
         Nothing is pushed, and no copy comes or goes.
         """
         if self._transfers is not None and not self._may_owe:
-            return super().lookup(sparse)
+            return super().lookup_frozen(sparse)
         with torch.inference_mode(False):
-            batch = _Batch(self._passing.plan(self.keys_of(sparse.to("cpu"))))
-            plan = batch.plan
+            plan = self._passing.plan(self.keys_of(sparse.to("cpu")))
+            batch = CachedTicket(sparse, plan=plan)
             self._ask(batch, fetch=np.arange(len(plan.keys_U)))
             self._settle(batch, self._passing)
             self._cache.subtract_unsent(plan.keys_U, self._passing.rows, plan.slots_U)
@@ -340,7 +322,7 @@ class CachedBackend(StoreBackend):
     def flush(self) -> None:
         """Push every update that is still here, and return when all are in the stores. The copies stay."""
         if self._planned is not None:
-            self._settle(self._planned[1])  # what it asked for must not lack what is pushed now
+            self._settle(self._planned)  # what it asked for must not lack what is pushed now
         dirty = self._cache.dirty_slots()
         row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
         for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
@@ -367,29 +349,43 @@ class CachedBackend(StoreBackend):
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
 
-    def _take_planned(self, features: SparseFeatures) -> _Batch | None:
+    def _take_planned(self, features: SparseFeatures) -> CachedTicket | None:
         """The announced batch, if it is this one. If not, its rows come into the cache as they would have."""
-        if self._planned is None:
-            return None
         planned, self._planned = self._planned, None
-        if _same_ids(planned[0], features):
-            return planned[1]
-        self._settle(planned[1])
+        if planned is None or _same_ids(planned.sparse, features):
+            return planned
+        self._settle(planned)
         return None
 
-    def _take_waiting(self, sparse: SparseFeatures) -> _Batch:
-        """The batch that was looked up as ``sparse``. A joined one of several lookups stands for all that wait."""
-        for index, batch in enumerate(self._waiting):
-            if batch.origin() is sparse:
-                return self._waiting.pop(index)
-        if self._planned is not None:
-            self._settle(self._planned[1])  # they may share rows
-        batch = self._begin(sparse.to("cpu"), validate=False)
-        self._waiting.clear()
-        self._settle(batch)
-        return batch
+    def _redeem(self, tickets: Sequence[Ticket]) -> list[CachedTicket]:
+        """The batches that tickets name, with their rows here; the cache waits no longer for them."""
+        batches: list[CachedTicket] = []
+        for ticket in tickets:
+            if isinstance(ticket, CachedTicket) and ticket in self._waiting:
+                batches.append(ticket)
+                continue
+            # Its rows may be gone: it was redeemed before (a second backward pass through one graph), all copies were
+            # dropped in between, or another backend gave it out.
+            if self._planned is not None:
+                self._settle(self._planned)  # they may share rows
+            batches.append(batch := self._begin(ticket.sparse.to("cpu"), validate=False))
+            self._settle(batch)
+            batch.sparse = ticket.sparse
+            self._waiting.add(batch)  # so that the next one does not evict its rows
+        for batch in batches:
+            self._waiting.discard(batch)
+        return batches
 
-    def _begin(self, features: SparseFeatures, *, validate: bool = True, announced: bool = True) -> _Batch:
+    def _sum_by_row(self, batches: Sequence[CachedTicket], grad_BFD: Tensor) -> Iterator[tuple[BatchPlan, Tensor]]:
+        """For each batch the gradients of its distinct rows, which are valid until the next ones are taken."""
+        device = self._cache.rows.device
+        grads = torch.split(grad_BFD.to(device), [batch.sparse.batch_size for batch in batches])
+        for batch, grad in zip(batches, grads, strict=True):
+            there = batch.sparse.to(device)
+            offsets = None if there.is_single_hot else there.bag_offsets()
+            yield batch.plan, self._cache.sum_gradients(batch.plan, offsets, there.weights, grad)
+
+    def _begin(self, features: SparseFeatures, *, validate: bool = True, announced: bool = True) -> CachedTicket:
         """Plan a batch and send its message: fetch what is missing, refresh or check what is here.
 
         Args:
@@ -401,11 +397,11 @@ class CachedBackend(StoreBackend):
             plan = self._shared.plan(self, features)
             self._transfers.update_copies(self._cache, plan)
             self._counts["reads"] += len(plan.keys_U)
-            return _Batch(plan)
+            return CachedTicket(features, plan=plan)
         self._evict()
         cache, number = self._cache, self._announcement_of(features) if validate and announced else None
         plan = cache.plan(self.keys_of(features)) if number is None else cache.plan_announced(number)
-        batch = _Batch(plan)
+        batch = CachedTicket(features, plan=plan)
         if not validate or self.staleness is None:
             fetch, check, refresh = np.flatnonzero(plan.new_U), NO_KEYS, NO_KEYS
         else:
@@ -418,7 +414,7 @@ class CachedBackend(StoreBackend):
         self._name_copies(batch)
         return batch
 
-    def _name_copies(self, batch: _Batch) -> None:
+    def _name_copies(self, batch: CachedTicket) -> None:
         """Now and then tell stores that forget rows which ones are here, so that they keep them.
 
         A copy may be in use for long before its updates, or its next check, name the row. The answers, which say
@@ -457,7 +453,7 @@ class CachedBackend(StoreBackend):
                 return number
         return None
 
-    def _refresh(self, batch: _Batch) -> None:
+    def _refresh(self, batch: CachedTicket) -> None:
         """Second message of a batch whose first was answered: push and fetch what may not be used as it is."""
         slots_U = batch.plan.slots_U
         self._lags_U = lags_U = np.empty(len(slots_U), dtype=np.int32)
@@ -475,15 +471,10 @@ class CachedBackend(StoreBackend):
     @property
     def needs_from(self) -> int:
         """Number of the first plan whose rows must stay: those of batches that are still to be trained."""
-        self._drop_ended()
         needed = [batch.plan.number for batch in self._waiting] + [plan.number for plan, _ in self._gradients]
         if self._planned is not None:
-            needed.append(self._planned[1].plan.number)
+            needed.append(self._planned.plan.number)
         return min(needed, default=np.iinfo(np.int64).max)
-
-    def _drop_ended(self) -> None:
-        """Wait no longer for gradients that can never come."""
-        self._waiting[:] = [batch for batch in self._waiting if batch.origin() is not None]
 
     def _evict(self) -> None:
         """Bring the cache back to its size."""
@@ -509,7 +500,7 @@ class CachedBackend(StoreBackend):
         return self._cache.take(slots, with_copies=self._messages.needs_copies)
 
     def _ask(
-        self, batch: _Batch, *, fetch: Integers = NO_KEYS, check: Integers = NO_KEYS, refresh: Integers = NO_KEYS
+        self, batch: CachedTicket, *, fetch: Integers = NO_KEYS, check: Integers = NO_KEYS, refresh: Integers = NO_KEYS
     ) -> None:
         """Fetch, check and refresh rows of a batch, by their positions in its plan; what is owed goes ahead of it.
 
@@ -530,7 +521,7 @@ class CachedBackend(StoreBackend):
         for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks, held=updates):
             batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked], held[answer.held]))
 
-    def _settle(self, batch: _Batch, cache: RowCache | None = None) -> None:
+    def _settle(self, batch: CachedTicket, cache: RowCache | None = None) -> None:
         """Wait for what was asked for a batch, and put it into the cache."""
         cache = self._cache if cache is None else cache  # one that is empty counts as false
         for answer, fetched, checked, held in batch.answers:
@@ -632,7 +623,7 @@ class CachedBackend(StoreBackend):
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts with an empty cache: the updates that are here must not be pushed twice.
         self.invalidate()
-        return super().__getstate__() | {"_kernels": {}, "_cache": None, "_shared": None}
+        return super().__getstate__() | {"_kernels": {}, "_cache": None, "_shared": None, "_waiting": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -641,6 +632,20 @@ class CachedBackend(StoreBackend):
     def extra_repr(self) -> str:
         """Names the tables, the rule, the stores and the cache."""
         return f"{super().extra_repr()}; cache_rows={self.cache_rows}, staleness={self.staleness}"
+
+
+def _joined(gradients: Sequence[tuple[BatchPlan, Tensor]]) -> tuple[BatchPlan, Tensor]:
+    """One plan of several, of which some have rows in common, and the sums of their rows' gradients."""
+    plans = [plan for plan, _ in gradients]
+    keys_U, first, places = np.unique(
+        np.concatenate([plan.keys_U for plan in plans]), return_index=True, return_inverse=True
+    )
+    slots_U = np.concatenate([plan.slots_U for plan in plans])[first]
+    sums = torch.cat([sums_UD for _, sums_UD in gradients])
+    joined_UD = sums.new_zeros(len(keys_U), sums.shape[1])
+    joined_UD.index_add_(0, torch.from_numpy(places).to(sums.device), sums)
+    plan = min(plans, key=lambda plan: plan.number)
+    return dataclasses.replace(plan, keys_U=keys_U, slots_U=slots_U), joined_UD
 
 
 def _same_ids(one: SparseFeatures, other: SparseFeatures) -> bool:

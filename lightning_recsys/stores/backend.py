@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, TableBackend
+from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, TableBackend, Ticket
 from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
@@ -190,7 +190,10 @@ class StoreBackend(TableBackend):
         parts = [(share.store, [piece.part for piece in share.pieces]) for share in self._shares]
         return DynamicTables.over(self.layout, self.row_shapes, parts)
 
-    def lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
+    def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:  # noqa: D102 - inherited
+        return self.lookup_frozen(sparse), Ticket(sparse)
+
+    def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         device, sparse = sparse.device, sparse.to("cpu")
         if self._only is not None:
             return self._only.pooled_lookup(sparse).to(device)
@@ -204,8 +207,8 @@ class StoreBackend(TableBackend):
             pooled_BFD.index_add_(1, share.features, answer())
         return pooled_BFD.to(device)
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
-        sparse, grad_BFD = sparse.to("cpu"), grad_BFD.to("cpu")
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+        sparse, grad_BFD = Ticket.joined(tickets).sparse.to("cpu"), grad_BFD.to("cpu")
         if self._only is not None:
             self._only.apply_gradients(sparse, grad_BFD, learning_rate=learning_rate)
             return

@@ -4,7 +4,7 @@ import pytest
 import torch
 from server_helpers import running, stop_collector
 
-from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures, Ticket
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import SGD, Adagrad, Adam
@@ -151,7 +151,9 @@ def test_collection_when_cut_over_servers_then_rows_and_training_are_those_of_on
 def test_state_dict_when_it_does_not_fit_then_nothing_is_changed_and_the_error_names_the_key(local):
     layout = TableLayout((EmbeddingBagConfig("t", 20, 4, ("t",), init_std=0.5),))
     backend = StoreBackend.create("net", layout, SGD(1.0), servers=[local], dynamic=DynamicRows())
-    backend.apply_gradients(SparseFeatures(("t",), torch.tensor([3, 4])), torch.ones(2, 1, 4), learning_rate=1.0)
+    backend.apply_gradients(
+        [Ticket(SparseFeatures(("t",), torch.tensor([3, 4])))], torch.ones(2, 1, 4), learning_rate=1.0
+    )
     before = backend.state_dict()
     wrong = before | {"t.ids": torch.tensor([1])}
     with pytest.raises(RuntimeError, match=r"size mismatch for t.weight.*\[2, 4\].*1 rows of t.ids"):

@@ -56,8 +56,8 @@ def test_training_on_two_ranks_then_replicas_are_bit_equal_and_equal_one_process
         joined = SparseFeatures.cat([alone.resolve(batch(step, rank)) for rank in range(WORLD)])
         # The mean over ranks of a loss that sums over examples is the sum over all examples, halved. Bags are resolved
         # before they are joined, so that the means are already in the weights; the backend takes resolved features.
-        pooled = alone.embedding_bags.lookup(joined)
-        alone.embedding_bags.apply_gradients(joined, 2 * (pooled - 1) / WORLD, learning_rate=0.1)
+        pooled, ticket = alone.embedding_bags.lookup(joined)
+        alone.embedding_bags.apply_gradients([ticket], 2 * (pooled - 1) / WORLD, learning_rate=0.1)
     for key, value in alone.state_dict().items():
         assert torch.equal(ranks[0]["state"][key], ranks[1]["state"][key]), key
         torch.testing.assert_close(ranks[0]["state"][key], value, rtol=1e-6, atol=1e-6)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import StoredRows, StoredTensor
-from lightning_recsys.embeddings import EmbeddingBagCollection, LocalBackend, SparseFeatures, TableBackend
+from lightning_recsys.embeddings import EmbeddingBagCollection, LocalBackend, TableBackend, Ticket
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.replication import gather_over_ranks, num_replicas
 from lightning_recsys.models.layers import Cut, FieldLayer, Sends
@@ -56,11 +56,12 @@ class OwnRows(StoreBackend):
         super().__init__(*args, **kwargs)
         self._replicas = replicas
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:
         """Those of all groups, where there are several."""
         if num_replicas(self._replicas) > 1:
-            sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD, self._replicas)
-        super().apply_gradients(sparse, grad_BFD, learning_rate=learning_rate)
+            sparse, grad_BFD = gather_over_ranks(Ticket.joined(tickets).sparse, grad_BFD, self._replicas)
+            tickets = [Ticket(sparse)]
+        super().apply_gradients(tickets, grad_BFD, learning_rate=learning_rate)
 
 
 class CutModel:

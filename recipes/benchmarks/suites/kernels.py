@@ -56,8 +56,8 @@ class Tables:
             gradient = torch.randn(self.batch_size, self.work.num_fields, self.dim) * 1e-3
             for batch in cycle(self.work.batches(self.batch_size)):
                 resolved = collection.resolve(batch.sparse)
-                collection.embedding_bags.lookup(resolved)
-                collection.embedding_bags.apply_gradients(resolved, gradient, learning_rate=0.01)
+                _, ticket = collection.embedding_bags.lookup(resolved)
+                collection.embedding_bags.apply_gradients([ticket], gradient, learning_rate=0.01)
                 turn.step_done(self.batch_size)
 
         return run

@@ -329,11 +329,11 @@ class TracedBackend(LocalBackend):
 
     def lookup_frozen(self, sparse):
         self.asked.append(("frozen", sparse.values.tolist()))
-        return super().lookup(sparse)
+        return super().lookup(sparse)[0]
 
     def lookup_fresh(self, sparse):
         self.asked.append(("fresh", sparse.values.tolist()))
-        return super().lookup(sparse)
+        return super().lookup(sparse)[0]
 
     def prefetch(self, sparse):
         self.asked.append(("prefetch", sparse.values.tolist()))

@@ -254,7 +254,7 @@ def test_workers_when_they_interleave_then_no_update_is_lost_or_doubled_and_each
     announced = set()
 
     def check_clocks(backend):
-        cache, plan = backend._cache, backend._waiting[-1].plan
+        cache, plan = backend._cache, max(backend._waiting, key=lambda ticket: ticket.plan.number).plan
         start, current, server = (
             cache.start[plan.slots_U],
             cache.current[plan.slots_U],
@@ -529,7 +529,7 @@ def test_lookups_when_their_gradients_never_come_and_all_rows_stay_then_nothing_
     (worker,) = one_table(servers, 1, cache_rows=100, staleness=None)
     for first in range(10):
         worker(ids(first, first + 1))
-    assert len(worker.embedding_bags._waiting) == 1
+    assert not worker.embedding_bags._waiting
 
 
 def test_store_when_somebody_removes_it_then_the_next_step_and_flush_say_so(servers):
@@ -548,6 +548,39 @@ def test_two_lookups_when_of_one_step_then_each_gets_its_gradient(servers):
         (worker(ids(0, 1)).sum() + 2 * worker(ids(1, 2)).sum()).backward()
     worker.flush()
     assert worker.embedding_bags.read("t", "weight")[:3].flatten().tolist() == [-3, -9, -6]
+
+
+def test_lookups_of_one_step_when_joined_by_a_step_then_each_row_is_updated_once_with_what_its_lookup_fetched(
+    servers, recorded
+):
+    (worker,) = one_table(servers, 1, cache_rows=1, staleness=0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    worker.attach_to(optimizer)
+    for _ in range(3):
+        recorded.clear()
+        (worker(ids(0, 1)).sum() + 2 * worker(ids(1, 2, 1)).sum()).backward()
+        looked_up = len(recorded)
+        optimizer.step()
+        assert not any(request.fetch_rows.numel() for request in recorded[looked_up:]), (
+            "the rows of both lookups are still here"
+        )
+    worker.flush()
+    assert worker.embedding_bags.read("t", "weight")[:3].flatten().tolist() == [-3, -15, -6]
+    assert worker.embedding_bags.stores[0].clocks[:3].tolist() == [3, 3, 3]
+    assert worker.embedding_bags.step == 3
+
+
+def test_gradients_when_they_come_twice_or_behind_a_flush_of_all_copies_then_they_count_all_the_same(servers):
+    (worker,) = one_table(servers, 1, cache_rows=1, staleness=None)
+    pooled = worker(ids(0, 1)).sum()
+    pooled.backward(retain_graph=True)
+    update(worker, 0, ids(5, 6, 7))  # whose rows take the place of the batch's
+    pooled.backward()
+    pooled = worker(ids(0, 3)).sum()
+    worker.embedding_bags.invalidate()
+    pooled.backward()
+    worker.flush()
+    assert worker.embedding_bags.read("t", "weight")[:4].flatten().tolist() == [-3, -2, 0, -1]
 
 
 def test_rows_when_written_or_loaded_then_copies_are_dropped_and_updates_come_before(servers):

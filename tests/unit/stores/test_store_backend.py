@@ -368,7 +368,7 @@ def balance_of(tmp_path, ids: torch.Tensor, *, num_rows: int, dynamic: DynamicRo
     sparse = SparseFeatures(("item",), ids)
     for share in backend._shares:
         asked.append(share.select(backend._striped(sparse)).values.numel())
-    assert backend.lookup(sparse).shape == (ids.numel(), 1, 4)
+    assert backend.lookup_frozen(sparse).shape == (ids.numel(), 1, 4)
     for server in opened:
         server.close()
     return asked

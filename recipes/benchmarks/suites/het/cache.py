@@ -95,7 +95,7 @@ class Worker:
         batch: SparseFeatures | None = next(source)
         while batch is not None:
             yield batch.batch_size
-            self.backend.lookup(batch)
+            _, ticket = self.backend.lookup(batch)
             for _ in range(4):
                 far = len(coming) >= self._lookahead_batches or num_bytes >= DEFAULT_LOOKAHEAD_BYTES
                 if (coming and far) or (later := next(source, None)) is None:
@@ -108,7 +108,7 @@ class Worker:
             if following is not None:
                 num_bytes -= _bytes_of(following)
                 self.backend.prefetch(following)
-            self.backend.apply_gradients(batch, self._gradient[: batch.batch_size], learning_rate=0.01)
+            self.backend.apply_gradients([ticket], self._gradient[: batch.batch_size], learning_rate=0.01)
             batch = following
 
     def reads_and_misses(self) -> tuple[float, float]:

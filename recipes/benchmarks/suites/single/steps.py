@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_recsys.data import Batch
-from lightning_recsys.embeddings import Backend, EmbeddingBagCollection, SparseFeatures
+from lightning_recsys.embeddings import Backend, EmbeddingBagCollection, SparseFeatures, Ticket
 from lightning_recsys.tasks import CTRTask
 
 Variant = Callable[[Turn], None]
@@ -38,10 +38,10 @@ class FixedRows(Backend):
         super().__init__()
         self.pooled = torch.randn(shape_BFD) * 0.01
 
-    def lookup(self, sparse: SparseFeatures) -> Tensor:
-        return self.pooled.detach()
+    def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:
+        return self.pooled.detach(), Ticket(sparse)
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:
         pass
 
 
