@@ -21,6 +21,7 @@ from lightning_recsys.data.tables.schema_parts import TableFormat
 BLOCK_BYTES = 1 << 24  # also the longest row that can be read
 _UNIT_SEPARATOR = b"\x1f"  # stands in for separators of several characters, which Arrow does not know
 _QUOTED_CHARACTERS = 80
+_HEADER_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -221,12 +222,17 @@ def _line_of(path: Path, row: int, first_line: int) -> int:
 
 def _header(path: Path, table: TableFormat) -> tuple[int, str]:
     """How many comments and empty lines the file starts with, and the line after them."""
-    with pa.input_stream(str(path), compression="detect") as stream:
-        start = stream.read(BLOCK_BYTES)
     encoding = "utf-8-sig" if table.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else table.encoding
-    lines = start.decode(encoding, errors="replace").splitlines()
     comment = table.comment
-    num_comments = len(list(takewhile(lambda line: not line or (comment and line.startswith(comment)), lines)))
+    with pa.input_stream(str(path), compression="detect") as stream:
+        start, size = b"", _HEADER_BYTES
+        while True:  # a look at more of the file, where what has been read are comments and empty lines only
+            start += (more := stream.read(size))
+            lines = start.decode(encoding, errors="replace").splitlines()
+            num_comments = len(list(takewhile(lambda line: not line or (comment and line.startswith(comment)), lines)))
+            if num_comments + 1 < len(lines) or not more:
+                break
+            size *= 2
     if num_comments == len(lines) or not start.strip():
         raise ValueError(f"{path} is empty.")
     return num_comments, lines[num_comments]
