@@ -36,7 +36,7 @@ EDGES: dict[str, set[str]] = {
     "tasks": {"callbacks", "checkpoints", "data", "embeddings", "metrics"},
     "callbacks": {"data", "metrics"},
     "models": {"embeddings", "optim", "partition"},
-    "data": {"embeddings", "metrics", "runtime"},
+    "data": {"compiled", "embeddings", "metrics", "runtime"},
     "embeddings": {"compiled", "optim"},
     "optim": {"compiled", "sync"},
     "checkpoints": {"errors"},

@@ -109,7 +109,7 @@ class Preprocessing(ColumnRules):
         num_ids: Ids of each categorical feature where they are hashed.
         min_count: See ``ids``.
         max_vocabulary: Values that all vocabularies together hold at most. Beyond it ``min_count`` is raised until they
-            fit; the manifest then says so. A million values take up to 36 MB while rows are written, and about
+            fit; the manifest then says so. A million values take up to 64 MB while rows are written, and about
             150 MB while the vocabulary of a single field with so many is sorted.
 
     Raises:

@@ -4,16 +4,15 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-_compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
+from lightning_recsys.compiled.hash_table import EMPTY, find, make_table, put, value_at
+from lightning_recsys.compiled.hashing import mix
+from lightning_recsys.compiled.loops import compile_rule
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def text_of(values: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
@@ -50,7 +49,9 @@ def parse_keys(values: pa.Array, *, base: int) -> tuple[NDArray[np.uint64], NDAr
 
 
 def hash_values(values: pa.Array) -> NDArray[np.uint64]:
-    """The hashes of :func:`lightning_recsys.data.hashing.hash_strings`, in one pass over the bytes.
+    """Hashes of byte strings; the same in every process and on every platform.
+
+    A polynomial in an odd constant, modulo ``2**64``, of the bytes, to which the length is added; then scrambled.
 
     >>> hash_values(pa.array([b"ab", b"c", b""])).tolist()
     [11698481724046877294, 5694221423795747153, 0]
@@ -86,7 +87,7 @@ def find_records(
 
 
 class KeyTable:
-    """Numbers 64-bit keys from 1 on, in the order given; unknown keys are 0. Takes 18 to 36 bytes per key.
+    """Numbers 64-bit keys from 1 on, in the order given; unknown keys are 0. Takes 32 to 64 bytes per key.
 
     Args:
         keys: Shape ``[n]``. Of equal keys the first counts.
@@ -96,19 +97,17 @@ class KeyTable:
     """
 
     def __init__(self, keys: NDArray[np.uint64]) -> None:
-        capacity = 1 << max(4, int(len(keys) * 3 // 2).bit_length())
-        self._keys = np.zeros(capacity, dtype=np.uint64)
-        self._ids = np.zeros(capacity, dtype=np.int32)
-        _fill(keys, self._keys, self._ids)
+        self._table = make_table(len(keys))
+        _fill(keys.view(np.int64), self._table)
 
     def ids(self, keys: NDArray[np.uint64]) -> NDArray[np.int32]:
         """The number of each key."""
         ids = np.empty(len(keys), dtype=np.int32)
-        _look_up(keys, self._keys, self._ids, ids)
+        _look_up(keys.view(np.int64), self._table, ids)
         return ids
 
 
-@_compiled
+@compile_rule
 def _parse_integers(text, starts, numbers, wrong):  # noqa: ANN001, ANN202
     for i in range(len(numbers)):
         start, stop = starts[i], starts[i + 1]
@@ -128,7 +127,7 @@ def _parse_integers(text, starts, numbers, wrong):  # noqa: ANN001, ANN202
         numbers[i] = (-total if negative else total) if ok else np.nan
 
 
-@_compiled
+@compile_rule
 def _parse_keys(text, starts, base, keys, wrong):  # noqa: ANN001, ANN202
     for i in range(len(keys)):
         start, stop = starts[i], starts[i + 1]
@@ -145,16 +144,7 @@ def _parse_keys(text, starts, base, keys, wrong):  # noqa: ANN001, ANN202
         keys[i] = total if ok else np.uint64(0)
 
 
-@_compiled
-def _mix(value):  # noqa: ANN001, ANN202
-    value ^= value >> np.uint64(30)
-    value *= _MIX_1
-    value ^= value >> np.uint64(27)
-    value *= _MIX_2
-    return value ^ (value >> np.uint64(31))
-
-
-@_compiled
+@compile_rule
 def _hash_strings(text, starts, hashes):  # noqa: ANN001, ANN202
     for i in range(len(hashes)):
         total = np.uint64(starts[i + 1] - starts[i])
@@ -162,32 +152,24 @@ def _hash_strings(text, starts, hashes):  # noqa: ANN001, ANN202
         for j in range(starts[i], starts[i + 1]):
             total += (np.uint64(text[j]) + np.uint64(1)) * power
             power *= _GOLDEN
-        hashes[i] = _mix(total)
+        hashes[i] = mix(total)
 
 
-@_compiled
-def _fill(keys, table_keys, table_ids):  # noqa: ANN001, ANN202
-    mask = np.uint64(len(table_keys) - 1)
+@compile_rule
+def _fill(keys, table):  # noqa: ANN001, ANN202
     for i in range(len(keys)):
-        slot = _mix(keys[i]) & mask
-        while table_ids[slot] != 0 and table_keys[slot] != keys[i]:
-            slot = (slot + np.uint64(1)) & mask
-        if table_ids[slot] == 0:
-            table_keys[slot] = keys[i]
-            table_ids[slot] = i + 1
+        cell = find(table, keys[i])
+        if value_at(table, cell) == EMPTY:
+            put(table, cell, keys[i], i)
 
 
-@_compiled
-def _look_up(keys, table_keys, table_ids, ids):  # noqa: ANN001, ANN202
-    mask = np.uint64(len(table_keys) - 1)
+@compile_rule
+def _look_up(keys, table, ids):  # noqa: ANN001, ANN202
     for i in range(len(keys)):
-        slot = _mix(keys[i]) & mask
-        while table_ids[slot] != 0 and table_keys[slot] != keys[i]:
-            slot = (slot + np.uint64(1)) & mask
-        ids[i] = table_ids[slot]
+        ids[i] = value_at(table, find(table, keys[i])) + 1
 
 
-@_compiled
+@compile_rule
 def _find_records(text, delimiter, quote, whole, lines):  # noqa: ANN001, ANN202, C901
     found = end = line = end_line = position = 0
     while position < len(text):

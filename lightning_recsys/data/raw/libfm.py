@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numba
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from lightning_recsys.compiled.loops import compile_rule
 from lightning_recsys.data.raw.columns import BadLine, Bags, RawColumns, RawFormat
 
 _BAG = "features"
@@ -117,7 +117,7 @@ def _texts(indices: NDArray[np.int64]) -> pa.Array:
     return pa.array(indices).cast(pa.string()).cast(pa.binary())
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compile_rule
 def _parse(text, labels, lengths, problems, indices, values):  # noqa: ANN001, ANN202, C901
     """Entries of bad lines are taken back, except that lines with the wrong number of them are found later."""
     position = entry = 0
@@ -158,12 +158,12 @@ def _parse(text, labels, lengths, problems, indices, values):  # noqa: ANN001, A
         position = stop + 1
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compile_rule
 def _is_space(letter):  # noqa: ANN001, ANN202
     return letter == 32 or letter == 9
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compile_rule
 def _number(text, position, end):  # noqa: ANN001, ANN202
     """A decimal number from ``position`` on: its value, where it ends, and whether it is one."""
     negative = position < end and text[position] == 45
