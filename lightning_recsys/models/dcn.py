@@ -13,6 +13,7 @@ from lightning_recsys.models.layers import (
     CrossNetwork,
     DeepTower,
     InputWeights,
+    Normalization,
     begin,
     check_dense,
     field_embeddings,
@@ -37,7 +38,8 @@ class DCN(nn.Module):
         hidden: Width of each hidden layer of the deep network.
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
-        batch_norm: Batch normalisation in the deep network, as in the paper.
+        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
+            (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
 
     Shape:
@@ -61,7 +63,7 @@ class DCN(nn.Module):
         hidden: Sequence[int] = (400, 400),
         activation: str = "relu",
         dropout: float = 0.0,
-        batch_norm: bool = False,
+        normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class DCN(nn.Module):
             hidden=hidden,
             activation=activation,
             dropout=dropout,
-            batch_norm=batch_norm,
+            normalization=normalization,
         )
 
     def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:

@@ -14,6 +14,7 @@ from lightning_recsys.models.layers import (
     DeepTower,
     FieldGather,
     InputWeights,
+    Normalization,
     check_dense,
     field_embeddings,
     flatten_inputs,
@@ -41,6 +42,8 @@ class DCNv2(nn.Module):
         hidden: Width of each hidden layer of the deep network.
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
+            (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
 
     Shape:
@@ -67,6 +70,7 @@ class DCNv2(nn.Module):
         hidden: Sequence[int] = (400, 400),
         activation: str = "relu",
         dropout: float = 0.0,
+        normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
@@ -91,6 +95,7 @@ class DCNv2(nn.Module):
             hidden=hidden,
             activation=activation,
             dropout=dropout,
+            normalization=normalization,
         )
 
     def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:

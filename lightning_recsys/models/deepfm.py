@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import DeepTower, FirstOrder, FMSecondOrder, begin, field_embeddings
+from lightning_recsys.models.layers import DeepTower, FirstOrder, FMSecondOrder, Normalization, begin, field_embeddings
 
 
 class DeepFM(nn.Module):
@@ -27,6 +27,8 @@ class DeepFM(nn.Module):
         hidden: Width of each hidden layer.
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
+            (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
 
     Shape:
@@ -50,6 +52,7 @@ class DeepFM(nn.Module):
         hidden: Sequence[int] = (400, 400, 400),
         activation: str = "relu",
         dropout: float = 0.0,
+        normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
@@ -63,6 +66,7 @@ class DeepFM(nn.Module):
             hidden=hidden,
             activation=activation,
             dropout=dropout,
+            normalization=normalization,
         )
 
     def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import MLP, DotInteraction, FieldGather, check_dense, field_embeddings
+from lightning_recsys.models.layers import (
+    MLP,
+    DotInteraction,
+    FieldGather,
+    Normalization,
+    check_dense,
+    field_embeddings,
+)
 
 
 class DLRM(nn.Module):
@@ -31,6 +38,8 @@ class DLRM(nn.Module):
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``; top network only, for a zero in
             :math:`t_0` would remove dot products.
+        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
+            (:class:`~lightning_recsys.models.layers.LocalNormalization`); in both networks.
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
 
     Shape:
@@ -54,16 +63,28 @@ class DLRM(nn.Module):
         top_hidden: Sequence[int] = (512, 256),
         activation: str = "relu",
         dropout: float = 0.0,
+        normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
         self.num_dense = num_dense
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
         self.gather = FieldGather(len(fields), embedding_dim)
-        self.bottom = MLP(num_dense, (*bottom_hidden, embedding_dim), activation=activation) if num_dense else None
+        self.bottom = (
+            MLP(num_dense, (*bottom_hidden, embedding_dim), activation=activation, normalization=normalization)
+            if num_dense
+            else None
+        )
         self.interaction = DotInteraction(len(fields) + bool(num_dense))
         top_features = self.interaction.out_features + (embedding_dim if num_dense else 0)
-        self.top = MLP(top_features, top_hidden, out_features=1, activation=activation, dropout=dropout)
+        self.top = MLP(
+            top_features,
+            top_hidden,
+            out_features=1,
+            activation=activation,
+            dropout=dropout,
+            normalization=normalization,
+        )
 
     def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
         """Keep the embeddings of some fields only; as :meth:`FieldLayer.partition`.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import DeepTower, FirstOrder, begin, field_embeddings
+from lightning_recsys.models.layers import DeepTower, FirstOrder, Normalization, begin, field_embeddings
 
 
 class WideDeep(nn.Module):
@@ -24,6 +24,8 @@ class WideDeep(nn.Module):
         hidden: Width of each hidden layer.
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
+            (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`. The paper trains the wide part by
             FTRL with L1: ``first_order_optimizer=FTRL(l1=...)``.
 
@@ -48,6 +50,7 @@ class WideDeep(nn.Module):
         hidden: Sequence[int] = (400, 400),
         activation: str = "relu",
         dropout: float = 0.0,
+        normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
@@ -60,6 +63,7 @@ class WideDeep(nn.Module):
             hidden=hidden,
             activation=activation,
             dropout=dropout,
+            normalization=normalization,
         )
 
     def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:

@@ -97,7 +97,7 @@ CASES = {
     "deepfm_with_adam": Case(
         DeepFM, {"hidden": (8, 4), **EMBEDDED, "row_optimizer": Adam(0.01, eps=1e-4)}, optimizer=ADAM
     ),
-    "dcn": Case(DCN, {"hidden": (8,), "batch_norm": True, **EMBEDDED}, optimizer=SGD),
+    "dcn": Case(DCN, {"hidden": (8,), "normalization": "batch", **EMBEDDED}, optimizer=SGD),
     "dcn_v2_parallel": Case(DCNv2, {"rank": 3, "hidden": (8,), **EMBEDDED}),
     "dcn_v2_stacked": Case(DCNv2, {"rank": 3, "structure": "stacked", "hidden": (8,), **EMBEDDED}),
     "dcn_v2_full": Case(DCNv2, {"hidden": (8,), **EMBEDDED}),
@@ -108,7 +108,7 @@ CASES = {
 }
 NOISY = Case(
     DCN,
-    {"hidden": (16, 8), "dropout": 0.3, "batch_norm": True, **EMBEDDED},
+    {"hidden": (16, 8), "dropout": 0.3, "normalization": "batch", **EMBEDDED},
     steps=200,
     trainer={"precision": "bf16-mixed"},
 )

@@ -14,6 +14,7 @@ from lightning_recsys.models.layers.first_order import FirstOrder
 from lightning_recsys.models.layers.inputs import check_dense
 from lightning_recsys.models.layers.interaction import DotInteraction
 from lightning_recsys.models.layers.mlp import MLP, DeepTower, begin
+from lightning_recsys.models.layers.normalization import LocalNormalization, Normalization
 from lightning_recsys.models.layers.tables import field_embeddings, first_order_weights
 from lightning_recsys.partition.field_layer import FieldGather, FieldLayer
 from lightning_recsys.partition.pieces import Cut, Sends, Share
@@ -32,7 +33,9 @@ __all__ = [
     "FieldwiseLinear",
     "FirstOrder",
     "InputWeights",
+    "LocalNormalization",
     "LowRankCrossLayer",
+    "Normalization",
     "Sends",
     "Share",
     "begin",

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_recsys.models.layers.fieldwise import FieldwiseLinear
 from lightning_recsys.models.layers.linear import Linear
+from lightning_recsys.models.layers.normalization import Normalization, make_normalization
 
 # In place only where the backward pass needs the output and not the input.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -25,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 class MLP(nn.Sequential):
-    r"""Hidden layers, each linear, (batch norm,) activation, (dropout); then a linear output where asked for.
+    r"""Hidden layers, each linear, (normalisation,) activation, (dropout); then a linear output where asked for.
 
     .. math:: h_{i+1} = \sigma(W_i h_i + b_i)
 
@@ -37,14 +38,15 @@ class MLP(nn.Sequential):
         out_features: Outputs of a last layer without activation; ``None`` for no such layer.
         activation: One of ``relu``, ``gelu``, ``sigmoid``, ``silu``, ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
-        batch_norm: Normalise over the batch before each activation.
+        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
+            (:class:`~lightning_recsys.models.layers.LocalNormalization`).
 
     Shape:
         - input: ``[B, in_features]``.
         - output: ``[B, out_features]``, or ``[B, hidden[-1]]``.
 
     Raises:
-        ValueError: a width is below 1, the activation is unknown, or ``dropout`` is out of range.
+        ValueError: a width is below 1, the activation or normalisation is unknown, or ``dropout`` is out of range.
     """
 
     def __init__(
@@ -55,11 +57,11 @@ class MLP(nn.Sequential):
         out_features: int | None = None,
         activation: str = "relu",
         dropout: float = 0.0,
-        batch_norm: bool = False,
+        normalization: Normalization = "none",
     ) -> None:
         modules: list[nn.Module] = []
         for fan_in, fan_out in pairwise((in_features, *hidden)):
-            after = after_linear(fan_out, activation, dropout=dropout, batch_norm=batch_norm)
+            after = after_linear(fan_out, activation, dropout=dropout, normalization=normalization)
             modules += [Linear(fan_in, fan_out), *after]
         if out_features is not None:
             modules.append(Linear((in_features, *hidden)[-1], out_features))
@@ -79,7 +81,7 @@ class DeepTower(nn.Module):
         hidden: Width of each hidden layer, at least one.
         activation: As in :class:`MLP`.
         dropout: As in :class:`MLP`.
-        batch_norm: As in :class:`MLP`.
+        normalization: As in :class:`MLP`.
 
     Shape:
         - dense: ``[B, N]``; embeddings: ``[B, F, D]``.
@@ -98,12 +100,12 @@ class DeepTower(nn.Module):
         hidden: Sequence[int],
         activation: str = "relu",
         dropout: float = 0.0,
-        batch_norm: bool = False,
+        normalization: Normalization = "none",
     ) -> None:
         super().__init__()
         if not hidden:
             raise ValueError("model.hidden must name the width of at least one layer, got none. Try [400, 400].")
-        after = after_linear(hidden[0], activation, dropout=dropout, batch_norm=batch_norm)
+        after = after_linear(hidden[0], activation, dropout=dropout, normalization=normalization)
         self.first = FieldwiseLinear(
             num_dense, num_fields=num_fields, embedding_dim=embedding_dim, out_features=hidden[0]
         )
@@ -115,7 +117,7 @@ class DeepTower(nn.Module):
                 out_features=1,
                 activation=activation,
                 dropout=dropout,
-                batch_norm=batch_norm,
+                normalization=normalization,
             ),
         )
 
@@ -146,11 +148,11 @@ def begin(tower: nn.Module, dense: Tensor, embeddings_BFD: Tensor) -> Callable[[
     return finish
 
 
-def after_linear(width: int, activation: str, *, dropout: float, batch_norm: bool) -> list[nn.Module]:
+def after_linear(width: int, activation: str, *, dropout: float, normalization: Normalization) -> list[nn.Module]:
     """What follows the linear part of a hidden layer of the given width.
 
     Raises:
-        ValueError: ``width`` is below 1, the activation is unknown, or ``dropout`` is out of range.
+        ValueError: ``width`` is below 1, the activation or normalisation is unknown, or ``dropout`` is out of range.
     """
     if width < 1:
         raise ValueError(f"the width of a hidden layer must be at least 1, got {width}.")
@@ -158,6 +160,5 @@ def after_linear(width: int, activation: str, *, dropout: float, batch_norm: boo
         raise ValueError(f"model.activation must be one of {sorted(ACTIVATIONS)}, got {activation!r}.")
     if not 0 <= dropout < 1:
         raise ValueError(f"model.dropout must be in [0, 1), got {dropout}. 0 switches it off.")
-    norm = [nn.BatchNorm1d(width)] if batch_norm else []
     drop = [nn.Dropout(dropout)] if dropout else []
-    return [*norm, ACTIVATIONS[activation](), *drop]
+    return [*make_normalization(normalization, width), ACTIVATIONS[activation](), *drop]

@@ -16,6 +16,7 @@ from lightning_recsys.models.layers import (
     DotInteraction,
     FieldwiseLinear,
     FMSecondOrder,
+    LocalNormalization,
     LowRankCrossLayer,
     flatten_inputs,
 )
@@ -133,17 +134,17 @@ def test_flatten_inputs_without_numeric_features_copies_nothing():
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "sigmoid", "silu", "tanh"])
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_mlp_gradients_with_every_activation_pass_gradcheck(activation, batch_norm):
+@pytest.mark.parametrize("normalization", ["none", "batch", "local"])
+def test_mlp_gradients_with_every_activation_pass_gradcheck(activation, normalization):
     # Fails where an activation overwrites what its backward pass needs.
-    layer = MLP(3, [4, 2], out_features=1, activation=activation, batch_norm=batch_norm).double()
+    layer = MLP(3, [4, 2], out_features=1, activation=activation, normalization=normalization).double()
     assert torch.autograd.gradcheck(layer, (torch.randn(5, 3, dtype=torch.float64, requires_grad=True),))
 
 
 def test_mlp_hidden_layers_are_linear_norm_activation_dropout():
-    layer = MLP(3, [4], out_features=1, dropout=0.5, batch_norm=True)
+    layer = MLP(3, [4], out_features=1, dropout=0.5, normalization="batch")
     assert [type(m) for m in layer] == [Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout, Linear]
-    tower = DeepTower(2, num_fields=3, embedding_dim=4, hidden=[4], dropout=0.5, batch_norm=True)
+    tower = DeepTower(2, num_fields=3, embedding_dim=4, hidden=[4], dropout=0.5, normalization="batch")
     assert [type(m) for m in tower.rest] == [nn.BatchNorm1d, nn.ReLU, nn.Dropout, Linear]
 
 
@@ -159,6 +160,12 @@ def test_dropout_acts_in_training_only():
     ("make", "message"),
     [
         (lambda: MLP(3, [4], activation="rely"), r"model.activation must be one of \['gelu', 'relu', .*got 'rely'"),
+        (
+            lambda: MLP(3, [4], normalization="layer"),
+            r"model.normalization must be one of \['none', 'batch', 'local'\]",
+        ),
+        (lambda: LocalNormalization(0), "width of a layer must be at least 1, got 0"),
+        (lambda: LocalNormalization(2, guard=0), r"LocalNormalization.guard must be in \(0, 1\], got 0"),
         (lambda: MLP(3, [4], dropout=1.0), r"model.dropout must be in \[0, 1\), got 1.0"),
         (lambda: MLP(3, [4, 0]), "width of a hidden layer must be at least 1, got 0"),
         (
@@ -175,3 +182,46 @@ def test_dropout_acts_in_training_only():
 def test_layers_given_a_wrong_argument_say_what_is_allowed(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_local_normalization_divides_by_the_mean_of_the_batch():
+    layer = LocalNormalization(2)
+    with torch.no_grad():
+        layer.alpha.copy_(torch.tensor([2.0, 3.0]))
+        layer.beta.copy_(torch.tensor([0.5, -1.0]))
+    x = torch.tensor([[1.0, -2.0], [3.0, -6.0]])
+    expected = torch.stack([2 * x[:, 0] / 2 - 0.5, 3 * x[:, 1] / -4 + 1], 1)  # equation 10
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_local_normalization_evaluates_by_the_running_mean_and_takes_one_example():
+    layer = LocalNormalization(1, momentum=0.5)
+    for value in (2.0, 4.0, 8.0):
+        layer(torch.full((3, 1), value))
+    layer.eval()
+    running = ((2 + 4) / 2 + 8) / 2  # plain until 1 / momentum batches, then a moving average
+    torch.testing.assert_close(layer.running_mean, torch.tensor([running]))
+    torch.testing.assert_close(layer(torch.tensor([[11.0]])), torch.tensor([[11 / running - 1]]))
+
+
+def test_local_normalization_near_a_mean_of_zero_stays_bounded_and_continuous():
+    guard = 0.5
+    layer = LocalNormalization(1, guard=guard).double()
+    spread = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    for shift in (0.0, 1e-9, -1e-9, 0.1, -0.1):
+        y = layer(spread + shift)
+        assert y.isfinite().all()
+        assert (y + 1).abs().max() <= (1 + abs(shift)) / guard + 1e-9  # the magnitude's mean is 1 here
+    torch.testing.assert_close(layer(spread), -torch.ones_like(spread))
+    border = guard  # mean = shift, mean magnitude = 1: the two branches meet
+    below, above = layer(spread + border - 1e-7), layer(spread + border + 1e-7)
+    torch.testing.assert_close(below, above, rtol=0, atol=1e-5)
+
+
+def test_local_normalization_of_a_constant_zero_gives_finite_gradients():
+    layer = LocalNormalization(3)
+    x = torch.zeros(4, 3, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert layer.alpha.grad.isfinite().all()

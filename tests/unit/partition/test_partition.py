@@ -32,7 +32,7 @@ MODELS = {
     "wide_deep": lambda: WideDeep(3, FIELDS, hidden=(6, 4), **ROWS),
     "deepfm": lambda: DeepFM(3, FIELDS, hidden=(6, 4), **ROWS),
     "deepfm_without_numbers": lambda: DeepFM(0, FIELDS, hidden=(6, 4), **ROWS),
-    "dcn": lambda: DCN(3, FIELDS, hidden=(6,), batch_norm=True, **ROWS),
+    "dcn": lambda: DCN(3, FIELDS, hidden=(6,), normalization="batch", **ROWS),
     "dcn_v2_parallel": lambda: DCNv2(3, FIELDS, rank=3, hidden=(6,), **ROWS),
     "dcn_v2_stacked": lambda: DCNv2(3, FIELDS, rank=3, structure="stacked", hidden=(6,), **ROWS),
     "dcn_v2_full": lambda: DCNv2(3, FIELDS, hidden=(6,), **ROWS),
