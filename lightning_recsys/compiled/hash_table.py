@@ -1,7 +1,7 @@
 """Tables from int64 keys to numbers, as compiled loops over one array: hashed, or one place for each key.
 
 A hash table is int64 ``[T, 2]``, ``T`` a power of two: a key and its value in each cell, so that a probe reads one
-cache line. Every key is allowed; callers keep at least half of the cells free. Where keys are known to lie below a
+cache line. Every key is allowed; callers keep at least a quarter of the cells free. Where keys are known to lie below a
 bound, and enough of them are used, int32 ``[K]`` is smaller, and a key is its cell. The loops take either. A value of
 :data:`EMPTY` marks a free cell.
 """

@@ -1,13 +1,13 @@
 """From keys to slots: a hash table that grows a small piece at a time and forgets keys that were not seen for long.
 
-Extendible hashing (Fagin et al. 1979): the table is cut into segments of a fixed size, found by the first bits of a
-key's hash through a directory. A full segment is split into two, which moves at most its own entries; the directory,
-four bytes for a segment, doubles now and then. So no insertion takes longer than some tens of microseconds, however
-many keys there are.
+Extendible hashing (Fagin et al. 1979) over the package's hash tables (:mod:`lightning_recsys.compiled.hash_table`):
+there are many tables of a fixed size, the segments, and a directory that finds a key's segment by the first bits of its
+hash. A full segment is split into two, which moves at most its own entries; the directory, four bytes for a segment,
+doubles now and then. So no insertion takes longer than some tens of microseconds, however many keys there are.
 
-An entry is 16 bytes: the key with all its bits turned, as 0 marks a free entry, and in one word the update in which the
-key was last seen and its *value*: the slot of its row, or, while it has none, minus the number of updates that have
-named it. Half of the entries are free on average.
+An entry is 16 bytes: the key, and one word with the update in which the key was last seen and its *value*. The value is
+the slot of the key's row; while the key has no row, it is ``-1 - n`` after ``n`` updates that have named the key, so
+that no word is :data:`~lightning_recsys.compiled.hash_table.EMPTY`. Half of the entries are free on average.
 """
 
 # Shape suffixes: N keys of a request.
@@ -19,8 +19,9 @@ import mmap
 
 import numpy as np
 
+from lightning_recsys.compiled.hash_table import EMPTY, erase, find, home, prefetch_cell, put
 from lightning_recsys.compiled.hashing import mix
-from lightning_recsys.compiled.loops import AHEAD, compile_loop, prefetch_row
+from lightning_recsys.compiled.loops import AHEAD, compile_loop
 
 _BITS = 12
 _SEGMENT = 1 << _BITS  # entries
@@ -58,7 +59,9 @@ class KeyIndex:
         self._header = np.zeros(8, dtype=np.int64)
         self._directory = np.zeros(1 << _MAX_DEPTH, dtype=np.int32)
         self._segments = np.zeros((_MAX_SEGMENTS, 2), dtype=np.int32)  # depth, entries
-        self._entries = _reserved(2 * _MAX_SEGMENTS * _SEGMENT, np.int64).reshape(-1, 2)
+        # A hash table each; those that are not in use yet hold zeros, and take no memory.
+        self._entries = _reserved(2 * _MAX_SEGMENTS * _SEGMENT, np.int64).reshape(_MAX_SEGMENTS, _SEGMENT, 2)
+        self._entries[0, :, 1] = EMPTY
         self._free = _reserved(len(slot_keys), np.int32)  # slots, used from the end of the first header[_FREE]
         self._header[_SEGMENTS], self._header[_HIGH] = 1, high
         _rebuild(slot_keys, self._free, *self._table)
@@ -161,26 +164,15 @@ def _is_old(word, now, expire):  # noqa: ANN001, ANN202
 
 
 @compile_loop
-def _segment_of(hashed, header, directory):  # noqa: ANN001, ANN202
+def _segment_of(key, header, directory):  # noqa: ANN001, ANN202
     depth = header[_DEPTH]
-    return directory[0] if depth == 0 else directory[np.int64(hashed >> np.uint64(64 - depth))]
-
-
-@compile_loop
-def _position(key, hashed, segment, entries):  # noqa: ANN001, ANN202
-    """Where a segment holds a key, or the free entry where it would be put."""
-    first = np.int64(segment) << _BITS
-    place = np.int64(hashed & np.uint64(_SEGMENT - 1))
-    while entries[first + place, 0] != 0 and entries[first + place, 0] != ~key:
-        place = (place + 1) & (_SEGMENT - 1)
-    return first + place
+    return directory[0] if depth == 0 else directory[np.int64(mix(np.uint64(key)) >> np.uint64(64 - depth))]
 
 
 @compile_loop
 def _prefetch(key, header, directory, entries):  # noqa: ANN001, ANN202
-    hashed = mix(np.uint64(key))
-    segment = np.int64(_segment_of(hashed, header, directory))
-    prefetch_row(entries, (segment << _BITS) + np.int64(hashed & np.uint64(_SEGMENT - 1)))
+    table = entries[_segment_of(key, header, directory)]
+    prefetch_cell(table, home(table, key))
 
 
 @compile_loop
@@ -188,17 +180,17 @@ def _find(keys, slots, now, expire, touch, header, directory, segments, entries)
     absent, last = 0, keys.shape[0] - 1
     for i in range(keys.shape[0]):
         _prefetch(keys[min(i + AHEAD, last)], header, directory, entries)
-        hashed = mix(np.uint64(keys[i]))
-        place = _position(keys[i], hashed, _segment_of(hashed, header, directory), entries)
-        word = entries[place, 1]
+        table = entries[_segment_of(keys[i], header, directory)]
+        cell = find(table, keys[i])
+        word = table[cell, 1]
         value = np.int64(np.int32(word))
-        if entries[place, 0] == 0 or value < 0 or _is_old(word, now, expire):
+        if value < 0 or _is_old(word, now, expire):  # the word of a free cell is negative as well
             slots[i] = -1
             absent += 1
         else:
             slots[i] = value
             if touch and expire > 0:
-                entries[place, 1] = _pack(value, now)
+                put(table, cell, keys[i], _pack(value, now))
     return absent
 
 
@@ -214,35 +206,33 @@ def _split(segment, header, directory, segments, entries):  # noqa: ANN001, ANN2
     depth = segments[segment, 0] + 1
     segments[segment, 0], segments[new, 0] = depth, depth
     # The directory's entries of a segment lie side by side; the second half of them is the new one's.
-    first = np.int64(segment) << _BITS
-    old = entries[first : first + _SEGMENT].copy()
-    entries[first : first + _SEGMENT] = 0
+    old = entries[segment].copy()
+    entries[segment, :, 1] = EMPTY
+    entries[new, :, 1] = EMPTY
     segments[segment, 1] = 0
     width = np.int64(1) << (header[_DEPTH] - depth)
     begin = np.int64(-1)
     for i in range(_SEGMENT):
-        if old[i, 0] == 0:
+        if old[i, 1] == EMPTY:
             continue
-        hashed = mix(np.uint64(~old[i, 0]))
+        key = old[i, 0]
         if begin < 0:
-            begin = np.int64(hashed >> np.uint64(64 - header[_DEPTH])) // (2 * width) * 2 * width
+            begin = np.int64(mix(np.uint64(key)) >> np.uint64(64 - header[_DEPTH])) // (2 * width) * 2 * width
             for j in range(begin + width, begin + 2 * width):
                 directory[j] = new
-        target = _segment_of(hashed, header, directory)
-        place = _position(~old[i, 0], hashed, target, entries)
-        entries[place, 0], entries[place, 1] = old[i, 0], old[i, 1]
+        target = _segment_of(key, header, directory)
+        put(entries[target], find(entries[target], key), key, old[i, 1])
         segments[target, 1] += 1
 
 
 @compile_loop
-def _put(key, hashed, word, header, directory, segments, entries):  # noqa: ANN001, ANN202
+def _add(key, word, header, directory, segments, entries):  # noqa: ANN001, ANN202
     """Add a key that is not there."""
-    segment = _segment_of(hashed, header, directory)
+    segment = _segment_of(key, header, directory)
     while segments[segment, 1] >= _FULL and segments[segment, 0] < _MAX_DEPTH:
         _split(segment, header, directory, segments, entries)
-        segment = _segment_of(hashed, header, directory)
-    place = _position(key, hashed, segment, entries)
-    entries[place, 0], entries[place, 1] = ~key, word
+        segment = _segment_of(key, header, directory)
+    put(entries[segment], find(entries[segment], key), key, word)
     segments[segment, 1] += 1
 
 
@@ -269,27 +259,27 @@ def _admit(keys, counts, made, admission, now, expire, slot_keys, free, header, 
     count = 0
     for i in range(keys.shape[0]):
         key = keys[i]
-        hashed = mix(np.uint64(key))
-        place = _position(key, hashed, _segment_of(hashed, header, directory), entries)
-        is_new, word = entries[place, 0] == 0, entries[place, 1]
+        table = entries[_segment_of(key, header, directory)]
+        cell = find(table, key)
+        word = table[cell, 1]
         seen = np.int64(counts[i])
-        if not is_new:
+        if word != EMPTY:
             value, old = np.int64(np.int32(word)), _is_old(word, now, expire)
             if value >= 0 and not old:  # named twice, and got its slot the first time
                 continue
             if value >= 0:
                 _free_slot(value, slot_keys, free, header)
             elif not old:
-                seen = -value if np.int32(word >> 32) == now else seen - value
-        value = -seen
+                seen = ~value if np.int32(word >> 32) == now else seen + ~value
+        value = ~seen
         if seen >= admission:
             value = _take_slot(free, header)
             made[0, count], made[1, count] = key, value
             count += 1
-        if is_new:
-            _put(key, hashed, _pack(value, now), header, directory, segments, entries)
+        if word == EMPTY:
+            _add(key, _pack(value, now), header, directory, segments, entries)
         else:
-            entries[place, 1] = _pack(value, now)
+            put(table, cell, key, _pack(value, now))
     return count
 
 
@@ -301,8 +291,9 @@ def _sweep(now, expire, slot_keys, free, header, directory, segments, entries): 
     while budget > 0:
         if place >= total:
             place = 0
-        word = entries[place, 1]
-        if entries[place, 0] == 0 or not _is_old(word, now, expire):
+        table, cell = entries[place >> _BITS], place & (_SEGMENT - 1)
+        word = table[cell, 1]
+        if word == EMPTY or not _is_old(word, now, expire):
             place += 1
             budget -= 1
             continue
@@ -310,26 +301,8 @@ def _sweep(now, expire, slot_keys, free, header, directory, segments, entries): 
         if value >= 0:
             _free_slot(value, slot_keys, free, header)
         segments[place >> _BITS, 1] -= 1
-        _close_gap(place, entries)  # what moves here is looked at next
+        erase(table, cell)  # what moves here is looked at next
     header[_CURSOR] = place
-
-
-@compile_loop
-def _close_gap(place, entries):  # noqa: ANN001, ANN202
-    """Take an entry out of its segment, moving back those behind it that were put there because of it."""
-    first = place >> _BITS << _BITS
-    gap = place - first
-    at = gap
-    while True:
-        at = (at + 1) & (_SEGMENT - 1)
-        key = entries[first + at, 0]
-        if key == 0:
-            break
-        home = np.int64(mix(np.uint64(~key)) & np.uint64(_SEGMENT - 1))
-        if (at - home) & (_SEGMENT - 1) >= (at - gap) & (_SEGMENT - 1):
-            entries[first + gap, 0], entries[first + gap, 1] = key, entries[first + at, 1]
-            gap = at
-    entries[first + gap, 0], entries[first + gap, 1] = 0, 0
 
 
 @compile_loop
@@ -337,7 +310,7 @@ def _rebuild(slot_keys, free, header, directory, segments, entries):  # noqa: AN
     for slot in range(header[_HIGH] - 1, -1, -1):
         if slot_keys[slot] != 0:
             key = ~slot_keys[slot]
-            _put(key, mix(np.uint64(key)), _pack(slot, 0), header, directory, segments, entries)
+            _add(key, _pack(slot, 0), header, directory, segments, entries)
             header[_ROWS] += 1
         else:
             free[header[_FREE]] = slot
