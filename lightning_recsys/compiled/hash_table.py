@@ -12,20 +12,15 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.compiled.hashing import mix
-from lightning_recsys.compiled.loops import compile_loop, prefetch
+from lightning_recsys.compiled.loops import compile_inline, compile_loop, prefetch
 
 KeyTable: TypeAlias = NDArray[np.int64] | NDArray[np.int32]
 
 EMPTY = -1
-
-# For what loops do with each key: a call with many arrays, which the compiler may leave as one, takes longer than most
-# of what these functions do.
-compile_inline = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 
 
 def make_table(num_keys: int) -> NDArray[np.int64]:

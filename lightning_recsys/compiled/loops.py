@@ -30,6 +30,11 @@ compile_loop = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=
 compile_rule = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 
+# For what loops do with each key or row, rounded as rules are. A call with many arrays, which the compiler may leave as
+# one, takes longer than most of what these functions do.
+compile_inline = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+
+
 AHEAD = 32
 """How many rows before its use a loop asks for a row: on one thread, 4 hid half of the waiting and 32 nearly all."""
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.compiled.loops import AHEAD, compile_rule, prefetch_row
+from lightning_recsys.compiled.loops import AHEAD, compile_inline, compile_rule, prefetch_row
 from lightning_recsys.optim.compiled import Update, sum_of_squares
 from lightning_recsys.optim.row_optimizers import SGD, Adagrad, RowOptimizer, RowwiseAdagrad
 from lightning_recsys.sync.clocks import MAX_CLOCK
@@ -57,6 +57,21 @@ def _tick(clocks, row):  # noqa: ANN001, ANN202
     clocks[row, UNSENT] += np.int32(clocks[row, UNSENT] < MAX_CLOCK)
 
 
+@compile_inline
+def _step(row, grads, i, scale, clocks, rows, owed):  # noqa: ANN001, ANN202
+    """Take a step against a gradient; what is owed is set where the row owed nothing until now."""
+    if clocks[row, UNSENT] > 1:
+        for d in range(rows.shape[1]):
+            change = scale * grads[i, d]
+            rows[row, d] -= change
+            owed[row, d] += change
+    else:
+        for d in range(rows.shape[1]):
+            change = scale * grads[i, d]
+            rows[row, d] -= change
+            owed[row, d] = change
+
+
 @compile_rule
 def _sgd(touched, grads, clocks, rows, owed, learning_rate):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
@@ -67,16 +82,7 @@ def _sgd(touched, grads, clocks, rows, owed, learning_rate):  # noqa: ANN001, AN
         prefetch_row(owed, coming)
         row = touched[i]
         _tick(clocks, row)
-        if clocks[row, UNSENT] > 1:
-            for d in range(rows.shape[1]):
-                change = learning_rate * grads[i, d]
-                rows[row, d] -= change
-                owed[row, d] += change
-        else:
-            for d in range(rows.shape[1]):
-                change = learning_rate * grads[i, d]
-                rows[row, d] -= change
-                owed[row, d] = change
+        _step(row, grads, i, learning_rate, clocks, rows, owed)
 
 
 @compile_rule
@@ -118,18 +124,8 @@ def _rowwise_adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learni
         sums[row] = total
         scale = learning_rate / (np.sqrt(total) + eps)
         _tick(clocks, row)
-        if clocks[row, UNSENT] > 1:
-            owed_sums[row] += square
-            for d in range(rows.shape[1]):
-                change = scale * grads[i, d]
-                rows[row, d] -= change
-                owed[row, d] += change
-        else:
-            owed_sums[row] = square
-            for d in range(rows.shape[1]):
-                change = scale * grads[i, d]
-                rows[row, d] -= change
-                owed[row, d] = change
+        owed_sums[row] = owed_sums[row] + square if clocks[row, UNSENT] > 1 else square
+        _step(row, grads, i, scale, clocks, rows, owed)
 
 
 _LOOPS: dict[type[RowOptimizer], Update] = {SGD: _sgd, Adagrad: _adagrad, RowwiseAdagrad: _rowwise_adagrad}

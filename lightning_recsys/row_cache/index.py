@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from lightning_recsys.compiled import hash_table as key_table
 from lightning_recsys.compiled.hash_table import (
     EMPTY,
-    compile_inline,
     find,
     home,
     key_at,
@@ -26,7 +25,7 @@ from lightning_recsys.compiled.hash_table import (
     put,
     value_at,
 )
-from lightning_recsys.compiled.loops import AHEAD, SOON, compile_loop, prefetch_row
+from lightning_recsys.compiled.loops import AHEAD, SOON, compile_inline, compile_loop, prefetch_row
 from lightning_recsys.row_cache import order
 from lightning_recsys.row_cache.order import COUNT, HELD, LIST, NEXT, NOWHERE, PLANNED, POSITION
 from lightning_recsys.row_cache.window import (

@@ -12,8 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recsys.compiled.hash_table import compile_inline
-from lightning_recsys.compiled.loops import compile_loop
+from lightning_recsys.compiled.loops import compile_inline, compile_loop
 
 # Columns of the slots' array, int32 [S, 8]; two slots share a cache line.
 PLANNED = 0  # number of the last plan that has the row

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from lightning_recsys.compiled.hash_table import (
     EMPTY,
     KeyTable,
-    compile_inline,
     copy_into,
     erase,
     find,
@@ -30,7 +29,7 @@ from lightning_recsys.compiled.hash_table import (
     value_at,
     values,
 )
-from lightning_recsys.compiled.loops import AHEAD, SOON, compile_loop, prefetch_row
+from lightning_recsys.compiled.loops import AHEAD, SOON, compile_inline, compile_loop, prefetch_row
 from lightning_recsys.row_cache import order
 from lightning_recsys.row_cache.order import COUNT, LIST, NEXT, NOWHERE, PLANNED
 
