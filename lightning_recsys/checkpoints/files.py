@@ -27,9 +27,9 @@ class Stretch:
 
     Args:
         file: Name of the file in its version's folder.
-        start: Where the stretch starts, in bytes.
-        length: How long it is, in bytes.
-        crc32: Its sum.
+        start: The number of bytes before the stretch.
+        length: The number of bytes of the stretch.
+        crc32: :func:`zlib.crc32` of those bytes.
     """
 
     file: str
@@ -45,7 +45,7 @@ class SummedFile(io.RawIOBase):
     summed.
 
     Args:
-        path: The file; it must not be there.
+        path: The file to make; opening fails where it exists.
 
     Attributes:
         stretches: The stretches that are finished, by their starts.
@@ -161,9 +161,9 @@ def read_object(folder: Path, stretch: Stretch, *, checkpoint: Path, weights_onl
     """Read what :func:`torch.save` wrote to a stretch, onto the CPU.
 
     Args:
-        folder: Where the file is.
-        stretch: Which bytes of it.
-        checkpoint: What the error names.
+        folder: The folder of the stretch's file.
+        stretch: The file's name, which of its bytes to read, and their sum.
+        checkpoint: The checkpoint that an error names.
         weights_only: As for :func:`torch.load`.
 
     Raises:

@@ -207,10 +207,8 @@ def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor
             raise ValueError(
                 f"{path}: {key!r} has the shape {list(saved.shape)}, the model's has {list(target.shape)}."
             )
-        for first, num_rows in target.blocks():
-            block = torch.empty((num_rows, *target.shape[1:]), dtype=target.dtype)
-            version.read_rows(saved, first, block)
-            target.write(first, block)
+        for first, block in version.read_blocks(saved, target.blocks()):
+            target.write(first, block.to(target.dtype))
 
 
 def _rows_to_load(version: Version, prefix: str, rows: StoredRows) -> dict[str, StoredTensor]:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ class SavedChunk:
     """A part of a tensor, as it lies in a file.
 
     Args:
-        offsets: Where it begins in the tensor.
-        shape: Its own.
-        stretch: Where it lies.
+        offsets: Where the part begins in the tensor, along each dimension.
+        shape: The part's shape.
+        stretch: The bytes of a file that hold the part, as :func:`torch.save` writes a tensor.
     """
 
     offsets: tuple[int, ...]
@@ -45,9 +45,9 @@ class SavedTensor:
     """A tensor of the state dict, in chunks that cover it.
 
     Args:
-        dtype: Its element type.
-        shape: Its whole shape.
-        chunks: In any order.
+        dtype: The element type of all chunks.
+        shape: The tensor's shape, once the chunks are put together; empty for a single number.
+        chunks: The parts, which cover the tensor and do not overlap, in any order.
     """
 
     dtype: torch.dtype
@@ -60,8 +60,8 @@ class Manifest:
     """A version's contents.
 
     Args:
-        tensors: By their keys in the state dict.
-        files: The files that are one object each (``meta.pt``, extras), by name.
+        tensors: The saved tensors, by their keys in the state dict.
+        files: The files that hold one object each (``meta.pt``, extras), by name; each stretch is a whole file.
     """
 
     tensors: Mapping[str, SavedTensor]
@@ -72,8 +72,8 @@ class Version:
     """A version of a folder checkpoint, to be read.
 
     Args:
-        checkpoint: The checkpoint's folder.
-        folder: The version's.
+        checkpoint: The checkpoint's folder, which errors name.
+        folder: The version's folder within it.
 
     Raises:
         DamagedCheckpointError: its manifest is missing, damaged, or no manifest.
@@ -91,23 +91,35 @@ class Version:
 
     def read_tensor(self, saved: SavedTensor) -> Tensor:
         """A tensor as a whole."""
-        tensor = torch.empty(saved.shape, dtype=saved.dtype)
-        self.read_rows(saved, 0, tensor)
-        return tensor
+        whole = [(0, saved.shape[0] if saved.shape else 1)]
+        return next(tensor for _, tensor in self.read_blocks(saved, whole))
 
-    def read_rows(self, saved: SavedTensor, first: int, out: Tensor) -> None:
-        """Fill ``out`` with a stretch of a tensor's rows, from ``first`` on; a number is one row."""
-        for chunk in saved.chunks:
-            offset, num_rows = (chunk.offsets[0], chunk.shape[0]) if saved.shape else (0, 1)
-            low, high = max(offset, first), min(offset + num_rows, first + (len(out) if saved.shape else 1))
-            if low >= high:
-                continue
-            values = self._read_chunk(saved, chunk)
-            if not saved.shape:
-                out.copy_(values)
-                continue
-            columns = [slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.shape[1:], strict=True)]
-            out[(slice(low - first, high - first), *columns)] = values[low - offset : high - offset]
+    def read_blocks(self, saved: SavedTensor, blocks: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
+        """Stretches of a tensor's rows, one after the other; a number is one row.
+
+        A chunk is read and compared with its sum once, however many of the stretches have rows of it. It is kept from
+        the first of them to the last.
+
+        Args:
+            saved: The tensor.
+            blocks: First row and number of rows of each stretch, in rising order.
+
+        Yields:
+            The first row of a stretch, and its values.
+        """
+        kept: dict[SavedChunk, Tensor] = {}
+        for first, num_rows in blocks:
+            block = torch.empty((num_rows, *saved.shape[1:]) if saved.shape else (), dtype=saved.dtype)
+            for chunk in saved.chunks:
+                offset, length = (chunk.offsets[0], chunk.shape[0]) if saved.shape else (0, 1)
+                low, high = max(offset, first), min(offset + length, first + num_rows)
+                if low < high:
+                    if chunk not in kept:
+                        kept[chunk] = self._read_chunk(saved, chunk)
+                    _copy_rows(kept[chunk], chunk, block, low, high, first)
+                if offset + length <= first + num_rows:
+                    kept.pop(chunk, None)
+            yield first, block
 
     def _read_chunk(self, saved: SavedTensor, chunk: SavedChunk) -> Tensor:
         values = read_object(self.folder, chunk.stretch, checkpoint=self.checkpoint)
@@ -119,6 +131,15 @@ class Version:
                 f"has {found} where {saved.dtype} {list(chunk.shape)} should be",
             )
         return values
+
+
+def _copy_rows(values: Tensor, chunk: SavedChunk, block: Tensor, low: int, high: int, first: int) -> None:
+    """Copy a chunk's rows ``low`` to ``high`` of its tensor to their places in a block that begins at row ``first``."""
+    if not block.dim():
+        block.copy_(values)
+        return
+    columns = [slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.shape[1:], strict=True)]
+    block[(slice(low - first, high - first), *columns)] = values[low - chunk.offsets[0] : high - chunk.offsets[0]]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -22,12 +22,12 @@ class StoredTensor:
     In a state dict it stands for this process's share of the rows.
 
     Args:
-        shape: Its whole shape; rows first.
-        dtype: Its element type.
+        shape: The shape of the whole tensor; the first dimension counts rows.
+        dtype: The element type of what ``read`` returns and ``write`` takes.
         read: ``read(first_row, num_rows)`` returns a copy or a view of that stretch.
         write: ``write(first_row, values)`` overwrites a stretch.
-        rank: This process, of those that share the work.
-        world_size: How many share it.
+        rank: The number of this process among those that share the work, from 0.
+        world_size: The number of processes that share the work; each saves and loads blocks of its own.
     """
 
     shape: torch.Size
@@ -77,14 +77,14 @@ class StoredRows:
     them saves them, for rows may come and go meanwhile; all of those share the loading.
 
     Args:
-        tables: Their names.
+        tables: The tables' names, which are parts of the keys.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
         live_ids: The ids of the rows that exist, by table.
         read: ``read(table, name, ids)`` returns ``weight`` or a state of rows.
         write: ``write(table, name, ids, values)`` overwrites it, and makes the rows that do not exist.
         clear: Lets no row exist.
-        rank: This process, of those that share the work.
-        world_size: How many share it.
+        rank: The number of this process among those that share the work, from 0.
+        world_size: The number of processes that share the work.
     """
 
     tables: tuple[str, ...]

@@ -24,8 +24,8 @@ class SummingWriter(FileSystemWriter):
     The sums of all ranks come to the first one with what torch gathers there anyway.
 
     Args:
-        path: The version's folder.
-        prefix: What the keys of tensors begin with; left out of :attr:`tensors`.
+        path: The version's folder; the files of tensors are made in it.
+        prefix: The beginning of all tensors' keys; :attr:`tensors` has the keys without it.
 
     Attributes:
         tensors: On the first rank, once all is written: where each tensor lies, by key.

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_recsys.checkpoints import (
     FolderCheckpointIO,
     StoredTensor,
+    files,
     folder,
     is_folder,
     read_checkpoint,
@@ -107,6 +108,25 @@ def test_rows_when_saved_in_small_blocks_then_any_other_blocks_read_them(tmp_pat
     rows = torch.zeros(10, 3)
     read_stored(tmp_path / "x.ckpt", {"table.weight": in_store(rows)})
     assert torch.equal(rows, ROWS)
+
+
+@pytest.mark.parametrize("chunk_rows", [10, 4])
+def test_rows_when_chunks_are_larger_than_blocks_then_every_byte_is_read_and_summed_once(
+    tmp_path, monkeypatch, chunk_rows
+):
+    """Chunks of 10 or 4 rows; 10 blocks of a row that two processes load in turn."""
+    monkeypatch.setattr(stored, "BLOCK_BYTES", chunk_rows * 12)
+    save_folder(tmp_path / "last.ckpt", {"state_dict": {"table.weight": in_store(ROWS)}})
+    monkeypatch.setattr(stored, "BLOCK_BYTES", 12)
+    reads = []
+    read_bytes = files.read_bytes
+    monkeypatch.setattr(files, "read_bytes", lambda path, *place: reads.append(place) or read_bytes(path, *place))
+    for rank in (0, 1):
+        found = torch.zeros_like(ROWS)
+        read_stored(tmp_path / "last.ckpt", {"table.weight": in_store(found, rank=rank, world_size=2)})
+        assert torch.equal(found[rank::2], ROWS[rank::2])
+        assert len(reads) == len(set(reads)) == -(-10 // chunk_rows)
+        reads.clear()
 
 
 def test_checkpoint_when_saved_again_then_replaces_the_old_one(saved):
