@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,16 +138,6 @@ class PlacementPlan:
         """The largest server's cost over the mean: 1 is perfect."""
         mean = sum(self.costs) / self.num_servers
         return max(self.costs) / mean if mean else 1.0
-
-    def to_plain(self) -> dict[str, Any]:
-        """As dicts, lists, strings and numbers."""
-        return asdict(self) | {"parts": [asdict(part) for part in self.parts]}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> PlacementPlan:
-        """The reverse of :meth:`to_plain`."""
-        parts = tuple(TablePart(**part) for part in plain["parts"])
-        return cls(plain["method"], plain["num_servers"], parts, plain["unit"])
 
     def __str__(self) -> str:
         total = sum(self.costs) or 1.0

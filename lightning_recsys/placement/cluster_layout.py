@@ -62,24 +62,6 @@ class ClusterLayout:
         """The rank's place among its trainer's workers; 0 leads."""
         return self._checked(rank) % self.workers_per_trainer
 
-    def leader_of(self, rank: int) -> int:
-        """The rank that leads this rank's trainer."""
-        return rank - self.worker_of(rank)
-
-    def ranks_of(self, trainer: int) -> range:
-        """The ranks of a trainer."""
-        if not 0 <= trainer < self.num_trainers:
-            raise ValueError(f"trainers are 0 to {self.num_trainers - 1}, got {trainer}.")
-        return range(trainer * self.workers_per_trainer, (trainer + 1) * self.workers_per_trainer)
-
-    def node_of(self, rank: int) -> int:
-        """The node that a rank runs on."""
-        return self._checked(rank) // self.ranks_per_node
-
-    def local_rank_of(self, rank: int) -> int:
-        """The rank's place on its node."""
-        return self._checked(rank) % self.ranks_per_node
-
     def _checked(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"ranks are 0 to {self.world_size - 1}, got {rank}.")

@@ -203,11 +203,6 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     def num_live(self) -> int:  # noqa: D102 - inherited
         return self._index.num_rows
 
-    @property
-    def index_bytes(self) -> int:
-        """Memory of the hash table, which is the process's own."""
-        return self._index.num_bytes
-
     def rows_of(self, sparse: SparseFeatures) -> np.ndarray:
         """The row of each id, int64 ``[N]``."""
         if sparse.is_single_hot:

@@ -80,11 +80,6 @@ class KeyIndex:
         """Slots that were ever in use: all of them are below this number."""
         return int(self._header[_HIGH])
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the index itself."""
-        return int(self._header[_SEGMENTS]) * (_SEGMENT * 16 + 8) + (4 << int(self._header[_DEPTH]))
-
     def find(self, keys_N: np.ndarray, *, touch: bool = True) -> tuple[np.ndarray, int]:
         """The keys' slots, -1 for a key without one, and how many those are; keys that have one count as seen.
 

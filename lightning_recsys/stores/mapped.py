@@ -23,7 +23,7 @@ from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 from lightning_recsys.stores.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
 from lightning_recsys.stores.locality import boot_id
-from lightning_recsys.stores.mapped_arrays import META, check_name, remove_arrays, total_bytes
+from lightning_recsys.stores.mapped_arrays import META, check_name, promised_bytes, remove_arrays, total_bytes
 
 _MEMORY = "/dev/shm"  # noqa: S108 - asked about, not written to
 
@@ -191,16 +191,18 @@ class MappedStores(Stores):
 
 
 def free_room(folder: Path) -> dict[str, Any]:
-    """``free_bytes`` for files in a folder, and the ``place`` that shares them: machine and file system.
+    """``free_bytes`` for new files in a folder, and the ``place`` that shares them: machine and file system.
 
-    Where files are memory, what processes can still have of it counts as well.
+    What the folder's stores were promised and have not written to yet is not free; it is told as ``promised_bytes``,
+    for other folders of the place lack it as well. Where files are memory, what processes can still have of it counts.
     """
-    free, device = shutil.disk_usage(folder).free, folder.stat().st_dev
+    free, device, promised = shutil.disk_usage(folder).free, folder.stat().st_dev, promised_bytes(folder)
     with suppress(OSError):  # where the system is not Linux
         if device == os.stat(_MEMORY).st_dev:
             told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
             free = min(free, 1024 * int(told["MemAvailable"].split()[0]))
-    return {"free_bytes": free, "place": f"{boot_id() or socket.gethostname()}:{device}"}
+    place = f"{boot_id() or socket.gethostname()}:{device}"
+    return {"free_bytes": max(free - promised, 0), "promised_bytes": promised, "place": place}
 
 
 def check_same(

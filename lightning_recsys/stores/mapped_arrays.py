@@ -249,6 +249,16 @@ def total_bytes(shapes: Shapes) -> int:
     return sum(math.prod(shape) * _ITEM_BYTES[dtype] for dtype, shape in shapes.values())
 
 
+def promised_bytes(folder: Path) -> int:
+    """What the stores of a folder may still take: the parts of their files that nothing was written to yet."""
+    promised = 0
+    for path in folder.glob("*/*"):
+        with suppress(FileNotFoundError):  # a store that is being removed
+            file = path.stat()
+            promised += max(file.st_size - file.st_blocks * 512, 0)
+    return promised
+
+
 def check_free_space(folder: Path, needed: int, *, what: str) -> None:
     """Refuse now what would end in a bus error when the pages are first written.
 
@@ -258,12 +268,7 @@ def check_free_space(folder: Path, needed: int, *, what: str) -> None:
         OSError: fewer than ``needed`` bytes are there.
     """
     stats = os.statvfs(folder)
-    promised = 0
-    for path in folder.glob("*/*"):
-        with suppress(FileNotFoundError):  # a store that is being removed
-            file = path.stat()
-            promised += max(file.st_size - file.st_blocks * 512, 0)
-    there = max(stats.f_bavail * stats.f_frsize - promised, 0)
+    there = max(stats.f_bavail * stats.f_frsize - promised_bytes(folder), 0)
     if needed > there:
         raise OSError(
             errno.ENOSPC,

@@ -426,7 +426,8 @@ class OneReplica(Callback):
                 assert (tensor[0, 0] == 1000.0 + writer) == same_trainer
                 dist.barrier()
         steps = {float(state["step"]) for state in optimizer.state.values()}
-        own = sum(pl_module.counts[worker] for worker in layout.ranks_of(layout.trainer_of(rank)))
+        ranks = [other for other in range(trainer.world_size) if layout.trainer_of(other) == layout.trainer_of(rank)]
+        own = sum(pl_module.counts[worker] for worker in ranks)
         assert steps == {float(own)}, "the updates of all workers count"
 
 

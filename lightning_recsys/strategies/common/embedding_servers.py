@@ -174,11 +174,21 @@ def ids_in(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures]
 
 
 def rooms_of(servers: Sequence[Stores]) -> list[Room] | None:
-    """How much room each server has for rows, or ``None`` where one of them does not say."""
+    """How much room each server has for rows, or ``None`` where one of them does not say.
+
+    Servers of one place share its room, so each lacks what the stores of the others were promised.
+    """
     told = [server.status() for server in servers]
     if not all("free_bytes" in status for status in told):
         return None
-    return [Room(str(status["place"]), int(status["free_bytes"])) for status in told]
+    free: dict[str, int] = {}  # by place, as if nothing were promised; the last bytes may go between two answers
+    promised: dict[str, int] = {}
+    for status in told:
+        place, own = str(status["place"]), int(status.get("promised_bytes", 0))
+        free[place] = min(free.get(place, 2**63), int(status["free_bytes"]) + own)
+        promised[place] = promised.get(place, 0) + own
+    places = [str(status["place"]) for status in told]
+    return [Room(place, max(free[place] - promised[place], 0)) for place in places]
 
 
 def measure_costs(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures] = ()) -> dict[str, float]:

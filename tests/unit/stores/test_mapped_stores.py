@@ -129,11 +129,24 @@ def test_dense_gradients_when_pushed_then_the_rule_moves_the_vector(stores, rule
     assert torch.equal(store.pull(), row[0])
 
 
+def test_room_when_a_store_was_promised_some_then_it_is_not_free_for_others(stores):
+    size = 1 << 30
+    before = stores.status()
+    tables = TableLayout((EmbeddingBagConfig("large", size // 64, 16, ("x",), init_std=0.0),))
+    store = stores.create_embedding_store("promised", tables, SGD(0.1), seed=0)
+    after = stores.status()
+    assert after["promised_bytes"] - before["promised_bytes"] >= size
+    assert before["free_bytes"] - after["free_bytes"] == pytest.approx(size, abs=size // 4)  # others write as well
+    store.write("weight", 0, torch.ones(100_000, 16))
+    assert after["promised_bytes"] - stores.status()["promised_bytes"] >= 6_400_000
+
+
 def test_names_when_open_or_not_there_then_errors_say_what_is_there(stores, tmp_path):
     stores.create_embedding_store("model.tables", LAYOUT, SGD(), seed=0)
     stores.create_dense_store("center", torch.zeros(1))
     status = stores.status()
-    free, place = status.pop("free_bytes"), status.pop("place")
+    free, promised, place = (status.pop(name) for name in ("free_bytes", "promised_bytes", "place"))
+    assert promised < 4096, "small files take whole blocks"
     assert status == {"stores": 2, "rows": 10, "live_rows": 10, "bytes": 10 * (16 + 4) + 8 + 4 + 8}
     assert 0 < free <= shutil.disk_usage(tmp_path).free + 2**30, "others write as well"
     assert MappedStores(tmp_path.parent).status()["place"] == place

@@ -18,6 +18,7 @@ from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.errors import NoRoomError
 from lightning_recsys.optim import SGD
+from lightning_recsys.placement import Room
 from lightning_recsys.stores.mapped import MappedStores
 from lightning_recsys.strategies import ShadowSyncStrategy
 from lightning_recsys.strategies.common.embedding_servers import (
@@ -589,6 +590,8 @@ def test_placement_when_the_servers_lack_room_then_says_so_and_tables_that_grow_
     with pytest.raises(NoRoomError, match=r"table net.a needs [0-9,]+ bytes .* server 0 [0-9,]+ of 10,000"):
         plan_placement(collections, 2, method="size", rooms=rooms)
     assert plan_placement(collections, 2, method="size", rooms=rooms, growing=["net"]).num_servers == 2
+    told |= {"promised_bytes": 3_000}
+    assert rooms_of([Server(), Server()]) == [Room("here", 7_000)] * 2, "each lacks what the other's stores may take"
     told = {"rows": 3}
     assert rooms_of([Server()]) is None
     assert plan_placement(collections, 2, method="size").num_servers == 2
