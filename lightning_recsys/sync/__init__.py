@@ -5,7 +5,9 @@ from lightning_recsys.sync.bmuf import BMUF
 from lightning_recsys.sync.clocks import ClockName, ClockRule
 from lightning_recsys.sync.easgd import EASGD
 from lightning_recsys.sync.model_averaging import ModelAveraging
+from lightning_recsys.sync.pacing import RoundSchedule, ShadowPace
 from lightning_recsys.sync.registry import algorithm_names, make_algorithm, register_algorithm
+from lightning_recsys.sync.rounds import ReplicaRounds
 from lightning_recsys.sync.staleness import STALENESS_RULES, StalenessNormalization, StalenessRule
 
 __all__ = [
@@ -16,6 +18,9 @@ __all__ = [
     "ClockRule",
     "Exchange",
     "ModelAveraging",
+    "ReplicaRounds",
+    "RoundSchedule",
+    "ShadowPace",
     "StalenessNormalization",
     "StalenessRule",
     "SyncAlgorithm",

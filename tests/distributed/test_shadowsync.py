@@ -544,7 +544,7 @@ class StartsFrom(Callback):
             assert torch.equal(trainer.optimizers[0].state_dict()["state"][0]["exp_avg"], momentum)
         driver = trainer.strategy._driver
         if driver is not None:
-            assert driver._steps == 1
+            assert driver._schedule._steps == 1
         if driver is not None and trainer.is_global_zero:
             for name, value in saved["shadowsync"]["state"].items():
                 assert torch.equal(driver.rounds.algorithm.state_dict()[name], value)

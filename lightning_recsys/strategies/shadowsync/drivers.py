@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies.shadowsync.rounds import Rounds
-
-# Of a core: what a shadow thread without an interval computes. A round over TCP costs connection and server together
-# about four times as much again, whichever thread moves the bytes, and all of it should stay below 3 % of the training.
-SHADOW_SHARE = 0.0035
-RECENT = 9  # rounds by whose median cost the next pause is measured
+from lightning_recsys.sync import RoundSchedule, ShadowPace
 
 
 class Driver(ABC):
@@ -78,14 +70,12 @@ class ShadowThread(Driver):
 
     Args:
         rounds: What to run. Nothing else may touch the exchange behind it while the thread runs.
-        interval: Seconds between two rounds. By default as long as keeps the thread's computing at 0.35 % of a core:
-            a small model is synchronised more often than a large one, and waiting for the network costs nothing.
+        interval: Seconds between two rounds, as for :class:`~lightning_recsys.sync.ShadowPace`.
     """
 
     def __init__(self, rounds: Rounds, *, interval: float | None = None) -> None:
         super().__init__(rounds)
-        self._interval = interval
-        self._computed: list[float] = []  # seconds of each of the last rounds
+        self._pace = ShadowPace(interval=interval)
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -105,19 +95,10 @@ class ShadowThread(Driver):
                 if self.rounds.run(leaving=self._leaving.is_set()):
                     return
                 ended = time.thread_time() - self.rounds.moving_seconds
-                self._computed = [*self._computed[-RECENT:], ended - began]
-                self._leaving.wait(self._pause())
+                # A trainer that leaves does not pause: the others wait for its vote in every round until all leave.
+                self._leaving.wait(self._pace.pause_after(ended - began))
         except BaseException as error:
             self._error = error
-
-    def _pause(self) -> float:
-        if self._leaving.is_set():
-            return 0.0
-        if self._interval is not None:
-            return self._interval
-        # The first round compiles and touches memory: it may cost a thousand times what others do.
-        usual = self._computed[1:]
-        return statistics.median(usual) * (1 / SHADOW_SHARE - 1) if usual else 0.0
 
     def check(self) -> None:
         """Raise what the thread died of, if it has."""
@@ -145,9 +126,7 @@ class ForegroundHook(Driver):
 
     Args:
         rounds: What to run.
-        gap: Steps of this worker from one round to the next.
-        interval: Seconds from one round to the next, instead of steps.
-        steps: int64 ``[1]``, the steps since the last round: where others can read and set it, as checkpoints do.
+        schedule: When.
         alone: Around each round, while which no other worker may update the replica.
     """
 
@@ -155,30 +134,23 @@ class ForegroundHook(Driver):
         self,
         rounds: Rounds,
         *,
-        gap: int,
-        interval: float | None = None,
-        steps: NDArray[np.int64] | None = None,
+        schedule: RoundSchedule,
         alone: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(rounds)
-        self._gap = gap
-        self._interval = interval
-        self._steps = np.zeros(1, dtype=np.int64) if steps is None else steps
+        self._schedule = schedule
         self._alone = alone
-        self._last = time.monotonic()
 
     def start(self) -> None:
         """Training begins, or goes on: the interval is counted from now."""
         super().start()
-        self._last = time.monotonic()
+        self._schedule.begin(time.monotonic())
 
     def after_step(self) -> None:
         """Take part in a round where one is due."""
-        self._steps[0] += 1
-        due = self._steps[0] >= self._gap if self._interval is None else time.monotonic() - self._last >= self._interval
-        if due:
+        if self._schedule.is_due_after_step(time.monotonic()):
             self._run(leaving=False)
-            self._steps[0], self._last = 0, time.monotonic()
+            self._schedule.finish_round(time.monotonic())
 
     def _run(self, *, leaving: bool) -> bool:
         with self._alone():

@@ -1,4 +1,4 @@
-"""Rounds of a synchronisation algorithm: what it asks for is fetched, what comes is folded in."""
+"""The bytes of a trainer's rounds: what the algorithm asks for is fetched from sync servers, or from the others."""
 
 from __future__ import annotations
 
@@ -11,32 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_recsys.stores.interfaces import DenseStore
-from lightning_recsys.sync import SyncAlgorithm
-
-DIVERGENCE_PERIOD = 10  # rounds; the norms cost about as much as a round through shared memory
+from lightning_recsys.sync import ReplicaRounds, SyncAlgorithm
 
 
-class Rounds(ABC):
-    """Runs one algorithm for one replica; whoever drives it decides when.
-
-    Args:
-        algorithm: Already started.
-        replica: float32 ``[size]``; workers may be writing to it.
+class Rounds(ReplicaRounds, ABC):
+    """Rounds that move bytes; whoever drives it decides when.
 
     Attributes:
-        count: Rounds so far that moved the replica.
         exchanged_bytes: What this process sent to other trainers, and received as well. (Connections to servers count
             theirs themselves.)
-        divergence: Relative L2 distance of the replica from what it was last compared with, the centre or the mean;
-            ``None`` before the first comparison. (Every tenth round compares.)
     """
 
-    def __init__(self, algorithm: SyncAlgorithm, replica: Tensor) -> None:
-        self.algorithm = algorithm
-        self.replica = replica
-        self.count = 0
-        self.exchanged_bytes = 0
-        self.divergence: float | None = None
+    exchanged_bytes = 0
 
     def run(self, *, leaving: bool) -> bool:
         """One round.
@@ -47,14 +33,10 @@ class Rounds(ABC):
         Returns:
             Whether it may stop. Nothing was folded in then.
         """
-        answer = self._exchange(leaving=leaving)
-        if answer is None:
+        if not self.takes_part(leaving=leaving):
             return True
-        if self.count % DIVERGENCE_PERIOD == 0:
-            self.divergence = float((self.replica - answer).norm() / answer.norm().clamp_min(1e-12))
-        self.algorithm.fold(self.replica, answer)
-        self.count += 1
-        return False
+        answer, num_leaving = self._exchange(leaving=leaving)
+        return self.finish(answer, num_leaving=num_leaving)
 
     @property
     def moving_seconds(self) -> float:
@@ -62,16 +44,16 @@ class Rounds(ABC):
         return 0.0
 
     @abstractmethod
-    def _exchange(self, *, leaving: bool) -> Tensor | None:
-        """What the algorithm asks for, or ``None`` where this trainer may leave."""
+    def _exchange(self, *, leaving: bool) -> tuple[Tensor, int]:
+        """What the algorithm asks for, and how many trainers want to stop; ``leaving`` is this trainer's own vote."""
 
 
 class CenterRounds(Rounds):
     """Exchanges with a centre that lies in pieces on the sync servers; nobody waits for another trainer.
 
     Args:
-        algorithm: As in :class:`Rounds`.
-        replica: As in :class:`Rounds`.
+        algorithm: As in :class:`~lightning_recsys.sync.ReplicaRounds`.
+        replica: The same.
         pieces: The stores, whose sizes add up to the replica's.
     """
 
@@ -82,18 +64,17 @@ class CenterRounds(Rounds):
         self._answer = torch.empty_like(replica)
         self._parts, self._answers = torch.split(replica, sizes), torch.split(self._answer, sizes)
 
-    def _exchange(self, *, leaving: bool) -> Tensor | None:
-        if leaving:
-            return None
+    def _exchange(self, *, leaving: bool) -> tuple[Tensor, int]:
+        # All pieces are asked before the first answer is waited for: the servers work at the same time.
         answers = [
             piece.begin_elastic_average(part, alpha=self.algorithm.alpha)
             for piece, part in zip(self._pieces, self._parts, strict=True)
         ]
         if len(answers) == 1:
-            return answers[0]()
+            return answers[0](), 0
         for answer, part in zip(answers, self._answers, strict=True):
             part.copy_(answer())
-        return self._answer
+        return self._answer, 0
 
     @property
     def moving_seconds(self) -> float:
@@ -106,29 +87,26 @@ class CenterRounds(Rounds):
 
 
 class MeanRounds(Rounds):
-    """Averages over all trainers in a process group of their own.
-
-    Each trainer adds a vote to its vector: a trainer that wants to leave goes on taking part until all want to, so
-    nobody waits for somebody who has left, and all leave after the same round.
+    """Averages over all trainers in a process group of their own; each adds its vote to its vector.
 
     Args:
-        algorithm: As in :class:`Rounds`.
-        replica: As in :class:`Rounds`.
+        algorithm: As in :class:`~lightning_recsys.sync.ReplicaRounds`.
+        replica: The same.
         group: One rank per trainer.
     """
 
     def __init__(self, algorithm: SyncAlgorithm, replica: Tensor, *, group: Any) -> None:
-        super().__init__(algorithm, replica)
+        super().__init__(algorithm, replica, num_trainers=dist.get_world_size(group))
         self._group = group
-        self._members = dist.get_world_size(group)
         self._message = torch.empty(replica.numel() + 1)
         # A ring sends and receives each element twice, but for this member's own share.
-        self._bytes_per_round = int(2 * (self._members - 1) / self._members * self._message.nbytes)
+        self._bytes_per_round = int(2 * (self.num_trainers - 1) / self.num_trainers * self._message.nbytes)
 
-    def _exchange(self, *, leaving: bool) -> Tensor | None:
+    def _exchange(self, *, leaving: bool) -> tuple[Tensor, int]:
+        # The vector is copied first: workers go on writing to the replica while its sum travels round the ring.
         mean, vote = self._message[:-1], self._message[-1]
         mean.copy_(self.replica)
         vote.fill_(leaving)
         dist.all_reduce(self._message, group=self._group)
         self.exchanged_bytes += self._bytes_per_round
-        return None if vote == self._members else mean.div_(self._members)
+        return mean.div_(self.num_trainers), int(vote)

@@ -33,7 +33,7 @@ from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHoo
 from lightning_recsys.strategies.shadowsync.replica import Replica, share, share_optimizer_state
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, MeanRounds, Rounds
 from lightning_recsys.strategies.shadowsync.standstill import Standstill
-from lightning_recsys.sync import Exchange, SyncAlgorithm, make_algorithm
+from lightning_recsys.sync import Exchange, RoundSchedule, SyncAlgorithm, make_algorithm
 
 Mode = Literal["background", "foreground"]
 Final = Literal["trainer0", "average"]
@@ -309,13 +309,10 @@ class ShadowSyncStrategy(ServedStrategy):
         if self.mode == "background":
             return ShadowThread(rounds, interval=self.interval)
         worker = self.layout.worker_of(self.global_rank)
-        return ForegroundHook(
-            rounds,
-            gap=self.gap,
-            interval=self.interval,
-            steps=self._since_round[worker : worker + 1],
-            alone=nullcontext if self._standstill is None else self._standstill.alone,
-        )
+        steps = self._since_round[worker : worker + 1]
+        schedule = RoundSchedule(gap=self.gap, interval=self.interval, steps=steps)
+        alone = nullcontext if self._standstill is None else self._standstill.alone
+        return ForegroundHook(rounds, schedule=schedule, alone=alone)
 
     def _open_center(self, initial: Tensor) -> list[DenseStore]:
         """The centre's pieces; the first rank makes them, the others find them."""

@@ -33,7 +33,7 @@ from lightning_recsys.strategies.shadowsync.drivers import ForegroundHook, Shado
 from lightning_recsys.strategies.shadowsync.replica import Replica, share_optimizer_state
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, Rounds
 from lightning_recsys.strategies.shadowsync.standstill import Standstill
-from lightning_recsys.sync import BMUF, EASGD, ModelAveraging, register_algorithm, registry
+from lightning_recsys.sync import BMUF, EASGD, ModelAveraging, RoundSchedule, register_algorithm, registry
 
 
 def make_trainer(strategy, **arguments) -> pl.Trainer:
@@ -317,27 +317,24 @@ def test_center_when_cut_over_servers_then_a_round_equals_one_with_a_whole_cente
 
 
 class Recorded(Rounds):
-    """Does nothing but to remember; lets go after ``more`` rounds of leaving."""
+    """Does nothing but to remember; the others want to leave after ``more`` rounds in which this one does."""
 
     def __init__(self, *, more: int = 0, fails_at: int | None = None) -> None:
-        super().__init__(EASGD(), torch.zeros(1))
+        super().__init__(ModelAveraging(), torch.zeros(1))
         self.more, self.fails_at = more, fails_at
         self.threads: set[str] = set()
         self.settings: set[tuple[int, float]] = set()
         self.reached = threading.Event()
 
-    def _exchange(self, *, leaving: bool) -> torch.Tensor | None:
+    def _exchange(self, *, leaving: bool) -> tuple[torch.Tensor, int]:
         self.threads.add(threading.current_thread().name)
         self.settings.add((torch.get_num_threads(), (torch.tensor([1e-39]) * 1).item()))
         if self.count == self.fails_at:
             raise ZeroDivisionError("in a round")
-        if leaving:
-            self.more -= 1
-            if self.more < 0:
-                return None
+        self.more -= leaving
         if self.count >= 3:
             self.reached.set()
-        return torch.zeros(1)
+        return torch.zeros(1), int(leaving and self.more < 0)
 
 
 @pytest.mark.parametrize("interval", [None, 0.001])
@@ -387,7 +384,7 @@ def test_shadow_thread_when_the_pause_is_long_then_stopping_does_not_wait_for_it
 
 def test_foreground_when_steps_are_made_then_a_round_follows_each_gap():
     rounds = Recorded(more=2)
-    driver = ForegroundHook(rounds, gap=3)
+    driver = ForegroundHook(rounds, schedule=RoundSchedule(gap=3))
     driver.start()
     counts = []
     for _ in range(7):
@@ -412,7 +409,7 @@ def test_foreground_when_its_steps_are_kept_then_the_next_round_comes_where_it_w
         within.append(rounds.count)
 
     rounds = Recorded(more=1)
-    driver = ForegroundHook(rounds, gap=3, steps=kept[1:2], alone=alone)
+    driver = ForegroundHook(rounds, schedule=RoundSchedule(gap=3, steps=kept[1:2]), alone=alone)
     driver.start()
     for _ in range(4):
         driver.after_step()
@@ -420,7 +417,7 @@ def test_foreground_when_its_steps_are_kept_then_the_next_round_comes_where_it_w
     driver.stop()
     assert within == [0, 1, 1, 2, 2, 2], "around each round, those for others too"
     assert kept.tolist() == [0, 1, 0], "rounds for others are not its own"
-    resumed = ForegroundHook(rounds := Recorded(), gap=3, steps=kept[1:2])
+    resumed = ForegroundHook(rounds := Recorded(), schedule=RoundSchedule(gap=3, steps=kept[1:2]))
     resumed.start()
     resumed.after_step()
     assert rounds.count == 0
@@ -432,7 +429,7 @@ def test_foreground_when_paced_by_time_then_steps_do_not_count(monkeypatch):
     now = 0.0
     monkeypatch.setattr("lightning_recsys.strategies.shadowsync.drivers.time.monotonic", lambda: now)
     rounds = Recorded()
-    driver = ForegroundHook(rounds, gap=1, interval=10.0)
+    driver = ForegroundHook(rounds, schedule=RoundSchedule(gap=1, interval=10.0))
     driver.start()
     for now, expected in ((9.0, 0), (10.0, 1), (19.0, 1), (21.0, 2)):  # noqa: B007 - read by the clock
         driver.after_step()
