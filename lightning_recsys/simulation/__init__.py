@@ -1,0 +1,19 @@
+"""Clusters of any size in virtual time, on one core: real gradients, and the rules that strategies run."""
+
+from lightning_recsys.simulation.cluster import Synchronization, VirtualCluster
+from lightning_recsys.simulation.machines import Constant, Duration, Exponential, Link, Normal, Servers, Workers
+from lightning_recsys.simulation.results import Histogram, Results
+
+__all__ = [
+    "Constant",
+    "Duration",
+    "Exponential",
+    "Histogram",
+    "Link",
+    "Normal",
+    "Results",
+    "Servers",
+    "Synchronization",
+    "VirtualCluster",
+    "Workers",
+]

@@ -1,0 +1,355 @@
+"""A virtual cluster: replicas of the dense part, with workers each, servers, rounds of synchronisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_recsys.data import Batch
+from lightning_recsys.simulation.events import Meeting, Process, Signal, VirtualClock
+from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least
+from lightning_recsys.simulation.replica import Gradient, end_replicas, make_replicas
+from lightning_recsys.simulation.results import Results
+from lightning_recsys.sync import Exchange, StalenessNormalization, SyncAlgorithm, make_algorithm
+
+Evaluate = Callable[[pl.LightningModule], dict[str, float]]
+
+
+class Learner(Protocol):
+    """What a cluster asks of a replica, as :class:`~lightning_recsys.simulation.replica.Replica` has it."""
+
+    flat: Tensor
+    dense_bytes: int
+
+    def gradient(self, batch: Batch) -> Gradient:
+        """What a worker would push that reads all parameters now."""
+        ...
+
+    def apply(self, gradient: Gradient, normalization: StalenessNormalization | None) -> tuple[int, list[Any]]:
+        """Train with it; returns how stale it was."""
+        ...
+
+
+@dataclass(frozen=True)
+class Synchronization:
+    """How replicas are kept together.
+
+    Args:
+        algorithm: ``easgd``, ``ma``, ``bmuf``, or another that :func:`~lightning_recsys.sync.register_algorithm` knows.
+        options: Of its constructor: ``alpha``, ``eta``, ``block_momentum``, ``nesterov``.
+        rounds: ``background``: beside training, for each replica one round after the other. ``foreground``: between two
+            steps of a worker; with an average over all replicas, between two steps of all workers of the cluster.
+        gap: In the foreground, a worker's steps from one round to the next.
+        interval: Seconds from the end of one round to the begin of the next. In the background 0 is no pause, as in the
+            paper; in the foreground ``None`` counts steps.
+        servers: With ``easgd``, where the centre lies. With averages there are none, and the workers' links count.
+
+    Raises:
+        ValueError: a number is out of its range, or an option unknown.
+    """
+
+    algorithm: str = "easgd"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rounds: Literal["background", "foreground"] = "background"
+    gap: int = 5
+    interval: float | None = None
+    servers: Servers = field(default_factory=Servers)
+
+    def __post_init__(self) -> None:
+        if self.rounds not in ("background", "foreground"):
+            raise ValueError(f"synchronization.rounds must be background or foreground, got {self.rounds!r}.")
+        check_at_least("synchronization.gap", self.gap, 1)
+        check_at_least("synchronization.interval", self.interval or 0.0, 0.0)
+        if self.make().exchange is Exchange.CENTER and self.rounds == "foreground" and self.interval is not None:
+            raise ValueError("cluster.synchronization.interval: workers that ask a centre count steps; leave it null.")
+
+    def make(self) -> SyncAlgorithm:
+        """The algorithm, for one replica."""
+        return make_algorithm(self.algorithm, self.options)
+
+
+@dataclass(frozen=True)
+class VirtualCluster:
+    """Workers, replicas and servers in virtual time, with the real gradients of a real model.
+
+    A worker takes the next batch, pulls what it needs, computes, pushes, and begins again. Its gradient is computed
+    with the parameters of the moment at which the servers answer its pull, and is applied at the moment at which they
+    have dealt with its push: whatever others push in between makes it stale. Batches are dealt to whoever asks first.
+
+    One replica whose dense part is on servers is an asynchronous parameter server; replicas that keep theirs are
+    ShadowSync's trainers with their Hogwild workers; replicas whose dense part is on servers (of their own, alike) are
+    the groups of hierarchical training.
+
+    Args:
+        num_replicas: Copies of the dense part.
+        workers_per_replica: Workers that train one copy, without locks.
+        dense_on_servers: Whether the dense part is pulled and pushed with every batch. If not, workers share it in
+            memory and it costs nothing to read; rows travel in either case.
+        workers: What workers are like.
+        link: Of each worker to the network. (Workers that share a machine's port have their part of it.)
+        servers: Of the rows, and with ``dense_on_servers`` of the dense part.
+        staleness: What stale gradients count, of the dense part and of each row; ``None``: as fresh ones.
+        synchronization: How replicas are kept together. Needed where there are several.
+
+    Raises:
+        ValueError: there is no worker, or nothing keeps several replicas together.
+    """
+
+    num_replicas: int = 1
+    workers_per_replica: int = 1
+    dense_on_servers: bool = True
+    workers: Workers = field(default_factory=Workers)
+    link: Link = field(default_factory=Link)
+    servers: Servers = field(default_factory=Servers)
+    staleness: StalenessNormalization | None = None
+    synchronization: Synchronization | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("num_replicas", self.num_replicas, 1)
+        check_at_least("workers_per_replica", self.workers_per_replica, 1)
+        if self.num_replicas > 1 and self.synchronization is None:
+            raise ValueError(
+                f"cluster.synchronization: {self.num_replicas} replicas need one, else each goes its own way."
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """Of all replicas."""
+        return self.num_replicas * self.workers_per_replica
+
+    def train(
+        self,
+        module: pl.LightningModule,
+        batches: Iterable[Batch],
+        *,
+        seed: int = 0,
+        mark_every: int | None = None,
+        evaluate: Evaluate | None = None,
+        watch: Callable[[Results], None] | None = None,
+    ) -> Results:
+        """Train a module as this cluster would. It holds the first replica's dense part afterwards, and the rows.
+
+        Args:
+            module: As :class:`~lightning_recsys.tasks.CTRTask`: its training step returns loss and logits.
+            batches: In the order in which they are dealt.
+            seed: Of all times that are drawn. (What the module draws, such as dropout, follows torch's own seed.)
+            mark_every: Examples between two points of the curve; ``None``: only one, at the end.
+            evaluate: What a point says of the module besides, by name. It gets the first replica's.
+            watch: Called after every push.
+        """
+        replicas = make_replicas(module, self.num_replicas)
+        try:
+            return self.simulate(
+                replicas,
+                batches,
+                seed=seed,
+                mark_every=mark_every,
+                evaluate=None if evaluate is None else lambda: evaluate(module),
+                watch=watch,
+            )
+        finally:
+            end_replicas(module)
+
+    def simulate(
+        self,
+        replicas: Sequence[Learner],
+        batches: Iterable[Batch],
+        *,
+        seed: int = 0,
+        mark_every: int | None = None,
+        evaluate: Callable[[], dict[str, float]] | None = None,
+        watch: Callable[[Results], None] | None = None,
+    ) -> Results:
+        """As :meth:`train`, with learners of the caller's own."""
+        run = _Run(self, replicas, iter(batches), seed)
+        run.mark_every, run.evaluate, run.watch = mark_every or math.inf, evaluate or dict, watch or (lambda _: None)
+        return run.run()
+
+
+class _Run:
+    """One run of a cluster: its processes, and what they share."""
+
+    mark_every: float
+    evaluate: Callable[[], dict[str, float]]
+    watch: Callable[[Results], None]
+
+    def __init__(
+        self, cluster: VirtualCluster, replicas: Sequence[Learner], batches: Iterator[Batch], seed: int
+    ) -> None:
+        self.cluster, self.replicas, self._batches = cluster, replicas, batches
+        self.results = Results()
+        self.clock = clock = VirtualClock()
+        self.random = np.random.default_rng(seed)
+        self.queues = ServerQueues(cluster.servers, cluster.link, clock, self.random)
+        self._lost: list[Batch] = []  # batches of workers that failed, to be dealt again
+        self._working = cluster.num_workers
+        self._computing_seconds = 0.0
+        self._last_push = 0.0
+        self._all_have_work = True
+        self.rule = rule = cluster.synchronization
+        self._round_due = 0.0
+        if rule is not None:
+            self.sync_queues = ServerQueues(rule.servers, cluster.link, clock, self.random)
+            self.algorithms = [rule.make() for _ in replicas]
+            for algorithm, replica in zip(self.algorithms, replicas, strict=True):
+                algorithm.start(replica.flat)
+            self._center = replicas[0].flat.clone()
+            self._everyone = Meeting(clock, cluster.num_workers, self._average)
+            self._round_due = rule.interval or 0.0
+
+    def run(self) -> Results:
+        cluster, results = self.cluster, self.results
+        self._next_mark = self.mark_every
+        slowness = cluster.workers.slowness(cluster.num_workers, cluster.workers_per_replica, self.random)
+        for number, factor in enumerate(slowness):
+            self.clock.start(self._work(number // cluster.workers_per_replica, factor))
+        if (rule := self.rule) is not None and rule.rounds == "background":
+            centres = rule.make().exchange is Exchange.CENTER
+            rounds = [partial(self._ask_center, i) for i in range(cluster.num_replicas)] if centres else [self._average]
+            for one_round in rounds:
+                self.clock.start(self._shadow(rule.interval or 0.0, one_round))
+        self.clock.run()
+        if results.examples:
+            results.mark(self._last_push, **self.evaluate())
+        self._take_stock()
+        return results
+
+    # --- Workers -----------------------------------------------------------------------------------------------------
+
+    def _work(self, number: int, slowness: float) -> Process:
+        workers, replica = self.cluster.workers, self.replicas[number]
+        yield self.random.random() * slowness * workers.compute.mean  # so that they do not all begin in step
+        fails_at = self._draw_failure()
+        steps = 0
+        while (batch := self._next_batch()) is not None:
+            gradient = yield from self._pull(replica, batch)
+            seconds = workers.compute.draw(self.random) * slowness
+            if self.clock.now + seconds > fails_at:
+                yield max(fails_at - self.clock.now, 0.0) + workers.restart.draw(self.random)
+                self._lost.append(batch)
+                self.results.counts["failures"] += 1
+                fails_at = self._draw_failure()
+                continue
+            self._computing_seconds += seconds
+            yield seconds
+            yield from self._push(replica, gradient)
+            del gradient  # while the worker waits for others it holds no memory
+            steps += 1
+            if wait := workers.elsewhere.draw(self.random) * slowness:
+                yield wait
+            yield from self._synchronize(number, steps)
+        self._working -= 1
+        if self.rule is not None:
+            self._everyone.leave()
+
+    def _draw_failure(self) -> float:
+        failures = self.cluster.workers.failures
+        return math.inf if failures is None else self.clock.now + failures.draw(self.random)
+
+    def _next_batch(self) -> Batch | None:
+        if self._lost:
+            return self._lost.pop()
+        batch = next(self._batches, None)
+        self._all_have_work = batch is not None
+        return batch
+
+    def _pull(self, replica: Learner, batch: Batch) -> Generator[float | Signal, None, Gradient]:
+        if wait := self.queues.ask():
+            yield wait
+        if wait := self.queues.work(self.cluster.servers.pull):
+            yield wait
+        gradient = replica.gradient(batch)
+        if wait := self.queues.answer(self._count("pulled", replica, gradient)):
+            yield wait
+        return gradient
+
+    def _push(self, replica: Learner, gradient: Gradient) -> Process:
+        if wait := self.queues.send(self._count("pushed", replica, gradient)):
+            yield wait
+        if wait := self.queues.work(self.cluster.servers.push):
+            yield wait
+        dense, rows = replica.apply(gradient, self.cluster.staleness)
+        results = self.results
+        if self._all_have_work:  # from then on there are fewer and fewer workers
+            results.staleness["dense"].add(dense)
+            for of_collection in rows:
+                results.staleness["rows"].add_all(of_collection)
+        results.counts["pushes"] += 1
+        results.add_predictions(gradient.logits, gradient.batch.labels)
+        self._last_push = self.clock.now
+        if results.examples >= self._next_mark:
+            results.mark(self.clock.now, **self.evaluate())
+            self._next_mark += self.mark_every
+        self.watch(results)
+
+    def _count(self, way: str, replica: Learner, gradient: Gradient) -> int:
+        row_bytes, dense_bytes = gradient.row_bytes, replica.dense_bytes if self.cluster.dense_on_servers else 0
+        self.results.traffic[f"rows {way}"] += row_bytes
+        self.results.traffic[f"dense {way}"] += dense_bytes
+        return row_bytes + dense_bytes
+
+    # --- Synchronisation ---------------------------------------------------------------------------------------------
+
+    def _shadow(self, interval: float, one_round: Callable[[], Process]) -> Process:
+        while self._working:
+            before = self.clock.now
+            yield interval
+            yield from one_round()
+            if self.clock.now == before:
+                raise ValueError(
+                    "cluster.synchronization: a round takes no time, so there would be no end of them. Give its servers"
+                    " or the workers' link a bandwidth or a delay, or set an interval."
+                )
+
+    def _synchronize(self, number: int, steps: int) -> Process:
+        rule = self.rule
+        if rule is None or rule.rounds == "background":
+            return
+        due = steps % rule.gap == 0 if rule.interval is None else self.clock.now >= self._round_due
+        if due and self.algorithms[number].exchange is Exchange.CENTER:
+            yield from self._ask_center(number)
+        elif due:
+            yield from self._everyone.wait()
+
+    def _ask_center(self, number: int) -> Process:
+        replica, algorithm = self.replicas[number], self.algorithms[number]
+        sent = replica.flat.clone()
+        yield self.sync_queues.send(replica.dense_bytes)
+        self._center.lerp_(sent, algorithm.alpha)
+        answer = self._center.clone()
+        yield self.sync_queues.answer(replica.dense_bytes)
+        algorithm.fold(replica.flat, answer)
+        self.results.traffic["synchronisation"] += 2 * replica.dense_bytes
+        self.results.counts["rounds"] += 1
+
+    def _average(self) -> Process:
+        count, num_bytes = len(self.replicas), self.replicas[0].dense_bytes
+        mean = torch.stack([replica.flat for replica in self.replicas]).mean(0)
+        yield self.cluster.link.all_reduce_seconds(num_bytes, count)
+        for algorithm, replica in zip(self.algorithms, self.replicas, strict=True):
+            algorithm.fold(replica.flat, mean.clone())
+        self.results.traffic["synchronisation"] += 2 * (count - 1) * num_bytes
+        self.results.counts["rounds"] += count
+        assert self.rule is not None
+        self._round_due = self.clock.now + (self.rule.interval or 0.0)
+
+    def _take_stock(self) -> None:
+        results, seconds = self.results, self.results.seconds or math.inf
+        results.utilization["workers"] = self._computing_seconds / seconds / self.cluster.num_workers
+        queues = {"servers": self.queues}
+        if self.rule is not None:
+            queues["sync servers"] = self.sync_queues
+            rounds = results.counts["rounds"]
+            results.metrics |= {"sync/rounds": rounds, "sync/gap": results.counts["pushes"] / max(rounds, 1)}
+        for name, queue in queues.items():
+            stations = {"in": queue.inward, "out": queue.outward, "processor": queue.processor}
+            results.utilization |= {f"{name} {way}": x.busy_seconds / seconds for way, x in stations.items()}
+        results.finish()
