@@ -35,14 +35,14 @@ class Backend(nn.Module, ABC):
         """Sum each bag's (weighted) rows: float32 ``[B, F, D]`` without a graph, and the name of this lookup."""
 
     @abstractmethod
-    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:
         """Make one update of the rows that were looked up.
 
         Args:
             tickets: What :meth:`lookup` returned; several where their batches make one update together, as accumulated
                 micro-batches do.
             grad_BFD: The gradient of the pooled rows, float32 ``[B, F, D]``; the batches' one behind the other.
-            learning_rate: Step size of this update.
+            lr: Step size of this update.
         """
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
@@ -186,7 +186,7 @@ class LocalBackend(TableBackend):
     ``DistributedDataParallel`` copies them from rank 0 at the start, but neither it nor a dense optimizer trains them.
     Where a process group of several ranks exists, every rank holds a replica of all rows: an update gathers the
     sparse gradients of all ranks and applies their mean everywhere, so the replicas stay equal bit for bit.
-    (:attr:`replicas` names other ranks than all.)
+    (:attr:`replica_group` names other ranks than all.)
 
     Args:
         layout: The tables.
@@ -195,7 +195,7 @@ class LocalBackend(TableBackend):
         device: Where the rows are made; on ``meta`` there are none, and only another backend can serve the tables.
 
     Attributes:
-        replicas: The ranks that have these rows; ``None`` for all.
+        replica_group: The ranks that have these rows; ``None`` for all.
 
     Communication: per update and rank, one all-gather of the ids (8 bytes each) and one of the gradients
     ``[B, F, D]`` (4 bytes each).
@@ -214,7 +214,7 @@ class LocalBackend(TableBackend):
         super().__init__(layout, optimizer)
         self.kernel_name: KernelName = kernel
         self.step = 0
-        self.replicas: ProcessGroup | None = None
+        self.replica_group: ProcessGroup | None = None
         num_rows = layout.num_rows
         if device is not None and torch.device(device).type == "meta":  # has no rows, and is to have a number of bytes
             num_rows = min(num_rows, 2**60 // layout.embedding_dim)
@@ -283,14 +283,12 @@ class LocalBackend(TableBackend):
             )
         return self.kernel.lookup(self.rows.data, sparse), Ticket(sparse)
 
-    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
         sparse = Ticket.joined(tickets).sparse
-        if num_replicas(self.replicas) > 1:
-            sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD, self.replicas)
+        if num_replicas(self.replica_group) > 1:
+            sparse, grad_BFD = gather_over_ranks(sparse, grad_BFD, self.replica_group)
         self.step += 1
-        self.kernel.apply_gradients(
-            self.rows.data, self.row_state, sparse, grad_BFD, learning_rate=learning_rate, step=self.step
-        )
+        self.kernel.apply_gradients(self.rows.data, self.row_state, sparse, grad_BFD, lr=lr, step=self.step)
 
     def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited
         first, stop = (min(row, self.rows.shape[0]) for row in self.layout.row_range(table))
@@ -337,7 +335,7 @@ class NoTables(TableBackend):
     def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:  # noqa: D102 - inherited
         raise AssertionError("a collection without tables has nothing to look up")
 
-    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
         self.step += 1
 
     def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited

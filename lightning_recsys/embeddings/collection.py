@@ -20,7 +20,7 @@ from lightning_recsys.embeddings.int64_ids import NUM_IDS, are_below, as_int64, 
 from lightning_recsys.embeddings.kernels import KernelName, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.embeddings.ticket import Ticket
-from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim import RowOptimizer, RowWiseAdagrad
 
 
 class EmbeddingOptions(TypedDict, total=False):
@@ -65,9 +65,9 @@ class EmbeddingBagCollection(nn.Module):
     State dict: ``embedding_bags.<table>.weight`` ``[N, D]``, beside it the optimizer's state
     (``embedding_bags.<table>.sum``, ...), the same for every kernel.
 
-    >>> from lightning_recsys.optim import SGD
+    >>> from lightning_recsys.optim import RowSGD
     >>> table = EmbeddingBagConfig("movies", 100, 4, ("movie",), init_std=0.0)
-    >>> collection = EmbeddingBagCollection([table], optimizer=SGD(learning_rate=1.0))
+    >>> collection = EmbeddingBagCollection([table], optimizer=RowSGD(lr=1.0))
     >>> ids = SparseFeatures(("movie",), torch.tensor([7, 8]))
     >>> collection(ids).sum().backward()
     >>> collection(ids).tolist()
@@ -86,7 +86,7 @@ class EmbeddingBagCollection(nn.Module):
         super().__init__()
         _check_tables(tables)
         self._serve(tables)
-        self.optimizer = optimizer or RowwiseAdagrad()
+        self.optimizer = optimizer or RowWiseAdagrad()
         self.check_ids = check_ids
         self.embedding_dim = self.layout.embedding_dim
         self.whole_tables: tuple[EmbeddingBagConfig, ...] | None = None
@@ -295,15 +295,15 @@ class EmbeddingBagCollection(nn.Module):
         return self
 
     @property
-    def learning_rate(self) -> float:
+    def lr(self) -> float:
         """The step size of the next update: the attached optimizer's groups decide, else the row optimizer."""
         attached = self._attached() if self._attached else None
         if attached is None:
-            return self.optimizer.learning_rate
+            return self.optimizer.lr
         if self._group_index is not None:
             return float(attached.param_groups[self._group_index]["lr"])
         start = self._rate_when_attached
-        return self.optimizer.learning_rate * (float(attached.param_groups[0]["lr"]) / start if start else 1.0)
+        return self.optimizer.lr * (float(attached.param_groups[0]["lr"]) / start if start else 1.0)
 
     def attach_to(self, optimizer: torch.optim.Optimizer, *, own_group: bool = True) -> None:
         """Follow a dense optimizer: its schedules drive the rows' learning rate, its step triggers their update.
@@ -322,7 +322,7 @@ class EmbeddingBagCollection(nn.Module):
         """
         self._group_index = None
         if own_group and not any("initial_lr" in group for group in optimizer.param_groups):  # which schedulers note
-            optimizer.add_param_group({"params": [], "lr": self.optimizer.learning_rate})
+            optimizer.add_param_group({"params": [], "lr": self.optimizer.lr})
             self._group_index = len(optimizer.param_groups) - 1
         first = optimizer.param_groups[0]
         # Most schedulers note what they start from; OneCycleLR rises from there to the rate that it was given.
@@ -346,7 +346,7 @@ class EmbeddingBagCollection(nn.Module):
         pending, self._pending = self._pending, []
         tickets = [ticket for ticket, _ in pending]
         grads = pending[0][1] if len(pending) == 1 else torch.cat([grad for _, grad in pending])
-        self.embedding_bags.apply_gradients(tickets, grads, learning_rate=self.learning_rate)
+        self.embedding_bags.apply_gradients(tickets, grads, lr=self.lr)
 
     def _on_gradient(self, ticket: Ticket, pooled_BFD: Tensor) -> None:
         grad_BFD, pooled_BFD.grad = pooled_BFD.grad, None

@@ -46,8 +46,8 @@ def substitute_embeddings(
         ValueError: a chosen module does what a store cannot; says the module's path and what it is.
 
     >>> model = nn.Sequential(nn.Embedding(1000, 8), nn.Flatten(), nn.Linear(16, 1))
-    >>> from lightning_recsys.optim import SGD
-    >>> substitution = substitute_embeddings(model, optimizer=SGD(), min_rows=100)
+    >>> from lightning_recsys.optim import RowSGD
+    >>> substitution = substitute_embeddings(model, optimizer=RowSGD(), min_rows=100)
     >>> list(substitution.collections), list(model.state_dict())
     (['0'], ['0.weight', '2.weight', '2.bias'])
     >>> substitution.restore()
@@ -320,7 +320,7 @@ class _PlainRows(TableBackend):
     def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:
         raise RuntimeError(f"{self._path} was prepared for stores and none is bound to it: bind() its collection.")
 
-    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:
         self.lookup(tickets[0].sparse)
 
     def read(self, table: str, name: str) -> Tensor:

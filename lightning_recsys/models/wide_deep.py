@@ -27,7 +27,7 @@ class WideDeep(nn.Module):
         normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
             (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`. The paper trains the wide part by
-            FTRL with L1: ``first_order_optimizer=FTRL(l1=...)``.
+            FTRL with L1: ``first_order_optimizer=RowFTRL(l1=...)``.
 
     Shape:
         - dense: ``[B, N]``; sparse: ``B`` examples of the fields.

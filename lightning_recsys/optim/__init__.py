@@ -1,5 +1,13 @@
 """Update rules for embedding rows, shared by local tables and stores."""
 
-from lightning_recsys.optim.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from typing import TYPE_CHECKING
 
-__all__ = ["FTRL", "SGD", "Adagrad", "Adam", "RowOptimizer", "RowwiseAdagrad"]
+from lightning_recsys.optim.row_optimizers import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
+from lightning_recsys.renamed import renamed_names
+
+__all__ = ["RowAdagrad", "RowAdam", "RowFTRL", "RowOptimizer", "RowSGD", "RowWiseAdagrad"]
+
+if not TYPE_CHECKING:  # which would make a type checker believe in every name
+    __getattr__ = renamed_names(
+        __name__, SGD="RowSGD", Adagrad="RowAdagrad", RowwiseAdagrad="RowWiseAdagrad", Adam="RowAdam", FTRL="RowFTRL"
+    )

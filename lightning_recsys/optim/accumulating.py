@@ -1,6 +1,6 @@
 """Updates that are applied here and owed elsewhere: a rule's step on local rows, with the step itself accumulated.
 
-Works for rules whose state is a sum, so that updates of several workers can be added: SGD, Adagrad, RowwiseAdagrad. The
+Works for rules whose state is a sum, so that updates of several workers can be added: SGD, Adagrad, RowWiseAdagrad. The
 arithmetic is that of :mod:`lightning_recsys.optim.compiled`: who subtracts what one step accumulated from the same rows
 gets the same bits as who takes the step. Where only one worker updates a row between two visits to its server, any rule
 will do (:func:`apply_and_owe`).
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_recsys.compiled.loops import AHEAD, compile_inline, compile_rule, prefetch_row
 from lightning_recsys.optim.compiled import Update, sum_of_squares
-from lightning_recsys.optim.row_optimizers import SGD, Adagrad, RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim.row_optimizers import RowAdagrad, RowOptimizer, RowSGD, RowWiseAdagrad
 from lightning_recsys.sync.clocks import MAX_CLOCK
 
 # Columns of a row's clocks, int32 [C, 4]: together they are in one cache line.
@@ -32,7 +32,7 @@ CLOCK_COLUMNS = 4
 
 def is_additive(optimizer: RowOptimizer) -> bool:
     """Whether a rule's steps can be added to those of other workers."""
-    return type(optimizer) in (SGD, Adagrad, RowwiseAdagrad)  # a subclass may have another rule
+    return type(optimizer) in (RowSGD, RowAdagrad, RowWiseAdagrad)  # a subclass may have another rule
 
 
 def check_additive(optimizer: RowOptimizer) -> None:
@@ -43,10 +43,10 @@ def check_additive(optimizer: RowOptimizer) -> None:
     """
     if not is_additive(optimizer):
         raise TypeError(
-            f"{type(optimizer).__name__} cannot train cached rows (strategy=het, with mode=ps): its state is no sum of"
-            " what each update adds, so updates of several workers cannot be added up. Use SGD, Adagrad or"
-            " RowwiseAdagrad (optim=sgd, adagrad or rowwise_adagrad in the recipes), or mode=hybrid, which takes every"
-            " rule, as its workers go in step."
+            f"{type(optimizer).__name__} cannot train cached rows (strategy=het, algorithm=ps too): its state is no sum"
+            " of what each update adds, so updates of several workers cannot be added up. Use RowSGD, RowAdagrad or"
+            " RowWiseAdagrad (optim=sgd, adagrad or rowwise_adagrad in the recipes), or algorithm=hybrid, which takes"
+            " every rule, as its workers go in step."
         )
 
 
@@ -73,7 +73,7 @@ def _step(row, grads, i, scale, clocks, rows, owed):  # noqa: ANN001, ANN202
 
 
 @compile_rule
-def _sgd(touched, grads, clocks, rows, owed, learning_rate):  # noqa: ANN001, ANN202
+def _sgd(touched, grads, clocks, rows, owed, lr):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -82,11 +82,11 @@ def _sgd(touched, grads, clocks, rows, owed, learning_rate):  # noqa: ANN001, AN
         prefetch_row(owed, coming)
         row = touched[i]
         _tick(clocks, row)
-        _step(row, grads, i, learning_rate, clocks, rows, owed)
+        _step(row, grads, i, lr, clocks, rows, owed)
 
 
 @compile_rule
-def _adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
+def _adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, lr, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -103,7 +103,7 @@ def _adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learning_rate,
             gradient = grads[i, d]
             square = gradient * gradient
             total = sums[row, d] + square
-            change = learning_rate * gradient / (np.sqrt(total) + eps)
+            change = lr * gradient / (np.sqrt(total) + eps)
             sums[row, d] = total
             owed_sums[row, d] += square
             rows[row, d] -= change
@@ -111,7 +111,7 @@ def _adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learning_rate,
 
 
 @compile_rule
-def _rowwise_adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learning_rate, eps):  # noqa: ANN001, ANN202
+def _rowwise_adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, lr, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -122,13 +122,13 @@ def _rowwise_adagrad(touched, grads, clocks, rows, sums, owed, owed_sums, learni
         square = sum_of_squares(grads, i) / np.float32(rows.shape[1])
         total = sums[row] + square
         sums[row] = total
-        scale = learning_rate / (np.sqrt(total) + eps)
+        scale = lr / (np.sqrt(total) + eps)
         _tick(clocks, row)
         owed_sums[row] = owed_sums[row] + square if clocks[row, UNSENT] > 1 else square
         _step(row, grads, i, scale, clocks, rows, owed)
 
 
-_LOOPS: dict[type[RowOptimizer], Update] = {SGD: _sgd, Adagrad: _adagrad, RowwiseAdagrad: _rowwise_adagrad}
+_LOOPS: dict[type[RowOptimizer], Update] = {RowSGD: _sgd, RowAdagrad: _adagrad, RowWiseAdagrad: _rowwise_adagrad}
 
 
 def apply_and_accumulate(
@@ -140,7 +140,7 @@ def apply_and_accumulate(
     owed: dict[str, Tensor],
     clocks: NDArray[np.int32],
     *,
-    learning_rate: float,
+    lr: float,
 ) -> None:
     r"""Update rows and state in place, and add the update to what is owed.
 
@@ -157,17 +157,17 @@ def apply_and_accumulate(
         owed: ``weight`` and every state: :math:`U` and :math:`S`, shaped as ``rows`` and ``state``.
         clocks: Of all rows, int32 ``[C, 4]``: both ``CURRENT`` and ``UNSENT`` count the update, up to ``MAX_CLOCK``.
             Where a row owed nothing :math:`U` and :math:`S` are not read but set.
-        learning_rate: Step size of this update.
+        lr: Step size of this update.
     """
     if rows.device.type == "cpu":
         arrays = [tensor.numpy() for tensor in (rows, *state.values(), *owed.values())]
         loop = _LOOPS[type(optimizer)]
-        numbers = (learning_rate, optimizer.eps) if isinstance(optimizer, Adagrad) else (learning_rate,)
+        numbers = (lr, optimizer.eps) if isinstance(optimizer, RowAdagrad) else (lr,)
         loop(touched, grads.numpy(), clocks, *arrays, *(np.float32(number) for number in numbers))
         return
     where = torch.from_numpy(touched).to(rows.device)
     clean = torch.from_numpy(touched[clocks[touched, UNSENT] == 0]).to(rows.device)
-    changes = _changes(optimizer, grads, {name: x.index_select(0, where) for name, x in state.items()}, learning_rate)
+    changes = _changes(optimizer, grads, {name: x.index_select(0, where) for name, x in state.items()}, lr)
     for column in (CURRENT, UNSENT):
         clocks[touched, column] += clocks[touched, column] < MAX_CLOCK
     for name, change in changes.items():
@@ -187,7 +187,7 @@ def apply_and_owe(
     owed: dict[str, Tensor],
     clocks: NDArray[np.int32],
     *,
-    learning_rate: float,
+    lr: float,
     step: int,
 ) -> None:
     """As :func:`apply_and_accumulate` for any rule, where nobody else updates a row until its server has the update.
@@ -203,7 +203,7 @@ def apply_and_owe(
         state: All rows' state.
         owed: ``weight`` and every state, shaped as ``rows`` and ``state``.
         clocks: Of all rows, int32 ``[C, 4]``.
-        learning_rate: Step size of this update.
+        lr: Step size of this update.
         step: Updates that the table has seen, this one included.
     """
     where = torch.from_numpy(touched).to(rows.device)
@@ -211,7 +211,7 @@ def apply_and_owe(
     rows_UD = rows.index_select(0, where)
     states = {name: tensor.index_select(0, where) for name, tensor in state.items()}
     before = {name: tensor.clone() for name, tensor in {"weight": rows_UD, **states}.items()}
-    optimizer.update_(rows_UD, grads, states, learning_rate=learning_rate, step=step)
+    optimizer.update_(rows_UD, grads, states, lr=lr, step=step)
     for name, after in {"weight": rows_UD, **states}.items():
         change = before[name] - after if name == "weight" else after - before[name]
         owed[name].index_fill_(0, clean, 0.0).index_add_(0, where, change)
@@ -220,16 +220,14 @@ def apply_and_owe(
     clocks[touched, UNSENT] += 1
 
 
-def _changes(
-    optimizer: RowOptimizer, grads_UD: Tensor, state: dict[str, Tensor], learning_rate: float
-) -> dict[str, Tensor]:
+def _changes(optimizer: RowOptimizer, grads_UD: Tensor, state: dict[str, Tensor], lr: float) -> dict[str, Tensor]:
     """The step of each row, and what it adds to the row's state."""
-    if not isinstance(optimizer, Adagrad):
-        return {"weight": grads_UD * learning_rate}
+    if not isinstance(optimizer, RowAdagrad):
+        return {"weight": grads_UD * lr}
     squares = grads_UD.square()
-    if isinstance(optimizer, RowwiseAdagrad):
+    if isinstance(optimizer, RowWiseAdagrad):
         squares = squares.mean(1)
     roots = (state["sum"] + squares).sqrt_().add_(optimizer.eps)
-    if isinstance(optimizer, RowwiseAdagrad):
-        return {"weight": grads_UD * (learning_rate / roots).unsqueeze(1), "sum": squares}
-    return {"weight": grads_UD * learning_rate / roots, "sum": squares}
+    if isinstance(optimizer, RowWiseAdagrad):
+        return {"weight": grads_UD * (lr / roots).unsqueeze(1), "sum": squares}
+    return {"weight": grads_UD * lr / roots, "sum": squares}

@@ -16,21 +16,21 @@ import numpy as np
 from torch import Tensor
 
 from lightning_recsys.compiled.loops import AHEAD, compile_loop, compile_rule, prefetch, prefetch_row
-from lightning_recsys.optim.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim.row_optimizers import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
 
 
 @compile_rule
-def _sgd(touched, grads, rows, learning_rate):  # noqa: ANN001, ANN202
+def _sgd(touched, grads, rows, lr):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         prefetch_row(rows, touched[min(i + AHEAD, last)])
         row = touched[i]
         for d in range(rows.shape[1]):
-            rows[row, d] -= learning_rate * grads[i, d]
+            rows[row, d] -= lr * grads[i, d]
 
 
 @compile_rule
-def _adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, ANN202
+def _adagrad(touched, grads, rows, sums, lr, eps):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -41,7 +41,7 @@ def _adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, A
             gradient = grads[i, d]
             total = sums[row, d] + gradient * gradient
             sums[row, d] = total
-            rows[row, d] -= learning_rate * gradient / (np.sqrt(total) + eps)
+            rows[row, d] -= lr * gradient / (np.sqrt(total) + eps)
 
 
 @compile_loop
@@ -54,7 +54,7 @@ def sum_of_squares(grads, i):  # noqa: ANN001, ANN201
 
 
 @compile_rule
-def _rowwise_adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: ANN001, ANN202
+def _rowwise_adagrad(touched, grads, rows, sums, lr, eps):  # noqa: ANN001, ANN202
     dim, last = rows.shape[1], touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -63,7 +63,7 @@ def _rowwise_adagrad(touched, grads, rows, sums, learning_rate, eps):  # noqa: A
         row = touched[i]
         total = sums[row] + sum_of_squares(grads, i) / np.float32(dim)
         sums[row] = total
-        scale = learning_rate / (np.sqrt(total) + eps)
+        scale = lr / (np.sqrt(total) + eps)
         for d in range(dim):
             rows[row, d] -= scale * grads[i, d]
 
@@ -87,7 +87,7 @@ def _adam(touched, grads, rows, exp_avg, exp_avg_sq, rate, root_correction, beta
 
 
 @compile_loop
-def _ftrl(touched, grads, rows, accumulator, linear, learning_rate, beta, l1, l2):  # noqa: ANN001, ANN202
+def _ftrl(touched, grads, rows, accumulator, linear, lr, beta, l1, l2):  # noqa: ANN001, ANN202
     last = touched.shape[0] - 1
     for i in range(touched.shape[0]):
         coming = touched[min(i + AHEAD, last)]
@@ -100,18 +100,18 @@ def _ftrl(touched, grads, rows, accumulator, linear, learning_rate, beta, l1, l2
             old = accumulator[row, d]
             new = old + gradient * gradient
             root = np.sqrt(new)
-            z = linear[row, d] + gradient - (root - np.sqrt(old)) / learning_rate * rows[row, d]
+            z = linear[row, d] + gradient - (root - np.sqrt(old)) / lr * rows[row, d]
             accumulator[row, d] = new
             linear[row, d] = z
             if abs(z) <= l1:
                 rows[row, d] = np.float32(0)
             else:
-                rows[row, d] = -(z - np.copysign(l1, z)) / ((beta + root) / learning_rate + l2)
+                rows[row, d] = -(z - np.copysign(l1, z)) / ((beta + root) / lr + l2)
 
 
 Update = Callable[..., None]
 
-COMPILED_RULES: frozenset[type[RowOptimizer]] = frozenset((SGD, Adagrad, RowwiseAdagrad, Adam, FTRL))
+COMPILED_RULES: frozenset[type[RowOptimizer]] = frozenset((RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL))
 """The rules that have a loop here: these classes themselves. What a subclass overrides, no loop would call."""
 
 
@@ -122,7 +122,7 @@ def apply_update(
     rows: Tensor,
     state: dict[str, Tensor],
     *,
-    learning_rate: float,
+    lr: float,
     step: int,
 ) -> None:
     """Update the rows named by ``touched`` in place, with their state.
@@ -133,7 +133,7 @@ def apply_update(
         grads: Summed gradients, float32 ``[U, D]``.
         rows: The whole table, float32 ``[R, D]``, on the CPU.
         state: The whole table's state, as :meth:`RowOptimizer.initial_state` makes it.
-        learning_rate: Step size of this update.
+        lr: Step size of this update.
         step: Updates that the table has seen, this one included.
 
     Raises:
@@ -145,18 +145,18 @@ def apply_update(
     loop: Update
     numbers: tuple[float, ...]
     match optimizer:
-        case SGD():
-            loop, numbers = _sgd, (learning_rate,)
-        case RowwiseAdagrad():
-            loop, numbers = _rowwise_adagrad, (learning_rate, optimizer.eps)
-        case Adagrad():
-            loop, numbers = _adagrad, (learning_rate, optimizer.eps)
-        case Adam(beta1=beta1, beta2=beta2, eps=eps):
+        case RowSGD():
+            loop, numbers = _sgd, (lr,)
+        case RowWiseAdagrad():
+            loop, numbers = _rowwise_adagrad, (lr, optimizer.eps)
+        case RowAdagrad():
+            loop, numbers = _adagrad, (lr, optimizer.eps)
+        case RowAdam(beta1=beta1, beta2=beta2, eps=eps):
             # 1 - beta is formed here, in double: in float32 it would carry only four digits.
-            rate, root_correction = learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+            rate, root_correction = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
             loop, numbers = _adam, (rate, root_correction, beta1, 1 - beta1, beta2, 1 - beta2, eps)
-        case FTRL() if learning_rate == 0:
+        case RowFTRL() if lr == 0:
             return
-        case FTRL(beta=beta, l1=l1, l2=l2):
-            loop, numbers = _ftrl, (learning_rate, beta, l1, l2)
+        case RowFTRL(beta=beta, l1=l1, l2=l2):
+            loop, numbers = _ftrl, (lr, beta, l1, l2)
     loop(touched, grads, *arrays, *(np.float32(number) for number in numbers))

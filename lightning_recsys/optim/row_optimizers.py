@@ -11,9 +11,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from lightning_recsys.renamed import renamed_arguments
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,18 @@ class RowOptimizer(ABC):
     """Base of all row update rules: hyperparameters, and which state a row carries.
 
     Args:
-        learning_rate: Step size; a schedule may override it at each update.
+        lr: Step size; a schedule may override it at each update.
     """
 
-    learning_rate: float
+    lr: float
+
+    @renamed_arguments(learning_rate="lr")
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Refuse an old name of an argument; subclasses are dataclasses, each with an ``__init__`` of its own."""
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._require("learning_rate", self.learning_rate, positive=True)
+        self._require("lr", self.lr, positive=True)
 
     def _require(self, name: str, value: float, *, positive: bool = False, below: float = math.inf) -> None:
         if not math.isfinite(value) or value < 0 or value >= below or (positive and value == 0):
@@ -40,40 +48,38 @@ class RowOptimizer(ABC):
         """State of fresh rows ``[R, D]``: name -> float32 tensor ``[R]`` (one per row) or ``[R, D]``."""
 
     @abstractmethod
-    def update_(
-        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, learning_rate: float, step: int
-    ) -> None:
+    def update_(self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, lr: float, step: int) -> None:
         """Apply one update in place.
 
         Args:
             rows_UD: The touched rows, ``[U, D]``.
             grads_UD: Their gradients, summed over the batch, ``[U, D]``.
             state: The touched rows' state, shapes as in :meth:`initial_state`.
-            learning_rate: Step size of this update.
+            lr: Step size of this update.
             step: Updates that the table has seen, this one included; starts at 1.
         """
 
 
 @dataclass(frozen=True)
-class SGD(RowOptimizer):
+class RowSGD(RowOptimizer):
     r"""Gradient descent without state.
 
     .. math:: w \leftarrow w - \eta\, g
     """
 
-    learning_rate: float = 0.01
+    lr: float = 0.01
 
     def initial_state(self, rows: Tensor) -> dict[str, Tensor]:  # noqa: D102 - inherited
         return {}
 
     def update_(  # noqa: D102 - inherited
-        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, learning_rate: float, step: int
+        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, lr: float, step: int
     ) -> None:
-        rows_UD.sub_(grads_UD, alpha=learning_rate)
+        rows_UD.sub_(grads_UD, alpha=lr)
 
 
 @dataclass(frozen=True)
-class Adagrad(RowOptimizer):
+class RowAdagrad(RowOptimizer):
     r"""Adagrad with one accumulator per weight.
 
     .. math:: h \leftarrow h + g^2, \qquad w \leftarrow w - \eta\, g / (\sqrt{h} + \epsilon)
@@ -81,7 +87,7 @@ class Adagrad(RowOptimizer):
     Reference: Duchi et al. 2011, "Adaptive subgradient methods"; the same rule as ``torch.optim.Adagrad``.
     """
 
-    learning_rate: float = 0.01
+    lr: float = 0.01
     eps: float = 1e-8
     initial_accumulator: float = 0.0
 
@@ -94,14 +100,14 @@ class Adagrad(RowOptimizer):
         return {"sum": torch.full_like(rows, self.initial_accumulator)}
 
     def update_(  # noqa: D102 - inherited
-        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, learning_rate: float, step: int
+        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, lr: float, step: int
     ) -> None:
         state["sum"].addcmul_(grads_UD, grads_UD)
-        rows_UD.addcdiv_(grads_UD, state["sum"].sqrt().add_(self.eps), value=-learning_rate)
+        rows_UD.addcdiv_(grads_UD, state["sum"].sqrt().add_(self.eps), value=-lr)
 
 
 @dataclass(frozen=True)
-class RowwiseAdagrad(Adagrad):
+class RowWiseAdagrad(RowAdagrad):
     r"""Adagrad with one accumulator per row: the mean of the squared gradient over the row.
 
     .. math:: h \leftarrow h + \tfrac1D \textstyle\sum_d g_d^2, \qquad w \leftarrow w - \eta\, g / (\sqrt{h} + \epsilon)
@@ -113,14 +119,14 @@ class RowwiseAdagrad(Adagrad):
         return {"sum": torch.full_like(rows[:, 0], self.initial_accumulator)}
 
     def update_(  # noqa: D102 - inherited
-        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, learning_rate: float, step: int
+        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, lr: float, step: int
     ) -> None:
         state["sum"].add_(grads_UD.square().mean(1))
-        rows_UD.addcdiv_(grads_UD, state["sum"].sqrt().add_(self.eps).unsqueeze(1), value=-learning_rate)
+        rows_UD.addcdiv_(grads_UD, state["sum"].sqrt().add_(self.eps).unsqueeze(1), value=-lr)
 
 
 @dataclass(frozen=True)
-class Adam(RowOptimizer):
+class RowAdam(RowOptimizer):
     r"""Lazy Adam: moments move only for rows that the batch touches; the bias correction counts the table's updates.
 
     .. math::
@@ -131,7 +137,7 @@ class Adam(RowOptimizer):
     ``torch.optim.SparseAdam``.
     """
 
-    learning_rate: float = 0.001
+    lr: float = 0.001
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -146,16 +152,16 @@ class Adam(RowOptimizer):
         return {"exp_avg": torch.zeros_like(rows), "exp_avg_sq": torch.zeros_like(rows)}
 
     def update_(  # noqa: D102 - inherited
-        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, learning_rate: float, step: int
+        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, lr: float, step: int
     ) -> None:
         state["exp_avg"].lerp_(grads_UD, 1 - self.beta1)
         state["exp_avg_sq"].mul_(self.beta2).addcmul_(grads_UD, grads_UD, value=1 - self.beta2)
         denominator = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - self.beta2**step)).add_(self.eps)
-        rows_UD.addcdiv_(state["exp_avg"], denominator, value=-learning_rate / (1 - self.beta1**step))
+        rows_UD.addcdiv_(state["exp_avg"], denominator, value=-lr / (1 - self.beta1**step))
 
 
 @dataclass(frozen=True)
-class FTRL(RowOptimizer):
+class RowFTRL(RowOptimizer):
     r"""FTRL-Proximal: per-weight rates with L1 (exact zeros) and L2.
 
     .. math::
@@ -165,12 +171,12 @@ class FTRL(RowOptimizer):
         -\left(\frac{\beta + \sqrt{n}}{\alpha} + \lambda_2\right)^{-1} (z - \mathrm{sgn}(z) \lambda_1) & \text{else}
         \end{cases}
 
-    Reference: McMahan et al. 2013, "Ad click prediction", Algorithm 1, with ``learning_rate`` for its alpha.
+    Reference: McMahan et al. 2013, "Ad click prediction", Algorithm 1, with ``lr`` for its alpha.
     Differs from the paper: ``z`` starts at the value whose weight is the row's initial value, and not at 0, which
     would forget a random start at the first update. A learning rate of 0, as schedules pass through, changes nothing.
     """
 
-    learning_rate: float = 0.05
+    lr: float = 0.05
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
@@ -181,22 +187,20 @@ class FTRL(RowOptimizer):
             self._require(name, getattr(self, name))
 
     def initial_state(self, rows: Tensor) -> dict[str, Tensor]:  # noqa: D102 - inherited
-        linear = -rows * (self.beta / self.learning_rate + self.l2) - rows.sign() * self.l1
+        linear = -rows * (self.beta / self.lr + self.l2) - rows.sign() * self.l1
         return {"accumulator": torch.zeros_like(rows), "linear": linear}
 
     def update_(  # noqa: D102 - inherited
-        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, learning_rate: float, step: int
+        self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, lr: float, step: int
     ) -> None:
-        if learning_rate == 0:
+        if lr == 0:
             return
         accumulator, linear = state["accumulator"], state["linear"]
         root = accumulator.sqrt()
         accumulator.addcmul_(grads_UD, grads_UD)
         new_root = accumulator.sqrt()
-        linear.add_(grads_UD).addcmul_((new_root - root).div_(learning_rate), rows_UD, value=-1)
+        linear.add_(grads_UD).addcmul_((new_root - root).div_(lr), rows_UD, value=-1)
         shrunk = linear - linear.clamp(-self.l1, self.l1)  # z - sgn(z) l1 outside the band, exactly 0 inside
         # Without l2 and beta, a weight whose gradients were all 0 has no curvature: 0 / 0 is kept at 0.
-        curvature = (
-            new_root.add_(self.beta).div_(learning_rate).add_(self.l2).clamp_(min=torch.finfo(rows_UD.dtype).tiny)
-        )
+        curvature = new_root.add_(self.beta).div_(lr).add_(self.l2).clamp_(min=torch.finfo(rows_UD.dtype).tiny)
         torch.div(shrunk.neg_(), curvature, out=rows_UD)

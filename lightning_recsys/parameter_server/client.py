@@ -88,7 +88,7 @@ class _Attempts:
 
 
 @dataclass(slots=True)
-class _Window:
+class _Unacknowledged:
     """Pushes that the server has not acknowledged, and refusals that nobody was told of, by request id."""
 
     pushes: int = 0
@@ -148,7 +148,7 @@ class Connection:
         self._id = os.urandom(CLIENT_ID_BYTES)
         self._next_id, self._next_sequence = 1, 1
         self._pending: OrderedDict[int, Pending] = OrderedDict()
-        self._window = _Window()
+        self._window = _Unacknowledged()
         self._detail = ""
         self._lost = self._closed = self._has_pushed = False
         # After how many attempts and seconds, and why; nothing was heard since.

@@ -12,13 +12,15 @@ from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.journal import read_nonce
 from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token, load_client_keys
 from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.stores.locality import why_not_local
 from lightning_recsys.stores.mapped import MappedStores
 
-SharedMemory = Literal["auto", "never"]
+Transport = Literal["auto", "tcp"]
 
 
+@renamed_arguments(shared_memory="transport")
 def connect(
     endpoint: str,
     *,
@@ -26,7 +28,7 @@ def connect(
     timeout: float = 10.0,
     retries: int = 5,
     window: int = 32,
-    shared_memory: SharedMemory = "auto",
+    transport: Transport = "auto",
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Stores:
     """The stores behind an endpoint.
@@ -43,7 +45,8 @@ def connect(
         timeout: Seconds without any answer after which an attempt has failed.
         retries: Attempts after the first, with growing pauses between them.
         window: Pushes that may be on their way before the next one waits.
-        shared_memory: ``never`` goes through the server even on its own machine.
+        transport: ``auto`` maps the files of a server on this machine; ``tcp`` goes
+            through the server all the same.
         cancelled: Asked while an answer is waited for; once ``True``, the attempt is the last and ends within two
             seconds. For processes that are asked to end.
 
@@ -58,8 +61,8 @@ def connect(
     ...     stores.create_dense_store("center", torch.ones(3)).pull()
     tensor([1., 1., 1.])
     """
-    if shared_memory not in get_args(SharedMemory):
-        raise ValueError(f"shared_memory must be one of {list(get_args(SharedMemory))}, got {shared_memory!r}.")
+    if transport not in get_args(Transport):
+        raise ValueError(f"transport must be one of {list(get_args(Transport))}, got {transport!r}.")
     if endpoint.startswith("shm:///"):
         return MappedStores(endpoint.removeprefix("shm://"))
     if not is_endpoint(endpoint):
@@ -77,11 +80,11 @@ def connect(
     except BaseException:
         connection.close()
         raise
-    reason = "as was asked for" if shared_memory == "never" else _why_not_mapped(hello)
+    reason = "as was asked for" if transport == "tcp" else _why_not_mapped(hello)
     if reason is not None:
         return RemoteStores(connection, reason=reason)
     connection.close()
-    server = partial(connect, endpoint, **options, shared_memory="never")
+    server = partial(connect, endpoint, **options, transport="tcp")
     return MappedStores(Path(hello["folder"]), server=server)
 
 

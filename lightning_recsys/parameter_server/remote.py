@@ -95,14 +95,14 @@ class RemoteEmbeddingStore(EmbeddingStore):
         pending = store.begin("pooled_lookup", arguments=arguments, arrays=arrays)
         return lambda: store.wait(pending).arrays[0]
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
         arguments, arrays = _sparse(sparse)
-        arguments["learning_rate"] = float(learning_rate)
+        arguments["lr"] = float(lr)
         arrays = [*map(_own, arrays), _own(grad_BFD)]
         self._store.push("apply_gradients", arguments=arguments, arrays=arrays)
 
-    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
-        arguments, arrays = {"learning_rate": float(learning_rate)}, [_own(rows_U), _own(grads_UD)]
+    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, lr: float) -> None:  # noqa: D102
+        arguments, arrays = {"lr": float(lr)}, [_own(rows_U), _own(grads_UD)]
         self._store.push("apply_row_gradients", arguments=arguments, arrays=arrays)
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
@@ -240,8 +240,8 @@ class RemoteDenseStore(DenseStore):
         pending = store.push("elastic_average", arguments=arguments, arrays=[_ready(local)])
         return lambda: store.wait(pending).arrays[0]
 
-    def push_gradient(self, gradient: Tensor, *, learning_rate: float) -> int:  # noqa: D102 - inherited
-        arguments = {"learning_rate": float(learning_rate)}
+    def push_gradient(self, gradient: Tensor, *, lr: float) -> int:  # noqa: D102 - inherited
+        arguments = {"lr": float(lr)}
         pending = self._store.push("push_gradient", arguments=arguments, arrays=[_ready(gradient)])
         return int(self._store.wait(pending).value)
 

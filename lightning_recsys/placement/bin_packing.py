@@ -146,7 +146,7 @@ class PlacementPlan:
             own = [part for part in self.parts if part.server == server]
             rows, size = sum(part.num_rows for part in own), sum(part.num_bytes for part in own)
             lines.append(f"{server:>6}  {len(own):>5}  {rows:>14,}  {size:>18,}  {cost:>12.6g}  {cost / total:>6.1%}")
-        end = f"placement={self.method}, imbalance (max / mean cost) {self.imbalance:.3f}; cost: {self.unit}"
+        end = f"table_placement={self.method}, imbalance (max / mean cost) {self.imbalance:.3f}; cost: {self.unit}"
         return "\n".join([*lines, end])
 
 
@@ -186,7 +186,7 @@ def place_tables(
     server  parts            rows               bytes          cost   share
          0      2              60                 240           240   60.0%
          1      2              40                 160           160   40.0%
-    placement=size, imbalance (max / mean cost) 1.200; cost: bytes
+    table_placement=size, imbalance (max / mean cost) 1.200; cost: bytes
     """
     _check(tables, num_servers, method)
     free = _Free(rooms, num_servers)
@@ -228,7 +228,7 @@ def chunk_evenly(size: int, num_chunks: int) -> list[tuple[int, int]]:
 
 def _check(tables: Sequence[TableCost], num_servers: int, method: str) -> None:
     if method not in get_args(PlacementMethod):
-        raise ValueError(f"strategy.placement must be one of {list(get_args(PlacementMethod))}, got {method!r}.")
+        raise ValueError(f"strategy.table_placement must be one of {list(get_args(PlacementMethod))}, got {method!r}.")
     if num_servers < 1 or not tables:
         raise ValueError(f"placement needs at least one table and one server, got {len(tables)} and {num_servers}.")
     names = [(table.collection, table.table) for table in tables]
@@ -237,7 +237,9 @@ def _check(tables: Sequence[TableCost], num_servers: int, method: str) -> None:
         raise ValueError(f"a table may be placed once, got {twice} again.")
     unknown = [table.table for table in tables if table.cost is None]
     if method == "profiled" and unknown:
-        raise ValueError(f"strategy.placement=profiled needs a measured cost of every table; {unknown} have none.")
+        raise ValueError(
+            f"strategy.table_placement=profiled needs a measured cost of every table; {unknown} have none."
+        )
 
 
 def _weight(table: TableCost, method: PlacementMethod) -> float:

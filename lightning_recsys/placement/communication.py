@@ -34,7 +34,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommunicationCost:
     """What one process sends in a step, as often as it must wait for a message before it can send the next.
 
     Args:
@@ -45,15 +45,15 @@ class Traffic:
     sent_bytes: float
     messages: int
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent_bytes + other.sent_bytes, self.messages + other.messages)
+    def __add__(self, other: CommunicationCost) -> CommunicationCost:
+        return CommunicationCost(self.sent_bytes + other.sent_bytes, self.messages + other.messages)
 
     def seconds(self, network: Network) -> float:
         """How long it takes: every message's latency, and all bytes at full speed."""
         return self.messages * network.latency + self.sent_bytes / network.bandwidth
 
 
-NO_TRAFFIC = Traffic(0.0, 0)
+NO_COST = CommunicationCost(0.0, 0)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def deep(num_fields: int, embedding_dim: int, out_features: int) -> RichLayer:
     return RichLayer(embedding_dim, num_fields * embedding_dim * out_features, (out_features,))
 
 
-def mesh(layers: Sequence[RichLayer], *, num_processes: int, num_distinct: int) -> Traffic:
+def mesh(layers: Sequence[RichLayer], *, num_processes: int, num_distinct: int) -> CommunicationCost:
     r"""Weights lie with the workers, a share with each; a worker fetches those that its batch needs and it lacks.
 
     .. math:: \tfrac{N-1}{N} \big(u\,(8 + 4 D) + 4 F D H\big)
@@ -106,36 +106,38 @@ def mesh(layers: Sequence[RichLayer], *, num_processes: int, num_distinct: int) 
     _check(num_processes=num_processes, num_distinct=num_distinct)
     share = (num_processes - 1) / num_processes
     whole = parameter_servers(layers, num_distinct=num_distinct)
-    return Traffic(share * whole.sent_bytes, whole.messages if num_processes > 1 else 0)
+    return CommunicationCost(share * whole.sent_bytes, whole.messages if num_processes > 1 else 0)
 
 
-def parameter_servers(layers: Sequence[RichLayer], *, num_distinct: int) -> Traffic:
+def parameter_servers(layers: Sequence[RichLayer], *, num_distinct: int) -> CommunicationCost:
     """As :func:`mesh` with all weights on servers of their own, so that every weight travels."""
     _check(num_distinct=num_distinct)
     floats = sum(num_distinct * layer.row_floats + layer.block_floats for layer in layers)
     keys = num_distinct * len(layers)
-    return Traffic(FLOAT_BYTES * floats + KEY_BYTES * keys, 1 if floats else 0)
+    return CommunicationCost(FLOAT_BYTES * floats + KEY_BYTES * keys, 1 if floats else 0)
 
 
-def round_trip(traffic: Traffic) -> Traffic:
+def round_trip(traffic: CommunicationCost) -> CommunicationCost:
     """There and back: weights and then their gradients."""
-    return Traffic(2 * traffic.sent_bytes, 2 * traffic.messages)
+    return CommunicationCost(2 * traffic.sent_bytes, 2 * traffic.messages)
 
 
-def all_reduce(num_floats: float, *, num_processes: int) -> Traffic:
+def all_reduce(num_floats: float, *, num_processes: int) -> CommunicationCost:
     r"""A ring all-reduce of so many float32: :math:`2 \tfrac{N-1}{N} \cdot 4 M` bytes in :math:`2 (N - 1)` messages."""
     _check(num_processes=num_processes, num_floats=num_floats)
     if num_processes == 1 or not num_floats:
-        return NO_TRAFFIC
-    return Traffic(2 * (num_processes - 1) / num_processes * FLOAT_BYTES * num_floats, 2 * (num_processes - 1))
+        return NO_COST
+    return CommunicationCost(
+        2 * (num_processes - 1) / num_processes * FLOAT_BYTES * num_floats, 2 * (num_processes - 1)
+    )
 
 
-def all_gather(num_bytes: float, *, num_processes: int) -> Traffic:
+def all_gather(num_bytes: float, *, num_processes: int) -> CommunicationCost:
     """A ring all-gather of so many bytes from each process, such as sparse gradients with their ids."""
     _check(num_processes=num_processes, num_bytes=num_bytes)
     if num_processes == 1 or not num_bytes:
-        return NO_TRAFFIC
-    return Traffic((num_processes - 1) * num_bytes, num_processes - 1)
+        return NO_COST
+    return CommunicationCost((num_processes - 1) * num_bytes, num_processes - 1)
 
 
 def row_exchange(
@@ -145,7 +147,7 @@ def row_exchange(
     num_distinct: int,
     num_distinct_of_all: int,
     state_floats: int = 0,
-) -> Traffic:
+) -> CommunicationCost:
     r"""What our own stores need where a mesh needs ``u`` rows once: processes in step fetch and train rows every step.
 
     .. math::
@@ -166,30 +168,30 @@ def row_exchange(
     """
     _check(num_processes=num_processes, num_distinct=num_distinct, state_floats=state_floats)
     if num_processes == 1:
-        return NO_TRAFFIC
+        return NO_COST
     share, owned = (num_processes - 1) / num_processes, num_distinct_of_all / num_processes
     widths = [layer.row_floats for layer in layers if layer.row_floats]
     stored = [2 * NUMBER_BYTES + FLOAT_BYTES * (width + state_floats) for width in widths]
     between = [(num_distinct - owned) * FLOAT_BYTES * width for width in widths]
     numbers = all_gather(NUMBER_BYTES * num_distinct * len(widths), num_processes=num_processes)
     sent_bytes = share * (num_distinct + owned) * sum(stored) + sum(between) + numbers.sent_bytes
-    return Traffic(sent_bytes, 4 * len(widths) + (3 * numbers.messages if widths else 0))
+    return CommunicationCost(sent_bytes, 4 * len(widths) + (3 * numbers.messages if widths else 0))
 
 
-def substitution(layers: Sequence[RichLayer], *, num_processes: int, batch_size: int) -> Traffic:
+def substitution(layers: Sequence[RichLayer], *, num_processes: int, batch_size: int) -> CommunicationCost:
     """Distributed equivalent substitution: one :func:`all_reduce` of ``batch_size`` partial results each, forward only.
 
     Reference: Rong et al. 2019, section 4.
     """
     _check(batch_size=batch_size)
-    traffic = NO_TRAFFIC
+    traffic = NO_COST
     for layer in layers:
         for floats in layer.partial_floats:
             traffic += all_reduce(batch_size * floats, num_processes=num_processes)
     return traffic
 
 
-def saving(traffic: Traffic, baseline: Traffic) -> float:
+def saving(traffic: CommunicationCost, baseline: CommunicationCost) -> float:
     """The share of a baseline's bytes that is not sent: 1 is all of them, below 0 it is the baseline that sends less.
 
     >>> layers = [first_order()]

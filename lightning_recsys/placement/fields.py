@@ -65,7 +65,7 @@ class FieldPlan:
             )
         of_bytes, of_lookups = self.imbalance
         ends = f"imbalance (max / mean) {of_bytes:.3f} of bytes, {of_lookups:.3f} of lookups"
-        return "\n".join([*lines, f"placement={self.method}, {ends}"])
+        return "\n".join([*lines, f"field_placement={self.method}, {ends}"])
 
 
 def place_fields(costs: Sequence[FieldCost], num_processes: int, *, method: FieldMethod = "mod") -> FieldPlan:
@@ -93,10 +93,10 @@ def place_fields(costs: Sequence[FieldCost], num_processes: int, *, method: Fiel
     process  fields               bytes   share       lookups   share
           0       1                 600   60.0%             1   25.0%
           1       2                 400   40.0%             3   75.0%
-    placement=balanced, imbalance (max / mean) 1.200 of bytes, 1.500 of lookups
+    field_placement=balanced, imbalance (max / mean) 1.200 of bytes, 1.500 of lookups
     """
     if method not in get_args(FieldMethod):
-        raise ValueError(f"strategy.placement must be one of {list(get_args(FieldMethod))}, got {method!r}.")
+        raise ValueError(f"strategy.field_placement must be one of {list(get_args(FieldMethod))}, got {method!r}.")
     names = [name for cost in costs for name in cost.fields]
     if num_processes < 1 or len(set(names)) < len(names):
         raise ValueError(f"placement needs a process and each field once, got {num_processes} and {names}.")

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, Ticket
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
-from lightning_recsys.optim import SGD, RowOptimizer
+from lightning_recsys.optim import RowOptimizer, RowSGD
 from lightning_recsys.optim.accumulating import is_additive
 from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.placement import TablePart
@@ -88,7 +88,8 @@ class CachedBackend(StoreBackend):
 
     Args:
         layout: The collection's tables.
-        optimizer: The update rule, one whose state is a sum (SGD, Adagrad, RowwiseAdagrad), or any with ``any_rule``.
+        optimizer: The update rule, one whose state is a sum (RowSGD, RowAdagrad, RowWiseAdagrad), or any with
+            ``any_rule``.
         stores: As in :class:`StoreBackend`.
         cache_rows: Rows that may stay from one step to the next.
         staleness: ``s``, or ``None`` for no bound: then nothing is ever checked or refreshed.
@@ -146,7 +147,7 @@ class CachedBackend(StoreBackend):
         self._planned: CachedTicket | None = None  # its message was sent ahead of its lookup
         # In step: plans of batches whose gradients wait for the other workers', with the gradients of their rows.
         self._gradients: list[tuple[BatchPlan, Tensor]] = []
-        self._learning_rate = 0.0  # of the update with those gradients
+        self._lr = 0.0  # of the update with those gradients
         self._updates: int | None = None  # that the tables have seen, where the rule asks; None: to be asked for
         self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
         self._counts: Counter[str] = Counter()
@@ -191,8 +192,8 @@ class CachedBackend(StoreBackend):
         if self._gradients:
             raise RuntimeError(
                 "gradients of an earlier step still wait for those of the other workers (strategy=het in step: "
-                "mode=hybrid or staleness=0), which meet when Lightning steps the optimizer. With manual optimization "
-                "call self.manual_backward(loss), and step the optimizer that self.optimizers() returns."
+                "algorithm=hybrid or staleness=0), which meet when Lightning steps the optimizer. With manual "
+                "optimization call self.manual_backward(loss), and step the optimizer that self.optimizers() returns."
             )
         features = sparse.to("cpu")
         batch = self._take_planned(features) or self._begin(features)
@@ -227,16 +228,16 @@ class CachedBackend(StoreBackend):
         features = sparse.to("cpu")
         self._coming.append((features, self._cache.announce(self.keys_of(features))))
 
-    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
         batches = self._redeem(tickets)
         if self._in_step:
             self._gradients += [(plan, sums_UD.clone()) for plan, sums_UD in self._sum_by_row(batches, grad_BFD)]
-            self._learning_rate = learning_rate
+            self._lr = lr
             return
         sums = self._sum_by_row(batches, grad_BFD)
         plan, sums_UD = next(sums) if len(batches) == 1 else _joined([(plan, part.clone()) for plan, part in sums])
         self._may_owe = True
-        self._cache.update(plan.slots_U, sums_UD, learning_rate=learning_rate, step=self._count_update())
+        self._cache.update(plan.slots_U, sums_UD, lr=lr, step=self._count_update())
         self._messages.count_step()
         self._evict()
         if not self.cache_rows:  # nothing else is sent before the next lookup, which need not wait behind this
@@ -269,7 +270,7 @@ class CachedBackend(StoreBackend):
             self._gradients = []
             grads = sums_UD.index_select(0, torch.from_numpy(owned).to(sums_UD.device))
             self._may_owe = True
-            self._cache.update(plan.slots_U[owned], grads, learning_rate=self._learning_rate, step=step)
+            self._cache.update(plan.slots_U[owned], grads, lr=self._lr, step=step)
             self._cache.outdate(np.delete(plan.slots_U, owned))
         if counts:
             self._messages.count_step()
@@ -557,7 +558,7 @@ class CachedBackend(StoreBackend):
             features = tuple(name for table in self.layout.tables for name in table.feature_names)
             slots = EmbeddingBagConfig("slots", max(len(cache.rows), 1), self.layout.embedding_dim, features)
             # It only looks up: on a GPU that of a rule with state would have room for a state of its own.
-            kernel = choose_kernel("auto", TableLayout((slots,)), SGD(), cache.rows.device)
+            kernel = choose_kernel("auto", TableLayout((slots,)), RowSGD(), cache.rows.device)
             self._kernels[cache] = len(cache.rows), kernel
         return kernel
 

@@ -120,7 +120,8 @@ class RowCache:
     Args:
         limit: Rows that outlast a step; 0 keeps none.
         embedding_dim: ``D``.
-        optimizer: The update rule: one whose state is a sum (SGD, Adagrad, RowwiseAdagrad), or any with ``any_rule``.
+        optimizer: The update rule: one whose state is a sum (RowSGD, RowAdagrad, RowWiseAdagrad), or any with
+            ``any_rule``.
         policy: Which rows go first, as in :class:`CacheIndex`.
         device: Where rows, state and updates are; index and clocks are on the CPU.
         num_keys: What all keys are below, as in :class:`CacheIndex`.
@@ -138,11 +139,11 @@ class RowCache:
         ValueError: ``limit`` is negative, or the policy is unknown.
         TypeError: a rule whose updates of several workers cannot be added.
 
-    >>> from lightning_recsys.optim import SGD
-    >>> cache = RowCache(1, 2, SGD())
+    >>> from lightning_recsys.optim import RowSGD
+    >>> cache = RowCache(1, 2, RowSGD())
     >>> plan = cache.plan(np.array([9, 5, 9]))
     >>> cache.install(plan.slots_U, {"weight": torch.zeros(2, 2)}, np.array([3, 0], dtype=np.int32))
-    >>> cache.update(plan.slots_U, torch.ones(2, 2), learning_rate=0.5)
+    >>> cache.update(plan.slots_U, torch.ones(2, 2), lr=0.5)
     >>> cache.rows[plan.slots_N].tolist()
     [[-0.5, -0.5], [-0.5, -0.5], [-0.5, -0.5]]
     >>> updates = cache.take(cache.evict(spare_from=plan.number + 1))
@@ -294,20 +295,20 @@ class RowCache:
             per_id = per_id * weights.unsqueeze(1)
         return sums_UD.zero_().index_add_(0, self._indices(plan.distinct_N), per_id)
 
-    def update(self, slots_U: Integers, grads_UD: Tensor, *, learning_rate: float, step: int = 0) -> None:
+    def update(self, slots_U: Integers, grads_UD: Tensor, *, lr: float, step: int = 0) -> None:
         """Train rows in place, accumulate the same update for the server, and tick their clocks once.
 
         Args:
             slots_U: Distinct slots, int64 ``[U]``.
             grads_UD: Their summed gradients, float32 ``[U, D]``.
-            learning_rate: Step size of this update.
+            lr: Step size of this update.
             step: Updates that the table has seen, this one included, for a rule whose state is no sum.
         """
         there = (self.optimizer, slots_U, grads_UD, self.rows, self.row_state, self.owed, self.clocks)
         if is_additive(self.optimizer):
-            apply_and_accumulate(*there, learning_rate=learning_rate)
+            apply_and_accumulate(*there, lr=lr)
         else:
-            apply_and_owe(*there, learning_rate=learning_rate, step=step)
+            apply_and_owe(*there, lr=lr, step=step)
 
     def outdate(self, slots: Integers) -> None:
         """Somebody else has made an update that these copies lack: their clocks count it, and so are ahead."""

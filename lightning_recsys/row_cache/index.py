@@ -31,7 +31,7 @@ from lightning_recsys.row_cache.order import COUNT, HELD, LIST, NEXT, NOWHERE, P
 from lightning_recsys.row_cache.window import (
     FOLLOWING,
     SLOT,
-    Window,
+    UpcomingBatches,
     attach,
     drop_batch,
     drop_key,
@@ -297,7 +297,7 @@ class CacheIndex:
         self._numbers = np.zeros(5, dtype=np.int64)
         kept = limit * (1 + REMEMBERED) if self._remembers else limit  # at 32 to 128 bytes each in a hash table
         self._bound_of_keys = num_keys if num_keys is not None and num_keys <= 8 * kept else None
-        self._window = Window(self._bound_of_keys)
+        self._window = UpcomingBatches(self._bound_of_keys)
         self._make_room(0)
 
     def _make_room(self, num_slots: int) -> None:

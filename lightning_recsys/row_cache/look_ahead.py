@@ -46,7 +46,7 @@ class PeekableLoader:
 
     >>> loader = peekable([10, 20])
     >>> batches = iter(loader)
-    >>> next(batches), loader.peek(), loader.served, next(batches), loader.peek(), len(loader)
+    >>> next(batches), loader.peek(), loader.current, next(batches), loader.peek(), len(loader)
     (10, 20, 10, 20, None, 2)
     """
 
@@ -62,13 +62,13 @@ class PeekableLoader:
         return len(self._loader)
 
     @property
-    def served(self) -> Any:
-        """The batch that was served last; ``None`` before the first."""
-        return None if self._batches is None else self._batches.served
+    def current(self) -> Any:
+        """The batch that was handed out last; ``None`` before the first."""
+        return None if self._batches is None else self._batches.current
 
     @property
     def waiting_bytes(self) -> int:
-        """What the batches take that were looked at and are still to be served."""
+        """What the batches take that were looked at and are still to be handed out."""
         return 0 if self._batches is None else self._batches.waiting_bytes
 
     def peek(self, ahead: int = 0) -> Any:
@@ -91,10 +91,10 @@ class PeekableLoader:
 
 
 class StatefulPeekableLoader(PeekableLoader):
-    """The same for a loader whose position a checkpoint holds: that of the batches served, not of those peeked at."""
+    """The same for a loader whose position a checkpoint holds: that of the batches handed out, not peeked at."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's, as it was before batches that were peeked at and have not been served."""
+        """The loader's, as it was before batches that were peeked at and have not been handed out."""
         before = None if self._batches is None else self._batches.before
         state: dict[str, Any] = self._loader.state_dict() if before is None else before
         return state
@@ -114,8 +114,8 @@ class _Batches:
     """One iteration over a loader.
 
     Attributes:
-        served: The batch that was served last.
-        waiting_bytes: Of those that were peeked at and not served.
+        current: The batch that was handed out last.
+        waiting_bytes: Of those that were peeked at and not handed out.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -125,7 +125,7 @@ class _Batches:
         self._states: deque[dict[str, Any]] = deque()  # the loader's from before each peek, were it in vain
         self._end: Exception | None = None  # what comes behind the batches peeked at
         self._copies = True  # batches can be copied, so that a later one leaves them alone
-        self.served: Any = None
+        self.current: Any = None
         self.waiting_bytes = 0
 
     @property
@@ -140,13 +140,13 @@ class _Batches:
         if self._states:
             self._states.popleft()
         if self._peeked:
-            self.served, num_bytes = self._peeked.popleft()
+            self.current, num_bytes = self._peeked.popleft()
             self.waiting_bytes -= num_bytes
         elif self._end is not None:
             raise self._end
         else:
-            self.served, _ = self._draw()
-        return self.served
+            self.current, _ = self._draw()
+        return self.current
 
     def peek(self, ahead: int) -> Any:
         while self._copies and len(self._peeked) <= ahead and self._end is None:
@@ -333,7 +333,7 @@ class LookAhead:
         if last != math.inf:
             return [loader.peek(ahead) if self._batch_idx + ahead + 1 < last else None for loader in loaders]
         # Where there is no length, Lightning is one batch ahead.
-        return [loader.peek(ahead - 1) if ahead else loader.served for loader in loaders]
+        return [loader.peek(ahead - 1) if ahead else loader.current for loader in loaders]
 
 
 def find(tree: Any, kind: type[T]) -> Iterator[T]:

@@ -195,7 +195,7 @@ class Announced:
     distinct_N: NDArray[np.int32]
 
 
-class Window:
+class UpcomingBatches:
     """The announced batches of a cache, in the order in which they are expected.
 
     Attributes:

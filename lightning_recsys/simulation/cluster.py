@@ -18,7 +18,7 @@ from lightning_recsys.simulation.events import Meeting, Process, Signal, Virtual
 from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least
 from lightning_recsys.simulation.replica import Gradient, end_replicas, make_replicas
 from lightning_recsys.simulation.results import Results
-from lightning_recsys.sync import Exchange, StalenessNormalization, SyncAlgorithm, make_algorithm
+from lightning_recsys.sync import StalenessNormalization, SyncAlgorithm, Topology, make_algorithm
 
 Evaluate = Callable[[pl.LightningModule], dict[str, float]]
 
@@ -68,7 +68,7 @@ class Synchronization:
             raise ValueError(f"synchronization.rounds must be background or foreground, got {self.rounds!r}.")
         check_at_least("synchronization.gap", self.gap, 1)
         check_at_least("synchronization.interval", self.interval or 0.0, 0.0)
-        if self.make().exchange is Exchange.CENTER and self.rounds == "foreground" and self.interval is not None:
+        if self.make().topology is Topology.CENTRAL and self.rounds == "foreground" and self.interval is not None:
             raise ValueError("cluster.synchronization.interval: workers that ask a centre count steps; leave it null.")
 
     def make(self) -> SyncAlgorithm:
@@ -212,7 +212,7 @@ class _Run:
         for number, factor in enumerate(slowness):
             self.clock.start(self._work(number // cluster.workers_per_replica, factor))
         if (rule := self.rule) is not None and rule.rounds == "background":
-            centres = rule.make().exchange is Exchange.CENTER
+            centres = rule.make().topology is Topology.CENTRAL
             rounds = [partial(self._ask_center, i) for i in range(cluster.num_replicas)] if centres else [self._average]
             for one_round in rounds:
                 self.clock.start(self._shadow(rule.interval or 0.0, one_round))
@@ -314,7 +314,7 @@ class _Run:
         if rule is None or rule.rounds == "background":
             return
         due = steps % rule.gap == 0 if rule.interval is None else self.clock.now >= self._round_due
-        if due and self.algorithms[number].exchange is Exchange.CENTER:
+        if due and self.algorithms[number].topology is Topology.CENTRAL:
             yield from self._ask_center(number)
         elif due:
             yield from self._everyone.wait()

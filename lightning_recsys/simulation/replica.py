@@ -110,8 +110,8 @@ class Replica:
             self._note_changes(before)
         for parameter in self._parameters:
             parameter.grad = None
-        rates = {_rows(collection): collection.learning_rate for collection in self._collections}
-        rows = [part.push(normalization, learning_rate=rates[part.rows]) for part in gradient.rows]
+        rates = {_rows(collection): collection.lr for collection in self._collections}
+        rows = [part.push(normalization, lr=rates[part.rows]) for part in gradient.rows]
         if self._scheduler is not None:
             self._scheduler.step()
         self.version += 1

@@ -47,9 +47,9 @@ class RowGradient:
         row_bytes = _ID_BYTES + _VERSION_BYTES + self.grad_BFD.element_size() * self.grad_BFD.shape[2]
         return row_bytes * int(np.count_nonzero(self.first_N))
 
-    def push(self, normalization: StalenessNormalization | None, *, learning_rate: float) -> NDArray[np.int32]:
+    def push(self, normalization: StalenessNormalization | None, *, lr: float) -> NDArray[np.int32]:
         """Train the rows; returns the staleness of each of them, int32 ``[U]``."""
-        return self.rows.push(self, normalization, learning_rate=learning_rate)
+        return self.rows.push(self, normalization, lr=lr)
 
 
 class VersionedRows(LocalBackend):
@@ -73,7 +73,7 @@ class VersionedRows(LocalBackend):
         self._starts = np.asarray(layout.feature_starts)
         self._marks = np.zeros(layout.num_rows, dtype=np.int32)
 
-    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:
         """Keep the gradient; it is computed within one event with the lookup, so the versions are those of then."""
         sparse = Ticket.joined(tickets).sparse
         row_N = self._rows_of(sparse)
@@ -88,7 +88,7 @@ class VersionedRows(LocalBackend):
         return taken
 
     def push(
-        self, gradient: RowGradient, normalization: StalenessNormalization | None, *, learning_rate: float
+        self, gradient: RowGradient, normalization: StalenessNormalization | None, *, lr: float
     ) -> NDArray[np.int32]:
         """Train the rows of a gradient; as :meth:`RowGradient.push`."""
         row_N = gradient.row_N
@@ -104,7 +104,7 @@ class VersionedRows(LocalBackend):
                 sparse = replace(sparse, weights=weights)
         row_U = torch.from_numpy(row_N[gradient.first_N]) if self._changes is not None else None
         before_UD = None if row_U is None else self.rows.data[row_U]
-        super().apply_gradients([Ticket(sparse)], gradient.grad_BFD, learning_rate=learning_rate)
+        super().apply_gradients([Ticket(sparse)], gradient.grad_BFD, lr=lr)
         if self._changes is not None and row_U is not None and before_UD is not None:
             self._changes[row_U] = (self.rows.data[row_U] - before_UD).square_().mean(1).sqrt_()
         stale_U: NDArray[np.int32] = staleness_N[gradient.first_N]

@@ -207,15 +207,15 @@ class StoreBackend(TableBackend):
             pooled_BFD.index_add_(1, share.features, answer())
         return pooled_BFD.to(device)
 
-    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
         sparse, grad_BFD = Ticket.joined(tickets).sparse.to("cpu"), grad_BFD.to("cpu")
         if self._only is not None:
-            self._only.apply_gradients(sparse, grad_BFD, learning_rate=learning_rate)
+            self._only.apply_gradients(sparse, grad_BFD, lr=lr)
             return
         striped = self._striped(sparse)
         for share in self._shares:
             grad_BSD = grad_BFD.index_select(1, share.features)
-            share.store.apply_gradients(share.select(striped), grad_BSD, learning_rate=learning_rate)
+            share.store.apply_gradients(share.select(striped), grad_BSD, lr=lr)
 
     def _striped(self, sparse: SparseFeatures) -> _Striped | SparseFeatures:
         """The batch with its ids divided, if a table is cut: once for all stores."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_recsys.embeddings.int64_ids import are_below, as_int64
 
 
-def check_rate(learning_rate: float) -> None:
+def check_rate(lr: float) -> None:
     """A learning rate is a finite number, at least 0."""
-    if not math.isfinite(learning_rate) or learning_rate < 0:
-        raise ValueError(f"a learning rate must be a finite number of at least 0, got {learning_rate}")
+    if not math.isfinite(lr) or lr < 0:
+        raise ValueError(f"a learning rate must be a finite number of at least 0, got {lr}")
 
 
 def check_rows(rows: Tensor, num_rows: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.compiled.loops import compile_loop
-from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim import RowOptimizer, RowWiseAdagrad
 from lightning_recsys.stores import counters
 from lightning_recsys.stores.interfaces import DenseStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
@@ -82,8 +82,8 @@ class MappedDenseStore(DenseStore):
                 f"{initial.dtype} of shape {list(initial.shape)}."
             )
         meta = {"kind": KIND, "optimizer": optimizer and optimizer_to_plain(optimizer)}
-        if isinstance(optimizer, RowwiseAdagrad):
-            raise TypeError("RowwiseAdagrad keeps one number per row, and a dense store has no rows: use Adagrad.")
+        if isinstance(optimizer, RowWiseAdagrad):
+            raise TypeError("RowWiseAdagrad keeps one number per row, and a dense store has no rows: use Adagrad.")
         state = _initial_state(optimizer, initial.detach())
         shapes: Shapes = {
             "values": ("float32", tuple(initial.shape)),
@@ -121,7 +121,7 @@ class MappedDenseStore(DenseStore):
         self._add_version()
         return answer
 
-    def push_gradient(self, gradient: Tensor, *, learning_rate: float) -> int:  # noqa: D102 - inherited
+    def push_gradient(self, gradient: Tensor, *, lr: float) -> int:  # noqa: D102 - inherited
         if self.optimizer is None:
             raise RuntimeError(
                 f"{self._arrays.folder.name!r} has no update rule: create it with optimizer=... to push gradients."
@@ -131,7 +131,7 @@ class MappedDenseStore(DenseStore):
             self.values.unsqueeze(0),
             gradient.unsqueeze(0),
             {name: tensor.unsqueeze(0) for name, tensor in self.state.items()},
-            learning_rate=learning_rate,
+            lr=lr,
             step=version,
         )
         return version

@@ -113,12 +113,12 @@ class MappedEmbeddingStore(EmbeddingStore):
     def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         return self._kernel.lookup(self.rows, sparse)
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
         rows, state = self.rows, self.row_state
         step = counters.add(self._arrays["counters"], _STEP)
-        self._kernel.apply_gradients(rows, state, sparse, grad_BFD, learning_rate=learning_rate, step=step)
+        self._kernel.apply_gradients(rows, state, sparse, grad_BFD, lr=lr, step=step)
 
-    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, lr: float) -> None:  # noqa: D102
         if grads_UD.shape != (rows_U.numel(), self.layout.embedding_dim):
             raise ValueError(
                 f"gradients must have shape {[rows_U.numel(), self.layout.embedding_dim]}, got {list(grads_UD.shape)}."
@@ -130,7 +130,7 @@ class MappedEmbeddingStore(EmbeddingStore):
         rows, state = self.rows, self.row_state
         step = counters.add(self._arrays["counters"], _STEP)
         touched, grads = rows_U.contiguous().numpy(), grads_UD.contiguous().numpy()
-        apply_update(self.optimizer, touched, grads, rows, state, learning_rate=learning_rate, step=step)
+        apply_update(self.optimizer, touched, grads, rows, state, lr=lr, step=step)
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self.row_shapes)

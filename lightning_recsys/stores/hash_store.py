@@ -267,15 +267,15 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
                 slots_N[missing] = self._index.find(rows_N[missing])[0]
         return slots_N
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
         with self._mutex:
             slots_N = self.admit(self.rows_of(sparse))
             slots = _admitted(sparse, slots_N)
             weight, state, step = self._begin_update(slots_N)
-            self._kernel.apply_gradients(weight, state, slots, grad_BFD, learning_rate=learning_rate, step=step)
+            self._kernel.apply_gradients(weight, state, slots, grad_BFD, lr=lr, step=step)
             self._end_update()
 
-    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:  # noqa: D102
+    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, lr: float) -> None:  # noqa: D102
         if grads_UD.shape != (rows_U.numel(), self.layout.embedding_dim):
             raise ValueError(
                 f"gradients must have shape {[rows_U.numel(), self.layout.embedding_dim]}, got {list(grads_UD.shape)}."
@@ -287,7 +287,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             if not kept.all():
                 slots_U, grads = slots_U[kept], grads[kept]
             weight, state, step = self._begin_update(slots_U)
-            apply_update(self.optimizer, slots_U, grads, weight, state, learning_rate=learning_rate, step=step)
+            apply_update(self.optimizer, slots_U, grads, weight, state, lr=lr, step=step)
             self._end_update()
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited

@@ -52,14 +52,14 @@ class EmbeddingStore(ABC):
         return lambda: pooled_BFD
 
     @abstractmethod
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, learning_rate: float) -> None:
+    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float) -> None:
         """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`pooled_lookup` returned.
 
         A remote store may return before the server has applied it; :meth:`flush` waits for that.
         """
 
     @abstractmethod
-    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, learning_rate: float) -> None:
+    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, lr: float) -> None:
         """Train distinct rows with their summed gradients ``[U, D]``; asynchronous as :meth:`apply_gradients`."""
 
     @abstractmethod
@@ -175,7 +175,7 @@ class DenseStore(ABC):
         return lambda: center
 
     @abstractmethod
-    def push_gradient(self, gradient: Tensor, *, learning_rate: float) -> int:
+    def push_gradient(self, gradient: Tensor, *, lr: float) -> int:
         """One update by the store's own rule; returns the version after it."""
 
     @property

@@ -10,9 +10,11 @@ from typing import Any
 
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
 
-_RULES: dict[str, type[RowOptimizer]] = {rule.__name__: rule for rule in (SGD, Adagrad, RowwiseAdagrad, Adam, FTRL)}
+_RULES: dict[str, type[RowOptimizer]] = {
+    rule.__name__: rule for rule in (RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL)
+}
 _TABLE_FIELDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
     "num_embeddings": (int,),
@@ -29,8 +31,8 @@ def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
     Raises:
         TypeError: the rule is none of :mod:`lightning_recsys.optim`: another process could not make it again.
 
-    >>> optimizer_to_plain(SGD(learning_rate=0.1))
-    {'rule': 'SGD', 'learning_rate': 0.1}
+    >>> optimizer_to_plain(RowSGD(lr=0.1))
+    {'rule': 'RowSGD', 'lr': 0.1}
     """
     if _RULES.get(type(optimizer).__name__) is not type(optimizer):
         raise TypeError(

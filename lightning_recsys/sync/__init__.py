@@ -1,6 +1,9 @@
 """Rules of replicas, of copies of rows and of stale gradients: decisions only, no I/O, no thread."""
 
-from lightning_recsys.sync.algorithm import Exchange, SyncAlgorithm
+from typing import TYPE_CHECKING
+
+from lightning_recsys.renamed import renamed_names
+from lightning_recsys.sync.algorithm import SyncAlgorithm, Topology
 from lightning_recsys.sync.bmuf import BMUF
 from lightning_recsys.sync.clocks import ClockName, ClockRule
 from lightning_recsys.sync.easgd import EASGD
@@ -16,7 +19,6 @@ __all__ = [
     "STALENESS_RULES",
     "ClockName",
     "ClockRule",
-    "Exchange",
     "ModelAveraging",
     "ReplicaRounds",
     "RoundSchedule",
@@ -24,7 +26,11 @@ __all__ = [
     "StalenessNormalization",
     "StalenessRule",
     "SyncAlgorithm",
+    "Topology",
     "algorithm_names",
     "make_algorithm",
     "register_algorithm",
 ]
+
+if not TYPE_CHECKING:  # which would make a type checker believe in every name
+    __getattr__ = renamed_names(__name__, Exchange="Topology")

@@ -9,13 +9,13 @@ from typing import ClassVar
 from torch import Tensor
 
 
-class Exchange(Enum):
+class Topology(Enum):
     """What an algorithm needs to be told before it can fold something into a replica."""
 
-    CENTER = "center"
+    CENTRAL = "central"
     """The sync servers' vector, once it has moved towards this replica by ``alpha``; no other trainer takes part."""
 
-    MEAN = "mean"
+    ALL_REDUCE = "all_reduce"
     """The mean over the replicas of all trainers; all of them take part in each round."""
 
 
@@ -23,19 +23,19 @@ class SyncAlgorithm(ABC):
     """One trainer's side of a synchronisation rule over flat float32 vectors.
 
     A round has two halves. The driver (a background thread, a hook in the training loop, a test) fetches what
-    :attr:`exchange` names; then :meth:`fold` moves the replica, in place, for workers may be training on it.
+    :attr:`topology` names; then :meth:`fold` moves the replica, in place, for workers may be training on it.
 
     Args:
         alpha: Elastic parameter, unitless, in ``(0, 1]``: how far one round moves the replica.
 
     Attributes:
-        exchange: What a round fetches.
+        topology: What a round fetches.
 
     Raises:
         ValueError: ``alpha`` is outside ``(0, 1]``.
     """
 
-    exchange: ClassVar[Exchange]
+    topology: ClassVar[Topology]
 
     def __init__(self, *, alpha: float = 0.5) -> None:
         if not 0 < alpha <= 1:
@@ -56,7 +56,7 @@ class SyncAlgorithm(ABC):
         Args:
             replica: float32 ``[size]``, changed in place. Workers write to it meanwhile, so it may differ from what was
                 sent; add to it rather than overwrite it.
-            answer: What :attr:`exchange` asked for, float32 ``[size]``; the rule may overwrite it.
+            answer: What :attr:`topology` asked for, float32 ``[size]``; the rule may overwrite it.
         """
 
     def state_dict(self) -> dict[str, Tensor]:

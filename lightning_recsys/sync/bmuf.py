@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_recsys.sync.algorithm import Exchange, SyncAlgorithm
+from lightning_recsys.sync.algorithm import SyncAlgorithm, Topology
 
 
 class BMUF(SyncAlgorithm):
@@ -46,7 +46,7 @@ class BMUF(SyncAlgorithm):
     tensor([1.])
     """
 
-    exchange: ClassVar[Exchange] = Exchange.MEAN
+    topology: ClassVar[Topology] = Topology.ALL_REDUCE
 
     def __init__(
         self, *, alpha: float = 0.5, eta: float = 1.0, block_momentum: float = 0.0, nesterov: bool = False

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_recsys.sync.algorithm import Exchange, SyncAlgorithm
+from lightning_recsys.sync.algorithm import SyncAlgorithm, Topology
 
 
 class EASGD(SyncAlgorithm):
@@ -35,7 +35,7 @@ class EASGD(SyncAlgorithm):
     tensor([1.5000])
     """
 
-    exchange: ClassVar[Exchange] = Exchange.CENTER
+    topology: ClassVar[Topology] = Topology.CENTRAL
 
     def fold(self, replica: Tensor, answer: Tensor) -> None:  # noqa: D102 - inherited
         replica.lerp_(answer, self.alpha)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_recsys.sync.algorithm import Exchange, SyncAlgorithm
+from lightning_recsys.sync.algorithm import SyncAlgorithm, Topology
 
 
 class ModelAveraging(SyncAlgorithm):
@@ -31,7 +31,7 @@ class ModelAveraging(SyncAlgorithm):
     tensor([1.5000])
     """
 
-    exchange: ClassVar[Exchange] = Exchange.MEAN
+    topology: ClassVar[Topology] = Topology.ALL_REDUCE
 
     def fold(self, replica: Tensor, answer: Tensor) -> None:  # noqa: D102 - inherited
         replica.lerp_(answer, self.alpha)

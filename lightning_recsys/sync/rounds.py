@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_recsys.sync.algorithm import Exchange, SyncAlgorithm
+from lightning_recsys.sync.algorithm import SyncAlgorithm, Topology
 
 DIVERGENCE_PERIOD = 10  # rounds; the norms cost about as much as a round through shared memory
 
@@ -16,7 +16,7 @@ class ReplicaRounds:
     want to. So nobody waits for a trainer that has left, and all leave after the same round. A round with a centre
     needs nobody else, and a trainer stops when it wants to.
 
-    Whoever drives it asks :meth:`takes_part`, fetches what ``algorithm.exchange`` names, with the number of trainers
+    Whoever drives it asks :meth:`takes_part`, fetches what ``algorithm.topology`` names, with the number of trainers
     that want to stop, and hands both to :meth:`finish`.
 
     Args:
@@ -51,13 +51,13 @@ class ReplicaRounds:
         Args:
             leaving: It would rather stop; others may still need it.
         """
-        return not leaving or self.algorithm.exchange is Exchange.MEAN
+        return not leaving or self.algorithm.topology is Topology.ALL_REDUCE
 
     def finish(self, answer: Tensor, *, num_leaving: int = 0) -> bool:
         """Fold in what came, unless all trainers want to stop.
 
         Args:
-            answer: What ``algorithm.exchange`` names, float32 ``[size]``; it may be overwritten.
+            answer: What ``algorithm.topology`` names, float32 ``[size]``; it may be overwritten.
             num_leaving: Trainers that want to stop, of those that took part; 0 for an algorithm with a centre.
 
         Returns:

@@ -17,27 +17,27 @@ def free_workers() -> FreeStrategy:
 
 def shadowsync_trainers() -> ShadowSyncStrategy:
     """As many trainers of one worker as there are devices."""
-    return ShadowSyncStrategy(placement="size")
+    return ShadowSyncStrategy(table_placement="size")
 
 
 def shadowsync_workers() -> ShadowSyncStrategy:
     """Two workers for each trainer."""
-    return ShadowSyncStrategy(placement="size", workers_per_trainer=2)
+    return ShadowSyncStrategy(table_placement="size", workers_per_trainer=2)
 
 
 def shadowsync_foreground() -> ShadowSyncStrategy:
     """A round between every two steps, while the worker waits."""
-    return ShadowSyncStrategy(placement="size", mode="foreground", gap=2)
+    return ShadowSyncStrategy(table_placement="size", rounds="foreground", gap=2)
 
 
 def shadowsync_ma() -> ShadowSyncStrategy:
     """Model averaging beside training."""
-    return ShadowSyncStrategy(placement="size", algorithm="ma")
+    return ShadowSyncStrategy(table_placement="size", algorithm="ma")
 
 
 def shadowsync_bmuf() -> ShadowSyncStrategy:
     """Block-wise model updates in the foreground."""
-    return ShadowSyncStrategy(placement="size", algorithm="bmuf", mode="foreground", gap=2)
+    return ShadowSyncStrategy(table_placement="size", algorithm="bmuf", rounds="foreground", gap=2)
 
 
 def het_without_staleness() -> HETStrategy:

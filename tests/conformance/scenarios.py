@@ -37,7 +37,7 @@ import lightning_recsys  # noqa: F401 - registers the strategies
 from lightning_recsys.checkpoints import is_folder, to_file
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.models.layers import FieldwiseLinear
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 
 GLOBAL_BATCH = 8  # examples per step over all workers, so that every strategy trains on the same ones
 ROWS_ND = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
@@ -112,7 +112,7 @@ class Regression(pl.LightningModule):
         loss = self.loss(rows)
         self.log("train/loss", loss, sync_dist=True)
         self.log("world_size", torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
-        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
     def validation_step(self, rows: Tensor, batch_idx: int) -> None:
@@ -135,7 +135,7 @@ class Recommendation(Regression):
     def __init__(self) -> None:
         super().__init__()
         tables = [EmbeddingBagConfig("first", 7, 4, ("a", "b")), EmbeddingBagConfig("second", 5, 4, ("c",))]
-        self.embeddings = EmbeddingBagCollection(tables, optimizer=SGD(learning_rate=0.05))
+        self.embeddings = EmbeddingBagCollection(tables, optimizer=RowSGD(lr=0.05))
         self.head = nn.Linear(12, 1)
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class Machine(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         tables = [EmbeddingBagConfig("first", 7, 4, ("a", "b")), EmbeddingBagConfig("second", 5, 4, ("c",))]
-        self.embeddings = EmbeddingBagCollection(tables, optimizer=SGD(learning_rate=0.05))
+        self.embeddings = EmbeddingBagCollection(tables, optimizer=RowSGD(lr=0.05))
         self.head = FieldwiseLinear(3, num_fields=3, embedding_dim=4, out_features=1)
 
     def partition(self, fields: Sequence[int], group: Any) -> None:
@@ -528,8 +528,8 @@ def schedule(stage: Stage) -> dict[str, Any]:
     """A learning rate that changes with the steps."""
     task, trainer = by_steps(TASKS[stage.task])(), stage.trainer(max_epochs=1)
     trainer.fit(task, datamodule=stage.rows())
-    rate = trainer.callback_metrics["learning_rate"].item()
-    return {"parameters": parameters(task), "learning_rate": rate}
+    rate = trainer.callback_metrics["lr"].item()
+    return {"parameters": parameters(task), "lr": rate}
 
 
 def log_to_files(stage: Stage) -> dict[str, Any]:

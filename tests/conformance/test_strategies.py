@@ -317,7 +317,7 @@ def test_gradients_when_clipped_then_train_otherwise_than_unclipped(observe, row
 @promised("schedules")
 def test_learning_rate_when_it_changes_by_steps_then_does_so_as_in_one_worker(observe, row):
     seen, reference = (observe(x, "schedule") for x in (row, REFERENCES[row.task]))
-    assert seen["learning_rate"] == pytest.approx(reference["learning_rate"]) == pytest.approx(0.02 / 2**2)
+    assert seen["lr"] == pytest.approx(reference["lr"]) == pytest.approx(0.02 / 2**2)
     assert_same(seen["parameters"], reference["parameters"])
 
 

@@ -20,14 +20,14 @@ from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonit
 from lightning_recsys.data import Batch, SyntheticDataModule
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
-from lightning_recsys.optim import FTRL, Adagrad, Adam
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.tasks import CTRTask
 
 # Rules that divide by what they have seen start above 0: a step is then a smooth function of the gradient. From 0 the
 # first step has full size whatever the gradient is, and takes its sign from a rounding error where it vanishes.
-ROWS = {"row_optimizer": Adagrad(0.05, initial_accumulator=0.01), "first_order_optimizer": FTRL(0.05)}
+ROWS = {"row_optimizer": RowAdagrad(0.05, initial_accumulator=0.01), "first_order_optimizer": RowFTRL(0.05)}
 EMBEDDED = {"embedding_dim": 4, **ROWS}
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.01)
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-4)
@@ -92,10 +92,10 @@ CASES = {
     "lr": Case(LogisticRegression, ROWS),
     "lr_without_numbers": Case(LogisticRegression, ROWS, num_dense=0),
     "fm": Case(FactorizationMachine, EMBEDDED),
-    "wide_deep": Case(WideDeep, {"hidden": (8, 4), **EMBEDDED}, strategy={"placement": "balanced"}),
+    "wide_deep": Case(WideDeep, {"hidden": (8, 4), **EMBEDDED}, strategy={"field_placement": "balanced"}),
     "deepfm": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}),
     "deepfm_with_adam": Case(
-        DeepFM, {"hidden": (8, 4), **EMBEDDED, "row_optimizer": Adam(0.01, eps=1e-4)}, optimizer=ADAM
+        DeepFM, {"hidden": (8, 4), **EMBEDDED, "row_optimizer": RowAdam(0.01, eps=1e-4)}, optimizer=ADAM
     ),
     "dcn": Case(DCN, {"hidden": (8,), "normalization": "batch", **EMBEDDED}, optimizer=SGD),
     "dcn_v2_parallel": Case(DCNv2, {"rank": 3, "hidden": (8,), **EMBEDDED}),
@@ -260,7 +260,7 @@ def go_on(rank: int, world: int, port: int, folder: str, starts: dict[str, str |
 
 UNBOUNDED = Case(
     DeepFM,
-    {"hidden": (8, 4), **EMBEDDED, "row_optimizer": Adam(0.01, eps=1e-4), "device": "meta"},
+    {"hidden": (8, 4), **EMBEDDED, "row_optimizer": RowAdam(0.01, eps=1e-4), "device": "meta"},
     cardinalities=(10**12, 40, 7, 20, 60),
     steps=20,
 )
@@ -296,7 +296,7 @@ def train_groups(rank: int, world: int, port: int, folder: str) -> None:
     case = replace(SHARED_OUT, batch_size=SHARED_OUT.batch_size // 3, steps=3 * SHARED_OUT.steps)
     shared, speed = Shared(), ExamplesPerSecond(warmup_steps=0)
     callbacks = [NormalizedEntropyMonitor(), speed, shared]
-    task = case.fit(strategy=DESStrategy(replicas=3), devices=world, callbacks=callbacks)
+    task = case.fit(strategy=DESStrategy(num_replicas=3), devices=world, callbacks=callbacks)
     seen = {"state": state_of(task), "shared": shared.seen, "examples": speed.global_examples}
     groups_left = len(torch.distributed.distributed_c10d._world.pg_map)
     seen |= {"train/ne": task.trainer.callback_metrics["train/ne"], "groups_left": groups_left}

@@ -52,11 +52,11 @@ class Trap:
         real(journal, *args)
         self.spring("after the mark")
 
-    def train(self, real, store, rows, grads, *, learning_rate):
+    def train(self, real, store, rows, grads, *, lr):
         if self.is_at("half applied"):
-            real(store, rows[: len(rows) // 2], grads[: len(rows) // 2], learning_rate=learning_rate)
+            real(store, rows[: len(rows) // 2], grads[: len(rows) // 2], lr=lr)
             die()
-        real(store, rows, grads, learning_rate=learning_rate)
+        real(store, rows, grads, lr=lr)
 
     def push(self, real, store, request):
         if self.is_at("half applied"):
@@ -112,7 +112,7 @@ def trap_call(owner, trapped, real, *args, **kwargs):
 def push_ones(endpoint: str, seed: int, pooled: bool, orders: Pipe) -> None:
     """Push updates that add 1 to random rows until told to stop; tells how many rows were acknowledged."""
     torch.manual_seed(seed)
-    stores = connect(endpoint, shared_memory="never", timeout=30, retries=10)
+    stores = connect(endpoint, transport="tcp", timeout=30, retries=10)
     store = stores.embedding_store("ones")
     pushes = 0
     orders.send("started")
@@ -120,10 +120,10 @@ def push_ones(endpoint: str, seed: int, pooled: bool, orders: Pipe) -> None:
         for _ in range(20):
             if pooled:
                 ids = SparseFeatures(("x", "y"), torch.randint(0, ROWS, (TOUCHED,)))
-                store.apply_gradients(ids, -torch.ones(TOUCHED // 2, 2, DIM), learning_rate=1.0)
+                store.apply_gradients(ids, -torch.ones(TOUCHED // 2, 2, DIM), lr=1.0)
             else:
                 rows = torch.randperm(ROWS)[:TOUCHED]
-                store.apply_row_gradients(rows, -torch.ones(TOUCHED, DIM), learning_rate=1.0)
+                store.apply_row_gradients(rows, -torch.ones(TOUCHED, DIM), lr=1.0)
             pushes += 1
         if pushes % 200 == 0:
             store.flush()

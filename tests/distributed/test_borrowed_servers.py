@@ -12,7 +12,7 @@ from served_strategy import Model, ServedStrategy, make_trainer
 from server_helpers import running, stop_collector
 
 from lightning_recsys.errors import RequestRefusedError, ServerInUseError, StoreReplacedError
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server import lease as lease_module
 from lightning_recsys.parameter_server.lease import RunLease
@@ -56,7 +56,7 @@ class Counting(Model):
         if self.trainer.global_rank == 0:
             with suppress(KeyError):
                 stores.remove("counter")
-            stores.create_dense_store("counter", torch.zeros(1), optimizer=SGD())
+            stores.create_dense_store("counter", torch.zeros(1), optimizer=RowSGD())
             (self.folder / "started").touch()
             while self.wait and not (self.folder / "go").exists():
                 time.sleep(0.02)
@@ -64,7 +64,7 @@ class Counting(Model):
         self.counter = stores.dense_store("counter")
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.counter.push_gradient(-torch.ones(1), learning_rate=1.0)
+        self.counter.push_gradient(-torch.ones(1), lr=1.0)
 
     def on_train_end(self):
         self.trainer.strategy.barrier()
@@ -142,7 +142,7 @@ def test_lease_when_the_server_is_lent_anew_then_its_holder_hears_of_it(tmp_path
 
 def test_store_when_made_anew_then_those_that_had_the_former_one_are_refused(tmp_path):
     with running(tmp_path) as server:
-        options = {"shared_memory": "never", "timeout": 20}
+        options = {"transport": "tcp", "timeout": 20}
         with closing(connect(server.endpoint)) as mapped, closing(connect(server.endpoint, **options)) as remote:
             assert isinstance(mapped, MappedStores)
             old = mapped.create_dense_store("center", torch.zeros(3)), remote.dense_store("center")
@@ -159,7 +159,7 @@ def test_store_when_made_anew_then_those_that_had_the_former_one_are_refused(tmp
 
 
 def test_store_when_made_anew_past_its_server_then_the_server_has_the_new_one(tmp_path):
-    with running(tmp_path) as server, closing(connect(server.endpoint, shared_memory="never", timeout=20)) as remote:
+    with running(tmp_path) as server, closing(connect(server.endpoint, transport="tcp", timeout=20)) as remote:
         remote.create_dense_store("center", torch.zeros(2)).pull()
         files = MappedStores(tmp_path)  # knows of no server
         files.remove("center")

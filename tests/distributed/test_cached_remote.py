@@ -9,7 +9,7 @@ import torch
 from server_helpers import running, stop_collector
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.optim import SGD, Adagrad, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowSGD, RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.placement import place_tables
 from lightning_recsys.row_cache import CachedBackend
@@ -35,7 +35,7 @@ def endpoints(tmp_path):
 
 
 def bind(collection, endpoints, *, copy_rows=True, **options):
-    opened = [connect(endpoint, shared_memory="never") for endpoint in endpoints]
+    opened = [connect(endpoint, transport="tcp") for endpoint in endpoints]
     plan = place_tables(table_costs("net", collection.layout, collection.optimizer), 2, method="size")
     assert len({part.server for part in plan.parts if part.table == "users"}) == 2
     backend = CachedBackend.create("net", collection.layout, collection.optimizer, servers=opened, plan=plan, **options)
@@ -52,7 +52,7 @@ def batch(kind: str, size: int = 16) -> SparseFeatures:
     return SparseFeatures(FEATURES, values, lengths=None if kind == "single" else lengths, weights=weights)
 
 
-@pytest.mark.parametrize("rule", [SGD(0.1), Adagrad(0.1), RowwiseAdagrad(0.1)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("rule", [RowSGD(0.1), RowAdagrad(0.1), RowWiseAdagrad(0.1)], ids=lambda x: type(x).__name__)
 def test_collection_when_cached_before_two_servers_then_20_steps_equal_the_local_ones(endpoints, rule):
     local = EmbeddingBagCollection(TABLES, optimizer=rule)
     remote = copy.deepcopy(local)
@@ -81,11 +81,11 @@ def test_collection_when_cached_before_two_servers_then_20_steps_equal_the_local
 @pytest.mark.parametrize("staleness", [0, 3, None])
 def test_workers_when_they_train_at_once_then_the_servers_have_every_update(endpoints, staleness):
     table = EmbeddingBagConfig("users", 40, 2, ("user",), init_std=0.0)
-    workers = [EmbeddingBagCollection([table], optimizer=SGD(1.0)) for _ in range(2)]
+    workers = [EmbeddingBagCollection([table], optimizer=RowSGD(1.0)) for _ in range(2)]
     done = torch.zeros(2, 40)
     opened = []
     for index, worker in enumerate(workers):
-        opened.append([connect(endpoint, shared_memory="never") for endpoint in endpoints])
+        opened.append([connect(endpoint, transport="tcp") for endpoint in endpoints])
         plan = place_tables(table_costs("net", worker.layout, worker.optimizer), 2, method="size")
         options = {"cache_rows": 10, "staleness": staleness, "plan": plan, "servers": opened[index]}
         worker.bind(CachedBackend.create("net", worker.layout, worker.optimizer, **options), copy_rows=not index)

@@ -11,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from lightning_recsys.callbacks import (
     ExamplesPerSecond,
     NormalizedEntropyMonitor,
-    StalenessMonitor,
+    TelemetryMonitor,
     examples_per_second,
 )
 from lightning_recsys.metrics.functional import normalized_entropy
@@ -93,7 +93,7 @@ def fit(folder, epochs, ckpt_path=None) -> list[dict]:
         ExamplesPerSecond(warmup_steps=0),
         TQDMProgressBar(),
         NormalizedEntropyMonitor(WINDOW, labels_fn=labels),
-        StalenessMonitor(),
+        TelemetryMonitor(),
         EarlyStopping("train/ne", mode="min", patience=10),
         ModelCheckpoint(folder, monitor="val/ne", filename="best", save_last=True),
     ]

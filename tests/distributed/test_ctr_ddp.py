@@ -8,7 +8,7 @@ import torch
 
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import DLRM, DeepFM
-from lightning_recsys.optim import Adagrad, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowWiseAdagrad
 from lightning_recsys.tasks import CTRTask
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
@@ -41,8 +41,8 @@ def run(
         num_dense=2,
     )
     data.setup("fit")
-    rule = RowwiseAdagrad if model_class is DLRM else Adagrad
-    row_optimizer = rule(learning_rate=0.05, initial_accumulator=0.1)
+    rule = RowWiseAdagrad if model_class is DLRM else RowAdagrad
+    row_optimizer = rule(lr=0.05, initial_accumulator=0.1)
     model = model_class(data.num_dense, data.fields, embedding_dim=8, row_optimizer=row_optimizer)
     task = CTRTask(model, optimizer=partial(torch.optim.SGD, lr=0.1))
     trainer = pl.Trainer(

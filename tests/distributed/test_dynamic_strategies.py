@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_recsys.checkpoints import read_checkpoint
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 from lightning_recsys.stores import DynamicRows
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 
@@ -43,7 +43,7 @@ class Counting(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         table = EmbeddingBagConfig("t", 2**64 - 1, 4, ("a",), init_std=0.0)
-        self.rows = EmbeddingBagCollection([table], optimizer=SGD(0.5), device="meta")
+        self.rows = EmbeddingBagCollection([table], optimizer=RowSGD(0.5), device="meta")
         self.bias = nn.Parameter(torch.zeros(1))
 
     def training_step(self, batch, batch_idx):
@@ -97,11 +97,11 @@ def test_unbounded_ids_when_trained_saved_gone_on_with_and_loaded_again_then_eve
     # Nothing expires in so few steps; but copies travel with their updates then, and workers name what they keep.
     options = {"dynamic_rows": DynamicRows(expire_after=64), "transport": "tcp"}
     if name == "het":
-        first = HETStrategy(cache_rows=12, staleness=2, num_servers=2, placement="size", **options)
-        second = HETStrategy(cache_rows=40, staleness=5, num_servers=1, placement="size", **options)
+        first = HETStrategy(cache_rows=12, staleness=2, num_embedding_servers=2, table_placement="size", **options)
+        second = HETStrategy(cache_rows=40, staleness=5, num_embedding_servers=1, table_placement="size", **options)
     else:
         first, second = (
-            ShadowSyncStrategy(num_embedding_servers=servers, placement="size", **options) for servers in (1, 2)
+            ShadowSyncStrategy(num_embedding_servers=servers, table_placement="size", **options) for servers in (1, 2)
         )
     path = None
     ids, times = IDS_RSB.unique(return_counts=True)

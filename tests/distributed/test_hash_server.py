@@ -7,7 +7,7 @@ from server_helpers import running, stop_collector
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures, Ticket
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.errors import RequestRefusedError
-from lightning_recsys.optim import SGD, Adagrad, Adam
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.placement import PlacementPlan, TablePart, rows_in_stripe
 from lightning_recsys.row_cache import CachedBackend
@@ -48,17 +48,19 @@ def batch(size=6, rows=300):
     return SparseFeatures(KEYS, torch.randint(rows, (3 * size,)))
 
 
-@pytest.mark.parametrize("shared_memory", ["never", "auto"])
-def test_served_rows_when_trained_then_they_equal_those_of_a_store_in_the_process(server, local, shared_memory):
-    remote = connect(server.endpoint, shared_memory=shared_memory)
-    stores = [x.create_embedding_store("t", LAYOUT, Adam(0.1), seed=3, dynamic=DynamicRows()) for x in (remote, local)]
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_served_rows_when_trained_then_they_equal_those_of_a_store_in_the_process(server, local, transport):
+    remote = connect(server.endpoint, transport=transport)
+    stores = [
+        x.create_embedding_store("t", LAYOUT, RowAdam(0.1), seed=3, dynamic=DynamicRows()) for x in (remote, local)
+    ]
     for _ in range(10):
         sparse, rows = batch(), torch.randperm(10**6)[:5]
         pooled = [store.pooled_lookup(sparse) for store in stores]
         assert torch.equal(*pooled)
         for store in stores:
-            store.apply_gradients(sparse, pooled[0] + 1, learning_rate=0.1)
-            store.apply_row_gradients(rows, torch.ones(5, 8), learning_rate=0.1)
+            store.apply_gradients(sparse, pooled[0] + 1, lr=0.1)
+            store.apply_row_gradients(rows, torch.ones(5, 8), lr=0.1)
     served, own = stores
     own.insert(torch.tensor([77]))
     served.insert(torch.tensor([77]))
@@ -68,12 +70,12 @@ def test_served_rows_when_trained_then_they_equal_those_of_a_store_in_the_proces
     for name in ("weight", "exp_avg", "exp_avg_sq"):
         assert torch.equal(served.read_rows(name, rows), own.read_rows(name, rows))
     assert remote.status()["live_rows"] == len(rows)
-    again = connect(server.endpoint, shared_memory=shared_memory)
-    opened = again.create_embedding_store("t", LAYOUT, Adam(0.1), seed=3, dynamic=DynamicRows())
+    again = connect(server.endpoint, transport=transport)
+    opened = again.create_embedding_store("t", LAYOUT, RowAdam(0.1), seed=3, dynamic=DynamicRows())
     assert torch.equal(opened.lookup(rows), own.lookup(rows))
     assert torch.equal(again.embedding_store("t").lookup(rows), own.lookup(rows))
     with pytest.raises(RequestRefusedError, match="other tables or another rule"):
-        again.create_embedding_store("t", LAYOUT, Adam(0.1), seed=3, dynamic=DynamicRows(admission=2))
+        again.create_embedding_store("t", LAYOUT, RowAdam(0.1), seed=3, dynamic=DynamicRows(admission=2))
     opened.clear()
     assert served.num_live == 0
     again.remove("t")
@@ -83,9 +85,9 @@ def test_served_rows_when_trained_then_they_equal_those_of_a_store_in_the_proces
 
 
 def test_served_exchange_when_rows_are_new_then_the_answer_is_that_of_a_store_in_the_process(server, local):
-    remote = connect(server.endpoint, shared_memory="never")
+    remote = connect(server.endpoint, transport="tcp")
     dynamic = DynamicRows(admission=2, expire_after=3)
-    stores = [x.create_embedding_store("t", LAYOUT, Adagrad(0.1), seed=3, dynamic=dynamic) for x in (remote, local)]
+    stores = [x.create_embedding_store("t", LAYOUT, RowAdagrad(0.1), seed=3, dynamic=dynamic) for x in (remote, local)]
     for step in range(12):
         rows = torch.arange(6) * 10**11 + step // 3
         request = RowExchange(
@@ -110,18 +112,18 @@ def test_served_exchange_when_rows_are_new_then_the_answer_is_that_of_a_store_in
 
 def test_collection_when_cut_over_servers_then_rows_and_training_are_those_of_one(tmp_path, server, local):
     tables = LAYOUT.tables
-    whole = StoreBackend.create("net", LAYOUT, SGD(0.1), servers=[local], seed=5, dynamic=DynamicRows())
+    whole = StoreBackend.create("net", LAYOUT, RowSGD(0.1), servers=[local], seed=5, dynamic=DynamicRows())
     (tmp_path / "second").mkdir()
     with running(tmp_path / "second") as second:
-        servers = [connect(x.endpoint, shared_memory="never") for x in (server, second)]
+        servers = [connect(x.endpoint, transport="tcp") for x in (server, second)]
         cuts = [("b", 167, 1, 0), ("a", 10**12 // 3, 0, 1), ("a", 10**12 // 3 + 1, 1, 0), ("b", 167, 0, 1)]
         cuts += [("b", 166, 1, 2), ("a", 10**12 // 3, 1, 2)]
         parts = tuple(TablePart("net", t, rows, at, stripe=stripe, num_stripes=3) for t, rows, at, stripe in cuts)
         plan = PlacementPlan("size", 2, parts)
-        cut = StoreBackend.create("net", LAYOUT, SGD(0.1), servers=servers, plan=plan, seed=5, dynamic=DynamicRows())
+        cut = StoreBackend.create("net", LAYOUT, RowSGD(0.1), servers=servers, plan=plan, seed=5, dynamic=DynamicRows())
         collections = []
         for backend in (whole, cut):
-            collection = EmbeddingBagCollection(tables, optimizer=SGD(0.1), device="meta")
+            collection = EmbeddingBagCollection(tables, optimizer=RowSGD(0.1), device="meta")
             collection.bind(backend)
             collections.append(collection)
         for _ in range(5):
@@ -150,10 +152,8 @@ def test_collection_when_cut_over_servers_then_rows_and_training_are_those_of_on
 
 def test_state_dict_when_it_does_not_fit_then_nothing_is_changed_and_the_error_names_the_key(local):
     layout = TableLayout((EmbeddingBagConfig("t", 20, 4, ("t",), init_std=0.5),))
-    backend = StoreBackend.create("net", layout, SGD(1.0), servers=[local], dynamic=DynamicRows())
-    backend.apply_gradients(
-        [Ticket(SparseFeatures(("t",), torch.tensor([3, 4])))], torch.ones(2, 1, 4), learning_rate=1.0
-    )
+    backend = StoreBackend.create("net", layout, RowSGD(1.0), servers=[local], dynamic=DynamicRows())
+    backend.apply_gradients([Ticket(SparseFeatures(("t",), torch.tensor([3, 4])))], torch.ones(2, 1, 4), lr=1.0)
     before = backend.state_dict()
     wrong = before | {"t.ids": torch.tensor([1])}
     with pytest.raises(RuntimeError, match=r"size mismatch for t.weight.*\[2, 4\].*1 rows of t.ids"):
@@ -168,9 +168,9 @@ def test_state_dict_when_it_does_not_fit_then_nothing_is_changed_and_the_error_n
 
 
 def test_requests_when_they_are_wrong_then_refused_and_nothing_is_changed(server):
-    remote = connect(server.endpoint, shared_memory="never")
-    store = remote.create_embedding_store("t", LAYOUT, SGD(0.1), seed=0, dynamic=DynamicRows())
-    remote.create_embedding_store("all", TableLayout(LAYOUT.tables[1:]), SGD(0.1), seed=0)
+    remote = connect(server.endpoint, transport="tcp")
+    store = remote.create_embedding_store("t", LAYOUT, RowSGD(0.1), seed=0, dynamic=DynamicRows())
+    remote.create_embedding_store("all", TableLayout(LAYOUT.tables[1:]), RowSGD(0.1), seed=0)
     refused = [
         ("read_rows", {"array": "sum"}, [torch.tensor([1])], "has \\['weight'\\], got 'sum'"),
         ("read_rows", {"array": "weight"}, [torch.tensor([-1])], "rows must be in"),
@@ -203,7 +203,7 @@ def test_hashes_as_ids_when_cut_over_servers_then_rows_and_training_are_those_of
     hashes[hashes == -1] = 7
     (tmp_path / "second").mkdir()
     with running(tmp_path / "second") as second:
-        servers = [connect(x.endpoint, shared_memory="never") for x in (server, second)]
+        servers = [connect(x.endpoint, transport="tcp") for x in (server, second)]
         stripes = [(rows_in_stripe(2**64 - 1, i, 2), i) for i in range(2)]
         parts = tuple(TablePart("net", "t", rows, server=i, stripe=i, num_stripes=2) for rows, i in stripes)
         collections = []
@@ -212,9 +212,9 @@ def test_hashes_as_ids_when_cut_over_servers_then_rows_and_training_are_those_of
             (servers, PlacementPlan("size", 2, parts), StoreBackend, {}),
             (servers, PlacementPlan("size", 2, parts), CachedBackend, {"cache_rows": 9, "staleness": 0}),
         ):
-            collection = EmbeddingBagCollection([table], optimizer=SGD(0.5), device="meta")
+            collection = EmbeddingBagCollection([table], optimizer=RowSGD(0.5), device="meta")
             options = options | {"servers": stores, "plan": plan, "seed": 5, "dynamic": DynamicRows()}
-            collection.bind(kind.create("net", collection.layout, SGD(0.5), **options))
+            collection.bind(kind.create("net", collection.layout, RowSGD(0.5), **options))
             collections.append(collection)
             for _ in range(3):
                 for ids in hashes.view(4, 10):
@@ -227,7 +227,7 @@ def test_hashes_as_ids_when_cut_over_servers_then_rows_and_training_are_those_of
                 for each in servers:
                     assert 0 < each.embedding_store("net").num_live < 40
                     each.remove("net")
-        store = servers[0].create_embedding_store("u", collection.layout, SGD(), seed=0, dynamic=DynamicRows())
+        store = servers[0].create_embedding_store("u", collection.layout, RowSGD(), seed=0, dynamic=DynamicRows())
         with pytest.raises(RequestRefusedError, match=r"ids must be in"):
             store.pooled_lookup(SparseFeatures(("x",), torch.tensor([-1])))
         for each in servers:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
-from lightning_recsys.callbacks import StalenessMonitor
+from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.checkpoints import is_folder, read_checkpoint, to_file
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.models import DLRM
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.stores import DynamicRows
 from lightning_recsys.strategies import HETStrategy
 from lightning_recsys.tasks import CTRTask
@@ -75,7 +75,7 @@ class Counting(pl.LightningModule):
         super().__init__()
         self.share = share
         table = EmbeddingBagConfig("t", IDS, 4, ("a", "b"), init_std=0.0)
-        self.rows = EmbeddingBagCollection([table], optimizer=rule or SGD(1.0))
+        self.rows = EmbeddingBagCollection([table], optimizer=rule or RowSGD(1.0))
         self.bias = nn.Parameter(torch.zeros(1))
 
     def training_step(self, batch, batch_idx):
@@ -131,10 +131,17 @@ def all_rows(values: torch.Tensor) -> torch.Tensor:
     "arguments",
     [
         {"staleness": 0, "cache_rows": 5},
-        {"staleness": 2, "cache_rows": 3, "policy": "lfu", "clock": "sum", "num_servers": 2, "transport": "tcp"},
+        {
+            "staleness": 2,
+            "cache_rows": 3,
+            "policy": "lfu",
+            "clock": "sum",
+            "num_embedding_servers": 2,
+            "transport": "tcp",
+        },
         {"staleness": "inf", "policy": "light_lfu", "cache_fraction": 0.3, "transport": "tcp"},
-        {"mode": "hybrid", "num_servers": 2},
-        {"mode": "ps", "transport": "tcp"},
+        {"algorithm": "hybrid", "num_embedding_servers": 2},
+        {"algorithm": "ps", "transport": "tcp"},
     ],
     ids=str,
 )
@@ -142,8 +149,10 @@ def test_updates_when_two_workers_train_then_each_counts_once_at_validation_in_c
     tmp_path, arguments
 ):
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer = make_trainer(HETStrategy(placement="size", **arguments), saving, StalenessMonitor(), val_check_interval=2)
-    model = Counting(share=1.0 if trainer.strategy.mode == "ps" else 0.5)
+    trainer = make_trainer(
+        HETStrategy(table_placement="size", **arguments), saving, TelemetryMonitor(), val_check_interval=2
+    )
+    model = Counting(share=1.0 if trainer.strategy.algorithm == "ps" else 0.5)
     trainer.fit(model)
     assert trainer.callback_metrics["world_size"] == 2
     torch.testing.assert_close(model.counted, all_rows(-model.share * counts(STEPS)), rtol=0, atol=0)
@@ -151,9 +160,9 @@ def test_updates_when_two_workers_train_then_each_counts_once_at_validation_in_c
         saved = read_checkpoint(tmp_path / f"step={step}.ckpt")["state_dict"]["rows.embedding_bags.t.weight"]
         torch.testing.assert_close(saved, all_rows(-model.share * counts(step)), rtol=0, atol=0)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert (metrics["cache/hit_rate"] > 0) == (trainer.strategy.mode == "het")
+    assert (metrics["cache/hit_rate"] > 0) == (trainer.strategy.algorithm == "het")
     through_servers = (
-        trainer.strategy.transport == "tcp" or trainer.strategy.mode == "hybrid" or not arguments["staleness"]
+        trainer.strategy.transport == "tcp" or trainer.strategy.algorithm == "hybrid" or not arguments["staleness"]
     )
     assert (metrics["comm/sent_bytes"] > 0) == through_servers
     assert min(metrics["comm/rows_bytes"], metrics["comm/gradients_bytes"]) > 0
@@ -174,7 +183,7 @@ class KillsServer(Callback):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"staleness": 1, "cache_rows": 5, "transport": "tcp"}, {"mode": "hybrid"}], ids=str
+    "arguments", [{"staleness": 1, "cache_rows": 5, "transport": "tcp"}, {"algorithm": "hybrid"}], ids=str
 )
 def test_server_when_killed_in_the_middle_then_no_update_is_lost_and_none_counts_twice(arguments):
     model, strategy = Counting(), HETStrategy(**arguments)
@@ -185,13 +194,18 @@ def test_server_when_killed_in_the_middle_then_no_update_is_lost_and_none_counts
 
 def test_checkpoint_when_other_numbers_of_workers_and_servers_go_on_then_all_updates_are_there(tmp_path):
     saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
-    trainer = make_trainer(HETStrategy(num_servers=2, placement="size"), saving, limit_val_batches=0)
+    trainer = make_trainer(HETStrategy(num_embedding_servers=2, table_placement="size"), saving, limit_val_batches=0)
     trainer.fit(Counting())
     path = Path(saving.best_model_path)
     assert is_folder(path)
     half, whole = 0.5 * counts(STEPS), counts(STEPS, ranks=1)
     for number, arguments in enumerate(
-        [{"num_servers": 3, "placement": "size"}, {"mode": "hybrid"}, {"mode": "ps"}, {"mode": "allreduce"}]
+        [
+            {"num_embedding_servers": 3, "table_placement": "size"},
+            {"algorithm": "hybrid"},
+            {"algorithm": "ps"},
+            {"algorithm": "allreduce"},
+        ]
     ):
         model = Counting(share=1.0)
         again = make_trainer(HETStrategy(**arguments), devices=1, max_epochs=2, limit_val_batches=0)
@@ -218,17 +232,17 @@ class GoesBack(Callback):
             trainer.strategy.load_model_state_dict(trainer.strategy.load_checkpoint(self.path))
 
 
-@pytest.mark.parametrize(("mode", "by"), [("het", "strategy"), ("het", "module"), ("ps", "module")])
-def test_checkpoint_when_loaded_in_the_middle_then_no_worker_goes_on_with_what_it_had(tmp_path, mode, by):
+@pytest.mark.parametrize(("algorithm", "by"), [("het", "strategy"), ("het", "module"), ("ps", "module")])
+def test_checkpoint_when_loaded_in_the_middle_then_no_worker_goes_on_with_what_it_had(tmp_path, algorithm, by):
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    strategy = HETStrategy(mode=mode, staleness="inf", cache_rows=IDS, transport="tcp")
+    strategy = HETStrategy(algorithm=algorithm, staleness="inf", cache_rows=IDS, transport="tcp")
     trainer = make_trainer(strategy, saving, GoesBack(tmp_path / "step=3.ckpt", by), limit_val_batches=0)
-    model = Counting(share=1.0 if mode == "ps" else 0.5)
+    model = Counting(share=1.0 if algorithm == "ps" else 0.5)
     trainer.fit(model)
     assert trainer.callback_metrics["world_size"] == 2
     left_out = counts(5) - counts(3)
     torch.testing.assert_close(model.counted, all_rows(-model.share * (counts(STEPS) - left_out)), rtol=0, atol=0)
-    assert model.bias.item() == pytest.approx(-0.1 * (STEPS - 2) * (2 if mode == "ps" else 1))
+    assert model.bias.item() == pytest.approx(-0.1 * (STEPS - 2) * (2 if algorithm == "ps" else 1))
 
 
 class SetsBias(Callback):
@@ -239,11 +253,13 @@ class SetsBias(Callback):
         pl_module.bias.data.mul_(2.0 if trainer.is_global_zero else 0.0)
 
 
-@pytest.mark.parametrize("mode", ["het", "ps"])
-def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept(mode):
-    model = Counting(share=1.0 if mode == "ps" else 0.5)
-    make_trainer(HETStrategy(mode=mode, staleness=2, cache_rows=5), SetsBias(), limit_val_batches=0).fit(model)
-    assert model.bias.item() == pytest.approx(-2 * 0.1 * STEPS * (2 if mode == "ps" else 1))
+@pytest.mark.parametrize("algorithm", ["het", "ps"])
+def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept(algorithm):
+    model = Counting(share=1.0 if algorithm == "ps" else 0.5)
+    make_trainer(HETStrategy(algorithm=algorithm, staleness=2, cache_rows=5), SetsBias(), limit_val_batches=0).fit(
+        model
+    )
+    assert model.bias.item() == pytest.approx(-2 * 0.1 * STEPS * (2 if algorithm == "ps" else 1))
 
 
 @pytest.mark.parametrize(("staleness", "warns"), [(STEPS, True), (STEPS - 1, False), ("inf", False)])
@@ -278,7 +294,7 @@ def train_dlrm(strategy, *, batch_size: int, devices: int, rule=None) -> dict[st
         batch_size=batch_size, cardinalities=(50, 7, 300), multi_hot={"c2": 3}, num_dense=2, **rows
     )
     data.setup("fit")
-    model = DLRM(data.num_dense, data.fields, embedding_dim=8, row_optimizer=rule or SGD(0.1))
+    model = DLRM(data.num_dense, data.fields, embedding_dim=8, row_optimizer=rule or RowSGD(0.1))
     task = CTRTask(model, optimizer=partial(torch.optim.SGD, lr=0.1))
     trainer = make_trainer(strategy, devices=devices, use_distributed_sampler=False, limit_val_batches=0)
     trainer.fit(task, datamodule=data)
@@ -297,28 +313,33 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, a
 def test_one_worker_when_no_staleness_is_allowed_then_equals_no_cache_bit_for_bit():
     cached, uncached = (
         train_dlrm(HETStrategy(**arguments), batch_size=32, devices=1)
-        for arguments in ({"staleness": 0, "cache_fraction": 0.2}, {"mode": "hybrid"})
+        for arguments in ({"staleness": 0, "cache_fraction": 0.2}, {"algorithm": "hybrid"})
     )
     assert differing(cached, uncached, atol=0.0) == []
     assert differing(uncached, train_dlrm("auto", batch_size=32, devices=1), atol=1e-6) == []
 
 
 def test_two_workers_when_no_staleness_is_allowed_then_equal_no_cache_and_one_process_with_both_batches():
-    rule = RowwiseAdagrad(0.02)
+    rule = RowWiseAdagrad(0.02)
     cached, uncached = (
-        train_dlrm(HETStrategy(num_servers=2, placement="size", **arguments), batch_size=16, devices=2, rule=rule)
-        for arguments in ({"staleness": 0, "cache_fraction": 0.2}, {"mode": "hybrid"})
+        train_dlrm(
+            HETStrategy(num_embedding_servers=2, table_placement="size", **arguments),
+            batch_size=16,
+            devices=2,
+            rule=rule,
+        )
+        for arguments in ({"staleness": 0, "cache_fraction": 0.2}, {"algorithm": "hybrid"})
     )
     assert differing(cached, uncached, atol=1e-6) == []
     assert differing(uncached, train_dlrm("auto", batch_size=32, devices=1, rule=rule), atol=1e-6) == []
 
 
 RULES = {
-    "sgd": SGD(0.1),
-    "adagrad": Adagrad(0.1),
-    "rowwise": RowwiseAdagrad(0.1),
-    "adam": Adam(0.01),
-    "ftrl": FTRL(0.1),
+    "sgd": RowSGD(0.1),
+    "adagrad": RowAdagrad(0.1),
+    "rowwise": RowWiseAdagrad(0.1),
+    "adam": RowAdam(0.01),
+    "ftrl": RowFTRL(0.1),
 }
 RANKS, ACCUMULATED, UPDATES = 3, 2, 5
 IDS_RSB = torch.randint(IDS, (RANKS, ACCUMULATED * UPDATES, 12), generator=torch.Generator().manual_seed(1))
@@ -332,7 +353,7 @@ class EveryRule(pl.LightningModule):
         torch.manual_seed(0)
         table = EmbeddingBagConfig("t", IDS, 4, ("a", "b"), init_std=0.5)
         self.rows = nn.ModuleDict({x: EmbeddingBagCollection([table], optimizer=rule) for x, rule in RULES.items()})
-        self.alone = EmbeddingBagCollection([table], optimizer=Adagrad(0.1))
+        self.alone = EmbeddingBagCollection([table], optimizer=RowAdagrad(0.1))
         self.bias = nn.Parameter(torch.zeros(1))
 
     def training_step(self, ids, batch_idx):
@@ -352,7 +373,10 @@ class EveryRule(pl.LightningModule):
 
 def test_three_workers_when_in_step_then_every_rule_equals_ddp():
     trained = {}
-    for strategy in (HETStrategy(mode="hybrid", num_servers=2, placement="size"), "ddp_forkserver"):
+    for strategy in (
+        HETStrategy(algorithm="hybrid", num_embedding_servers=2, table_placement="size"),
+        "ddp_forkserver",
+    ):
         model = EveryRule()
         settings = {"use_distributed_sampler": False, "limit_val_batches": 0}
         trainer = make_trainer(strategy, devices=RANKS, accumulate_grad_batches=ACCUMULATED, **settings)
@@ -389,7 +413,7 @@ def test_plain_embeddings_when_cached_then_train_as_on_a_single_device():
     expected, actual = Ratings(), Ratings()
     settings = {"max_epochs": 3, "use_distributed_sampler": False, "devices": 1}
     make_trainer("auto", **settings).fit(expected)
-    make_trainer(HETStrategy(min_rows=5, cache_fraction=0.5, row_optimizer=SGD(0.5)), **settings).fit(actual)
+    make_trainer(HETStrategy(min_rows=5, cache_fraction=0.5, row_optimizer=RowSGD(0.5)), **settings).fit(actual)
     assert type(actual.items) is nn.Embedding
     assert not torch.equal(actual.items.weight, Ratings().items.weight)
     for name, value in expected.state_dict().items():
@@ -406,10 +430,10 @@ class OnTheGPU(Callback):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("mode", ["het", "hybrid", "ps"])
-def test_updates_when_the_worker_has_a_gpu_then_each_counts_once(mode):
+@pytest.mark.parametrize("algorithm", ["het", "hybrid", "ps"])
+def test_updates_when_the_worker_has_a_gpu_then_each_counts_once(algorithm):
     model = Counting(share=1.0)
-    strategy = HETStrategy(mode=mode, staleness=2, cache_rows=5)
+    strategy = HETStrategy(algorithm=algorithm, staleness=2, cache_rows=5)
     make_trainer(strategy, OnTheGPU(), devices=1, accelerator="gpu", val_check_interval=3).fit(model)
     torch.testing.assert_close(model.counted.cpu(), all_rows(-counts(STEPS, ranks=1)), rtol=0, atol=0)
 
@@ -445,8 +469,8 @@ def test_batches_when_training_then_are_announced_one_step_early():
 
 
 def test_update_rule_when_its_state_is_no_sum_then_refused_by_name():
-    with pytest.raises(TypeError, match="Adam"):
-        make_trainer(HETStrategy(), devices=1).fit(Counting(rule=Adam(0.01)))
+    with pytest.raises(TypeError, match="RowAdam"):
+        make_trainer(HETStrategy(), devices=1).fit(Counting(rule=RowAdam(0.01)))
 
 
 def test_dynamic_rows_when_no_table_has_use_for_them_then_refused_by_name():
@@ -456,7 +480,7 @@ def test_dynamic_rows_when_no_table_has_use_for_them_then_refused_by_name():
 
 def test_rowwise_adagrad_when_two_workers_train_then_its_state_is_saved_and_comes_back(tmp_path):
     saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
-    model = Counting(rule=RowwiseAdagrad(0.1))
+    model = Counting(rule=RowWiseAdagrad(0.1))
     make_trainer(HETStrategy(staleness=3, cache_rows=4), saving, limit_val_batches=0).fit(model)
     state = model.rows.state_dict()["embedding_bags.t.sum"]
     saved = read_checkpoint(saving.best_model_path)["state_dict"]["rows.embedding_bags.t.sum"]

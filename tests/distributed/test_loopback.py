@@ -31,7 +31,7 @@ def test_server_and_client_on_loopback_then_no_end_is_paced(tmp_path, monkeypatc
         monkeypatch.setattr(f"lightning_recsys.parameter_server.{module}.send_unpaced", spy)
     with running(tmp_path, kind=OpenServer) as server:
         assert told == [b"reno"]  # where ZeroMQ listens
-        stores = connect(server.endpoint, shared_memory="never")
+        stores = connect(server.endpoint, transport="tcp")
         center = stores.create_dense_store("center", torch.zeros(3))
         deadline = time.monotonic() + 10
         while len(told) < 2 and time.monotonic() < deadline:  # a link looks at its socket when it waits

@@ -11,7 +11,7 @@ from forked import fork_context, run_processes
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import SGD, Adam
+from lightning_recsys.optim import RowAdam, RowSGD
 from lightning_recsys.stores import MappedStores
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
@@ -37,16 +37,16 @@ def meet(folder: Path, rank: int) -> None:
 def train_own_rows(rank: int, stores_folder: str, meeting: str) -> None:
     torch.set_num_threads(1)
     stores = MappedStores(stores_folder)
-    store = stores.create_embedding_store("t", LAYOUT, SGD(1.0), seed=0)  # both ask for it, one makes it
+    store = stores.create_embedding_store("t", LAYOUT, RowSGD(1.0), seed=0)  # both ask for it, one makes it
     center = stores.create_dense_store("center", torch.zeros(4))
     own = SparseFeatures(("t",), torch.arange(rank, ROWS, WORLD))  # neighbours in memory belong to different processes
     meet(Path(meeting), rank)
     for step in range(STEPS):
         gradient = torch.full((own.batch_size, 1, 4), -1.0 if step % 2 else -2.0)
         if step % 3:
-            store.apply_gradients(own, gradient, learning_rate=1.0)
+            store.apply_gradients(own, gradient, lr=1.0)
         else:
-            store.apply_row_gradients(own.values, gradient.squeeze(1), learning_rate=1.0)
+            store.apply_row_gradients(own.values, gradient.squeeze(1), lr=1.0)
         center.elastic_average(torch.full((4,), 8.0), alpha=0.5)
     stores.close()
 
@@ -71,7 +71,7 @@ def train_until_killed(folder: str) -> None:
     store = MappedStores(folder).embedding_store("t")
     progress = Path(folder) / "progress"
     for step in range(1, 1_000_000):
-        store.apply_row_gradients(torch.arange(ROWS), torch.full((ROWS, 4), -1.0), learning_rate=1.0)
+        store.apply_row_gradients(torch.arange(ROWS), torch.full((ROWS, 4), -1.0), lr=1.0)
         if step == 50:
             progress.touch()
             while True:
@@ -80,7 +80,7 @@ def train_until_killed(folder: str) -> None:
 
 def test_process_when_killed_then_its_updates_and_the_count_are_still_there(tmp_path):
     stores = MappedStores(tmp_path)
-    store = stores.create_embedding_store("t", LAYOUT, SGD(1.0), seed=0)
+    store = stores.create_embedding_store("t", LAYOUT, RowSGD(1.0), seed=0)
     process = fork_context().Process(target=train_until_killed, args=(str(tmp_path),))
     process.start()
     assert process.pid is not None
@@ -99,8 +99,8 @@ def create_and_report(rank: int, stores_folder: str, meeting: str) -> None:
     torch.set_num_threads(1)
     meet(Path(meeting), rank)
     layout = TableLayout((EmbeddingBagConfig("t", 20_000, 16, ("t",), init_std=0.1),))
-    store = MappedStores(stores_folder).create_embedding_store("t", layout, Adam(), seed=rank)
-    store.apply_row_gradients(torch.tensor([rank]), torch.ones(1, 16), learning_rate=0.1)
+    store = MappedStores(stores_folder).create_embedding_store("t", layout, RowAdam(), seed=rank)
+    store.apply_row_gradients(torch.tensor([rank]), torch.ones(1, 16), lr=0.1)
     torch.save(store.read("weight", 2, 100), Path(meeting) / f"rank{rank}.pt")
 
 

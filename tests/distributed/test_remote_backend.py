@@ -8,7 +8,7 @@ from server_helpers import running, stop_collector
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.substitution import substitute_embeddings
-from lightning_recsys.optim import FTRL, SGD, Adam, RowwiseAdagrad
+from lightning_recsys.optim import RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.placement import place_tables
 from lightning_recsys.stores import StoreBackend, table_costs
@@ -28,7 +28,7 @@ def servers(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
     with running(tmp_path / "a") as first, running(tmp_path / "b") as second:
-        opened = [connect(server.endpoint, shared_memory="never") for server in (first, second)]
+        opened = [connect(server.endpoint, transport="tcp") for server in (first, second)]
         yield opened
         for stores in opened:
             stores.close()
@@ -48,7 +48,7 @@ def plan_for(name, collection):
     return place_tables(table_costs(name, collection.layout, collection.optimizer), 2, method="size")
 
 
-@pytest.mark.parametrize("rule", [RowwiseAdagrad(0.1), Adam(0.01), FTRL(0.1)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("rule", [RowWiseAdagrad(0.1), RowAdam(0.01), RowFTRL(0.1)], ids=lambda x: type(x).__name__)
 def test_collection_when_cut_over_two_servers_then_20_steps_equal_the_local_ones(servers, rule):
     local = EmbeddingBagCollection(TABLES, optimizer=rule)
     remote = copy.deepcopy(local)
@@ -75,7 +75,7 @@ def test_collection_when_cut_over_two_servers_then_20_steps_equal_the_local_ones
 def test_plain_embedding_when_cut_over_two_servers_then_it_trains_as_torchs(servers):
     plain = torch.nn.Sequential(torch.nn.Embedding(300, 8, padding_idx=0), torch.nn.Flatten(), torch.nn.Linear(16, 1))
     served = copy.deepcopy(plain)
-    substitution = substitute_embeddings(served, optimizer=SGD(0.1), names=["0"])
+    substitution = substitute_embeddings(served, optimizer=RowSGD(0.1), names=["0"])
     (collection,) = substitution.collections.values()
     backend = StoreBackend.create(
         "0", collection.layout, collection.optimizer, servers=servers, plan=plan_for("0", collection)

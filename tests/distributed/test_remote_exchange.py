@@ -7,7 +7,7 @@ import torch
 from server_helpers import CLIENT, LAYOUT, ForgetfulServer, ask, digest, running, stop_collector
 
 from lightning_recsys.errors import RequestRefusedError
-from lightning_recsys.optim import SGD, Adagrad, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowSGD, RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.wire import Limits
@@ -17,7 +17,7 @@ from lightning_recsys.stores.exchange import RowExchange
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 
 NUM_ROWS, DIM = 9, 4
-SHAPES = {"SGD": {"weight": (DIM,)}, "RowwiseAdagrad": {"weight": (DIM,), "sum": ()}}
+SHAPES = {"RowSGD": {"weight": (DIM,)}, "RowWiseAdagrad": {"weight": (DIM,), "sum": ()}}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _collector_stops():
 
 
 def make_users(stores, rule=None):
-    return stores.create_embedding_store("users", LAYOUT, rule or SGD(learning_rate=0.5), seed=3)
+    return stores.create_embedding_store("users", LAYOUT, rule or RowSGD(lr=0.5), seed=3)
 
 
 def clocks(*numbers):
@@ -70,14 +70,14 @@ def equal(one, other):
     return one.values.keys() == other.values.keys() and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("rule", [SGD(0.5), RowwiseAdagrad(0.5)], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", [RowSGD(0.5), RowWiseAdagrad(0.5)], ids=lambda rule: type(rule).__name__)
 def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_bytes(tmp_path, rule):
     (tmp_path / "own").mkdir()
     (tmp_path / "served").mkdir()
     mapped, shapes = make_users(MappedStores(tmp_path / "own"), rule), SHAPES[type(rule).__name__]
     generator = torch.Generator().manual_seed(0)
     with running(tmp_path / "served") as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=20)
+        stores = connect(server.endpoint, transport="tcp", timeout=20)
         remote, traffic = make_users(stores, rule), stores.connection.traffic
         told, seen = 0, set()
         before = traffic.sent_bytes + traffic.received_bytes
@@ -105,14 +105,14 @@ def test_exchange_when_over_a_limit_then_goes_in_parts_and_equals_a_whole_one(tm
     limits = Limits(message_bytes=bytes_of_rows * (24 + 2 * (4 * DIM + 4)))  # with copies
     (tmp_path / "own").mkdir()
     (tmp_path / "served").mkdir()
-    whole = make_users(MappedStores(tmp_path / "own"), RowwiseAdagrad(0.5))
+    whole = make_users(MappedStores(tmp_path / "own"), RowWiseAdagrad(0.5))
     generator = torch.Generator().manual_seed(0)
     with running(tmp_path / "served") as server:
-        stores = connect(server.endpoint, shared_memory="never")
-        users = make_users(stores, RowwiseAdagrad(0.5))
+        stores = connect(server.endpoint, transport="tcp")
+        users = make_users(stores, RowWiseAdagrad(0.5))
         server.handler.stores.limits = stores.connection.limits = limits
         for _ in range(30):
-            exchange = random_exchange(generator, SHAPES["RowwiseAdagrad"], whole.clocks)
+            exchange = random_exchange(generator, SHAPES["RowWiseAdagrad"], whole.clocks)
             assert equal(users.begin_exchange(exchange)(), whole.begin_exchange(exchange)())
         assert users.step == whole.step
         assert server.handler.counts.refused == 0
@@ -121,13 +121,13 @@ def test_exchange_when_over_a_limit_then_goes_in_parts_and_equals_a_whole_one(tm
 
 def test_answers_when_awaited_late_then_are_those_of_the_moment_and_what_came_between_is_done(tmp_path):
     with running(tmp_path) as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=20, window=2)
+        stores = connect(server.endpoint, transport="tcp", timeout=20, window=2)
         users, row = make_users(stores), torch.tensor([4])
         start = users.lookup(row)
         waiting = []
         for _ in range(10):
             waiting.append(users.begin_exchange(add_ones([4], fetch_rows=row)))
-            users.apply_row_gradients(row, torch.full((1, DIM), -10.0), learning_rate=1.0)
+            users.apply_row_gradients(row, torch.full((1, DIM), -10.0), lr=1.0)
             waiting.append(users.begin_exchange(RowExchange(fetch_rows=row)))
         answers = [wait() for wait in reversed(waiting)][::-1]
         for turn in range(10):
@@ -142,7 +142,7 @@ def test_answers_when_awaited_late_then_are_those_of_the_moment_and_what_came_be
 
 def test_exchange_when_refused_then_raises_where_it_is_awaited_and_later_ones_count(tmp_path):
     with running(tmp_path, limits=Limits(rows=5)) as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=20)
+        stores = connect(server.endpoint, transport="tcp", timeout=20)
         users, row = make_users(stores), torch.tensor([1])
         with pytest.raises(IndexError, match=r"fetch_rows must be in \[0, 9\), got 9 to 9"):
             users.begin_exchange(RowExchange(fetch_rows=torch.tensor([9])))
@@ -164,7 +164,7 @@ def test_exchange_when_refused_then_raises_where_it_is_awaited_and_later_ones_co
 
 def test_exchange_when_replies_are_lost_then_is_applied_once_and_answered(tmp_path):
     with running(tmp_path, kind=ForgetfulServer) as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=0.2, retries=100)
+        stores = connect(server.endpoint, transport="tcp", timeout=0.2, retries=100)
         users, row = make_users(stores), torch.tensor([4])
         start = users.lookup(row)
         for turn in range(1, 41):
@@ -181,7 +181,7 @@ def test_exchange_when_replies_are_lost_then_is_applied_once_and_answered(tmp_pa
 def test_clients_when_they_take_turns_at_random_then_every_update_counts_once(tmp_path):
     draws = random.Random(1)
     with running(tmp_path) as server:
-        clients = [connect(server.endpoint, shared_memory="never", timeout=20) for _ in range(3)]
+        clients = [connect(server.endpoint, transport="tcp", timeout=20) for _ in range(3)]
         stores = [make_users(client) for client in clients]
         start, expected = stores[0].read("weight", 0, NUM_ROWS), torch.zeros(NUM_ROWS)
         waiting = [[] for _ in clients]
@@ -253,7 +253,7 @@ def test_push_when_it_comes_again_then_the_rows_of_held_copies_come_back(handler
 
 def test_push_when_it_fails_half_way_then_rows_clocks_and_step_are_as_before(tmp_path, monkeypatch):
     handler = RequestHandler(tmp_path)
-    make_users(handler.stores.mapped, Adagrad(0.5))
+    make_users(handler.stores.mapped, RowAdagrad(0.5))
     ask(handler, "hello")
     before = digest(tmp_path)
 

@@ -19,7 +19,7 @@ from server_helpers import LAYOUT, ForgetfulServer, request_frames, running, sto
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
-from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.parameter_server import JobKeys, connect, serve
 from lightning_recsys.parameter_server import remote as remote_module
 from lightning_recsys.parameter_server.client import Connection
@@ -52,28 +52,28 @@ def server(tmp_path):
 
 @pytest.fixture
 def stores(server):
-    stores = connect(server.endpoint, shared_memory="never", timeout=20)
+    stores = connect(server.endpoint, transport="tcp", timeout=20)
     assert isinstance(stores, RemoteStores)
     yield stores
     stores.close()
 
 
 def make_users(stores, optimizer=None):
-    return stores.create_embedding_store("users", LAYOUT, optimizer or SGD(learning_rate=0.5), seed=3)
+    return stores.create_embedding_store("users", LAYOUT, optimizer or RowSGD(lr=0.5), seed=3)
 
 
 @pytest.mark.parametrize("sparse", [SINGLE, BAGS, WEIGHTED], ids=["single", "bags", "weighted"])
 def test_remote_store_when_trained_then_equals_a_mapped_one(stores, tmp_path, sparse):
     (tmp_path / "own").mkdir()
-    mapped = make_users(MappedStores(tmp_path / "own"), Adagrad(learning_rate=0.5))
-    remote = make_users(stores, Adagrad(learning_rate=0.5))
+    mapped = make_users(MappedStores(tmp_path / "own"), RowAdagrad(lr=0.5))
+    remote = make_users(stores, RowAdagrad(lr=0.5))
     for step in range(3):
         assert torch.equal(remote.pooled_lookup(sparse), mapped.pooled_lookup(sparse))
         gradient = torch.randn(2, 3, 4)
         rows, row_gradients = torch.tensor([8, 0]), torch.randn(2, 4)
         for store in (remote, mapped):
-            store.apply_gradients(sparse, gradient, learning_rate=0.1 * step)
-            store.apply_row_gradients(rows, row_gradients, learning_rate=0.1)
+            store.apply_gradients(sparse, gradient, lr=0.1 * step)
+            store.apply_row_gradients(rows, row_gradients, lr=0.1)
         gradient.fill_(float("nan"))  # the caller's own again, flushed or not
         row_gradients.fill_(float("nan"))
     remote.flush()
@@ -102,7 +102,7 @@ def test_lookups_when_begun_on_several_servers_then_are_answered_in_any_order(st
     expected = users.pooled_lookup(SINGLE)
     (tmp_path / "second").mkdir()
     with running(tmp_path / "second") as other:
-        others = connect(other.endpoint, shared_memory="never")
+        others = connect(other.endpoint, transport="tcp")
         more = make_users(others)
         waiting = [store.begin_pooled_lookup(SINGLE) for store in (users, more, users, more)]
         for wait in reversed(waiting):
@@ -111,11 +111,11 @@ def test_lookups_when_begun_on_several_servers_then_are_answered_in_any_order(st
 
 
 def test_dense_store_when_averaged_then_follows_the_algorithm(stores):
-    center = stores.create_dense_store("center", torch.zeros(3), optimizer=SGD(learning_rate=1.0))
+    center = stores.create_dense_store("center", torch.zeros(3), optimizer=RowSGD(lr=1.0))
     assert center.elastic_average(torch.ones(3), alpha=0.25).tolist() == [0.25] * 3
     begun = center.begin_elastic_average(torch.ones(3), alpha=0.5)
     assert begun().tolist() == [0.625] * 3
-    assert center.push_gradient(torch.ones(3), learning_rate=0.125) == 3
+    assert center.push_gradient(torch.ones(3), lr=0.125) == 3
     assert stores.dense_store("center").pull().tolist() == [0.5] * 3
     center.assign(torch.arange(3.0))
     assert (center.pull().tolist(), center.version, center.size) == ([0.0, 1.0, 2.0], 3, 3)
@@ -128,7 +128,7 @@ def test_store_when_missing_or_other_then_says_what_is_there(stores):
     with pytest.raises(KeyError, match="'users' is a store of the kind embedding, not dense"):
         stores.dense_store("users")
     with pytest.raises(RequestRefusedError, match="refused 'create_embedding_store': a store 'users' is in"):
-        make_users(stores, Adagrad(learning_rate=0.5))
+        make_users(stores, RowAdagrad(lr=0.5))
     stores.remove("users")
     with pytest.raises(KeyError, match=r"there are \[\]"):
         stores.embedding_store("users")
@@ -138,11 +138,11 @@ def test_push_when_refused_then_raises_at_the_next_call_and_later_ones_count(sto
     users = make_users(stores)
     wrong, right = torch.tensor([9]), torch.tensor([1])
     before = users.lookup(right)
-    users.apply_row_gradients(wrong, torch.ones(1, 4), learning_rate=1.0)
+    users.apply_row_gradients(wrong, torch.ones(1, 4), lr=1.0)
     sent = []
 
     def go_on():
-        users.apply_row_gradients(right, torch.ones(1, 4), learning_rate=1.0)
+        users.apply_row_gradients(right, torch.ones(1, 4), lr=1.0)
         sent.append(right)  # while word of the refusal was on its way
         users.flush()
 
@@ -155,11 +155,11 @@ def test_push_when_refused_then_raises_at_the_next_call_and_later_ones_count(sto
 
 
 def test_pushes_when_the_window_is_small_then_wait_and_all_arrive(server):
-    stores = connect(server.endpoint, shared_memory="never", window=2)
+    stores = connect(server.endpoint, transport="tcp", window=2)
     users = make_users(stores)
     before = users.read("weight", 0, 9)
     for _ in range(50):
-        users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), learning_rate=1.0)
+        users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), lr=1.0)
         assert stores.connection._window.pushes <= 2
     users.flush()
     assert torch.allclose(users.read("weight", 4, 1), before[4] + 50)
@@ -168,7 +168,7 @@ def test_pushes_when_the_window_is_small_then_wait_and_all_arrive(server):
 
 def test_request_when_larger_than_the_server_allows_then_says_so_and_the_next_counts(tmp_path):
     with running(tmp_path, limits=Limits(message_bytes=4096)) as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=20)
+        stores = connect(server.endpoint, transport="tcp", timeout=20)
         for _ in range(2):
             with pytest.raises(RequestRefusedError, match="at most 4096 bytes, got 6000: cut it"):
                 stores.create_dense_store("center", torch.zeros(1500))
@@ -209,7 +209,7 @@ def test_pushes_when_the_server_cannot_read_them_then_all_are_told_of_and_the_ne
         RequestRefusedError, match=r"name must be .*'\.x'.; and 'remove': .*'-y'.; and 'remove': .*nobody"
     ):
         stores.connection.flush()
-    users.apply_row_gradients(torch.tensor([1]), torch.ones(1, 4), learning_rate=1.0)
+    users.apply_row_gradients(torch.tensor([1]), torch.ones(1, 4), lr=1.0)
     users.flush()
     assert torch.equal(users.lookup(torch.tensor([1])), before - 1)
     stores.connection.push("remove", store=".x")
@@ -220,12 +220,12 @@ def test_pushes_when_the_server_cannot_read_them_then_all_are_told_of_and_the_ne
 
 def test_reply_when_lost_then_the_push_is_sent_again_and_applied_once(tmp_path):
     with running(tmp_path, kind=ForgetfulServer) as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=0.2, retries=100)
+        stores = connect(server.endpoint, transport="tcp", timeout=0.2, retries=100)
         users = make_users(stores)
         row = torch.tensor([4])
         before = users.lookup(row)
         for count in range(1, 41):
-            users.apply_row_gradients(row, torch.full((1, 4), -1.0), learning_rate=1.0)
+            users.apply_row_gradients(row, torch.full((1, 4), -1.0), lr=1.0)
             if count % 4 == 0:
                 users.flush()
                 assert torch.allclose(users.lookup(row), before + count)
@@ -238,14 +238,14 @@ def test_reply_when_lost_then_the_push_is_sent_again_and_applied_once(tmp_path):
 def test_server_when_it_starts_again_then_its_clients_go_on(tmp_path):
     with running(tmp_path) as first:
         endpoint = first.endpoint
-        stores = connect(endpoint, shared_memory="never", timeout=20)
+        stores = connect(endpoint, transport="tcp", timeout=20)
         users = make_users(stores)
         before = users.read("weight", 0, 9)
-        users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), learning_rate=1.0)
+        users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), lr=1.0)
         users.flush()
-    users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), learning_rate=1.0)  # while there is none
+    users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), lr=1.0)  # while there is none
     with running(tmp_path, bind=endpoint):
-        users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), learning_rate=1.0)
+        users.apply_row_gradients(torch.tensor([4]), -torch.ones(1, 4), lr=1.0)
         users.flush()
         assert torch.allclose(users.read("weight", 4, 1), before[4] + 3)
         assert users.step == 3
@@ -257,10 +257,10 @@ def test_server_when_it_starts_again_without_its_folder_then_the_client_is_told(
     (tmp_path / "two").mkdir()
     with running(tmp_path / "one") as first:
         endpoint = first.endpoint
-        stores = connect(endpoint, shared_memory="never", timeout=20)
+        stores = connect(endpoint, transport="tcp", timeout=20)
         users = make_users(stores)
     with running(tmp_path / "two", bind=endpoint):
-        users.apply_row_gradients(torch.tensor([4]), torch.ones(1, 4), learning_rate=1.0)
+        users.apply_row_gradients(torch.tensor([4]), torch.ones(1, 4), lr=1.0)
         with pytest.raises(RequestRefusedError, match="has not said hello here"):
             users.flush()
         stores.close()
@@ -301,7 +301,7 @@ def test_push_when_cancelled_while_the_server_stands_still_then_ends_soon(tmp_pa
     monkeypatch.setattr("lightning_recsys.parameter_server.links.LAST_SECONDS", 0.1)
     cancelled, go_on = threading.Event(), threading.Event()
     with running(tmp_path) as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=600, cancelled=cancelled.is_set)
+        stores = connect(server.endpoint, transport="tcp", timeout=600, cancelled=cancelled.is_set)
         stores.create_dense_store("center", torch.zeros(16 << 20))
         monkeypatch.setattr(Server, "_serve_one", lambda self: go_on.wait())
         threading.Timer(0.3, cancelled.set).start()
@@ -317,7 +317,7 @@ def test_push_when_cancelled_while_the_server_stands_still_then_ends_soon(tmp_pa
 @pytest.mark.parametrize("num_floats", [1 << 20, 4 << 20])
 def test_server_when_told_to_stop_then_what_has_arrived_behind_large_answers_is_answered(tmp_path, num_floats):
     with running(tmp_path) as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=20)
+        stores = connect(server.endpoint, transport="tcp", timeout=20)
         stores.create_dense_store("center", torch.zeros(num_floats))
         asked = [stores.connection.begin("pull", store="center") for _ in range(3)]
         while server.handler.counts.requests < 6:  # hello, the store and its description before
@@ -348,13 +348,13 @@ def test_server_when_of_another_version_then_the_client_is_told_which_two_do_not
 
 def test_server_when_it_goes_for_good_then_pushes_and_flushes_raise_and_close_says_what_is_lost(tmp_path):
     with running(tmp_path) as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=0.1, retries=1, window=2)
+        stores = connect(server.endpoint, transport="tcp", timeout=0.1, retries=1, window=2)
         users = make_users(stores)
     rows, gradients = torch.tensor([4]), torch.ones(1, 4)
-    users.apply_row_gradients(rows, gradients, learning_rate=1.0)
-    users.apply_row_gradients(rows, gradients, learning_rate=1.0)
+    users.apply_row_gradients(rows, gradients, lr=1.0)
+    users.apply_row_gradients(rows, gradients, lr=1.0)
     with pytest.raises(ServerUnreachableError, match="did not answer 'apply_row_gradients' in 2 attempts"):
-        users.apply_row_gradients(rows, gradients, learning_rate=1.0)
+        users.apply_row_gradients(rows, gradients, lr=1.0)
     with pytest.raises(ServerUnreachableError, match="did not answer 'lookup'"):
         users.lookup(rows)
     with pytest.raises(
@@ -389,7 +389,7 @@ def test_client_when_it_has_the_job_s_keys_then_is_served(tmp_path):
     keys.save(path)
     with running(tmp_path, bind=LOOPBACK, keys=keys.server) as server:
         for given in (keys, keys.client, path, str(path)):
-            stores = connect(server.endpoint, keys=given, shared_memory="never", timeout=20)
+            stores = connect(server.endpoint, keys=given, transport="tcp", timeout=20)
             assert stores.status()["refused"] == 0
             stores.close()
 
@@ -404,7 +404,7 @@ def test_client_when_it_has_no_or_other_keys_then_gets_nothing(tmp_path, which):
         "other server": type(keys.client)(other.server.public, keys.client.public, keys.client.secret),
     }[which]
     with running(tmp_path, bind=LOOPBACK, keys=keys.server) as server:
-        friend = connect(server.endpoint, keys=keys, shared_memory="never", timeout=20)
+        friend = connect(server.endpoint, keys=keys, transport="tcp", timeout=20)
         before = friend.status()
         with pytest.raises(ServerUnreachableError, match="did not answer 'hello' in 2 attempts"):
             connect(server.endpoint, keys=given, timeout=0.3, retries=1)
@@ -420,7 +420,7 @@ def test_server_on_loopback_when_a_client_has_its_token_then_is_served_also_by_t
         with running(tmp_path, bind=LOOPBACK) as server:
             assert stat.S_IMODE(token.stat().st_mode) == 0o600
             for given in (token, str(token), Token.load(token)):
-                stores = connect(server.endpoint, keys=given, shared_memory="never", timeout=20)
+                stores = connect(server.endpoint, keys=given, transport="tcp", timeout=20)
                 assert stores.status()["refused"] == 0
                 stores.close()
 
@@ -513,7 +513,7 @@ def test_connect_when_the_server_s_folder_is_here_then_maps_it(server, tmp_path)
     assert isinstance(stores, MappedStores)
     assert stores.endpoint == f"shm://{tmp_path}"
     users = make_users(stores)
-    remote = connect(server.endpoint, shared_memory="never")
+    remote = connect(server.endpoint, transport="tcp")
     before = users.lookup(torch.tensor([1]))
     remote.embedding_store("users").write("weight", 1, torch.full((1, 4), 7.0))
     assert not torch.equal(users.lookup(torch.tensor([1])), before)
@@ -550,8 +550,8 @@ def test_connect_when_given_no_endpoint_then_says_what_one_is(endpoint):
 
 
 def test_connect_when_an_option_is_wrong_then_says_which(server):
-    with pytest.raises(ValueError, match=r"shared_memory must be one of \['auto', 'never'\], got 'no'"):
-        connect(server.endpoint, shared_memory="no")
+    with pytest.raises(ValueError, match=r"transport must be one of \['auto', 'tcp'\], got 'no'"):
+        connect(server.endpoint, transport="no")
     with pytest.raises(ValueError, match="timeout and window_bytes must be above 0, window from 1 to 64"):
         Connection(server.endpoint, timeout=0)
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from forked import run_processes
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.optim import Adagrad
+from lightning_recsys.optim import RowAdagrad
 
 KEYS, WORLD, STEPS = ("a", "b"), 2, 4
 
@@ -15,7 +15,7 @@ def make() -> EmbeddingBagCollection:
     torch.manual_seed(0)
     return EmbeddingBagCollection(
         [EmbeddingBagConfig("a", 9, 4, ("a",), "mean", 0.5), EmbeddingBagConfig("b", 5, 4, ("b",), init_std=0.5)],
-        optimizer=Adagrad(learning_rate=0.1),
+        optimizer=RowAdagrad(lr=0.1),
     )
 
 
@@ -57,7 +57,7 @@ def test_training_on_two_ranks_then_replicas_are_bit_equal_and_equal_one_process
         # The mean over ranks of a loss that sums over examples is the sum over all examples, halved. Bags are resolved
         # before they are joined, so that the means are already in the weights; the backend takes resolved features.
         pooled, ticket = alone.embedding_bags.lookup(joined)
-        alone.embedding_bags.apply_gradients([ticket], 2 * (pooled - 1) / WORLD, learning_rate=0.1)
+        alone.embedding_bags.apply_gradients([ticket], 2 * (pooled - 1) / WORLD, lr=0.1)
     for key, value in alone.state_dict().items():
         assert torch.equal(ranks[0]["state"][key], ranks[1]["state"][key]), key
         torch.testing.assert_close(ranks[0]["state"][key], value, rtol=1e-6, atol=1e-6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from server_helpers import CLIENT, LAYOUT, ask, digest
 
-from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.wire import Limits
 from lightning_recsys.stores.plain import layout_to_plain, optimizer_to_plain
@@ -19,15 +19,15 @@ GRADS = torch.ones(2, 3, 4)
 @pytest.fixture
 def handler(tmp_path):
     handler = RequestHandler(tmp_path, limits=Limits(message_bytes=1 << 16, rows=1000))
-    handler.stores.mapped.create_embedding_store("users", LAYOUT, Adagrad(learning_rate=0.1), seed=0)
-    handler.stores.mapped.create_dense_store("center", torch.zeros(3), optimizer=SGD(learning_rate=0.1))
+    handler.stores.mapped.create_embedding_store("users", LAYOUT, RowAdagrad(lr=0.1), seed=0)
+    handler.stores.mapped.create_dense_store("center", torch.zeros(3), optimizer=RowSGD(lr=0.1))
     assert ask(handler, "hello").status == "ok"
     yield handler
     handler.close()
 
 
 def push(handler, sequence, *, rate=1.0, arrays=ONE_ROW):
-    return ask(handler, "apply_row_gradients", *arrays, sequence=sequence, store="users", learning_rate=rate)
+    return ask(handler, "apply_row_gradients", *arrays, sequence=sequence, store="users", lr=rate)
 
 
 def row_2(handler):
@@ -95,9 +95,7 @@ def test_pushes_when_several_are_refused_then_each_stays_refused_and_the_others_
 
 
 def test_push_when_of_a_client_that_is_unknown_then_is_refused(handler):
-    reply = ask(
-        handler, "apply_row_gradients", *ONE_ROW, sequence=1, store="users", client=b"z" * 16, learning_rate=1.0
-    )
+    reply = ask(handler, "apply_row_gradients", *ONE_ROW, sequence=1, store="users", client=b"z" * 16, lr=1.0)
     assert (reply.status, "has not said hello here" in reply.value) == ("refused", True)
     ask(handler, "goodbye")
     assert push(handler, 1).status == "refused"
@@ -120,10 +118,7 @@ def test_elastic_average_when_it_comes_again_then_moves_once_and_tells_the_centr
         for _ in range(2)
     ]
     assert replies == [[0.5] * 3] * 2
-    pushed = [
-        ask(handler, "push_gradient", torch.ones(3), sequence=2, store="center", learning_rate=0.5).value
-        for _ in range(2)
-    ]
+    pushed = [ask(handler, "push_gradient", torch.ones(3), sequence=2, store="center", lr=0.5).value for _ in range(2)]
     assert pushed == [2, 2]
     assert ask(handler, "pull", store="center").arrays[0].tolist() == [0.0] * 3
 
@@ -156,7 +151,7 @@ def test_pooled_gradients_when_taken_back_then_every_row_is_as_before(handler, t
         raise MemoryError("in the middle")
 
     served.store.apply_gradients = apply_and_fail
-    reply = sparse("apply_gradients", handler, IDS, GRADS, sequence=1, learning_rate=1.0)
+    reply = sparse("apply_gradients", handler, IDS, GRADS, sequence=1, lr=1.0)
     assert (reply.status, reply.value) == ("failed", "MemoryError: in the middle")
     assert digest(tmp_path) == before
 
@@ -211,21 +206,21 @@ OFFSETS = torch.tensor([0, 1, 2, 3, 4, 5, 6])
         ("write", (torch.ones(2, 4),), {"array": "weight", "first_row": 8, "sequence": 1}, "refused", "not within"),
         ("write", (torch.ones(2, 3),), {"array": "weight", "first_row": 0, "sequence": 1}, "refused", "of shape"),
         ("write", (), {"array": "weight", "first_row": 0, "sequence": 1}, "refused", "one float32 array"),
-        ("apply_row_gradients", ONE_ROW, {"learning_rate": float("nan"), "sequence": 1}, "refused", "finite"),
-        ("apply_row_gradients", ONE_ROW, {"learning_rate": float("inf"), "sequence": 1}, "refused", "finite"),
-        ("apply_row_gradients", ONE_ROW, {"learning_rate": -1.0, "sequence": 1}, "refused", "at least 0"),
-        ("apply_row_gradients", ONE_ROW, {"learning_rate": 1, "sequence": 1}, "refused", "must be float"),
+        ("apply_row_gradients", ONE_ROW, {"lr": float("nan"), "sequence": 1}, "refused", "finite"),
+        ("apply_row_gradients", ONE_ROW, {"lr": float("inf"), "sequence": 1}, "refused", "finite"),
+        ("apply_row_gradients", ONE_ROW, {"lr": -1.0, "sequence": 1}, "refused", "at least 0"),
+        ("apply_row_gradients", ONE_ROW, {"lr": 1, "sequence": 1}, "refused", "must be float"),
         (
             "apply_row_gradients",
             (ONE_ROW[0], torch.ones(1, 3)),
-            {"learning_rate": 1.0, "sequence": 1},
+            {"lr": 1.0, "sequence": 1},
             "refused",
             r"shape \[1, 4\], got \[1, 3\]",
         ),
         (
             "apply_gradients",
             (IDS, GRADS[:1]),
-            {"bags": False, "weighted": False, "learning_rate": 1.0, "sequence": 1},
+            {"bags": False, "weighted": False, "lr": 1.0, "sequence": 1},
             "refused",
             r"float32 array of shape \[2, 3, 4\]",
         ),
@@ -257,7 +252,7 @@ OFFSETS = torch.tensor([0, 1, 2, 3, 4, 5, 6])
             {
                 "store": "new",
                 "tables": [layout_to_plain(LAYOUT)[0] | {"num_embeddings": 2**50}],
-                "optimizer": optimizer_to_plain(SGD()),
+                "optimizer": optimizer_to_plain(RowSGD()),
                 "seed": 0,
                 "sequence": 1,
             },
@@ -270,7 +265,7 @@ OFFSETS = torch.tensor([0, 1, 2, 3, 4, 5, 6])
             {
                 "store": "users",
                 "tables": layout_to_plain(LAYOUT),
-                "optimizer": optimizer_to_plain(SGD()),
+                "optimizer": optimizer_to_plain(RowSGD()),
                 "seed": 0,
                 "sequence": 1,
             },

@@ -62,7 +62,7 @@ def test_server_when_started_in_a_shell_then_serves_trainers_tells_and_stops_on_
     assert cli.main(["--make-keys", str(keys)]) == 0
     with server("--folder", tmp_path / "stores", "--bind", "tcp://0.0.0.0:0", "--keys", keys) as (process, bound):
         endpoint = bound.replace("0.0.0.0", "127.0.0.1")
-        stores = connect(endpoint, keys=keys, shared_memory="never", timeout=60)
+        stores = connect(endpoint, keys=keys, transport="tcp", timeout=60)
         stores.create_dense_store("center", torch.ones(5))
         capsys.readouterr()
         assert cli.main(["--status", endpoint, "--keys", str(keys), "--timeout", "60", "--json"]) == 0

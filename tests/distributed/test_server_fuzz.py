@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server_helpers import CLIENT, LAYOUT, ask, digest, raw_dealer, request_frames, running, stop_collector
 
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.wire import Limits, Status, decode_reply
@@ -28,7 +28,7 @@ LIMITS = Limits(frames=5, header_bytes=2048, message_bytes=4096, rows=64)
 IDS, OFFSETS, GRADS = torch.tensor([0, 5, 1, 4, 2, 0]), torch.arange(7), torch.ones(2, 3, 4)
 ROWS, CLOCKS = torch.tensor([2, 3, 4], dtype=torch.int32), torch.tensor([5, 1], dtype=torch.int32)
 EXCHANGE = {"pushes": 1, "held": 0, "counted": False, "copied": False, "steps": 1, "clock": "max", "staleness": 2}
-TABLES, RULE = layout_to_plain(LAYOUT), optimizer_to_plain(SGD())
+TABLES, RULE = layout_to_plain(LAYOUT), optimizer_to_plain(RowSGD())
 
 # A right request of every kind; those that change something carry a sequence number that is not the next one, so that
 # they change nothing where a mutation leaves them right.
@@ -50,9 +50,9 @@ RIGHT = [
             (
                 "apply_gradients",
                 (IDS, GRADS),
-                {"store": "users", "bags": False, "weighted": False, "learning_rate": 1.0},
+                {"store": "users", "bags": False, "weighted": False, "lr": 1.0},
             ),
-            ("apply_row_gradients", (torch.tensor([1]), torch.ones(1, 4)), {"store": "users", "learning_rate": 1.0}),
+            ("apply_row_gradients", (torch.tensor([1]), torch.ones(1, 4)), {"store": "users", "lr": 1.0}),
             (
                 "exchange",
                 (ROWS, CLOCKS, torch.ones(1, 4)),
@@ -62,7 +62,7 @@ RIGHT = [
             ("set_step", (), {"store": "users", "step": 9}),
             ("assign", (torch.ones(3),), {"store": "center"}),
             ("elastic_average", (torch.ones(3),), {"store": "center", "alpha": 0.5}),
-            ("push_gradient", (torch.ones(3),), {"store": "center", "learning_rate": 1.0}),
+            ("push_gradient", (torch.ones(3),), {"store": "center", "lr": 1.0}),
             ("create_dense_store", (torch.ones(3),), {"store": "new", "optimizer": None}),
             ("create_embedding_store", (), {"store": "new", "tables": TABLES, "optimizer": RULE, "seed": 0}),
             ("remove", (), {"store": "users"}),
@@ -76,14 +76,14 @@ WRONG_PUSHES = [
         (
             "apply_gradients",
             (IDS + 9, GRADS),
-            {"store": "users", "bags": False, "weighted": False, "learning_rate": 1.0},
+            {"store": "users", "bags": False, "weighted": False, "lr": 1.0},
         ),
-        ("apply_gradients", (IDS, GRADS), {"store": "users", "bags": True, "weighted": False, "learning_rate": 1.0}),
-        ("apply_row_gradients", (torch.tensor([-1]), torch.ones(1, 4)), {"store": "users", "learning_rate": 1.0}),
+        ("apply_gradients", (IDS, GRADS), {"store": "users", "bags": True, "weighted": False, "lr": 1.0}),
+        ("apply_row_gradients", (torch.tensor([-1]), torch.ones(1, 4)), {"store": "users", "lr": 1.0}),
         (
             "apply_row_gradients",
             (torch.tensor([1]), torch.ones(1, 4)),
-            {"store": "users", "learning_rate": float("nan")},
+            {"store": "users", "lr": float("nan")},
         ),
         *(
             (
@@ -179,8 +179,8 @@ def check(reply):
 
 def make_handler(folder):
     handler = RequestHandler(folder, limits=LIMITS)
-    handler.stores.mapped.create_embedding_store("users", LAYOUT, SGD(), seed=0)
-    handler.stores.mapped.create_dense_store("center", torch.zeros(3), optimizer=SGD())
+    handler.stores.mapped.create_embedding_store("users", LAYOUT, RowSGD(), seed=0)
+    handler.stores.mapped.create_dense_store("center", torch.zeros(3), optimizer=RowSGD())
     assert ask(handler, "hello").status == "ok"
     return handler
 
@@ -226,8 +226,8 @@ def _collector_stops():
 @pytest.mark.usefixtures("_collector_stops")
 def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on(tmp_path):
     with running(tmp_path, limits=LIMITS) as server, zmq.Context() as context:
-        server.handler.stores.mapped.create_embedding_store("users", LAYOUT, SGD(), seed=0)
-        server.handler.stores.mapped.create_dense_store("center", torch.zeros(3), optimizer=SGD())
+        server.handler.stores.mapped.create_embedding_store("users", LAYOUT, RowSGD(), seed=0)
+        server.handler.stores.mapped.create_dense_store("center", torch.zeros(3), optimizer=RowSGD())
         before, sent = digest(tmp_path), 0
         with raw_dealer(context, server.endpoint) as dealer:
 
@@ -249,7 +249,7 @@ def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on
         assert sent >= 380
         assert server.handler.counts.requests == sent
         assert digest(tmp_path) == before
-        stores = connect(server.endpoint, shared_memory="never")
+        stores = connect(server.endpoint, transport="tcp")
         assert stores.embedding_store("users").lookup(torch.tensor([1])).shape == (1, 4)
         stores.close()
 
@@ -257,7 +257,7 @@ def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on
 @pytest.mark.usefixtures("_collector_stops")
 def test_server_when_given_what_is_no_message_then_cuts_that_connection_and_goes_on(tmp_path):
     with running(tmp_path, limits=LIMITS) as server, zmq.Context() as context:
-        server.handler.stores.mapped.create_embedding_store("users", LAYOUT, SGD(), seed=0)
+        server.handler.stores.mapped.create_embedding_store("users", LAYOUT, RowSGD(), seed=0)
         path = server.endpoint.removeprefix("ipc://")
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 100, b""):
             with plain_socket.socket(plain_socket.AF_UNIX) as stranger:
@@ -273,7 +273,7 @@ def test_server_when_given_what_is_no_message_then_cuts_that_connection_and_goes
         request = request_frames("hello")
         with raw_dealer(context, server.endpoint) as dealer:  # gone before its answer is
             dealer.send_multipart(request)
-        stores = connect(server.endpoint, shared_memory="never", timeout=5)
+        stores = connect(server.endpoint, transport="tcp", timeout=5)
         deadline = time.monotonic() + 5
         while (status := stores.status())["requests"] < 4 and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -14,7 +14,7 @@ from server_processes import DIM, ROWS, TOUCHED, push_ones, run_server, run_serv
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import SGD, RowwiseAdagrad
+from lightning_recsys.optim import RowSGD, RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.stores import DynamicRows, MappedStores
 from lightning_recsys.stores.exchange import RowExchange
@@ -70,7 +70,7 @@ def processes():
 
 
 def test_updates_when_the_server_is_killed_under_load_then_none_is_lost_and_none_counts_twice(tmp_path):
-    table = MappedStores(tmp_path).create_embedding_store("ones", LAYOUT, SGD(), seed=0)
+    table = MappedStores(tmp_path).create_embedding_store("ones", LAYOUT, RowSGD(), seed=0)
     with processes() as pool:
         server, endpoint = pool.serve(tmp_path)
         clients = [pool.start(push_ones, endpoint, seed, seed == 1, Processes) for seed in range(2)]
@@ -93,7 +93,7 @@ def test_updates_when_the_server_is_killed_under_load_then_none_is_lost_and_none
             assert orders.poll(120)
             results.append(orders.recv())
             process.join()
-        status = connect(endpoint, shared_memory="never")
+        status = connect(endpoint, transport="tcp")
         told = status.status()
         status.close()
     assert [process.exitcode for process, _ in clients] == [0, 0]
@@ -112,7 +112,7 @@ WHERE = ["before the undo record", "half applied", "before the mark", "after the
 @pytest.mark.parametrize("where", WHERE)
 def test_update_when_the_server_is_killed_inside_it_then_counts_once(tmp_path, where):
     mapped = MappedStores(tmp_path)
-    table = mapped.create_embedding_store("ones", LAYOUT, SGD(), seed=0)
+    table = mapped.create_embedding_store("ones", LAYOUT, RowSGD(), seed=0)
     with processes() as pool:
         server, endpoint = pool.serve(tmp_path, target=run_server_that_dies, more=(where, 4))
         exits = []
@@ -124,13 +124,13 @@ def test_update_when_the_server_is_killed_inside_it_then_counts_once(tmp_path, w
 
         guard = threading.Thread(target=start_again)
         guard.start()
-        stores = connect(endpoint, shared_memory="never", timeout=60, window=3)
+        stores = connect(endpoint, transport="tcp", timeout=60, window=3)
         store = stores.embedding_store("ones")
         expected = torch.zeros(ROWS)
         for _ in range(10):
             rows = torch.randperm(ROWS)[:TOUCHED]
             expected[rows] += 1
-            store.apply_row_gradients(rows, -torch.ones(TOUCHED, DIM), learning_rate=1.0)
+            store.apply_row_gradients(rows, -torch.ones(TOUCHED, DIM), lr=1.0)
         store.flush()
         guard.join()
         status = stores.status()
@@ -144,12 +144,12 @@ def test_update_when_the_server_is_killed_inside_it_then_counts_once(tmp_path, w
 
 @pytest.mark.parametrize("where", ["half applied", "after the mark"])
 def test_exchange_when_the_server_is_killed_inside_it_then_counts_once_and_is_answered(tmp_path, where):
-    table = MappedStores(tmp_path).create_embedding_store("ones", LAYOUT, RowwiseAdagrad(), seed=0)
+    table = MappedStores(tmp_path).create_embedding_store("ones", LAYOUT, RowWiseAdagrad(), seed=0)
     with processes() as pool:
         server, endpoint = pool.serve(tmp_path, target=run_server_that_dies, more=(where, 4))
         guard = threading.Thread(target=lambda: (server.join(), pool.serve(tmp_path, endpoint)))
         guard.start()
-        stores = connect(endpoint, shared_memory="never", timeout=60)
+        stores = connect(endpoint, transport="tcp", timeout=60)
         store = stores.embedding_store("ones")
         expected, answers = torch.zeros(ROWS), []
         for _ in range(8):
@@ -190,14 +190,14 @@ def test_dynamic_rows_when_the_server_is_killed_while_it_makes_them_then_they_ar
         server, endpoint = pool.serve(tmp_path, target=run_server_that_dies, more=(where, 4))
         guard = threading.Thread(target=lambda: (server.join(), pool.serve(tmp_path, endpoint)))
         guard.start()
-        stores = connect(endpoint, shared_memory="never", timeout=60)
-        store = stores.create_embedding_store("ones", layout, SGD(), seed=0, dynamic=DynamicRows())
+        stores = connect(endpoint, transport="tcp", timeout=60)
+        store = stores.create_embedding_store("ones", layout, RowSGD(), seed=0, dynamic=DynamicRows())
         expected, touched = store.lookup(keys), torch.zeros(ROWS, dtype=torch.bool)
         for _ in range(10):
             rows = torch.randperm(ROWS)[:TOUCHED]
             expected[rows] += 1
             touched[rows] = True
-            store.apply_row_gradients(keys[rows], -torch.ones(TOUCHED, DIM), learning_rate=1.0)
+            store.apply_row_gradients(keys[rows], -torch.ones(TOUCHED, DIM), lr=1.0)
         store.flush()
         guard.join()
         assert torch.equal(store.lookup(keys), expected)
@@ -219,7 +219,7 @@ def test_elastic_average_when_the_server_is_killed_inside_it_then_counts_once(tm
 
         guard = threading.Thread(target=start_again)
         guard.start()
-        stores = connect(endpoint, shared_memory="never", timeout=60)
+        stores = connect(endpoint, transport="tcp", timeout=60)
         store = stores.dense_store("center")
         moved = [store.elastic_average(torch.ones(1000), alpha=0.5) for _ in range(3)]
         guard.join()

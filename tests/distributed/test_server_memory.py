@@ -11,7 +11,7 @@ import torch
 import zmq
 from server_helpers import CLIENT, LAYOUT, OpenServer, raw_dealer, request_frames, running, stop_collector
 
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.wire import Limits, decode_reply
 
@@ -59,7 +59,7 @@ class Zmtp:
 def test_peer_when_it_never_ends_a_message_then_is_cut_and_others_go_on(tmp_path):
     with (
         running(tmp_path, kind=OpenServer, limits=LIMITS) as server,
-        closing(connect(server.endpoint, shared_memory="never", timeout=20)) as stores,
+        closing(connect(server.endpoint, transport="tcp", timeout=20)) as stores,
         closing(Zmtp(server.endpoint)) as endless,
         closing(Zmtp(server.endpoint)) as patient,
     ):
@@ -84,7 +84,7 @@ def test_peer_when_it_never_ends_a_message_then_is_cut_and_others_go_on(tmp_path
 def test_peer_when_it_takes_no_answers_then_is_cut_and_others_go_on(tmp_path):
     with (
         running(tmp_path, kind=OpenServer, limits=LIMITS) as server,
-        closing(connect(server.endpoint, shared_memory="never", timeout=20)) as stores,
+        closing(connect(server.endpoint, transport="tcp", timeout=20)) as stores,
         closing(Zmtp(server.endpoint)) as greedy,
     ):
         center = stores.create_dense_store("center", torch.ones(SIZE))
@@ -142,15 +142,15 @@ def test_client_when_its_way_is_too_slow_for_all_that_it_asks_then_gets_it_all_a
     with (
         running(tmp_path, kind=OpenServer, limits=LIMITS) as server,
         slow_way(server.endpoint) as endpoint,
-        closing(connect(endpoint, shared_memory="never", timeout=20)) as stores,
+        closing(connect(endpoint, transport="tcp", timeout=20)) as stores,
     ):
-        users = stores.create_embedding_store("users", LAYOUT, SGD(learning_rate=1.0), seed=0)
+        users = stores.create_embedding_store("users", LAYOUT, RowSGD(lr=1.0), seed=0)
         stores.create_dense_store("center", torch.arange(SIZE, dtype=torch.float32))
         before = users.lookup(torch.tensor([1]))
         asked = []
         for _ in range(20):
             asked.append(stores.connection.begin("pull", store="center"))
-            users.apply_row_gradients(torch.tensor([1]), -torch.ones(1, 4), learning_rate=1.0)
+            users.apply_row_gradients(torch.tensor([1]), -torch.ones(1, 4), lr=1.0)
         for pending in asked:
             assert stores.connection.wait(pending).arrays[0][-1] == SIZE - 1
         users.flush()
@@ -178,19 +178,19 @@ def test_client_when_it_says_hello_in_many_names_then_takes_one_place_until_it_g
         while len(server._connections) and time.monotonic() < deadline:
             time.sleep(0.01)
         for client in (CLIENT, b"d" * 16):
-            connect(server.endpoint, shared_memory="never", timeout=20).close()
+            connect(server.endpoint, transport="tcp", timeout=20).close()
             with raw_dealer(context, server.endpoint) as dealer:
                 assert said(dealer, "hello", client=client).status == "ok"
 
 
 def test_client_when_its_place_was_given_away_before_its_first_push_then_gets_another_one(tmp_path):
     with running(tmp_path, max_clients=1) as server:
-        stores = connect(server.endpoint, shared_memory="never", timeout=20)
+        stores = connect(server.endpoint, transport="tcp", timeout=20)
         stores.connection._link.close(linger_seconds=0)  # as a network would
         stores.connection._lost = True
         while len(server._connections):
             time.sleep(0.01)
-        other = connect(server.endpoint, shared_memory="never", timeout=20)
+        other = connect(server.endpoint, transport="tcp", timeout=20)
         other.close()
         assert stores.create_dense_store("center", torch.ones(3)).pull().tolist() == [1.0] * 3
         assert server.handler.journal.applied(0) == 1

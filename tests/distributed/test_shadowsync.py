@@ -19,15 +19,15 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint, WeightAveragi
 from served_strategy import Ratings
 from torch import nn
 
-from lightning_recsys.callbacks import StalenessMonitor
+from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.checkpoints import read_checkpoint, read_extras
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.models import DLRM, WideDeep
-from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import ForkserverDDPStrategy, ShadowSyncStrategy
-from lightning_recsys.sync import Exchange, ModelAveraging, SyncAlgorithm
+from lightning_recsys.sync import ModelAveraging, SyncAlgorithm, Topology
 from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
@@ -120,7 +120,7 @@ def train_dlrm(strategy, folder: Path) -> tuple[dict[str, torch.Tensor], dict[st
         num_dense=2,
     )
     data.setup("fit")
-    model = DLRM(data.num_dense, data.fields, embedding_dim=8, row_optimizer=Adagrad(0.05))
+    model = DLRM(data.num_dense, data.fields, embedding_dim=8, row_optimizer=RowAdagrad(0.05))
     task = CTRTask(model, optimizer=partial(torch.optim.Adagrad, lr=0.02, fused=True))
     trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False, default_root_dir=folder)
     trainer.fit(task, datamodule=data)
@@ -137,7 +137,7 @@ def test_one_trainer_with_one_worker_when_trained_then_equals_a_single_device_ex
 
 def test_foreground_averaging_at_every_step_when_trained_with_sgd_then_equals_ddp():
     averaged, reduced = Regression((5, 5)), Regression((5, 5))
-    strategy = ShadowSyncStrategy(num_trainers=2, algorithm="ma", mode="foreground", alpha=1.0, gap=1)
+    strategy = ShadowSyncStrategy(num_trainers=2, algorithm="ma", rounds="foreground", alpha=1.0, gap=1)
     make_trainer(strategy).fit(averaged)
     make_trainer(ForkserverDDPStrategy(), devices=2).fit(reduced)
     assert not torch.allclose(parameters(reduced), parameters(Regression((5, 5))), atol=1e-3)  # it did train
@@ -149,7 +149,7 @@ def test_plain_embeddings_when_served_then_train_as_on_a_single_device(options):
     expected, actual = Ratings(), Ratings()
     settings = {"max_epochs": 3, "use_distributed_sampler": False}
     make_trainer("auto", **settings).fit(expected)
-    make_trainer(ShadowSyncStrategy(num_trainers=1, row_optimizer=SGD(0.5), **options), **settings).fit(actual)
+    make_trainer(ShadowSyncStrategy(num_trainers=1, row_optimizer=RowSGD(0.5), **options), **settings).fit(actual)
     assert type(actual.items) is nn.Embedding
     assert not torch.equal(actual.items.weight, Ratings().items.weight)
     for name, value in expected.state_dict().items():
@@ -206,7 +206,7 @@ def test_unequal_numbers_of_batches_when_in_the_foreground_then_all_finish(algor
     """Validating every ``validates`` epochs; loaders are first set up then."""
     model = Regression(counts)
     strategy = ShadowSyncStrategy(
-        num_trainers=2, algorithm=algorithm, mode="foreground", gap=2, timeout=timedelta(seconds=60)
+        num_trainers=2, algorithm=algorithm, rounds="foreground", gap=2, timeout=timedelta(seconds=60)
     )
     validation = {"check_val_every_n_epoch": validates} if validates else {"limit_val_batches": 0}
     trainer = make_trainer(strategy, EndsAlike(), LogsEpoch(), max_epochs=2, **validation)
@@ -218,7 +218,7 @@ def test_unequal_numbers_of_batches_when_in_the_foreground_then_all_finish(algor
 @pytest.mark.parametrize("algorithm", ["ma", "bmuf"])
 def test_saving_by_steps_when_averaged_in_the_foreground_by_the_time_then_refused(tmp_path, algorithm):
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=2)
-    strategy = ShadowSyncStrategy(num_trainers=2, algorithm=algorithm, mode="foreground", interval=0.1)
+    strategy = ShadowSyncStrategy(num_trainers=2, algorithm=algorithm, rounds="foreground", interval=0.1)
     with pytest.raises(ValueError, match=r"strategy\.interval=0\.1 .*every_n_train_steps=2"):
         make_trainer(strategy, saving, enable_checkpointing=True).fit(Regression((4, 4)))
 
@@ -235,7 +235,7 @@ class SinceRound(Callback):
 def test_trainer_when_it_joins_trainers_that_average_in_the_foreground_then_its_rounds_come_at_their_steps(tmp_path):
     def averages(num_trainers):
         return ShadowSyncStrategy(
-            num_trainers=num_trainers, algorithm="ma", mode="foreground", gap=4, timeout=timedelta(seconds=60)
+            num_trainers=num_trainers, algorithm="ma", rounds="foreground", gap=4, timeout=timedelta(seconds=60)
         )
 
     saving = ModelCheckpoint(tmp_path, filename="saved", save_on_train_epoch_end=True)
@@ -258,7 +258,7 @@ class StandsStill(ModelAveraging):
 
 def test_workers_of_a_trainer_when_it_averages_in_the_foreground_then_stand_still():
     strategy = ShadowSyncStrategy(
-        num_trainers=2, workers_per_trainer=2, algorithm=StandsStill(alpha=1.0), mode="foreground", gap=2
+        num_trainers=2, workers_per_trainer=2, algorithm=StandsStill(alpha=1.0), rounds="foreground", gap=2
     )
     trainer = make_trainer(strategy, EndsAlike(), LogsEpoch(), limit_val_batches=0)
     trainer.fit(Regression((12, 10, 8, 12)))
@@ -363,7 +363,7 @@ def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept(
     num_trainers, workers = layout
     model = Regression((4,) * (num_trainers * workers))
     strategy = ShadowSyncStrategy(
-        num_trainers=num_trainers, workers_per_trainer=workers, mode="foreground", gap=1000, final=final
+        num_trainers=num_trainers, workers_per_trainer=workers, rounds="foreground", gap=1000, final=final
     )
     callbacks = RemembersReplica(tmp_path), Rewrites(), EndsAlike()
     trainer = make_trainer(strategy, *callbacks, limit_val_batches=1.0 if validates else 0)
@@ -436,8 +436,8 @@ def test_workers_of_a_trainer_when_training_then_share_replica_and_optimizer_sta
     counts = (5, 3) * num_trainers
     model = Regression(counts, optimizer=partial(torch.optim.Adam, lr=0.01, fused=fused))
     layout = {"num_trainers": num_trainers, "workers_per_trainer": 2}
-    strategy = ShadowSyncStrategy(**layout, mode="foreground", gap=1000, final="average")
-    callbacks = OneReplica(num_trainers), EndsAlike(), StalenessMonitor()
+    strategy = ShadowSyncStrategy(**layout, rounds="foreground", gap=1000, final="average")
+    callbacks = OneReplica(num_trainers), EndsAlike(), TelemetryMonitor()
     trainer = make_trainer(strategy, *callbacks, log_every_n_steps=1, limit_val_batches=0)
     trainer.fit(model)
     assert trainer.world_size == 2 * num_trainers
@@ -464,13 +464,13 @@ class OneSetOfWeights(Callback):
             assert all(torch.equal(other, seen[0]) for other in seen)
             buffers = over_ranks([buffer.clone() for buffer in pl_module.buffers()])
             assert all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
-            if trainer.strategy.mode == "foreground":  # in the background a replica moves after the last batch
+            if trainer.strategy.rounds == "foreground":  # in the background a replica moves after the last batch
                 assert not torch.equal(replicas[0], replicas[1])
                 torch.testing.assert_close(seen[0], torch.stack(replicas).mean(0))
             self.validated += 1
 
     def on_before_zero_grad(self, trainer, pl_module, optimizer):
-        if self.validated and trainer.strategy.mode == "foreground":  # the next step has begun
+        if self.validated and trainer.strategy.rounds == "foreground":  # the next step has begun
             assert torch.equal(parameters(pl_module), self.before), "the replica is back"
 
     def on_fit_end(self, trainer, pl_module):
@@ -478,11 +478,11 @@ class OneSetOfWeights(Callback):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "mode"),
+    ("algorithm", "rounds"),
     [("easgd", "background"), ("ma", "background"), ("easgd", "foreground"), ("bmuf", "foreground")],
 )
-def test_validation_when_replicas_differ_then_sees_their_average_on_every_rank(algorithm, mode):
-    strategy = ShadowSyncStrategy(num_trainers=2, algorithm=algorithm, mode=mode, gap=1000)
+def test_validation_when_replicas_differ_then_sees_their_average_on_every_rank(algorithm, rounds):
+    strategy = ShadowSyncStrategy(num_trainers=2, algorithm=algorithm, rounds=rounds, gap=1000)
     make_trainer(strategy, OneSetOfWeights(), max_epochs=2, val_check_interval=4).fit(Regression((8, 8)))
 
 
@@ -504,7 +504,7 @@ def test_run_when_resumed_then_goes_on_with_all_its_memory(tmp_path, algorithm, 
         "num_trainers": 2,
         "workers_per_trainer": workers,
         "algorithm": algorithm,
-        "mode": "foreground",
+        "rounds": "foreground",
         "gap": 3,
     }
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
@@ -561,7 +561,7 @@ class StartsFrom(Callback):
 class Breaks(SyncAlgorithm):
     """Fails in the third round."""
 
-    exchange = Exchange.MEAN
+    topology = Topology.ALL_REDUCE
     rounds = 0
 
     def fold(self, replica, answer):
@@ -654,10 +654,10 @@ def test_run_when_interrupted_then_nothing_is_left(tmp_path):
 
 @pytest.mark.parametrize(("algorithm", "transport"), [("easgd", "auto"), ("easgd", "tcp"), ("ma", "auto")])
 def test_telemetry_when_logged_then_counts_rounds_and_bytes(algorithm, transport):
-    options = {"algorithm": algorithm, "mode": "foreground", "gap": 2, "transport": transport}
+    options = {"algorithm": algorithm, "rounds": "foreground", "gap": 2, "transport": transport}
     servers = {"num_sync_servers": 2} if algorithm == "easgd" else {}
     trainer = make_trainer(
-        ShadowSyncStrategy(num_trainers=2, **servers, **options), StalenessMonitor(), log_every_n_steps=1
+        ShadowSyncStrategy(num_trainers=2, **servers, **options), TelemetryMonitor(), log_every_n_steps=1
     )
     model = Regression((8, 8))
     trainer.fit(model)
@@ -688,7 +688,7 @@ def normalized_entropy(strategy) -> float:
         batch_size=100, train_rows=500_000, val_rows=30_000, test_rows=1000, cardinalities=(10, 20, 50), num_dense=4
     )
     data.setup("fit")
-    model = WideDeep(data.num_dense, data.fields, embedding_dim=4, hidden=[16], row_optimizer=Adagrad(0.1))
+    model = WideDeep(data.num_dense, data.fields, embedding_dim=4, hidden=[16], row_optimizer=RowAdagrad(0.1))
     task = CTRTask(model, optimizer=partial(torch.optim.Adagrad, lr=0.1, fused=True))
     trainer = make_trainer(strategy, use_distributed_sampler=False)
     trainer.fit(task, datamodule=data)

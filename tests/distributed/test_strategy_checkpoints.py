@@ -13,7 +13,7 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint, StochasticWei
 from lightning_recsys.checkpoints import FolderCheckpointIO, is_folder, read_checkpoint, to_file, to_folder
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import DeepFM
-from lightning_recsys.optim import Adam
+from lightning_recsys.optim import RowAdam
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 from lightning_recsys.tasks import CTRTask
 
@@ -30,7 +30,7 @@ STEPS = 12  # in an epoch of one process
 
 def make_task(*, seed: int = 0) -> CTRTask:
     torch.manual_seed(seed)
-    model = DeepFM(4, FIELDS, embedding_dim=8, hidden=(16,), row_optimizer=Adam(learning_rate=0.01))
+    model = DeepFM(4, FIELDS, embedding_dim=8, hidden=(16,), row_optimizer=RowAdam(lr=0.01))
     return CTRTask(model, optimizer=partial(torch.optim.Adam, lr=0.01))
 
 
@@ -57,7 +57,7 @@ def make_trainer(strategy, *callbacks: Callback, **arguments) -> pl.Trainer:
 
 
 def synchronous(**layout) -> ShadowSyncStrategy:
-    return ShadowSyncStrategy(mode="foreground", algorithm="ma", gap=1, placement="size", **layout)
+    return ShadowSyncStrategy(rounds="foreground", algorithm="ma", gap=1, table_placement="size", **layout)
 
 
 def train(strategy, *callbacks: Callback, ckpt_path: Path | None = None, **arguments) -> tuple[pl.Trainer, CTRTask]:
@@ -161,7 +161,7 @@ def test_single_device_file_when_loaded_by_trainers_then_starts_from_it(tmp_path
 @pytest.mark.filterwarnings("ignore:.*Swapping scheduler")
 def test_folder_with_an_average_when_resumed_on_a_single_device_then_every_copy_has_the_rows(tmp_path, average):
     saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
-    strategy = HETStrategy(mode="hybrid", placement="size")
+    strategy = HETStrategy(algorithm="hybrid", table_placement="size")
     trainer, _ = train(strategy, saving, average(), max_steps=-1, max_epochs=2, devices=2)
     assert trainer.world_size == 2
     settings = {"max_steps": -1, "max_epochs": 3, "devices": 1, "plugins": [FolderCheckpointIO()]}

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from served_strategy import LoadedByWorkers, Model, Ratings, ServedStrategy, make_trainer, say
 
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.common import base
 
@@ -18,16 +18,14 @@ class Counting(Model):
 
     def on_train_start(self):
         stores = [opened for kind in ("embedding", "sync") for opened in self.trainer.strategy.stores(kind)]
-        self.counters = [
-            x.create_dense_store("counter", torch.zeros(1), optimizer=SGD(learning_rate=1.0)) for x in stores
-        ]
+        self.counters = [x.create_dense_store("counter", torch.zeros(1), optimizer=RowSGD(lr=1.0)) for x in stores]
         say("endpoints", *self.trainer.strategy.endpoints["embedding"], *self.trainer.strategy.endpoints["sync"])
         say("pid", os.getpid())
         say("types", *(type(x).__name__ for x in stores))
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         for counter in self.counters:
-            counter.push_gradient(-torch.ones(1), learning_rate=1.0)
+            counter.push_gradient(-torch.ones(1), lr=1.0)
 
     def on_train_end(self):
         self.trainer.strategy.barrier()

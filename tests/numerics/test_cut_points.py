@@ -16,7 +16,7 @@ from lightning_recsys.models.layers import (
     FMSecondOrder,
     LowRankCrossLayer,
 )
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 
 B, F, D, N, H = 6, 5, 4, 3, 7
 # float64, where sums in another order differ by a few units of 1e-16
@@ -56,11 +56,11 @@ def test_first_order_parts_when_summed_are_the_whole(parts):
     fields = {f"f{f}": 3 + f for f in range(F)}
     ids = torch.stack([torch.randint(size, (B,)) for size in fields.values()], 1)
     sparse, dense = SparseFeatures.from_ids(tuple(fields), ids), torch.randn(B, N)
-    whole = FirstOrder(N, fields, row_optimizer=SGD(1.0), kernel="torch")
+    whole = FirstOrder(N, fields, row_optimizer=RowSGD(1.0), kernel="torch")
     randomize(whole)
     tables = {k: v.clone() for k, v in whole.embeddings.state_dict().items()}
     layers = [
-        FirstOrder(0, {f"f{f}": 3 + f for f in own}, bias=False, row_optimizer=SGD(1.0), kernel="torch")
+        FirstOrder(0, {f"f{f}": 3 + f for f in own}, bias=False, row_optimizer=RowSGD(1.0), kernel="torch")
         for own in parts
     ]
     for layer in layers:

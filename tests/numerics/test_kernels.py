@@ -15,17 +15,17 @@ from lightning_recsys.embeddings import (
     kernels,
 )
 from lightning_recsys.embeddings.kernels import FbgemmModuleKernel
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
 
 # Kernels sum a row's gradients in different orders; six steps of order-1 float32 values drift by a few ulp each.
 TOLERANCE = {"rtol": 1e-5, "atol": 5e-6}
 KEYS, SIZES, BATCH = ("x", "y", "z"), {"shared": 40, "small": 7}, 16
 OPTIMIZERS: list[RowOptimizer] = [
-    SGD(learning_rate=0.1),
-    Adagrad(learning_rate=0.1, eps=1e-6),
-    RowwiseAdagrad(learning_rate=0.1, eps=1e-6, initial_accumulator=0.1),
-    Adam(learning_rate=0.01),
-    FTRL(learning_rate=0.1, l1=0.01, l2=0.1),
+    RowSGD(lr=0.1),
+    RowAdagrad(lr=0.1, eps=1e-6),
+    RowWiseAdagrad(lr=0.1, eps=1e-6, initial_accumulator=0.1),
+    RowAdam(lr=0.01),
+    RowFTRL(lr=0.1, l1=0.01, l2=0.1),
 ]
 KERNELS = ["torch", "numba", "fbgemm", "fbgemm module"]
 DIMS = [1, 4, 10, 16]
@@ -33,7 +33,7 @@ DIMS = [1, 4, 10, 16]
 
 def serves(kernel: str, optimizer: RowOptimizer, dim: int) -> bool:
     """What each kernel promises: FBGEMM three rules on widths that are a multiple of 4, the others everything."""
-    return not kernel.startswith("fbgemm") or (dim % 4 == 0 and not isinstance(optimizer, Adam | FTRL))
+    return not kernel.startswith("fbgemm") or (dim % 4 == 0 and not isinstance(optimizer, RowAdam | RowFTRL))
 
 
 CASES = [
@@ -107,7 +107,7 @@ def test_training_with_each_kernel_then_equals_autograd(optimizer, kernel, dim, 
             rows, grads = weights[name][touched], leaves[name].grad[touched]
             state = {key: value[touched] for key, value in states[name].items()}
             # The rules themselves are held against torch.optim and scalar formulas in test_row_optimizers.
-            optimizer.update_(rows, grads, state, learning_rate=optimizer.learning_rate, step=step)
+            optimizer.update_(rows, grads, state, lr=optimizer.lr, step=step)
             weights[name][touched] = rows
             for key, value in state.items():
                 states[name][key][touched] = value
@@ -118,16 +118,18 @@ def test_training_with_each_kernel_then_equals_autograd(optimizer, kernel, dim, 
             torch.testing.assert_close(saved[f"embedding_bags.{name}.{key}"], value, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("optimizer", "dim", "reason"), [(Adam(), 64, "no fused Adam"), (SGD(), 70, "multiple of 4")])
+@pytest.mark.parametrize(
+    ("optimizer", "dim", "reason"), [(RowAdam(), 64, "no fused Adam"), (RowSGD(), 70, "multiple of 4")]
+)
 def test_fbgemm_when_it_cannot_serve_then_says_why_and_auto_finds_another(optimizer, dim, reason):
     with pytest.raises(ValueError, match=f"kernel='fbgemm' cannot serve these tables: it .*{reason}"):
         make(optimizer, dim, "fbgemm")
     assert make(optimizer, dim, "auto").embedding_bags.kernel.name == "numba"
-    assert make(SGD(), 128, "auto").embedding_bags.kernel.name == "fbgemm"
+    assert make(RowSGD(), 128, "auto").embedding_bags.kernel.name == "fbgemm"
 
 
 def test_auto_when_rows_are_narrow_then_takes_the_compiled_loops_and_fbgemm_where_they_are_wide():
-    chosen = {dim: make(RowwiseAdagrad(), dim, "auto").embedding_bags.kernel.name for dim in (1, 16, 64, 128)}
+    chosen = {dim: make(RowWiseAdagrad(), dim, "auto").embedding_bags.kernel.name for dim in (1, 16, 64, 128)}
     assert chosen == {1: "numba", 16: "numba", 64: "numba", 128: "fbgemm"}
 
 
@@ -156,7 +158,7 @@ def test_subclass_of_a_rule_when_it_overrides_the_update_then_that_trains_the_ro
     collection(SparseFeatures.from_ids(KEYS, ids)).sum().backward()
     touched = torch.tensor([3, 5, SIZES["shared"] + 6])  # each once, with a gradient of ones
     expected, part = rows[touched] * 0.9, {name: tensor[touched] for name, tensor in state.items()}
-    options = {"learning_rate": optimizer.learning_rate, "step": 1}
+    options = {"lr": optimizer.lr, "step": 1}
     optimizer.update_(expected, torch.ones(3, dim), part, **options)
     torch.testing.assert_close(collection.embedding_bags.rows[touched], expected, **TOLERANCE)
     assert kernel.name == "torch"
@@ -167,16 +169,16 @@ def test_subclass_of_a_rule_when_it_overrides_the_update_then_that_trains_the_ro
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
-        ("numba", "kernel='numba' cannot .*: it has no compiled OwnSGD, only Adagrad, Adam, FTRL, RowwiseAdagrad, SGD"),
+        ("numba", "kernel='numba' cannot .*: it has no compiled OwnSGD, only Adagrad, Adam, FTRL, RowWiseAdagrad, SGD"),
         ("fbgemm", "kernel='fbgemm' cannot .*: it has no fused OwnSGD"),
     ],
 )
 def test_subclass_of_a_rule_when_a_kernel_without_it_is_asked_for_then_refused(kernel, message):
     with pytest.raises(ValueError, match=message):
-        make(own_rule(SGD()), 4, kernel)(draw("single", torch.Generator()))
+        make(own_rule(RowSGD()), 4, kernel)(draw("single", torch.Generator()))
 
 
-@pytest.mark.parametrize("optimizer", [Adagrad(), RowwiseAdagrad()], ids=["adagrad", "rowwise"])
+@pytest.mark.parametrize("optimizer", [RowAdagrad(), RowWiseAdagrad()], ids=["adagrad", "rowwise"])
 @pytest.mark.parametrize("target", ["torch", "numba", "fbgemm"])
 def test_state_dict_when_moved_between_kernels_then_training_goes_on_alike(optimizer, target):
     generator = torch.Generator().manual_seed(3)
@@ -215,7 +217,7 @@ def test_compiled_loops_when_rows_are_asked_for_ahead_then_equal_torch(optimizer
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 def test_training_on_a_gpu_then_equals_the_cpu(kernel):
     generator = torch.Generator().manual_seed(4)
-    cpu, gpu = make(RowwiseAdagrad(), 16, "torch"), make(RowwiseAdagrad(), 16, kernel).cuda()
+    cpu, gpu = make(RowWiseAdagrad(), 16, "torch"), make(RowWiseAdagrad(), 16, kernel).cuda()
     for _ in range(3):
         sparse = draw("weighted", generator)
         cpu(sparse).square().sum().backward()
@@ -230,7 +232,7 @@ def test_numba_when_rows_are_too_many_to_have_places_of_their_own_then_they_trai
     # 16 to 48 ids of a feature: 32 to 128 places where they are hashed, so 257 rows are too many in any case.
     def train(size: int) -> torch.Tensor:
         tables = [EmbeddingBagConfig(key, size, 4, (key,), init_std=0.0) for key in KEYS]
-        collection = EmbeddingBagCollection(tables, optimizer=Adagrad(learning_rate=0.1), kernel="numba")
+        collection = EmbeddingBagCollection(tables, optimizer=RowAdagrad(lr=0.1), kernel="numba")
         generator = torch.Generator().manual_seed(3)
         for _ in range(4):
             sparse = draw(kind, generator)

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_recsys.embeddings import PoolingType, SparseFeatures
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 
 FIELDS = {"user": 4, "item": 5, "genres": 3}
 DIM = 3
@@ -165,7 +165,7 @@ def build(name, num_dense, pooling="sum"):
     model = model_class(
         num_dense,
         FIELDS,
-        row_optimizer=SGD(learning_rate=1.0),
+        row_optimizer=RowSGD(lr=1.0),
         kernel="torch",
         pooling=PoolingType(pooling),
         **arguments,
@@ -242,7 +242,7 @@ def test_logistic_regression_when_trained_to_the_optimum_predicts_as_scikit_lear
     score = torch.tensor([-1.0, 0.5, 1.0])[ids[:, 0]] + 0.8 * dense[:, 0] - 0.5 * dense[:, 1]
     labels = (torch.rand(400, generator=generator) < score.sigmoid()).float()
     sparse = SparseFeatures.from_ids(("a", "b"), ids)
-    model = LogisticRegression(2, {"a": 3, "b": 4}, row_optimizer=SGD(learning_rate=2.0), kernel="torch")
+    model = LogisticRegression(2, {"a": 3, "b": 4}, row_optimizer=RowSGD(lr=2.0), kernel="torch")
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
     for _ in range(300):
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
 from lightning_recsys.optim.compiled import apply_update
 
 # float32 against float32 (or double): a handful of roundings a step on values of order 0.1.
@@ -20,11 +20,9 @@ def run(optimizer: RowOptimizer, rows: torch.Tensor, grads: list[torch.Tensor], 
     for step, grad in enumerate(grads, start=1):
         if compiled:
             touched = np.arange(ROWS)
-            apply_update(
-                optimizer, touched, grad.numpy(), rows, state, learning_rate=optimizer.learning_rate, step=step
-            )
+            apply_update(optimizer, touched, grad.numpy(), rows, state, lr=optimizer.lr, step=step)
         else:
-            optimizer.update_(rows, grad, state, learning_rate=optimizer.learning_rate, step=step)
+            optimizer.update_(rows, grad, state, lr=optimizer.lr, step=step)
     return rows
 
 
@@ -39,13 +37,13 @@ def problem():
 @pytest.mark.parametrize(
     ("optimizer", "reference"),
     [
-        (SGD(learning_rate=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+        (RowSGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
         (
-            Adagrad(learning_rate=0.1, eps=1e-3, initial_accumulator=0.5),
+            RowAdagrad(lr=0.1, eps=1e-3, initial_accumulator=0.5),
             lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-3, initial_accumulator_value=0.5),
         ),
         (
-            Adam(learning_rate=0.1, beta1=0.8, beta2=0.95, eps=1e-3),
+            RowAdam(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-3),
             lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.95), eps=1e-3),
         ),
     ],
@@ -90,7 +88,7 @@ def scalar_ftrl(rows, grads, *, alpha, beta, l1, l2):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rowwise_adagrad_then_equals_the_scalar_formula(problem, compiled):
     rows, grads = problem
-    optimizer = RowwiseAdagrad(learning_rate=0.1, eps=1e-3, initial_accumulator=0.5)
+    optimizer = RowWiseAdagrad(lr=0.1, eps=1e-3, initial_accumulator=0.5)
     expected = scalar_rowwise_adagrad(rows, grads, rate=0.1, eps=1e-3, start=0.5)
     torch.testing.assert_close(run(optimizer, rows, grads, compiled=compiled), expected, **TOLERANCE)
 
@@ -99,7 +97,7 @@ def test_rowwise_adagrad_then_equals_the_scalar_formula(problem, compiled):
 @pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (0.0, 0.5), (1.5, 0.1)])
 def test_ftrl_then_equals_the_scalar_formula(problem, compiled, l1, l2):
     rows, grads = problem
-    result = run(FTRL(learning_rate=0.1, beta=0.7, l1=l1, l2=l2), rows, grads, compiled=compiled)
+    result = run(RowFTRL(lr=0.1, beta=0.7, l1=l1, l2=l2), rows, grads, compiled=compiled)
     torch.testing.assert_close(result, scalar_ftrl(rows, grads, alpha=0.1, beta=0.7, l1=l1, l2=l2), **TOLERANCE)
     if l1:
         assert (result == 0).any()
@@ -109,31 +107,31 @@ def test_ftrl_then_equals_the_scalar_formula(problem, compiled, l1, l2):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_ftrl_when_the_first_gradient_is_zero_then_rows_stay_as_drawn(problem, compiled):
     rows, _ = problem
-    result = run(FTRL(learning_rate=0.1, l1=0.3, l2=0.2), rows, [torch.zeros(ROWS, DIM)], compiled=compiled)
+    result = run(RowFTRL(lr=0.1, l1=0.3, l2=0.2), rows, [torch.zeros(ROWS, DIM)], compiled=compiled)
     torch.testing.assert_close(result, rows, **TOLERANCE)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("rule", [SGD, Adagrad, RowwiseAdagrad, Adam, FTRL])
+@pytest.mark.parametrize("rule", [RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL])
 def test_rule_when_a_schedule_reaches_zero_then_rows_stay(problem, rule, compiled):
     rows, grads = problem
     optimizer, moved = rule(), rows.clone()
     state = optimizer.initial_state(moved)
     if compiled:
-        apply_update(optimizer, np.arange(ROWS), grads[0].numpy(), moved, state, learning_rate=0.0, step=1)
+        apply_update(optimizer, np.arange(ROWS), grads[0].numpy(), moved, state, lr=0.0, step=1)
     else:
-        optimizer.update_(moved, grads[0], state, learning_rate=0.0, step=1)
+        optimizer.update_(moved, grads[0], state, lr=0.0, step=1)
     assert torch.equal(moved, rows)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SGD(learning_rate=0.0), r"SGD.learning_rate must be a finite number above 0, got 0.0"),
-        (lambda: Adagrad(eps=-1.0), "Adagrad.eps must be a finite number at least 0"),
-        (lambda: RowwiseAdagrad(initial_accumulator=math.nan), "RowwiseAdagrad.initial_accumulator"),
-        (lambda: Adam(beta1=1.0), r"Adam.beta1 must be a finite number at least 0 and below 1, got 1.0"),
-        (lambda: FTRL(l1=-0.1), "FTRL.l1"),
+        (lambda: RowSGD(lr=0.0), r"RowSGD.lr must be a finite number above 0, got 0.0"),
+        (lambda: RowAdagrad(eps=-1.0), "RowAdagrad.eps must be a finite number at least 0"),
+        (lambda: RowWiseAdagrad(initial_accumulator=math.nan), "RowWiseAdagrad.initial_accumulator"),
+        (lambda: RowAdam(beta1=1.0), r"RowAdam.beta1 must be a finite number at least 0 and below 1, got 1.0"),
+        (lambda: RowFTRL(l1=-0.1), "RowFTRL.l1"),
     ],
 )
 def test_wrong_hyperparameter_then_it_is_named(make, message):
@@ -142,7 +140,7 @@ def test_wrong_hyperparameter_then_it_is_named(make, message):
 
 
 def test_compiled_update_when_the_rule_is_a_subclass_then_refused(problem):
-    class AdamL2(Adam):
+    class AdamL2(RowAdam):
         pass
 
     with pytest.raises(TypeError, match="no compiled rule for AdamL2"):

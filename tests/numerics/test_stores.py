@@ -5,10 +5,10 @@ import torch
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, LocalBackend, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.stores import MappedStores
 
-RULES = [SGD(0.1), Adagrad(0.1), RowwiseAdagrad(0.1), Adam(0.1), FTRL(0.1, l1=0.01)]
+RULES = [RowSGD(0.1), RowAdagrad(0.1), RowWiseAdagrad(0.1), RowAdam(0.1), RowFTRL(0.1, l1=0.01)]
 
 
 def layout_of(dim: int) -> TableLayout:
@@ -42,8 +42,8 @@ def test_store_when_trained_as_local_rows_then_rows_and_state_are_bit_equal(tmp_
         pooled_locally_BFD, ticket = local.lookup(sparse)
         assert torch.equal(pooled_BFD, pooled_locally_BFD)
         grad_BFD = torch.randn_like(pooled_BFD)
-        local.apply_gradients([ticket], grad_BFD, learning_rate=0.1 / (step + 1))
-        store.apply_gradients(sparse, grad_BFD, learning_rate=0.1 / (step + 1))
+        local.apply_gradients([ticket], grad_BFD, lr=0.1 / (step + 1))
+        store.apply_gradients(sparse, grad_BFD, lr=0.1 / (step + 1))
     assert store.step == local.step == 9
     assert torch.equal(store.read("weight", 0, 80), local.rows.data)
     assert local.row_state.keys() == store.row_state.keys()
@@ -59,9 +59,9 @@ def test_row_gradients_when_applied_then_the_rows_move_as_the_rule_says(tmp_path
     state = rule.initial_state(rows)
     for step in range(1, 4):
         touched, grads = torch.randperm(80)[:10], torch.randn(10, 4)
-        store.apply_row_gradients(touched, grads, learning_rate=0.05)
+        store.apply_row_gradients(touched, grads, lr=0.05)
         moved, moved_state = rows[touched], {name: tensor[touched] for name, tensor in state.items()}
-        rule.update_(moved, grads, moved_state, learning_rate=0.05, step=step)
+        rule.update_(moved, grads, moved_state, lr=0.05, step=step)
         rows[touched] = moved
         for name, tensor in moved_state.items():
             state[name][touched] = tensor

@@ -12,9 +12,9 @@ import torch
 from lightning_recsys.sync import (
     BMUF,
     EASGD,
-    Exchange,
     ModelAveraging,
     SyncAlgorithm,
+    Topology,
     algorithm_names,
     make_algorithm,
     register_algorithm,
@@ -211,7 +211,7 @@ def test_options_when_left_out_then_are_the_algorithms_own():
 
 def test_algorithm_when_registered_then_is_made_by_its_name(monkeypatch):
     class Median(SyncAlgorithm):
-        exchange = Exchange.MEAN
+        topology = Topology.ALL_REDUCE
 
         def __init__(self, *, alpha: float = 0.5, trim: int = 1) -> None:
             super().__init__(alpha=alpha)

@@ -14,7 +14,7 @@ from recipe_tools.config_types import check_complete, check_types
         ("data.batch_size=null", r"^data\.batch_size must be int, got None \(NoneType\)\.$"),
         ("data.drop_last=1", r"^data\.drop_last must be bool, got 1 \(int\)\.$"),
         ("optim.dense.lr=fast", r"^optim\.dense\.lr must be float, got 'fast' \(str\)\.$"),
-        ("optim.rows.learning_rate=[1]", r"^optim\.rows\.learning_rate must be float, got \[1\] \(list\)\.$"),
+        ("optim.rows.lr=[1]", r"^optim\.rows\.lr must be float, got \[1\] \(list\)\.$"),
         ("trainer.max_epochs=one", r"^trainer\.max_epochs must be int or null, got 'one' \(str\)\.$"),
         ("callbacks.model_checkpoint.save_top_k=all", r"^callbacks\.model_checkpoint\.save_top_k must be int"),
         ("strategy.num_threads=two", r"^strategy\.num_threads must be int, got 'two' \(str\)\.$"),

@@ -27,7 +27,7 @@ def metrics_in(folder) -> dict[str, float]:
 
 
 def test_sweep_when_over_models_then_all_count_each_example_once_and_more_processes_go_on(run_forked, tmp_path):
-    axes = ("model=deepfm,dlrm", "strategy.placement=balanced")
+    axes = ("model=deepfm,dlrm", "strategy.field_placement=balanced")
     done = run_forked("train.py", "-m", *SMALL, *axes, "hydra.sweep.dir=out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "out/comparison.csv").open() as file:

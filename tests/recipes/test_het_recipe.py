@@ -32,14 +32,16 @@ def test_sweep_when_over_models_then_all_train_with_cached_rows(run_forked, tmp_
 
 
 def test_checkpoint_when_of_each_mode_then_the_others_go_on_from_it(run_forked, tmp_path):
-    modes = ("het", "hybrid", "ps", "allreduce")
+    algorithms = ("het", "hybrid", "ps", "allreduce")
     sweep = ("train.py", "-m", "strategy=het", *TINY, *QUIET)
-    done = run_forked(*sweep, f"strategy.mode={','.join(modes)}", "hydra.sweep.dir=out", folder=tmp_path)
+    done = run_forked(*sweep, f"strategy.algorithm={','.join(algorithms)}", "hydra.sweep.dir=out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = table(tmp_path / "out/comparison.csv")
-    assert [(row["strategy.mode"], row["status"]) for row in rows] == [(mode, "completed") for mode in modes]
+    assert [(row["strategy.algorithm"], row["status"]) for row in rows] == [
+        (algorithm, "completed") for algorithm in algorithms
+    ]
     (saved,) = tmp_path.glob("out/2_*/checkpoints/last.ckpt")
-    more = (f"ckpt_path='{saved}'", "trainer.max_epochs=2", "strategy.mode=het,ps", "hydra.sweep.dir=on")
+    more = (f"ckpt_path='{saved}'", "trainer.max_epochs=2", "strategy.algorithm=het,ps", "hydra.sweep.dir=on")
     done = run_forked(*sweep, *more, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [row["status"] for row in table(tmp_path / "on/comparison.csv")] == ["completed"] * 2

@@ -107,9 +107,9 @@ def test_job_when_the_rate_is_changed_then_that_of_the_rows_is_and_the_command_s
         job = Job("quality_movielens", "fm", (), "ours", rate_factor=2)
         config = job.config(folder=Path("out"), data="data")
         plain = Job("quality_movielens", "fm", (), "ours").config(folder=Path("out"), data="data")
-        rate = plain["optim"]["rows"]["learning_rate"]
-        assert f"optim.rows.learning_rate={2 * rate:g}" in Runs(job, [0], [], {}).command()
-    assert config["optim"]["rows"].pop("learning_rate") == 2 * plain["optim"]["rows"].pop("learning_rate")
+        rate = plain["optim"]["rows"]["lr"]
+        assert f"optim.rows.lr={2 * rate:g}" in Runs(job, [0], [], {}).command()
+    assert config["optim"]["rows"].pop("lr") == 2 * plain["optim"]["rows"].pop("lr")
     assert config["optim"] == plain["optim"]
 
 
@@ -193,7 +193,7 @@ def test_counterpart_then_as_many_parameters_as_ours(name, tmp_path):
 
     fields = {"user": 50, "movie": 40, "genre": 7}
     columns = feature_map(tmp_path, embedding_dim=4, dense=[], fields=fields, bags={})
-    theirs = MODELS[name](columns, learning_rate=1e-3, **SIZES[name])
+    theirs = MODELS[name](columns, lr=1e-3, **SIZES[name])
     ours = OURS[name](0, fields, kernel="torch", **SIZES[name])
     trained = sum(parameter.numel() for parameter in ours.parameters() if parameter.requires_grad)
     tables = [table for part in ours.modules() if isinstance(part, EmbeddingBagCollection) for table in part.tables]

@@ -206,7 +206,7 @@ def test_quality_then_means_gaps_and_the_bar_are_those_of_the_seeds():
 def test_quality_when_run_again_then_only_what_was_not_finished_is_trained(tmp_path):
     common = ["name=shadowsync", "model=dlrm", *TINY, "strategy=shadowsync", "~callbacks.model_checkpoint"]
     common += ["+trainer.enable_checkpointing=false", "trainer.limit_val_batches=0"]
-    methods = {"S-EASGD": [], "FR-EASGD-2": ["strategy.mode=foreground", "strategy.gap=2"]}
+    methods = {"S-EASGD": [], "FR-EASGD-2": ["strategy.rounds=foreground", "strategy.gap=2"]}
 
     def measure() -> Quality:
         return shadowsync_quality.measure(

@@ -26,7 +26,7 @@ def sweep(tmp_path_factory):
         *TINY,
         "hydra.sweep.dir=out",
         "strategy=ddp,single",
-        "optim.rows.learning_rate=0.02,-1",
+        "optim.rows.lr=0.02,-1",
         folder=folder,
     )
     return folder / "out", done, traces
@@ -44,7 +44,7 @@ def test_sweep_ends_in_one_table_of_all_jobs(sweep):
     folder, done, _ = sweep
     with (folder / "comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["strategy"], row["optim.rows.learning_rate"]) for row in rows] == [
+    assert [(row["strategy"], row["optim.rows.lr"]) for row in rows] == [
         ("ddp", "0.02"),
         ("ddp", "-1"),
         ("single", "0.02"),
@@ -52,7 +52,7 @@ def test_sweep_ends_in_one_table_of_all_jobs(sweep):
     ]
     assert [row["status"] for row in rows] == ["completed", "failed", "completed", "failed"]
     assert all(float(row["test/ne"]) > 0 and float(row["eps"]) > 0 for row in rows if row["status"] == "completed")
-    assert all("learning_rate must be a finite number" in row["error"] for row in rows if row["status"] == "failed")
+    assert all("lr must be a finite number" in row["error"] for row in rows if row["status"] == "failed")
     assert (folder / "comparison.md").read_text().splitlines()[0].startswith("| job | strategy | optim.rows")
     assert "4 jobs" in done.stdout
 

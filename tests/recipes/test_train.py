@@ -231,7 +231,7 @@ def test_wrong_override_on_the_command_line_says_what_is_allowed(run_forked, tmp
         ("model=dlrm,typo", "model=typo: no such choice.\nAllowed: dcn, dcn_v2"),
         ("modle=dlrm", "modle: no such choice. Did you mean model?\nAllowed: callbacks, ckpt_path, data, debug"),
         ("siute=single", "siute: no such choice.\nAllowed: callbacks, ckpt_path, data, debug, embeddings, experiment"),
-        ("optim.rows.lr=1", "optim.rows.lr: no such choice.\nAllowed in optim.rows: learning_rate"),
+        ("optim.rows.rate=1", "optim.rows.rate: no such choice.\nAllowed in optim.rows: lr"),
         ("seed.a=1", "seed.a: seed is one value (0), it has no keys. Write seed=... instead."),
         (
             "trainer.strategy.num_threads=2",
@@ -243,6 +243,24 @@ def test_wrong_override_on_the_command_line_says_what_is_allowed(run_forked, tmp
 def test_wrong_override_is_explained(override, message):
     (explained,) = explain([override], config_name="train")
     assert explained.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "old", "new"),
+    [
+        ("strategy=het", "strategy.num_servers", "num_embedding_servers"),
+        ("strategy=het_hybrid", "strategy.mode", "algorithm"),
+        ("strategy=shadowsync", "strategy.mode", "rounds"),
+        ("strategy=shadowsync", "strategy.placement", "table_placement"),
+        ("strategy=des", "strategy.placement", "field_placement"),
+        ("strategy=des", "strategy.replicas", "num_replicas"),
+        ("optim=adam", "optim.rows.learning_rate", "lr"),
+    ],
+)
+def test_old_key_is_explained_by_the_new_one(chosen, old, new):
+    place, key = old.rsplit(".", 1)
+    (explained,) = explain([chosen, f"{old}=1"], config_name="train")
+    assert explained == f"{old}: {key} is called {new} now. Write {place}.{new}=... instead."
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_every_file_then_each_entry_builds_a_callback_under_its_own_name(tmp_pat
         assert list(node) == [file]
 
 
-@pytest.mark.parametrize("name", ["examples_per_second", "normalized_entropy_monitor", "staleness_monitor"])
+@pytest.mark.parametrize("name", ["examples_per_second", "normalized_entropy_monitor", "telemetry_monitor"])
 def test_own_callbacks_then_the_files_hold_the_constructors_defaults(tmp_path, name):
     node = compose_config(tmp_path).callbacks[name]
     parameters = inspect.signature(get_class(node["_target_"])).parameters

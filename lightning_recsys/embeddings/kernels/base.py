@@ -103,7 +103,7 @@ class Kernel(ABC):
         sparse: SparseFeatures,
         grad_BFD: Tensor,
         *,
-        learning_rate: float,
+        lr: float,
         step: int,
     ) -> None:
         """Sum the gradient of each touched row over the batch, then update row and state in place, once per row.
@@ -113,6 +113,6 @@ class Kernel(ABC):
             state: All rows' optimizer state, as :meth:`RowOptimizer.initial_state` makes it.
             sparse: The resolved features that :meth:`lookup` got.
             grad_BFD: Gradient of the loss for the lookup's result, float32 ``[B, F, D]``.
-            learning_rate: Step size of this update.
+            lr: Step size of this update.
             step: Updates that the tables have seen, this one included.
         """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_recsys.embeddings.kernels.base import Kernel, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
-from lightning_recsys.optim import SGD, Adagrad, RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowOptimizer, RowSGD, RowWiseAdagrad
 
 _SUM_POOLING = 0  # PoolingMode.SUM; its module is not imported for the CPU ops
 _FLOAT32 = 0  # SparseType.FP32
@@ -48,8 +48,8 @@ def without_chatter() -> Iterator[None]:
 
 
 def _common_refusal(layout: TableLayout, optimizer: RowOptimizer) -> str | None:
-    if type(optimizer) not in (SGD, Adagrad, RowwiseAdagrad):
-        return f"it has no fused {type(optimizer).__name__}, only SGD, Adagrad and RowwiseAdagrad"
+    if type(optimizer) not in (RowSGD, RowAdagrad, RowWiseAdagrad):
+        return f"it has no fused {type(optimizer).__name__}, only RowSGD, RowAdagrad and RowWiseAdagrad"
     if layout.embedding_dim % 4:
         return f"it needs an embedding_dim that is a multiple of 4, got {layout.embedding_dim}"
     return load_fbgemm()
@@ -110,7 +110,7 @@ class FbgemmCpuKernel(Kernel):
         sparse: SparseFeatures,
         grad_BFD: Tensor,
         *,
-        learning_rate: float,
+        lr: float,
         step: int,
     ) -> None:
         if not sparse.values.numel():
@@ -130,15 +130,15 @@ class FbgemmCpuKernel(Kernel):
             sparse.weights,
             False,  # stochastic rounding
         )
-        rate = torch.tensor(learning_rate)
+        rate = torch.tensor(lr)
         match self.optimizer:
-            case SGD():
+            case RowSGD():
                 torch.ops.fbgemm.split_embedding_backward_codegen_sgd_cpu(*common, rate)
-            case RowwiseAdagrad(eps=eps):
+            case RowWiseAdagrad(eps=eps):
                 torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu(
                     *common, state["sum"], self._placements, self._row_starts, rate, eps
                 )
-            case Adagrad(eps=eps):
+            case RowAdagrad(eps=eps):
                 torch.ops.fbgemm.split_embedding_backward_codegen_adagrad_cpu(
                     *common, state["sum"].view(-1), self._placements, self._weight_starts, rate, eps
                 )
@@ -188,13 +188,13 @@ class FbgemmModuleKernel(Kernel):
         on_cpu = device.type == "cpu"
         location = ops.EmbeddingLocation.HOST if on_cpu else ops.EmbeddingLocation.DEVICE
         compute = ops.ComputeDevice.CPU if on_cpu else ops.ComputeDevice.CUDA
-        rule = {SGD: "EXACT_SGD", Adagrad: "EXACT_ADAGRAD", RowwiseAdagrad: "EXACT_ROWWISE_ADAGRAD"}
+        rule = {RowSGD: "EXACT_SGD", RowAdagrad: "EXACT_ADAGRAD", RowWiseAdagrad: "EXACT_ROWWISE_ADAGRAD"}
         tables = self.layout.tables
         return ops.SplitTableBatchedEmbeddingBagsCodegen(
             [(table.num_embeddings, table.embedding_dim, location, compute) for table in tables],
             feature_table_map=[i for i, table in enumerate(tables) for _ in table.feature_names],
             optimizer=getattr(ops.OptimType, rule[type(self.optimizer)]),
-            learning_rate=self.optimizer.learning_rate,
+            learning_rate=self.optimizer.lr,
             eps=getattr(self.optimizer, "eps", 0.0),
             pooling_mode=ops.PoolingMode.SUM,
             stochastic_rounding=False,
@@ -212,13 +212,13 @@ class FbgemmModuleKernel(Kernel):
         sparse: SparseFeatures,
         grad_BFD: Tensor,
         *,
-        learning_rate: float,
+        lr: float,
         step: int,
     ) -> None:
         if not sparse.values.numel():
             return
         module = self._bound(rows, state)
-        module.set_learning_rate(learning_rate)
+        module.set_lr(lr)
         with torch.enable_grad():  # its update is its backward, and that needs its forward
             torch.autograd.backward(self._forward(module, sparse), grad_BFD)
 

@@ -212,7 +212,7 @@ class NumbaKernel(Kernel):
         sparse: SparseFeatures,
         grad_BFD: Tensor,
         *,
-        learning_rate: float,
+        lr: float,
         step: int,
     ) -> None:
         slots, touched, sums = self._buffers(sparse.values.numel())
@@ -228,7 +228,7 @@ class NumbaKernel(Kernel):
             touched,
             sums,
         )
-        apply_update(self.optimizer, touched[:count], sums[:count], rows, state, learning_rate=learning_rate, step=step)
+        apply_update(self.optimizer, touched[:count], sums[:count], rows, state, lr=lr, step=step)
 
     def _buffers(self, num_ids: int) -> tuple[np.ndarray, ...]:
         """Scratch memory for one batch, kept between batches: fresh pages would cost more than the sums."""

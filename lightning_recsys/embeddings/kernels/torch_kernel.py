@@ -45,7 +45,7 @@ class TorchKernel(Kernel):
         sparse: SparseFeatures,
         grad_BFD: Tensor,
         *,
-        learning_rate: float,
+        lr: float,
         step: int,
     ) -> None:
         per_id = grad_BFD.transpose(0, 1).reshape(-1, rows.shape[1])
@@ -57,7 +57,7 @@ class TorchKernel(Kernel):
         grads = per_id.new_zeros(touched.numel(), rows.shape[1]).index_add_(0, slots, per_id)
         touched_rows = rows.index_select(0, touched)
         touched_state = {name: tensor.index_select(0, touched) for name, tensor in state.items()}
-        self.optimizer.update_(touched_rows, grads, touched_state, learning_rate=learning_rate, step=step)
+        self.optimizer.update_(touched_rows, grads, touched_state, lr=lr, step=step)
         rows.index_copy_(0, touched, touched_rows)
         for name, tensor in touched_state.items():
             state[name].index_copy_(0, touched, tensor)

@@ -61,10 +61,10 @@ class DenseRequests:
         return Push(apply, served.undo("values"))
 
     def _push_gradient(self, request: Request) -> Push:
-        (learning_rate,) = take_arguments(request, learning_rate=float)
+        (lr,) = take_arguments(request, lr=float)
         served, gradient = self._store_and_vector(request)
-        check_rate(learning_rate)
-        apply = partial(served.store.push_gradient, gradient, learning_rate=learning_rate)
+        check_rate(lr)
+        apply = partial(served.store.push_gradient, gradient, lr=lr)
         return Push(apply, served.undo("values", *served.store.state))
 
     def _store_and_vector(self, request: Request) -> tuple[ServedDense, Tensor]:

@@ -56,24 +56,24 @@ class RowRequests:
 
     def _apply_gradients(self, request: Request) -> Push:
         served = self._stores.embedding(request)
-        _, _, learning_rate = take_arguments(request, bags=bool, weighted=bool, learning_rate=float)
+        _, _, lr = take_arguments(request, bags=bool, weighted=bool, lr=float)
         sparse, rest = served.sparse(request, self._stores.limits)
         shape = [sparse.batch_size, len(sparse.keys), served.dim]
         if len(rest) != 1 or rest[0].dtype != torch.float32 or list(rest[0].shape) != shape:
             raise ValueError(f"gradients must be one float32 array of shape {shape}")
-        check_rate(learning_rate)
-        apply = partial(served.store.apply_gradients, sparse, rest[0], learning_rate=learning_rate)
+        check_rate(lr)
+        apply = partial(served.store.apply_gradients, sparse, rest[0], lr=lr)
         return Push(apply, served.undo(served.touched_rows(sparse)))
 
     def _apply_row_gradients(self, request: Request) -> Push:
         served = self._stores.embedding(request)
-        (learning_rate,) = take_arguments(request, learning_rate=float)
+        (lr,) = take_arguments(request, lr=float)
         rows_U, grads_UD = take_arrays(request, ("rows", torch.int64, 1), ("gradients", torch.float32, 2))
         self._stores.check_rows(served, rows_U)
         if list(grads_UD.shape) != [rows_U.numel(), served.dim]:
             raise ValueError(f"gradients must have shape {[rows_U.numel(), served.dim]}, got {list(grads_UD.shape)}")
-        check_rate(learning_rate)
-        apply = partial(served.store.apply_row_gradients, rows_U, grads_UD, learning_rate=learning_rate)
+        check_rate(lr)
+        apply = partial(served.store.apply_row_gradients, rows_U, grads_UD, lr=lr)
         return Push(apply, served.undo(rows_U))
 
     def _read(self, request: Request) -> object:

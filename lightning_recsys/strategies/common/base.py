@@ -201,7 +201,7 @@ class RecsysStrategy(DDPStrategy):
         """
 
     def telemetry(self) -> Mapping[str, Any]:
-        """What ``StalenessMonitor`` logs: numbers or tensors of many observations, by name. Must not communicate."""
+        """What ``TelemetryMonitor`` logs: numbers or tensors of many observations, by name. Must not communicate."""
         return {}
 
     @property
@@ -223,9 +223,9 @@ class RecsysStrategy(DDPStrategy):
 
             keys = self._node_servers.keys if self._node_servers is not None else self.key_file
             self._borrow_servers()
-            shared_memory: Literal["auto", "never"] = "auto" if self.maps_stores else "never"
+            transport: Transport = "auto" if self.maps_stores else "tcp"
             self._stores[kind] = [
-                connect(endpoint, keys=keys, shared_memory=shared_memory, cancelled=self._is_asked_to_end)
+                connect(endpoint, keys=keys, transport=transport, cancelled=self._is_asked_to_end)
                 for endpoint in self.endpoints[kind]
             ]
             if self.is_global_zero:

@@ -223,6 +223,6 @@ def _seconds(collection: EmbeddingBagCollection, table: EmbeddingBagConfig, batc
         gradient = torch.ones(sparse.batch_size, len(table.feature_names), layout.embedding_dim)
         began = time.perf_counter()
         kernel.lookup(weight, sparse)
-        kernel.apply_gradients(weight, state, sparse, gradient, learning_rate=0.01, step=step)
+        kernel.apply_gradients(weight, state, sparse, gradient, lr=0.01, step=step)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[1:])  # the first one compiles and touches the memory

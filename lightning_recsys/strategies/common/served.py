@@ -11,9 +11,10 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import TrainerFn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
-from lightning_recsys.optim import RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim import RowOptimizer, RowWiseAdagrad
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import PlacementMethod, PlacementPlan
+from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.interfaces import Stores
@@ -33,7 +34,7 @@ class ServedStrategy(RecsysStrategy):
     :class:`ServerSpec` of that kind) the model keeps them.
 
     Args:
-        placement: How tables are spread over the embedding servers: ``round_robin``, by ``size``, or ``profiled``, by
+        table_placement: How tables are spread over the servers: ``round_robin``, by ``size``, or ``profiled``, by
             the time that lookups and updates of a few training batches take.
         min_rows: Plain ``nn.Embedding`` and ``nn.EmbeddingBag`` of at least so many rows are served, too. Default:
             none.
@@ -50,10 +51,11 @@ class ServedStrategy(RecsysStrategy):
         ValueError: an argument is out of range; as training starts, ``dynamic_rows`` that no collection has use for.
     """
 
+    @renamed_arguments(placement="table_placement")
     def __init__(
         self,
         *,
-        placement: PlacementMethod = "profiled",
+        table_placement: PlacementMethod = "profiled",
         min_rows: int | None = None,
         embeddings: Sequence[str] = (),
         row_optimizer: RowOptimizer | None = None,
@@ -61,12 +63,12 @@ class ServedStrategy(RecsysStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        require_one_of("placement", placement, get_args(PlacementMethod))
+        require_one_of("table_placement", table_placement, get_args(PlacementMethod))
         require_positive("min_rows", min_rows)
-        self.placement: PlacementMethod = placement
+        self.table_placement: PlacementMethod = table_placement
         self.min_rows = min_rows
         self.embeddings = tuple(embeddings)
-        self.row_optimizer = row_optimizer or RowwiseAdagrad()
+        self.row_optimizer = row_optimizer or RowWiseAdagrad()
         self.dynamic_rows = dynamic_rows
         self.plan: PlacementPlan | None = None
         self._tables: ServedTables | None = None
@@ -128,7 +130,7 @@ class ServedStrategy(RecsysStrategy):
         options: Any = {"make_backend": self.make_backend, "gradient_scale": self.gradient_scale}
         if self.is_global_zero:
             samples = partial(sample_features, self.lightning_module.trainer)
-            method = self.placement if fits else "size"
+            method = self.table_placement if fits else "size"
             tables.clear(servers)
             self.plan = plan_placement(
                 tables.collections,

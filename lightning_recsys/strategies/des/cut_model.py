@@ -48,20 +48,20 @@ class OwnRows(StoreBackend):
     """Rows in stores of this process's own, trained with the mean gradient of all processes that have the same.
 
     Args:
-        replicas: Those processes.
+        replica_group: Those processes.
         **kwargs: As for :class:`StoreBackend`.
     """
 
-    def __init__(self, *args: Any, replicas: ProcessGroup, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, replica_group: ProcessGroup, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._replicas = replicas
+        self._replica_group = replica_group
 
-    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:
         """Those of all groups, where there are several."""
-        if num_replicas(self._replicas) > 1:
-            sparse, grad_BFD = gather_over_ranks(Ticket.joined(tickets).sparse, grad_BFD, self._replicas)
+        if num_replicas(self._replica_group) > 1:
+            sparse, grad_BFD = gather_over_ranks(Ticket.joined(tickets).sparse, grad_BFD, self._replica_group)
             tickets = [Ticket(sparse)]
-        super().apply_gradients(tickets, grad_BFD, learning_rate=learning_rate)
+        super().apply_gradients(tickets, grad_BFD, lr=lr)
 
 
 class CutModel:
@@ -72,7 +72,7 @@ class CutModel:
         parts: Those.
         plan: Which process of the group has which fields.
         group: The processes that hold the model together; the order of the plan.
-        replicas: The processes that have the same fields in other groups.
+        replica_group: The processes that have the same fields in other groups.
         device: Of the model.
         rows: What becomes of collections without rows.
     """
@@ -84,7 +84,7 @@ class CutModel:
         *,
         plan: FieldPlan,
         group: ProcessGroup,
-        replicas: ProcessGroup,
+        replica_group: ProcessGroup,
         device: torch.device,
         rows: NewRows,
     ) -> None:
@@ -108,11 +108,11 @@ class CutModel:
         }
         self._layers = {name: module for name, module in _modules(model, FieldLayer) if module.share is not None}
         for _, backend in _modules(model, LocalBackend):
-            backend.replicas = replicas
-        self._bring_rows(rows, replicas)
+            backend.replica_group = replica_group
+        self._bring_rows(rows, replica_group)
         self.own_features = [feature for feature, owner in self._owners.items() if owner == position]
 
-    def _bring_rows(self, rows: NewRows, replicas: ProcessGroup) -> None:
+    def _bring_rows(self, rows: NewRows, replica_group: ProcessGroup) -> None:
         """For collections without rows: make them, or stores that make each when it is first trained."""
         for name, collection in self.collections.items():
             backend = collection.embedding_bags
@@ -131,7 +131,7 @@ class CutModel:
                 servers=[MappedStores(rows.folder)],
                 seed=rows.seed,
                 dynamic=replace(rows.dynamic, first_keys=keys),
-                replicas=replicas,
+                replica_group=replica_group,
             )
             collection.bind(bound)
 
@@ -248,7 +248,7 @@ class CutModel:
             collection.make_whole(partial(self._fetch, collection, complete=complete))
         self.collections = {}
         for _, backend in _modules(self._model, LocalBackend):
-            backend.replicas = None
+            backend.replica_group = None
 
     def _fetch(self, collection: EmbeddingBagCollection, table: str, name: str, *, complete: bool) -> Tensor:
         backend = collection.embedding_bags

@@ -30,6 +30,7 @@ from lightning_recsys.data.module import CTRDataModule
 from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.placement import FieldMethod, FieldPlan, place_fields
+from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.strategies.common.averaged_copies import averaging_callbacks
 from lightning_recsys.strategies.common.base import RecsysStrategy
@@ -56,11 +57,11 @@ class DESStrategy(RecsysStrategy):
     and does not say it is refused.
 
     Args:
-        placement: How fields are dealt out: ``mod``, the ``i``-th to process ``i mod n``, or ``balanced``, by bytes of
-            rows and by lookups at once, as counted in a few of the training batches.
-        replicas: Groups of processes, of equally many. Each holds the whole model and sees batches of its own; dense
-            gradients and rows' gradients are averaged over the groups. Ranks that follow each other are a group, so
-            that with one group for each machine partial results never leave it.
+        field_placement: How fields are dealt out: ``mod``, the ``i``-th to process ``i mod n``, or ``balanced``, by
+            bytes of rows and by lookups at once, as counted in a few of the training batches.
+        num_replicas: Groups of processes, of equally many. Each holds the whole model and sees batches of its own;
+            dense gradients and rows' gradients are averaged over the groups. Ranks that follow each other are a group,
+            so that with one group for each machine partial results never leave it.
         whole: Paths of plain ``nn.Embedding`` and ``nn.EmbeddingBag`` modules that every process is to have as a whole.
             Without being named they are refused.
         dynamic_rows: For collections made with ``device="meta"``: each process makes a row of its fields when it is
@@ -79,7 +80,7 @@ class DESStrategy(RecsysStrategy):
     Differs from the paper: cross networks and DLRM as well; groups of processes; hash tables only where asked for.
 
     >>> from pytorch_lightning import Trainer
-    >>> trainer = Trainer(strategy=DESStrategy(placement="balanced"), accelerator="cpu", devices=2, logger=False)
+    >>> trainer = Trainer(strategy=DESStrategy(field_placement="balanced"), accelerator="cpu", devices=2, logger=False)
     >>> trainer.strategy.distributed_sampler_kwargs
     {'num_replicas': 1, 'rank': 0}
     """
@@ -87,27 +88,32 @@ class DESStrategy(RecsysStrategy):
     strategy_name = "des"
     wraps_model = False
 
+    @renamed_arguments(placement="field_placement", replicas="num_replicas")
     def __init__(
         self,
         *,
-        placement: FieldMethod = "mod",
-        replicas: int = 1,
+        field_placement: FieldMethod = "mod",
+        num_replicas: int = 1,
         whole: Sequence[str] = (),
         dynamic_rows: DynamicRows | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if placement not in get_args(FieldMethod):
-            raise ValueError(f"strategy.placement must be one of {list(get_args(FieldMethod))}, got {placement!r}.")
-        if replicas < 1:
-            raise ValueError(f"strategy.replicas must be at least 1, got {replicas}. 1 is one group of all processes.")
-        if replicas > 1 and dynamic_rows is not None and dynamic_rows.expire_after is not None:
+        if field_placement not in get_args(FieldMethod):
             raise ValueError(
-                f"strategy.dynamic_rows.expire_after={dynamic_rows.expire_after} needs strategy.replicas=1, got"
-                f" {replicas}: groups validate on examples of their own, so each would forget other rows."
+                f"strategy.field_placement must be one of {list(get_args(FieldMethod))}, got {field_placement!r}."
             )
-        self.placement: FieldMethod = placement
-        self.replicas = replicas
+        if num_replicas < 1:
+            raise ValueError(
+                f"strategy.num_replicas must be at least 1, got {num_replicas}. 1 is one group of all processes."
+            )
+        if num_replicas > 1 and dynamic_rows is not None and dynamic_rows.expire_after is not None:
+            raise ValueError(
+                f"strategy.dynamic_rows.expire_after={dynamic_rows.expire_after} needs strategy.num_replicas=1, got"
+                f" {num_replicas}: groups validate on examples of their own, so each would forget other rows."
+            )
+        self.field_placement: FieldMethod = field_placement
+        self.num_replicas = num_replicas
         self.whole = tuple(whole)
         self.dynamic_rows = dynamic_rows
         self._reset()
@@ -138,18 +144,18 @@ class DESStrategy(RecsysStrategy):
             ValueError: the processes do not make up equal groups.
         """
         processes = self.num_nodes * self.num_processes
-        size, rest = divmod(processes, self.replicas)
+        size, rest = divmod(processes, self.num_replicas)
         if rest or not size:
             raise ValueError(
-                f"{processes} processes (trainer.devices times trainer.num_nodes) do not make up strategy.replicas="
-                f"{self.replicas} equal groups. Choose a number that divides them."
+                f"{processes} processes (trainer.devices times trainer.num_nodes) do not make up strategy.num_replicas="
+                f"{self.num_replicas} equal groups. Choose a number that divides them."
             )
         return size
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Batches are dealt out to groups: all processes of one see the same."""
-        return {"num_replicas": self.replicas, "rank": self.global_rank // self.group_size}
+        return {"num_replicas": self.num_replicas, "rank": self.global_rank // self.group_size}
 
     @property
     def sees_own_examples(self) -> bool:  # noqa: D102 - inherited
@@ -194,7 +200,7 @@ class DESStrategy(RecsysStrategy):
             )
         _sync_module_states(module, _get_default_group(), BUCKET_BYTES, src=0, params_and_buffers_to_ignore=missing)
         self.plan = place_fields(
-            field_costs(parts, self._count_lookups(trainer)), self.group_size, method=self.placement
+            field_costs(parts, self._count_lookups(trainer)), self.group_size, method=self.field_placement
         )
         seed = self.broadcast(torch.initial_seed() % 2**31)
         # No other process opens the files of dynamic rows: without a name they go with this one, however it ends.
@@ -204,7 +210,7 @@ class DESStrategy(RecsysStrategy):
                 parts,
                 plan=self.plan,
                 group=self._group,
-                replicas=self._counterparts,
+                replica_group=self._counterparts,
                 device=self.root_device,
                 rows=NewRows(seed=seed, dynamic=self.dynamic_rows, folder=folder),
             )
@@ -223,7 +229,7 @@ class DESStrategy(RecsysStrategy):
     def _count_lookups(self, trainer: pl.Trainer) -> dict[str, float]:
         """Mean number of ids of each field in an example, from a few training batches; the same on all ranks."""
         counts: dict[str, list[int]] = {}
-        if self.placement == "balanced" and self.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
+        if self.field_placement == "balanced" and self.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
             for sparse in sample_features(trainer, SAMPLED_BATCHES):
                 for name, ids in zip(sparse.keys, np.diff(sparse.feature_bounds()).tolist(), strict=True):
                     counts[name] = [
@@ -363,7 +369,7 @@ class DESStrategy(RecsysStrategy):
         """Average the dense gradients over the groups, once for each update."""
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        if self.replicas == 1 or self.lightning_module.trainer.fit_loop._should_accumulate():
+        if self.num_replicas == 1 or self.lightning_module.trainer.fit_loop._should_accumulate():
             return
         own = self._own_parts
         grads = [(id(x) in own, x.grad) for x in self.lightning_module.parameters() if x.grad is not None]
@@ -377,7 +383,7 @@ class DESStrategy(RecsysStrategy):
     def _average(self, grads: list[Tensor]) -> None:
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=self._counterparts)
-        flat.div_(self.replicas)
+        flat.div_(self.num_replicas)
         for grad, mean in zip(grads, torch.split(flat, [x.numel() for x in grads]), strict=True):
             grad.copy_(mean.view_as(grad))
 
@@ -409,14 +415,14 @@ class DESStrategy(RecsysStrategy):
         shared = [x.data for x in self.lightning_module.parameters() if x.requires_grad and id(x) not in own]
         buffers = list(self.lightning_module.buffers())
         prints: list[int] = [0] * self.world_size
-        dist.all_gather_object(prints, fingerprint([*shared, *(buffers if self.replicas == 1 else ())]))
+        dist.all_gather_object(prints, fingerprint([*shared, *(buffers if self.num_replicas == 1 else ())]))
         if len(set(prints)) > 1:
             log.warning(
                 "strategy=des: layers that should be the same on all processes differ, so rank 0's are taken. The"
                 " processors of this run do not round alike, a callback draws random numbers on some ranks only, or"
                 " a method partition(fields, group) of the model leaves out a layer that sees a process's own fields."
             )
-        if len(set(prints)) > 1 or self.replicas > 1:
+        if len(set(prints)) > 1 or self.num_replicas > 1:
             for tensor in [*(shared if len(set(prints)) > 1 else ()), *buffers]:
                 dist.broadcast(tensor, src=0)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import SGD, Adagrad, Adam, RowOptimizer
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowOptimizer, RowSGD
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
 
 STORE = "dense-part"  # no path of a module can be the same
@@ -75,7 +75,7 @@ class ServedParameters:
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        self.store.apply_row_gradients(self._rows_R, self._joined(grads), learning_rate=float(self._group["lr"]))
+        self.store.apply_row_gradients(self._rows_R, self._joined(grads), lr=float(self._group["lr"]))
 
     def pull(self) -> None:
         """Take what the server has, own updates included."""
@@ -193,7 +193,7 @@ def row_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
     >>> parameter = nn.Parameter(torch.zeros(3))
     >>> optimizer = torch.optim.Adam([parameter], lr=0.01, betas=(0.8, 0.99))
     >>> row_rule(optimizer, optimizer.param_groups[0])
-    Adam(learning_rate=1.0, beta1=0.8, beta2=0.99, eps=1e-08)
+    RowAdam(lr=1.0, beta1=0.8, beta2=0.99, eps=1e-08)
     """
     found = _RULES.get(type(optimizer))
     extras = ("momentum", "weight_decay", "lr_decay", "amsgrad", "maximize")
@@ -201,17 +201,17 @@ def row_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
     if found is None or used:
         options = "".join(f", {name}={value}" for name, value in used.items())
         raise TypeError(
-            f"strategy.mode=ps has the servers train the dense part, by torch.optim.SGD, Adagrad or Adam without"
+            f"strategy.algorithm=ps has the servers train the dense part, by torch.optim.SGD, Adagrad or Adam without"
             f" {', '.join(extras)}; got {type(optimizer).__name__}(lr={group['lr']}{options}). Choose one of these, or"
-            " another mode, whose workers train the dense part with any optimizer."
+            " another algorithm, whose workers train the dense part with any optimizer."
         )
     return found(group)
 
 
 _RULES: dict[type[Optimizer], Callable[[dict[str, Any]], RowOptimizer]] = {
-    torch.optim.SGD: lambda group: SGD(1.0),
-    torch.optim.Adagrad: lambda group: Adagrad(
+    torch.optim.SGD: lambda group: RowSGD(1.0),
+    torch.optim.Adagrad: lambda group: RowAdagrad(
         1.0, eps=group["eps"], initial_accumulator=group["initial_accumulator_value"]
     ),
-    torch.optim.Adam: lambda group: Adam(1.0, group["betas"][0], group["betas"][1], group["eps"]),
+    torch.optim.Adam: lambda group: RowAdam(1.0, group["betas"][0], group["betas"][1], group["eps"]),
 }

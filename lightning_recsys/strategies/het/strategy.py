@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.placement import PlacementPlan
+from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.row_cache.backend import CachedBackend
 from lightning_recsys.row_cache.index import CachePolicy
 from lightning_recsys.row_cache.look_ahead import LookAhead, peekable
@@ -28,7 +29,7 @@ from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy,
 from lightning_recsys.strategies.het.dense_servers import ServedDensePart, ServedStep
 from lightning_recsys.sync import ClockName, ClockRule
 
-Mode = Literal["het", "hybrid", "ps", "allreduce"]
+Algorithm = Literal["het", "hybrid", "ps", "allreduce"]
 
 DEFAULT_FRACTION = 0.1
 # With 10 % of the rows in the cache (Zipf 1.1, s = 100) so many points of the bytes are saved less than by Belady's
@@ -50,7 +51,7 @@ class HETStrategy(ServedStrategy):
     row is fetched again. Popular rows, which make up most of the traffic, so travel once in many steps.
 
     Args:
-        mode: ``het`` is the above. The others are what it is compared with: ``hybrid`` has no cache, every row is
+        algorithm: ``het`` is the above. The others are what it is compared with: ``hybrid`` has no cache, every row is
             fetched and pushed at every step; ``ps`` has the dense part on the servers as well, and workers run free;
             ``allreduce`` has no servers, every worker has all rows, as in ``ddp_forkserver``.
         cache_rows: Rows that a worker keeps of each collection.
@@ -59,7 +60,7 @@ class HETStrategy(ServedStrategy):
             no bound.
         policy: Which rows leave a full cache, of those that no known batch needs: ``lru``, ``lfu`` or ``light_lfu``.
         clock: What a push makes of a row's clock on its server: ``max``, as in the paper, or ``sum``.
-        num_servers: Servers for rows.
+        num_embedding_servers: Servers for rows.
         prefetch: Look at the next batch one step early, and let its rows travel while the present one computes. Rows
             in shared memory do not travel.
         lookahead_batches: Look at up to so many batches ahead, and keep the rows that they need soonest; 0 leaves all
@@ -90,54 +91,56 @@ class HETStrategy(ServedStrategy):
 
     strategy_name = "het"
 
+    @renamed_arguments(num_servers="num_embedding_servers", mode="algorithm")
     def __init__(
         self,
         *,
-        mode: Mode = "het",
+        algorithm: Algorithm = "het",
         cache_rows: int | None = None,
         cache_fraction: float | None = None,
         staleness: int | float | str | None = 100,
         policy: CachePolicy = "light_lfu",
         clock: ClockName = "max",
-        num_servers: int = 1,
+        num_embedding_servers: int = 1,
         prefetch: bool = True,
         lookahead_batches: int = DEFAULT_LOOKAHEAD_BATCHES,
         lookahead_bytes: int = DEFAULT_LOOKAHEAD_BYTES,
         **kwargs: Any,
     ) -> None:
-        require_one_of("mode", mode, get_args(Mode))
-        self.asynchronous = mode == "ps"
-        self.wraps_model = mode != "ps"
+        require_one_of("algorithm", algorithm, get_args(Algorithm))
+        self.asynchronous = algorithm == "ps"
+        self.wraps_model = algorithm != "ps"
         super().__init__(**kwargs)
         require_one_of("policy", policy, get_args(CachePolicy))
         require_positive("cache_rows", cache_rows)
-        require_positive("num_servers", num_servers)
+        require_positive("num_embedding_servers", num_embedding_servers)
         if cache_rows is not None and cache_fraction is not None:
             raise ValueError(
                 f"give strategy.cache_rows or strategy.cache_fraction, not both; got {cache_rows} and {cache_fraction}."
             )
         if cache_fraction is not None and not 0 < cache_fraction <= 1:
             raise ValueError(
-                f"strategy.cache_fraction must be in (0, 1], got {cache_fraction}. strategy.mode=hybrid has no cache."
+                f"strategy.cache_fraction must be in (0, 1], got {cache_fraction}. strategy.algorithm=hybrid has no"
+                " cache."
             )
-        if mode == "allreduce" and self.dynamic_rows is not None:
+        if algorithm == "allreduce" and self.dynamic_rows is not None:
             raise ValueError(
-                "strategy.dynamic_rows are made by servers, and strategy.mode=allreduce has none: every worker has all"
-                " rows there. Choose another mode, or leave strategy.dynamic_rows out."
+                "strategy.dynamic_rows are made by servers, and strategy.algorithm=allreduce has none: every worker has"
+                " all rows there. Choose another algorithm, or leave strategy.dynamic_rows out."
             )
-        if mode == "het" and self.dynamic_rows is not None and cache_rows is None:
+        if algorithm == "het" and self.dynamic_rows is not None and cache_rows is None:
             raise ValueError(
                 "strategy.dynamic_rows needs strategy.cache_rows, the rows that a worker keeps of each collection: a"
                 f" share of tables that may have any number of ids is no size; got cache_fraction={cache_fraction}."
             )
-        self.mode: Mode = mode
+        self.algorithm: Algorithm = algorithm
         self.cache_rows = cache_rows
         self.cache_fraction = (cache_fraction or DEFAULT_FRACTION) if cache_rows is None else None
         self.staleness = _number(staleness)
         ClockRule(staleness=self.staleness, clock=clock)  # which refuses what it cannot be
         self.policy: CachePolicy = policy
         self.clock: ClockName = clock
-        self.num_servers = num_servers
+        self.num_embedding_servers = num_embedding_servers
         if lookahead_batches < 0:
             raise ValueError(
                 f"strategy.lookahead_batches must be at least 0, got {lookahead_batches}. 0 looks at none."
@@ -166,12 +169,15 @@ class HETStrategy(ServedStrategy):
 
     def server_specs(self) -> list[ServerSpec]:
         """Servers for rows, but for ``allreduce``."""
-        return [ServerSpec(EMBEDDING, index) for index in range(0 if self.mode == "allreduce" else self.num_servers)]
+        return [
+            ServerSpec(EMBEDDING, index)
+            for index in range(0 if self.algorithm == "allreduce" else self.num_embedding_servers)
+        ]
 
     @property
     def in_step(self) -> bool:
         """Whether workers meet at the end of each step, so that all see every update of it in the next."""
-        exact = self.mode == "hybrid" or (self.mode == "het" and self.staleness == 0)
+        exact = self.algorithm == "hybrid" or (self.algorithm == "het" and self.staleness == 0)
         return exact and self.world_size > 1
 
     @property
@@ -195,8 +201,8 @@ class HETStrategy(ServedStrategy):
         plan: PlacementPlan,
         seed: int,
     ) -> CachedBackend:
-        """A cache in front of the stores, empty but for the batch at hand where the mode has none."""
-        caches = self.mode == "het"
+        """A cache in front of the stores, empty but for the batch at hand where the algorithm has none."""
+        caches = self.algorithm == "het"
         num_rows = collection.layout.num_rows
         cache_rows = self._rows_kept(num_rows) if caches else 0
         # Collections of the same features and tables, but for their width, have the same ids in each batch.
@@ -216,7 +222,7 @@ class HETStrategy(ServedStrategy):
             device=self.root_device,
             shared=self._indexes.get(ids),
             in_step=self.in_step,
-            any_rule=self.mode == "hybrid",
+            any_rule=self.algorithm == "hybrid",
         )
         if backend.shared_index is not None:
             self._indexes[ids] = backend.shared_index
@@ -238,11 +244,11 @@ class HETStrategy(ServedStrategy):
 
     @property
     def _prefetches(self) -> bool:
-        return self.prefetch and self.mode == "het" and not self.in_step
+        return self.prefetch and self.algorithm == "het" and not self.in_step
 
     @property
     def _peeks(self) -> bool:
-        return self._prefetches or (self.lookahead_batches > 0 and self.mode == "het")
+        return self._prefetches or (self.lookahead_batches > 0 and self.algorithm == "het")
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
@@ -273,7 +279,7 @@ class HETStrategy(ServedStrategy):
     def _warn_of_short_run(self, trainer: pl.Trainer) -> None:
         steps = trainer.estimated_stepping_batches - trainer.global_step  # negative where nobody knows
         is_trial: bool = trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
-        copies_differ = self.mode == "het" and self.world_size > 1 and not is_trial
+        copies_differ = self.algorithm == "het" and self.world_size > 1 and not is_trial
         if self.is_global_zero and copies_differ and self.staleness and 0 < steps <= self.staleness:
             log.warning(
                 "strategy.staleness=%d, and this run has %d steps: no copy of a row gets so many updates, and copies in"

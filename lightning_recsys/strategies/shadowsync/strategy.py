@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_recsys.checkpoints import is_folder, read_extras
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.placement import ClusterLayout, chunk_evenly
+from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.stores.interfaces import DenseStore
 from lightning_recsys.strategies.common.averaged_copies import refuse_averages_in_shared_memory
 from lightning_recsys.strategies.common.schedules import (
@@ -33,9 +34,9 @@ from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHoo
 from lightning_recsys.strategies.shadowsync.replica import Replica, share, share_optimizer_state
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, MeanRounds, Rounds
 from lightning_recsys.strategies.shadowsync.standstill import Standstill
-from lightning_recsys.sync import Exchange, RoundSchedule, SyncAlgorithm, make_algorithm
+from lightning_recsys.sync import RoundSchedule, SyncAlgorithm, Topology, make_algorithm
 
-Mode = Literal["background", "foreground"]
+RoundsIn = Literal["background", "foreground"]
 Final = Literal["trainer0", "average"]
 
 CHECKPOINT_KEY = "shadowsync"
@@ -59,8 +60,8 @@ class ShadowSyncStrategy(ServedStrategy):
         workers_per_trainer: Processes that share a replica; all on one node.
         algorithm: ``easgd``, ``ma``, ``bmuf``, a name registered with
             :func:`~lightning_recsys.sync.register_algorithm`, or an algorithm.
-        mode: ``background`` runs rounds in the shadow thread, ``foreground`` between two steps, while the worker waits,
-            and with ``ma`` and ``bmuf`` all workers of its trainer.
+        rounds: ``background`` runs rounds in the shadow thread, ``foreground`` between two steps, while the worker
+            waits, and with ``ma`` and ``bmuf`` all workers of its trainer.
         alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica; ``None`` is the algorithm's default,
             0.5 for those named above.
         gap: Foreground: steps of a worker from one round to the next.
@@ -72,7 +73,8 @@ class ShadowSyncStrategy(ServedStrategy):
         num_embedding_servers: Servers for rows.
         num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it; 1 where there is none.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
-        **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, such as ``placement``.
+        **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, such as
+            ``table_placement``.
 
     Raises:
         ValueError: an argument is out of range, or does not go with another.
@@ -94,13 +96,14 @@ class ShadowSyncStrategy(ServedStrategy):
     asynchronous = True
     wraps_model = False
 
+    @renamed_arguments(mode="rounds")
     def __init__(
         self,
         *,
         num_trainers: int | None = None,
         workers_per_trainer: int = 1,
         algorithm: str | SyncAlgorithm = "easgd",
-        mode: Mode = "background",
+        rounds: RoundsIn = "background",
         alpha: float | None = None,
         gap: int = 5,
         interval: float | None = None,
@@ -113,7 +116,7 @@ class ShadowSyncStrategy(ServedStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        require_one_of("mode", mode, get_args(Mode))
+        require_one_of("rounds", rounds, get_args(RoundsIn))
         require_one_of("final", final, get_args(Final))
         require_positive("num_trainers", num_trainers)
         require_positive("workers_per_trainer", workers_per_trainer)
@@ -124,7 +127,7 @@ class ShadowSyncStrategy(ServedStrategy):
             raise ValueError(f"strategy.interval must be a finite number of seconds, at least 0, got {interval}.")
         options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
         self.algorithm = make_algorithm(algorithm, options) if isinstance(algorithm, str) else algorithm
-        if num_sync_servers > 1 and self.algorithm.exchange is not Exchange.CENTER:
+        if num_sync_servers > 1 and self.algorithm.topology is not Topology.CENTRAL:
             raise ValueError(
                 f"strategy.num_sync_servers={num_sync_servers} means nothing to strategy.algorithm="
                 f"{algorithm if isinstance(algorithm, str) else type(algorithm).__name__}, whose trainers average among"
@@ -133,7 +136,7 @@ class ShadowSyncStrategy(ServedStrategy):
             )
         self.num_trainers = num_trainers
         self.workers_per_trainer = workers_per_trainer
-        self.mode: Mode = mode
+        self.rounds: RoundsIn = rounds
         self.gap = gap
         self.interval = interval
         self.num_embedding_servers = num_embedding_servers
@@ -231,7 +234,7 @@ class ShadowSyncStrategy(ServedStrategy):
     def server_specs(self) -> list[ServerSpec]:
         """Embedding servers, and sync servers where the algorithm has a centre."""
         specs = [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
-        if self.algorithm.exchange is Exchange.CENTER and self.layout.num_trainers > 1:
+        if self.algorithm.topology is Topology.CENTRAL and self.layout.num_trainers > 1:
             specs += [ServerSpec("sync", index) for index in range(self.num_sync_servers)]
         return specs
 
@@ -247,7 +250,11 @@ class ShadowSyncStrategy(ServedStrategy):
             refuse_averages_in_shared_memory(
                 trainer, setting=f"strategy.workers_per_trainer={self.workers_per_trainer}"
             )
-        waits = self.mode == "foreground" and self.algorithm.exchange is Exchange.MEAN and self.layout.num_trainers > 1
+        waits = (
+            self.rounds == "foreground"
+            and self.algorithm.topology is Topology.ALL_REDUCE
+            and self.layout.num_trainers > 1
+        )
         if trainer.state.fn == TrainerFn.FITTING and waits and self.interval is not None:
             refuse_saving_by_steps(trainer, setting=f"strategy.interval={self.interval}")
         super().setup(trainer)
@@ -267,7 +274,7 @@ class ShadowSyncStrategy(ServedStrategy):
         replica.attach(shared["replica"])
         self._replica, self._iterations = replica, shared["iterations"].numpy()
         self._since_round = shared["since_round"].numpy()
-        if self.layout.num_trainers > 1 and self.algorithm.exchange is Exchange.MEAN:
+        if self.layout.num_trainers > 1 and self.algorithm.topology is Topology.ALL_REDUCE:
             self._leaders = dist.new_group(list(self.layout.leaders), timeout=self._timeout, backend="gloo")
 
     def on_train_start(self) -> None:
@@ -278,11 +285,11 @@ class ShadowSyncStrategy(ServedStrategy):
         refuse_different_schedules(self.lightning_module.trainer)
         if self.workers_per_trainer > 1:
             share_optimizer_state(self.optimizers, team_size=self.workers_per_trainer)
-        if self._synchronises and self.mode == "foreground":
+        if self._synchronises and self.rounds == "foreground":
             assert self._changes is not None
             self._changes.before_train_epoch_end(self._leave_rounds)
             self._changes.before_validation_data(self._leave_rounds)
-            if self.algorithm.exchange is Exchange.MEAN and self.workers_per_trainer > 1:
+            if self.algorithm.topology is Topology.ALL_REDUCE and self.workers_per_trainer > 1:
                 self._standstill = Standstill.open(team_size=self.workers_per_trainer)
         self._driver = self._make_driver() if self._synchronises else None
         self._restore_replica()
@@ -297,16 +304,16 @@ class ShadowSyncStrategy(ServedStrategy):
         if restored.get("algorithm") == type(self.algorithm).__name__:
             self.algorithm.load_state_dict(restored["state"])
         rounds: Rounds
-        if self.algorithm.exchange is Exchange.CENTER:
+        if self.algorithm.topology is Topology.CENTRAL:
             pieces = self._open_center(restored.get(CENTER, self._replica.flat))
-            if not self._leads and self.mode == "background":
+            if not self._leads and self.rounds == "background":
                 return None
             rounds = CenterRounds(self.algorithm, self._replica.flat, pieces=pieces)
         else:
             if not self._leads:
                 return None
             rounds = MeanRounds(self.algorithm, self._replica.flat, group=self._leaders)
-        if self.mode == "background":
+        if self.rounds == "background":
             return ShadowThread(rounds, interval=self.interval)
         worker = self.layout.worker_of(self.global_rank)
         steps = self._since_round[worker : worker + 1]
@@ -370,7 +377,7 @@ class ShadowSyncStrategy(ServedStrategy):
 
     def _leave_rounds(self) -> None:
         """In the foreground, before this rank waits for others: take part in the rounds of those who still train."""
-        if self._driver is not None and self.mode == "foreground":
+        if self._driver is not None and self.rounds == "foreground":
             self._driver.stop()
 
     def _pause(self) -> None:
@@ -568,7 +575,7 @@ class ShadowSyncStrategy(ServedStrategy):
         exchanged = 0
         if driver is not None and driver.rounds.count:
             rounds = driver.rounds
-            per_worker = self.mode == "foreground" and self.algorithm.exchange is Exchange.CENTER
+            per_worker = self.rounds == "foreground" and self.algorithm.topology is Topology.CENTRAL
             steps = self._iterations[self.layout.worker_of(self.global_rank)] if per_worker else self._iterations.sum()
             values["sync/gap"] = float(steps / rounds.count)
             values["sync/rounds"] = rounds.count / max(driver.active_seconds, 1e-9)

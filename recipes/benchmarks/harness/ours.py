@@ -19,7 +19,7 @@ from pytorch_lightning.loggers import CSVLogger
 from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonitor
 from lightning_recsys.data.prepared import PreparedDataModule
 from lightning_recsys.models import DCN, DLRM, DeepFM, WideDeep
-from lightning_recsys.optim import RowwiseAdagrad
+from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.tasks import CTRTask
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
@@ -39,7 +39,7 @@ class TaskAlone(CTRTask):
 
 def make_task(work: Workload, model: str, *, kind: type[CTRTask] = CTRTask) -> CTRTask:
     """A model, its rows and its optimizers, as the floor has them."""
-    rule = RowwiseAdagrad(learning_rate=0.01)
+    rule = RowWiseAdagrad(lr=0.01)
     network = MODELS[model](work.num_dense, work.fields, embedding_dim=work.dim, row_optimizer=rule)
     return kind(network, optimizer=partial(torch.optim.Adagrad, lr=0.01, fused=True))
 

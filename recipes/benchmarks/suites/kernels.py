@@ -18,7 +18,7 @@ from benchmarks.harness.workload import Workload
 from benchmarks.peers.floor import table_batched_embeddings
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, KernelName
-from lightning_recsys.optim import FTRL, Adagrad, Adam, RowOptimizer, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowWiseAdagrad
 
 Variant = Callable[[Turn], None]
 
@@ -57,7 +57,7 @@ class Tables:
             for batch in cycle(self.work.batches(self.batch_size)):
                 resolved = collection.resolve(batch.sparse)
                 _, ticket = collection.embedding_bags.lookup(resolved)
-                collection.embedding_bags.apply_gradients([ticket], gradient, learning_rate=0.01)
+                collection.embedding_bags.apply_gradients([ticket], gradient, lr=0.01)
                 turn.step_done(self.batch_size)
 
         return run
@@ -78,13 +78,13 @@ def run(*, dims: list[int], batch_sizes: list[int], rounds: int, seconds: float)
             tables = Tables(work, dim, batch_size)
             variants: dict[str, Variant] = {"fbgemm module": tables.fbgemm_module}
             if dim % 4 == 0:
-                variants["fbgemm"] = tables.collection(RowwiseAdagrad(), "fbgemm")
-            variants["numba"] = tables.collection(RowwiseAdagrad(), "numba")
-            variants["numba, ids unchecked"] = tables.collection(RowwiseAdagrad(), "numba", check_ids=False)
-            variants["numba Adagrad"] = tables.collection(Adagrad(), "numba")
-            variants["numba Adam"] = tables.collection(Adam(), "numba")
-            variants["numba FTRL"] = tables.collection(FTRL(), "numba")
-            variants["torch"] = tables.collection(RowwiseAdagrad(), "torch")
+                variants["fbgemm"] = tables.collection(RowWiseAdagrad(), "fbgemm")
+            variants["numba"] = tables.collection(RowWiseAdagrad(), "numba")
+            variants["numba, ids unchecked"] = tables.collection(RowWiseAdagrad(), "numba", check_ids=False)
+            variants["numba Adagrad"] = tables.collection(RowAdagrad(), "numba")
+            variants["numba Adam"] = tables.collection(RowAdam(), "numba")
+            variants["numba FTRL"] = tables.collection(RowFTRL(), "numba")
+            variants["torch"] = tables.collection(RowWiseAdagrad(), "torch")
             measured = in_turns(variants, rounds=rounds, seconds=seconds)
             rows.append(Row(f"D={dim}, B={batch_size}", measured, base="fbgemm module"))
     return rows

@@ -58,8 +58,8 @@ class Job:
         """What ``recipes/train.py`` is told beside the seed."""
         chosen = [f"experiment={self.experiment}", f"model={self.model}", *self.settings]
         if self.library == "ours" and self.rate_factor != 1:
-            rate = compose("train", chosen).optim.rows.learning_rate
-            chosen.append(f"optim.rows.learning_rate={rate * self.rate_factor:g}")
+            rate = compose("train", chosen).optim.rows.lr
+            chosen.append(f"optim.rows.lr={rate * self.rate_factor:g}")
         return chosen
 
     def config(self, *, folder: Path, data: str) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def cached(job: Job, cache: Path, *, data: str) -> Metrics:
             from benchmarks.peers import fuxictr_training
 
             rate = FUXICTR_RATE * job.rate_factor
-            fuxictr_training.train(config, record, model=job.model, learning_rate=rate)
+            fuxictr_training.train(config, record, model=job.model, lr=rate)
     log.info("%s: test AUC %.4f in %.0f s", folder.name, record.metrics["test/auc"], record.wall_time)
     return record.metrics
 

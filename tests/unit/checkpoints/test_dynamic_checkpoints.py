@@ -5,7 +5,7 @@ import torch
 
 from lightning_recsys.checkpoints import read_checkpoint, read_stored, save_folder, stored
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.optim import Adam
+from lightning_recsys.optim import RowAdam
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.stores import DynamicRows, MappedStores, StoreBackend
 from lightning_recsys.strategies.common.stored_rows import row_keys, rows_left_out, stored_tensors
@@ -35,9 +35,9 @@ def servers(tmp_path):
 
 
 def model_on(servers, *, plan=None):
-    collection = EmbeddingBagCollection(TABLES, optimizer=Adam(0.1), device="meta")
+    collection = EmbeddingBagCollection(TABLES, optimizer=RowAdam(0.1), device="meta")
     layout, options = collection.layout, {"plan": plan, "seed": 3, "dynamic": DynamicRows()}
-    collection.bind(StoreBackend.create("net", layout, Adam(0.1), servers=servers, **options))
+    collection.bind(StoreBackend.create("net", layout, RowAdam(0.1), servers=servers, **options))
     return torch.nn.ModuleDict({"tables": collection})
 
 
@@ -93,7 +93,7 @@ def test_checkpoint_when_it_has_all_rows_then_they_become_dynamic_ones(tmp_path,
     weight = torch.randn(200, 4)
     state = {f"net.items.{name}": weight * factor for factor, name in enumerate(("weight", "exp_avg", "exp_avg_sq"), 1)}
     save_folder(tmp_path / "last.ckpt", {"state_dict": state, "global_step": 0})
-    collection = EmbeddingBagCollection(TABLES[1:2], optimizer=Adam(0.1), device="meta")
-    backend = StoreBackend.create("net", collection.layout, Adam(0.1), servers=servers[:1], dynamic=DynamicRows())
+    collection = EmbeddingBagCollection(TABLES[1:2], optimizer=RowAdam(0.1), device="meta")
+    backend = StoreBackend.create("net", collection.layout, RowAdam(0.1), servers=servers[:1], dynamic=DynamicRows())
     read_stored(tmp_path / "last.ckpt", stored_tensors(torch.nn.ModuleDict({"net": backend}), rank=0, world_size=1))
     assert torch.equal(backend.read("items", "exp_avg"), weight * 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, LocalBackend, SparseFeatures
-from lightning_recsys.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowWiseAdagrad
 
 DIM = 4
 
@@ -111,7 +111,7 @@ def test_forward_without_grad_then_no_graph():
 
 
 def test_bag_when_an_id_repeats_then_it_counts_twice_and_is_updated_once():
-    module = collection(optimizer=Adagrad(learning_rate=1.0, eps=0.0))
+    module = collection(optimizer=RowAdagrad(lr=1.0, eps=0.0))
     sparse = SparseFeatures(("user", "friend", "genre"), torch.tensor([4, 4]), lengths=torch.tensor([2, 0, 0]))
     before = weights(module)["embedding_bags.users.weight"][4]
     out = module(sparse)
@@ -121,7 +121,7 @@ def test_bag_when_an_id_repeats_then_it_counts_twice_and_is_updated_once():
     torch.testing.assert_close(weights(module)["embedding_bags.users.weight"][4], before - 1)
 
 
-@pytest.mark.parametrize("optimizer", [SGD(), RowwiseAdagrad(), Adam()], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("optimizer", [RowSGD(), RowWiseAdagrad(), RowAdam()], ids=lambda rule: type(rule).__name__)
 def test_state_dict_then_one_entry_per_table_and_a_resumed_run_is_bit_equal(optimizer):
     batches = [ids([1, 2], [3, 1], [0, 4]), ids([5, 5], [2, 9], [1, 1]), ids([1, 9], [3, 3], [2, 0])]
     through = collection(optimizer=optimizer)
@@ -164,8 +164,8 @@ def test_parameters_then_none_asks_for_a_gradient():
     assert not any(parameter.requires_grad for parameter in collection().parameters())
 
 
-def attached(learning_rate: float = 0.1) -> tuple[EmbeddingBagCollection, torch.optim.Optimizer]:
-    module = collection(optimizer=SGD(learning_rate=learning_rate))
+def attached(lr: float = 0.1) -> tuple[EmbeddingBagCollection, torch.optim.Optimizer]:
+    module = collection(optimizer=RowSGD(lr=lr))
     optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))], lr=0.5, fused=True)
     module.attach_to(optimizer)
     return module, optimizer
@@ -182,7 +182,7 @@ def test_attach_then_the_update_waits_for_the_step():
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 def test_attach_when_a_scheduler_halves_then_both_rates_halve(optimizer_class):
-    module = collection(optimizer=SGD(learning_rate=0.1))
+    module = collection(optimizer=RowSGD(lr=0.1))
     dense = torch.nn.Parameter(torch.zeros(1))
     optimizer = optimizer_class([dense], lr=0.5, fused=True)
     module.attach_to(optimizer)
@@ -199,7 +199,7 @@ def test_attach_when_a_scheduler_halves_then_both_rates_halve(optimizer_class):
 
 def test_attach_when_gradients_accumulate_then_one_update_of_the_joined_batch():
     micro, whole = [ids([1], [2], [3]), ids([1], [4], [0])], ids([1, 1], [2, 4], [3, 0])
-    accumulated = collection(optimizer=Adagrad())
+    accumulated = collection(optimizer=RowAdagrad())
     joined = copy.deepcopy(accumulated)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     accumulated.attach_to(optimizer)
@@ -216,7 +216,7 @@ def test_attach_when_a_second_optimizer_comes_then_it_is_followed():
     second = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     module.attach_to(second)
     second.param_groups[1]["lr"] = 0.7
-    assert module.learning_rate == 0.7
+    assert module.lr == 0.7
     before = weights(module)
     module(ids([1], [2], [3])).sum().backward()
     first.step()
@@ -233,13 +233,13 @@ def test_attach_when_a_second_optimizer_comes_then_it_is_followed():
     ],
 )
 def test_rate_when_attached_without_a_group_then_it_is_scaled_as_the_first_groups(make, rates):
-    module, dense = collection(optimizer=SGD(2.0)), torch.nn.Parameter(torch.zeros(1))
+    module, dense = collection(optimizer=RowSGD(2.0)), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([dense], lr=0.1)
     scheduler = make(optimizer)
     module.attach_to(optimizer, own_group=False)
     assert len(optimizer.param_groups) == 1
     for rate in rates:
-        assert module.learning_rate == pytest.approx(rate)
+        assert module.lr == pytest.approx(rate)
         before = weights(module)["embedding_bags.users.weight"]
         module(ids([0], [1], [0])).sum().backward()
         assert torch.equal(weights(module)["embedding_bags.users.weight"], before)
@@ -264,12 +264,12 @@ def test_rate_when_attached_without_a_group_then_it_is_scaled_as_the_first_group
     ids=["lambda", "step", "one_cycle"],
 )
 def test_attach_when_a_scheduler_was_made_before_then_it_scales_both_rates(make, rates):
-    module, dense = collection(optimizer=SGD(2.0)), torch.nn.Parameter(torch.zeros(1))
+    module, dense = collection(optimizer=RowSGD(2.0)), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([dense], lr=0.1)
     scheduler = make(optimizer)
     module.attach_to(optimizer)
     for rate in rates:
-        assert module.learning_rate == pytest.approx(rate)
+        assert module.lr == pytest.approx(rate)
         optimizer.step()
         scheduler.step()
 
@@ -280,7 +280,7 @@ def test_attach_when_the_optimizer_is_gone_then_updates_run_in_backward_again():
     before = weights(module)["embedding_bags.users.weight"]
     module(ids([1], [2], [3])).sum().backward()
     assert not torch.equal(weights(module)["embedding_bags.users.weight"], before)
-    assert module.learning_rate == 0.1
+    assert module.lr == 0.1
 
 
 def test_pickle_then_a_free_copy_that_trains():
@@ -363,7 +363,7 @@ def test_backend_when_a_batch_is_announced_or_frozen_then_it_is_told_so_with_res
 
 def test_gradients_when_bound_with_a_scale_then_the_backend_gets_so_much_of_them_until_unbound():
     table = EmbeddingBagConfig("t", 9, 2, ("x",), init_std=0.0)
-    collection = EmbeddingBagCollection([table], optimizer=SGD(1.0))
+    collection = EmbeddingBagCollection([table], optimizer=RowSGD(1.0))
     sparse = SparseFeatures(("x",), torch.tensor([3]))
     backend = LocalBackend(collection.layout, collection.optimizer, kernel="torch")
     collection.bind(backend, gradient_scale=0.25)

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_recsys.embeddings.substitution import substitute_embeddings
-from lightning_recsys.optim import FTRL, SGD, Adagrad
+from lightning_recsys.optim import RowAdagrad, RowFTRL, RowSGD
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.backend import StoreBackend
@@ -24,7 +24,7 @@ class Bound:
             (folder / str(server)).mkdir(exist_ok=True)
         self.servers = [MappedStores(folder / str(server)) for server in range(2)]
         self.substitution = substitute_embeddings(
-            module, optimizer=optimizer or SGD(0.1), **(choice or {"min_rows": 1})
+            module, optimizer=optimizer or RowSGD(0.1), **(choice or {"min_rows": 1})
         )
         for path, collection in self.substitution.collections.items():
             rows = collection.tables[0].num_embeddings
@@ -111,7 +111,7 @@ def test_module_when_served_from_stores_then_output_and_training_equal_torch(cas
 
 def test_checkpoint_when_saved_while_bound_then_a_plain_module_loads_it_and_back(tmp_path):
     served, plain = Holder(nn.Embedding(10, 4, padding_idx=2)), Holder(nn.Embedding(10, 4, padding_idx=2))
-    bound = Bound(served, tmp_path, FTRL(0.1))
+    bound = Bound(served, tmp_path, RowFTRL(0.1))
     served(IDS).sum().backward()
     torch.save(served.state_dict(), tmp_path / "saved.pt")
     plain.load_state_dict(torch.load(tmp_path / "saved.pt"))
@@ -257,7 +257,7 @@ def test_module_when_a_store_cannot_do_what_it_does_then_it_is_refused_by_path(m
     model = Holder(make())
     before = model.emb
     with pytest.raises((ValueError, KeyError), match=match):
-        substitute_embeddings(model, optimizer=SGD(), names=["emb"])
+        substitute_embeddings(model, optimizer=RowSGD(), names=["emb"])
     assert model.emb is before
 
 
@@ -265,22 +265,22 @@ def test_weight_when_tied_or_hooked_then_it_is_refused_by_path():
     model = nn.ModuleDict({"emb": nn.Embedding(10, 4), "out": nn.Linear(4, 10)})
     model["out"].weight = model["emb"].weight
     with pytest.raises(ValueError, match=r"emb cannot be served from stores: its weight is tied to out.weight"):
-        substitute_embeddings(model, optimizer=SGD(), min_rows=1)
+        substitute_embeddings(model, optimizer=RowSGD(), min_rows=1)
     hooked = Holder(nn.Embedding(10, 4))
     hooked.emb.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="emb cannot be served from stores: it has hooks"):
-        substitute_embeddings(hooked, optimizer=SGD(), min_rows=1)
+        substitute_embeddings(hooked, optimizer=RowSGD(), min_rows=1)
 
 
 def test_names_when_wrong_then_the_error_lists_what_there_is():
     with pytest.raises(KeyError, match=r"\['user'\] are no .*\['users', 'movies', 'towers.movies'\]"):
-        substitute_embeddings(Rating(), optimizer=SGD(), names=["user"])
+        substitute_embeddings(Rating(), optimizer=RowSGD(), names=["user"])
 
 
 def test_served_module_when_used_in_other_ways_then_errors_name_it(tmp_path):
     model = Rating()
     model.aside = [model.users]  # a reference that no module tree shows
-    bound = Bound(model, tmp_path, Adagrad(0.1))
+    bound = Bound(model, tmp_path, RowAdagrad(0.1))
     with pytest.raises(IndexError, match=r"users: .*id 50 is outside \[0, 50\)"):
         model.users(torch.tensor([50]))
     with pytest.raises(AttributeError, match=r"users.weight is in stores during this run.*configure_optimizers"):

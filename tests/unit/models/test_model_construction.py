@@ -13,7 +13,7 @@ from torch import nn
 from lightning_recsys import models
 from lightning_recsys.embeddings import EmbeddingBagCollection, PoolingType, SparseFeatures
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
-from lightning_recsys.optim import FTRL, SGD
+from lightning_recsys.optim import RowFTRL, RowSGD
 
 MODELS = [LogisticRegression, FactorizationMachine, WideDeep, DeepFM, DCN, DCNv2, DLRM]
 FIELDS = {"user": 30, "movie": 50, "genre": 20}
@@ -82,9 +82,9 @@ def test_tables_start_small_and_first_order_weights_at_zero(model_class):
 
 @pytest.mark.parametrize("model_class", MODELS)
 def test_options_reach_the_collections(model_class):
-    options = {"row_optimizer": SGD(0.5), "first_order_optimizer": FTRL(0.25), "check_ids": False}
+    options = {"row_optimizer": RowSGD(0.5), "first_order_optimizer": RowFTRL(0.25), "check_ids": False}
     for collection in collections_of(make(model_class, pooling=PoolingType.MEAN, **options)):
-        assert collection.optimizer == (FTRL(0.25) if collection.embedding_dim == 1 else SGD(0.5))
+        assert collection.optimizer == (RowFTRL(0.25) if collection.embedding_dim == 1 else RowSGD(0.5))
         assert collection.check_ids is False
         assert all(table.pooling is PoolingType.MEAN for table in collection.tables)
         assert collection.embedding_bags.kernel_name == "torch"
@@ -92,7 +92,7 @@ def test_options_reach_the_collections(model_class):
 
 @pytest.mark.parametrize("model_class", MODELS)
 def test_first_order_optimizer_when_absent_is_the_row_optimizer(model_class):
-    assert {c.optimizer for c in collections_of(make(model_class, row_optimizer=SGD(0.5)))} == {SGD(0.5)}
+    assert {c.optimizer for c in collections_of(make(model_class, row_optimizer=RowSGD(0.5)))} == {RowSGD(0.5)}
 
 
 @pytest.mark.parametrize("model_class", MODELS)
@@ -163,7 +163,7 @@ def test_number_of_dense_parameters_is_the_documented_one(model_class, arguments
 @pytest.mark.parametrize("num_dense", [0, 3])
 @pytest.mark.parametrize("model_class", MODELS)
 def test_bfloat16_autocast_trains_and_stays_close_to_float32(model_class, num_dense):
-    model, (dense, sparse) = make(model_class, num_dense, row_optimizer=SGD(1.0)), batch(64, num_dense)
+    model, (dense, sparse) = make(model_class, num_dense, row_optimizer=RowSGD(1.0)), batch(64, num_dense)
     exact = model(dense, sparse)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -44,10 +44,10 @@ def frames_of(header, *arrays):
 
 def test_request_when_sent_then_comes_back_with_its_arrays():
     arrays = [torch.arange(6).view(2, 3), torch.rand(4), torch.empty(0, 5)]
-    request = Request("apply", 7, CLIENT, 3, "users", {"learning_rate": 0.5, "bags": True}, arrays)
+    request = Request("apply", 7, CLIENT, 3, "users", {"lr": 0.5, "bags": True}, arrays)
     received = decode_request([bytearray(frame) for frame in encode_request(request)], LIMITS)
     assert (received.operation, received.id, received.client, received.sequence) == ("apply", 7, CLIENT, 3)
-    assert (received.store, received.arguments) == ("users", {"learning_rate": 0.5, "bags": True})
+    assert (received.store, received.arguments) == ("users", {"lr": 0.5, "bags": True})
     assert all(torch.equal(x, y) for x, y in zip(received.arrays, arrays, strict=True))
 
 

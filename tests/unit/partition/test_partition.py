@@ -21,13 +21,13 @@ from lightning_recsys.models.layers import (
     Share,
     begin,
 )
-from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.optim import RowAdagrad, RowSGD
 
 FIELDS = {f"f{i}": 20 + i for i in range(5)}
 BATCH = 7
-ROWS = {"row_optimizer": SGD(0.1), "embedding_dim": 4}
+ROWS = {"row_optimizer": RowSGD(0.1), "embedding_dim": 4}
 MODELS = {
-    "lr": lambda: LogisticRegression(3, FIELDS, row_optimizer=SGD(0.1)),
+    "lr": lambda: LogisticRegression(3, FIELDS, row_optimizer=RowSGD(0.1)),
     "fm": lambda: FactorizationMachine(3, FIELDS, **ROWS),
     "wide_deep": lambda: WideDeep(3, FIELDS, hidden=(6, 4), **ROWS),
     "deepfm": lambda: DeepFM(3, FIELDS, hidden=(6, 4), **ROWS),
@@ -230,7 +230,7 @@ def tables():
 
 
 def test_collection_when_cut_then_has_the_rows_of_its_own_tables_only_until_it_is_whole_again():
-    collection = EmbeddingBagCollection(tables(), optimizer=Adagrad(0.1))
+    collection = EmbeddingBagCollection(tables(), optimizer=RowAdagrad(0.1))
     sparse = SparseFeatures(("a", "b", "c"), torch.tensor([1, 2, 3, 4, 0, 1]))
     collection(sparse).sum().backward()
     before = {name: value.clone() for name, value in collection.state_dict().items()}

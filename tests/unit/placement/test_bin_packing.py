@@ -121,7 +121,7 @@ def test_plan_when_printed_then_it_shows_each_server_and_the_imbalance():
         ["1", "1", "1,000", "1,000,000", "1e+06", "25.0%"],
         ["2", "0", "0", "0", "0", "0.0%"],
     ]
-    assert lines[4] == "placement=round_robin, imbalance (max / mean cost) 2.250; cost: bytes"
+    assert lines[4] == "table_placement=round_robin, imbalance (max / mean cost) 2.250; cost: bytes"
     assert plan.parts_of("c") == plan.parts
     assert plan.parts_of("other") == ()
 
@@ -133,9 +133,9 @@ def test_plan_when_printed_then_it_shows_each_server_and_the_imbalance():
         (lambda: place_tables([TableCost("c", "a", 1, 4, 1.0)], 0), "at least one table and one server, got 1 and 0"),
         (
             lambda: place_tables([TableCost("c", "a", 1, 4)], 2, method="random"),
-            r"strategy.placement must be one of \['round_robin', 'size', 'profiled'\], got 'random'",
+            r"strategy.table_placement must be one of \['round_robin', 'size', 'profiled'\], got 'random'",
         ),
-        (lambda: place_tables([TableCost("c", "a", 1, 4)], 2), r"placement=profiled needs .*\['a'\] have none"),
+        (lambda: place_tables([TableCost("c", "a", 1, 4)], 2), r"table_placement=profiled needs .*\['a'\] have none"),
         (
             lambda: place_tables([TableCost("c", "a", 1, 4)] * 2, 2, method="size"),
             r"may be placed once, got \[\('c', 'a'\)\]",

@@ -7,9 +7,9 @@ import torch
 from thread_group import on_threads
 
 from lightning_recsys.placement.communication import (
+    CommunicationCost,
     Network,
     RichLayer,
-    Traffic,
     all_gather,
     all_reduce,
     deep,
@@ -55,7 +55,7 @@ def test_parameter_servers_when_weights_are_elsewhere_then_nothing_is_spared() -
     whole = parameter_servers(layers, num_distinct=10)
     assert whole.sent_bytes == 10 * (8 + 4 * 4) + 4 * 3 * 4 * 5
     assert mesh(layers, num_processes=4, num_distinct=10).sent_bytes == whole.sent_bytes * 3 / 4
-    assert round_trip(whole) == Traffic(2 * whole.sent_bytes, 2)
+    assert round_trip(whole) == CommunicationCost(2 * whole.sent_bytes, 2)
 
 
 def test_row_exchange_then_it_is_what_exchanges_and_workers_in_step_count_themselves() -> None:
@@ -74,19 +74,19 @@ def test_row_exchange_then_it_is_what_exchanges_and_workers_in_step_count_themse
     layers = [deep(600, 8, 256), RichLayer(0, 0, (9,))]
     traffic = row_exchange(layers, num_processes=2, num_distinct=40, num_distinct_of_all=50, state_floats=1)
     to_servers = sum(fetch.values()) / 2 + sum(sum(push.values()) for push in pushes) / 2 / 2
-    assert traffic == Traffic(to_servers + sum(x.num_bytes for x in summed) / 2 / 2, 4 + 3)
-    assert row_exchange(layers, num_processes=1, num_distinct=10, num_distinct_of_all=10) == Traffic(0, 0)
+    assert traffic == CommunicationCost(to_servers + sum(x.num_bytes for x in summed) / 2 / 2, 4 + 3)
+    assert row_exchange(layers, num_processes=1, num_distinct=10, num_distinct_of_all=10) == CommunicationCost(0, 0)
 
 
 def test_all_reduce_when_ring_then_each_process_sends_two_shares_per_other_process() -> None:
-    assert all_reduce(1000, num_processes=4) == Traffic(2 * 3 * 1000 * 4 / 4, 6)
-    assert all_gather(1000, num_processes=4) == Traffic(3000, 3)
+    assert all_reduce(1000, num_processes=4) == CommunicationCost(2 * 3 * 1000 * 4 / 4, 6)
+    assert all_gather(1000, num_processes=4) == CommunicationCost(3000, 3)
 
 
 def test_substitution_when_layer_needs_several_sums_then_each_waits_for_the_one_before() -> None:
     layer = RichLayer(8, 0, (2, 3))
     traffic = substitution([layer], num_processes=2, batch_size=16)
-    assert traffic == Traffic(16 * 5 * 4, 4)
+    assert traffic == CommunicationCost(16 * 5 * 4, 4)
     network = Network(bandwidth=1000, latency=0.01)
     assert traffic.seconds(network) == pytest.approx(4 * 0.01 + 16 * 5 * 4 / 1000)
 

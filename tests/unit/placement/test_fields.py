@@ -41,7 +41,10 @@ def test_fields_when_they_share_a_table_then_stay_together():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: place_fields(COSTS, 2, method="profiled"), r"strategy.placement must be one of \['mod', 'balanced'\]"),
+        (
+            lambda: place_fields(COSTS, 2, method="profiled"),
+            r"strategy.field_placement must be one of \['mod', 'balanced'\]",
+        ),
         (lambda: place_fields(COSTS[:1] * 2, 2), "each field once"),
         (lambda: place_fields(COSTS, 0), "needs a process"),
         (lambda: FieldCost((), 1, 1.0), "fields need a name"),

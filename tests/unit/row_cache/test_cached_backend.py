@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.errors import StoreReplacedError
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.optim.accumulating import CURRENT, UNSENT
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.row_cache import CachedBackend, SharedIndex
@@ -29,7 +29,7 @@ TABLES = [
 ]
 FEATURES = ("user", "friend", "movie", "genre")
 SIZES = {"users": 40, "movies": 30, "genres": 10}
-RULES = [SGD(0.125), Adagrad(0.1), RowwiseAdagrad(0.1)]
+RULES = [RowSGD(0.125), RowAdagrad(0.1), RowWiseAdagrad(0.1)]
 
 
 def part(table: str, server: int, stripe: int = 0, num_stripes: int = 1) -> TablePart:
@@ -165,7 +165,7 @@ def test_one_worker_when_rows_are_cached_then_20_steps_equal_those_without(serve
             assert list(trained) == list(plain.state_dict())
             for key, tensor in plain.state_dict().items():
                 torch.testing.assert_close(trained[key], tensor, rtol=1e-5, atol=1e-6)
-                if isinstance(rule, SGD) and staleness == 0:  # its rate is a power of 2: a product is not rounded
+                if isinstance(rule, RowSGD) and staleness == 0:  # its rate is a power of 2: a product is not rounded
                     assert torch.equal(trained[key], tensor), key
             for server in servers:
                 if "net" in server._stored():
@@ -189,7 +189,7 @@ def test_one_worker_when_nothing_may_be_stale_then_it_equals_no_cache_bit_for_bi
 def test_messages_when_a_server_takes_its_time_then_they_say_what_they_said_when_they_were_sent(
     servers, monkeypatch, staleness, prefetch
 ):
-    plain = EmbeddingBagCollection(TABLES, optimizer=Adagrad(0.1))
+    plain = EmbeddingBagCollection(TABLES, optimizer=RowAdagrad(0.1))
     cached, steps = copy.deepcopy(plain), batches(20)
     monkeypatch.setattr("lightning_recsys.stores.mapped.MappedEmbeddingStore", Late)
     bind(cached, servers, plan=BY_ROWS, cache_rows=15, staleness=staleness)
@@ -203,7 +203,7 @@ def test_messages_when_a_server_takes_its_time_then_they_say_what_they_said_when
 def one_table(servers, count, *, rows=12, **options) -> list[EmbeddingBagCollection]:
     """Workers of one table of zeros; each trains a column of its own, and every update subtracts exactly 1."""
     table = EmbeddingBagConfig("t", rows, count, ("x",), init_std=0.0)
-    workers = [EmbeddingBagCollection([table], optimizer=SGD(1.0)) for _ in range(count)]
+    workers = [EmbeddingBagCollection([table], optimizer=RowSGD(1.0)) for _ in range(count)]
     for index, worker in enumerate(workers):
         bind(worker, servers, copy_rows=not index, **options)
     return workers
@@ -298,7 +298,7 @@ def test_workers_when_they_interleave_then_no_update_is_lost_or_doubled_and_each
 
 
 def test_synchronous_workers_when_nothing_may_be_stale_then_they_equal_no_cache(servers):
-    plain = EmbeddingBagCollection(TABLES, optimizer=RowwiseAdagrad(0.1))
+    plain = EmbeddingBagCollection(TABLES, optimizer=RowWiseAdagrad(0.1))
     start, steps = copy.deepcopy(plain), [(batch(), batch("weighted")) for _ in range(10)]
     results = []
     for name, cache_rows in (("without", 0), ("with", 25)):
@@ -446,7 +446,7 @@ def test_batch_when_announced_but_not_the_next_then_its_rows_are_there_all_the_s
 
 
 def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_and_clocks_alone(servers, recorded):
-    plain = EmbeddingBagCollection(TABLES, optimizer=SGD(0.125))
+    plain = EmbeddingBagCollection(TABLES, optimizer=RowSGD(0.125))
     cached = copy.deepcopy(plain)
     backend = bind(cached, servers, plan=BY_ROWS, cache_rows=1000, staleness=5)
     train(plain, steps := batches(4), prefetch=False)
@@ -503,7 +503,7 @@ def test_gradient_accumulation_when_rows_are_cached_then_micro_batches_make_one_
 
 
 def test_step_when_servers_hear_of_it_at_different_times_then_each_update_counts_once(servers):
-    collection = EmbeddingBagCollection(TABLES, optimizer=SGD(0.1))
+    collection = EmbeddingBagCollection(TABLES, optimizer=RowSGD(0.1))
     backend = bind(collection, servers, plan=BY_ROWS, cache_rows=1, staleness=None)
     for user in (0, 1, 13, 14):  # the second server has 0 to 12, the first the others and all genres
         collection(SparseFeatures(FEATURES, torch.tensor([user, user, 0, 0]))).sum().backward()
@@ -584,7 +584,7 @@ def test_gradients_when_they_come_twice_or_behind_a_flush_of_all_copies_then_the
 
 
 def test_rows_when_written_or_loaded_then_copies_are_dropped_and_updates_come_before(servers):
-    source = EmbeddingBagCollection(TABLES, optimizer=Adagrad(0.1))
+    source = EmbeddingBagCollection(TABLES, optimizer=RowAdagrad(0.1))
     cached = copy.deepcopy(source)
     backend = bind(cached, servers, plan=BY_ROWS, cache_rows=1000, staleness=None)
     train(source, steps := batches(6), prefetch=False)
@@ -592,7 +592,7 @@ def test_rows_when_written_or_loaded_then_copies_are_dropped_and_updates_come_be
     saved = cached.state_dict()
     assert saved["embedding_bags.users.step"] == 6
     torch.testing.assert_close(saved, source.state_dict())
-    other = EmbeddingBagCollection(TABLES, optimizer=Adagrad(0.1))
+    other = EmbeddingBagCollection(TABLES, optimizer=RowAdagrad(0.1))
     cached.load_state_dict(other.state_dict())
     train(other, steps, prefetch=False)
     train(cached, steps, prefetch=True)
@@ -636,7 +636,7 @@ def test_telemetry_when_three_steps_are_done_then_it_counts_them(servers):
 
 def test_dynamic_rows_when_cached_then_they_are_made_trained_saved_and_loaded_as_without(servers):
     table = EmbeddingBagConfig("t", 10**12, 4, ("x",), init_std=0.5)
-    rule, saved = RowwiseAdagrad(0.1), {}
+    rule, saved = RowWiseAdagrad(0.1), {}
     steps = [ids(*(torch.randint(0, 30, (6,)) * 33_000_000_001).tolist()) for _ in range(20)]
     for name in ("cached", "plain"):
         collection = EmbeddingBagCollection([table], optimizer=rule, device="meta")
@@ -657,7 +657,7 @@ def test_dynamic_rows_when_cached_then_they_are_made_trained_saved_and_loaded_as
     torch.testing.assert_close(saved["cached"], saved["plain"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", [Adam(), FTRL()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("rule", [RowAdam(), RowFTRL()], ids=lambda x: type(x).__name__)
 def test_rule_when_its_state_is_no_sum_then_it_is_refused_by_name(servers, rule):
     collection = EmbeddingBagCollection(TABLES, optimizer=rule)
     with pytest.raises(TypeError, match=f"{type(rule).__name__}.*SGD"):
@@ -665,7 +665,7 @@ def test_rule_when_its_state_is_no_sum_then_it_is_refused_by_name(servers, rule)
 
 
 def test_numbers_when_negative_then_they_are_refused(servers):
-    collection = EmbeddingBagCollection(TABLES, optimizer=SGD())
+    collection = EmbeddingBagCollection(TABLES, optimizer=RowSGD())
     with pytest.raises(ValueError, match=r"staleness must be at least 0.*got -1"):
         bind(collection, servers, staleness=-1)
     with pytest.raises(ValueError, match=r"-2"):
@@ -694,7 +694,7 @@ def test_one_worker_when_batches_are_announced_then_its_rows_are_the_same_and_fe
     steps, results, misses = batches(24), [], []
     for window in (0, 6):
         torch.manual_seed(0)
-        collection = EmbeddingBagCollection(TABLES, optimizer=SGD(0.125))
+        collection = EmbeddingBagCollection(TABLES, optimizer=RowSGD(0.125))
         backend = bind(collection, servers, name=f"net{window}", cache_rows=30, staleness=0)
         train(collection, steps, prefetch=prefetch, window=window)
         results.append(collection.state_dict())
@@ -724,7 +724,7 @@ def test_announced_batches_when_others_come_then_they_are_given_up(servers):
 def test_collections_of_the_same_ids_when_they_share_an_index_then_each_trains_as_if_alone(servers, seed):
     torch.manual_seed(seed)
     narrow = [EmbeddingBagConfig(x.name, x.num_embeddings, 1, x.feature_names, x.pooling) for x in TABLES]
-    rules = (Adagrad(0.1), SGD(0.125))
+    rules = (RowAdagrad(0.1), RowSGD(0.125))
     alone = [EmbeddingBagCollection(x, optimizer=rule) for x, rule in zip((TABLES, narrow), rules, strict=True)]
     sharing = copy.deepcopy(alone)
     shared = SharedIndex(9, policy="lfu")
@@ -771,11 +771,11 @@ def test_collections_that_share_an_index_when_one_is_copied_or_gone_then_the_oth
 def dynamic_workers(server, count, dynamic, *, rows=12, **options) -> list[EmbeddingBagCollection]:
     """As :func:`one_table`, whose rows are dynamic: zeros until they are made."""
     table = EmbeddingBagConfig("t", rows, count, ("x",), init_std=0.0)
-    workers = [EmbeddingBagCollection([table], optimizer=SGD(1.0), device="meta") for _ in range(count)]
-    store = server.create_embedding_store("net", workers[0].layout, SGD(1.0), seed=0, dynamic=dynamic)
+    workers = [EmbeddingBagCollection([table], optimizer=RowSGD(1.0), device="meta") for _ in range(count)]
+    store = server.create_embedding_store("net", workers[0].layout, RowSGD(1.0), seed=0, dynamic=dynamic)
     parts = [TablePart("net", "t", rows, server=0)]
     for worker in workers:
-        worker.bind(CachedBackend(worker.layout, SGD(1.0), stores=[(store, parts)], **options))
+        worker.bind(CachedBackend(worker.layout, RowSGD(1.0), stores=[(store, parts)], **options))
     return workers
 
 
@@ -1002,9 +1002,9 @@ def test_ids_when_all_of_int64_but_one_are_then_a_cache_serves_them_and_is_saved
     table = EmbeddingBagConfig("t", 2**64 - 1, 4, ("x",), init_std=0.5)
     bound = []
     for name in ("one", "other"):
-        collection = EmbeddingBagCollection([table], optimizer=SGD(1.0), device="meta")
+        collection = EmbeddingBagCollection([table], optimizer=RowSGD(1.0), device="meta")
         options = {"cache_rows": cache_rows, "staleness": 1, "dynamic": DynamicRows(), "servers": [server]}
-        collection.bind(CachedBackend.create(name, collection.layout, SGD(1.0), **options))
+        collection.bind(CachedBackend.create(name, collection.layout, RowSGD(1.0), **options))
         bound.append(collection)
     one, other = bound
     hashes = [0, 2**63 - 1, -(2**63), -3, -2]  # rising as unsigned numbers

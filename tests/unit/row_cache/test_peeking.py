@@ -55,7 +55,7 @@ def test_iteration_when_peeked_at_then_serves_the_same_batches_in_every_epoch(ma
                 following = loader.peek()
                 assert str(loader.peek()) == str(following), "looking twice takes nothing"
                 assert str(following) == str(expected[number + 1] if number + 1 < len(expected) else None)
-            assert str(loader.served) == str(batch)
+            assert str(loader.current) == str(batch)
         assert str(seen) == str(expected)
 
 

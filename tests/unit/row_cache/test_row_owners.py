@@ -12,7 +12,7 @@ import torch
 from thread_group import on_threads
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.placement import TablePart
 from lightning_recsys.row_cache import CachedBackend
 from lightning_recsys.row_cache.owners import RowGradients, sum_at_owners
@@ -89,7 +89,7 @@ TABLES = [
     EmbeddingBagConfig("users", 20, 4, ("user", "friend"), init_std=0.5),
     EmbeddingBagConfig("movies", 15, 4, ("movie",), "mean", init_std=0.5),
 ]
-RULES = [SGD(0.1), Adagrad(0.1), RowwiseAdagrad(0.1), Adam(0.01), FTRL(0.1, l1=0.01)]
+RULES = [RowSGD(0.1), RowAdagrad(0.1), RowWiseAdagrad(0.1), RowAdam(0.01), RowFTRL(0.1, l1=0.01)]
 
 
 def batch(rank: int, step: int) -> SparseFeatures:
@@ -172,7 +172,7 @@ def test_workers_when_in_step_then_equal_one_process_with_the_mean_gradient(serv
 
 
 def test_copies_when_in_step_then_owned_ones_are_checked_only_and_others_fetched_at_once(server):
-    start = EmbeddingBagCollection([EmbeddingBagConfig("t", 30, 4, ("x",))], optimizer=Adagrad(0.1))
+    start = EmbeddingBagCollection([EmbeddingBagConfig("t", 30, 4, ("x",))], optimizer=RowAdagrad(0.1))
     ids = torch.arange(30)
 
     def work(rank, group):
@@ -196,7 +196,7 @@ def test_copies_when_in_step_then_owned_ones_are_checked_only_and_others_fetched
 @pytest.mark.parametrize("cache_rows", [0, 12])
 def test_dynamic_rows_when_in_step_then_train_as_those_of_one_process(server, cache_rows):
     tables = [dataclasses.replace(table, init_std=0.0) for table in TABLES]
-    alone, start = (EmbeddingBagCollection(tables, optimizer=Adagrad(0.1), device=x) for x in (None, "meta"))
+    alone, start = (EmbeddingBagCollection(tables, optimizer=RowAdagrad(0.1), device=x) for x in (None, "meta"))
     expected = copy.deepcopy(alone)
     expected.load_state_dict(mean_of_all(alone, 2, 5))
 
@@ -231,7 +231,7 @@ def test_gradients_when_another_step_begins_before_they_have_met_then_refused_by
 
 
 def test_lookups_of_one_step_when_several_then_make_one_update(server):
-    start = EmbeddingBagCollection(TABLES, optimizer=Adagrad(0.1))
+    start = EmbeddingBagCollection(TABLES, optimizer=RowAdagrad(0.1))
 
     def work(rank, group):
         if rank == 0:

@@ -9,7 +9,7 @@ from click_module import ClickModule, make_batch
 
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import DeepFM
-from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.simulation import (
     Constant,
     Exponential,
@@ -30,7 +30,7 @@ def make_data(rows=640):
     )
 
 
-ADAM, ADAGRAD = partial(torch.optim.Adam, lr=0.01), Adagrad(learning_rate=0.1)
+ADAM, ADAGRAD = partial(torch.optim.Adam, lr=0.01), RowAdagrad(lr=0.1)
 
 
 def make_task(data, *, rows=ADAGRAD, optimizer=ADAM, **options):
@@ -182,7 +182,7 @@ def test_rows_when_stale_then_they_are_damped_and_the_module_has_them_back():
     data = make_data(rows=640)
     moved = []
     for rule in (None, StalenessNormalization("power", power=50.0)):
-        task = make_task(data, rows=SGD(learning_rate=0.5), optimizer=partial(torch.optim.SGD, lr=0.0))
+        task = make_task(data, rows=RowSGD(lr=0.5), optimizer=partial(torch.optim.SGD, lr=0.0))
         start = task.model.embeddings.embedding_bags.read("c0", "weight").clone()
         cluster = VirtualCluster(workers_per_replica=8, workers=Workers(compute=Constant(1.0)), staleness=rule)
         cluster.train(task, data.train_dataloader())

@@ -13,7 +13,7 @@ import torch
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.stores import DynamicRows, MappedStores, StoreBackend
 from lightning_recsys.stores.dynamic_rows import dynamic_from_plain
 from lightning_recsys.stores.exchange import RowExchange
@@ -26,11 +26,11 @@ LAYOUT = TableLayout(
 )
 HUGE = TableLayout((EmbeddingBagConfig("huge", 2**48, 16, ("h",), init_std=1.0),))
 RULES = [
-    SGD(0.1),
-    Adagrad(0.1, initial_accumulator=0.5),
-    RowwiseAdagrad(0.1),
-    Adam(0.1),
-    FTRL(0.1, l1=0.01),
+    RowSGD(0.1),
+    RowAdagrad(0.1, initial_accumulator=0.5),
+    RowWiseAdagrad(0.1),
+    RowAdam(0.1),
+    RowFTRL(0.1, l1=0.01),
 ]
 
 
@@ -67,7 +67,7 @@ def test_rows_when_asked_for_then_they_are_normal_and_depend_on_seed_and_key_onl
 
 
 def test_rows_when_they_are_made_in_another_order_then_they_are_the_same(stores):
-    first, second = dynamic_store(stores, rule=FTRL(0.1)), dynamic_store(stores, rule=FTRL(0.1), name="second")
+    first, second = dynamic_store(stores, rule=RowFTRL(0.1)), dynamic_store(stores, rule=RowFTRL(0.1), name="second")
     for row in range(70):
         first.insert(torch.tensor([row]))
     second.insert(torch.randperm(70))
@@ -99,11 +99,11 @@ def test_training_when_a_mapped_store_starts_alike_then_rows_and_state_stay_equa
         gradient = torch.randn_like(pooled)
         touched |= set(dynamic.rows_of(sparse).tolist())
         for store in (dynamic, mapped):
-            store.apply_gradients(sparse, gradient, learning_rate=0.1)
+            store.apply_gradients(sparse, gradient, lr=0.1)
         rows, grads = torch.randperm(70)[:2], torch.randn(2, 8)
         touched |= set(rows.tolist())
         for store in (dynamic, mapped):
-            store.apply_row_gradients(rows, grads, learning_rate=0.1)
+            store.apply_row_gradients(rows, grads, lr=0.1)
     for name in dynamic.row_shapes:
         assert torch.allclose(dynamic.read(name, 0, 70), mapped.read(name, 0, 70), rtol=1e-6, atol=1e-7)
     assert dynamic.step == mapped.step == 60
@@ -113,8 +113,8 @@ def test_training_when_a_mapped_store_starts_alike_then_rows_and_state_stay_equa
 
 @pytest.mark.parametrize("clock", ["max", "sum"])
 def test_exchange_when_a_mapped_store_starts_alike_then_the_answers_are_equal(stores, clock):
-    dynamic = dynamic_store(stores, rule=Adagrad(0.1, initial_accumulator=0.1))
-    mapped = stores.create_embedding_store("mapped", LAYOUT, Adagrad(0.1, initial_accumulator=0.1), seed=0)
+    dynamic = dynamic_store(stores, rule=RowAdagrad(0.1, initial_accumulator=0.1))
+    mapped = stores.create_embedding_store("mapped", LAYOUT, RowAdagrad(0.1, initial_accumulator=0.1), seed=0)
     for name in dynamic.row_shapes:
         mapped.write(name, 0, dynamic.read(name, 0, 70))
     for _ in range(20):
@@ -138,14 +138,14 @@ def test_exchange_when_a_mapped_store_starts_alike_then_the_answers_are_equal(st
 
 
 def test_memory_when_rows_are_touched_then_it_grows_with_them_only(stores, tmp_path):
-    store = dynamic_store(stores, HUGE, Adam(0.1))
+    store = dynamic_store(stores, HUGE, RowAdam(0.1))
     empty = file_bytes(tmp_path / "dynamic")
     assert empty < 5 << 20
     store.lookup(torch.randint(2**48, (100_000,)))
     assert file_bytes(tmp_path / "dynamic") == empty
     for batch in range(20):
         ids = torch.arange(4000) * 1_000_003 + batch
-        store.apply_row_gradients(ids, torch.ones(4000, 16), learning_rate=0.1)
+        store.apply_row_gradients(ids, torch.ones(4000, 16), lr=0.1)
     row_bytes = 3 * 16 * 4 + 12
     assert 80_000 * row_bytes <= file_bytes(tmp_path / "dynamic") < 81_000 * row_bytes + (6 << 20)
     assert store.num_live == 80_000
@@ -159,8 +159,8 @@ def test_memory_when_a_trillion_parameters_are_opened_and_trained_then_it_stays_
     tables = [EmbeddingBagConfig(f"t{i}", 33_760_000, 4096, (f"f{i}",)) for i in range(8)]
     assert sum(table.num_embeddings * table.embedding_dim for table in tables) > 1.1e12
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    collection = EmbeddingBagCollection(tables, optimizer=SGD(0.1), device="meta")
-    backend = StoreBackend.create("net", collection.layout, SGD(0.1), servers=[stores], dynamic=DynamicRows())
+    collection = EmbeddingBagCollection(tables, optimizer=RowSGD(0.1), device="meta")
+    backend = StoreBackend.create("net", collection.layout, RowSGD(0.1), servers=[stores], dynamic=DynamicRows())
     collection.bind(backend)
     ids = SparseFeatures(collection.feature_names, torch.randint(33_760_000, (8 * 16,)))
     for _ in range(3):
@@ -176,11 +176,11 @@ def test_admission_when_a_row_is_named_often_enough_then_it_trains_from_that_upd
     store = dynamic_store(stores, admission=3)
     initial = store.read("weight", 0, 70)
     sparse = SparseFeatures(("x", "y", "z"), torch.tensor([1, 1, 2, 1, 5, 6]))  # row 1 thrice in one update
-    store.apply_gradients(sparse, torch.ones(2, 3, 8), learning_rate=1.0)
-    store.apply_row_gradients(torch.tensor([1, 2]), torch.ones(2, 8), learning_rate=1.0)
+    store.apply_gradients(sparse, torch.ones(2, 3, 8), lr=1.0)
+    store.apply_row_gradients(torch.tensor([1, 2]), torch.ones(2, 8), lr=1.0)
     assert torch.equal(store.read("weight", 0, 70), initial)
     assert store.num_live == 0
-    store.apply_gradients(sparse, torch.ones(2, 3, 8), learning_rate=1.0)
+    store.apply_gradients(sparse, torch.ones(2, 3, 8), lr=1.0)
     expected = initial.clone()
     expected[1] -= 3
     expected[2] -= 1
@@ -204,7 +204,7 @@ def test_admission_when_a_row_is_named_often_enough_then_it_trains_from_that_upd
 
 
 def test_expiry_when_a_row_was_not_named_for_long_then_it_starts_anew(stores):
-    store = dynamic_store(stores, rule=Adagrad(1.0), expire_after=4)
+    store = dynamic_store(stores, rule=RowAdagrad(1.0), expire_after=4)
     initial = store.read("weight", 0, 70)
     push = RowExchange(
         push_rows=torch.tensor([0, 1]),
@@ -214,26 +214,26 @@ def test_expiry_when_a_row_was_not_named_for_long_then_it_starts_anew(stores):
     )
     store.begin_exchange(push)()
     for _ in range(3):
-        store.apply_row_gradients(torch.tensor([2]), torch.ones(1, 8), learning_rate=0.1)
+        store.apply_row_gradients(torch.tensor([2]), torch.ones(1, 8), lr=0.1)
         store.lookup(torch.tensor([1]))
         store.read("weight", 0, 1)  # a checkpoint does not count
     assert torch.equal(store.read("weight", 0, 1), initial[:1] - 1)
-    store.apply_row_gradients(torch.tensor([2]), torch.ones(1, 8), learning_rate=0.1)
+    store.apply_row_gradients(torch.tensor([2]), torch.ones(1, 8), lr=0.1)
     assert torch.equal(store.read("weight", 0, 1), initial[:1])
     assert store.read("sum", 0, 2)[:, 0].tolist() == [0, 1]
     assert store.live_rows().tolist() == [1, 2]
-    store.apply_row_gradients(torch.tensor([0]), torch.ones(1, 8), learning_rate=1.0)
+    store.apply_row_gradients(torch.tensor([0]), torch.ones(1, 8), lr=1.0)
     assert torch.allclose(store.read("weight", 0, 1), initial[:1] - 1)
     values = store.begin_exchange(RowExchange(fetch_rows=torch.tensor([0, 1])))()
     assert values.clocks.tolist() == [0, 5]
 
 
 def test_files_when_their_folder_is_gone_then_rows_are_made_and_trained_all_the_same(stores, tmp_path):
-    store = dynamic_store(stores, HUGE, SGD(1.0))
+    store = dynamic_store(stores, HUGE, RowSGD(1.0))
     shutil.rmtree(tmp_path / "dynamic")
     ids = torch.arange(200_000)  # more than the room that is there from the start
     before = store.lookup(ids)
-    store.apply_row_gradients(ids, torch.ones(len(ids), 16), learning_rate=1.0)
+    store.apply_row_gradients(ids, torch.ones(len(ids), 16), lr=1.0)
     assert torch.equal(store.lookup(ids), before - 1)
     assert store.num_live == len(ids)
 
@@ -246,11 +246,11 @@ def test_copy_when_the_store_has_forgotten_its_row_then_the_row_is_made_as_the_c
         clocks = torch.full((size,), 3, dtype=torch.int32)
         store.begin_exchange(RowExchange(push_rows=rows, push_clocks=clocks, updates=updates, copies=copies, **more))
 
-    store = dynamic_store(stores, rule=Adagrad(1.0), expire_after=4, admission=2)
+    store = dynamic_store(stores, rule=RowAdagrad(1.0), expire_after=4, admission=2)
     store.write_rows("weight", torch.tensor([1]), torch.full((1, 8), 7.0))
     store.insert(torch.tensor([2]))
-    store.apply_row_gradients(torch.tensor([3]), torch.ones(1, 8), learning_rate=1.0)
-    store.apply_row_gradients(torch.tensor([3]), torch.ones(1, 8), learning_rate=1.0)
+    store.apply_row_gradients(torch.tensor([3]), torch.ones(1, 8), lr=1.0)
+    store.apply_row_gradients(torch.tensor([3]), torch.ones(1, 8), lr=1.0)
     trained, drawn = store.read("weight", 3, 1)[0, 0].item(), store.read("weight", 2, 1)[0, 0].item()
     push(store, torch.tensor([0, 1, 2, 3, 4]), push_counts=torch.tensor([2, 1, 1, 1, 1], dtype=torch.int32))
     # 0 is new: as the copy. 1, 2 and 3 are there: updated. 4 was named once, and is not admitted.
@@ -260,7 +260,7 @@ def test_copy_when_the_store_has_forgotten_its_row_then_the_row_is_made_as_the_c
     assert store.live_rows().tolist() == [0, 1, 2, 3]
     assert store.clocks[:4].sort().values.tolist() == [3, 3, 3, 3]
     for _ in range(6):
-        store.apply_row_gradients(torch.tensor([60]), torch.ones(1, 8), learning_rate=0.1)
+        store.apply_row_gradients(torch.tensor([60]), torch.ones(1, 8), lr=0.1)
     assert store.live_rows().tolist() == [60]
     # A server makes the rows of a push before it applies it, and may be killed in between.
     store.admit(np.array([1]), np.array([2], dtype=np.int32))
@@ -279,31 +279,31 @@ def test_expiry_when_ids_keep_changing_then_room_is_used_again(stores, tmp_path)
     sizes = []
     for step in range(60):
         ids = torch.arange(5000) + 5000 * step
-        store.apply_row_gradients(ids, torch.ones(5000, 16), learning_rate=0.1)
+        store.apply_row_gradients(ids, torch.ones(5000, 16), lr=0.1)
         sizes.append(file_bytes(tmp_path / "dynamic"))
     assert store.num_live <= 12 * 5000
     assert sizes[-1] == sizes[14] < 13 * 5000 * 76 + (10 << 20)
     assert len(store.live_rows()) == 5 * 5000
 
 
-@pytest.mark.parametrize(("rule", "dim"), [(SGD(0.5), 1), (Adam(0.1), 3), (Adagrad(0.1), 64)])
+@pytest.mark.parametrize(("rule", "dim"), [(RowSGD(0.5), 1), (RowAdam(0.1), 3), (RowAdagrad(0.1), 64)])
 def test_store_when_closed_and_opened_again_then_every_row_is_there(stores, tmp_path, rule, dim):
     layout = TableLayout((EmbeddingBagConfig("t", 1000, dim, ("t",), init_std=0.1),))
     store = dynamic_store(stores, layout, rule, seed=4)
-    store.apply_row_gradients(torch.arange(0, 1000, 3), torch.randn(334, dim), learning_rate=0.5)
+    store.apply_row_gradients(torch.arange(0, 1000, 3), torch.randn(334, dim), lr=0.5)
     before = {name: store.read(name, 0, 1000) for name in store.row_shapes}
     stores.close()
     again = MappedStores(tmp_path)
     store = dynamic_store(again, layout, rule, seed=4)
     assert (store.num_live, store.step) == (334, 1)
     assert all(torch.equal(store.read(name, 0, 1000), values) for name, values in before.items())
-    store.apply_row_gradients(torch.arange(1000), torch.ones(1000, dim), learning_rate=0.5)
+    store.apply_row_gradients(torch.arange(1000), torch.ones(1000, dim), lr=0.5)
     assert store.num_live == 1000
     again.close()
 
 
 def test_written_rows_when_read_then_they_are_back_and_exist(stores):
-    store = dynamic_store(stores, rule=Adagrad(), admission=5)
+    store = dynamic_store(stores, rule=RowAdagrad(), admission=5)
     rows, values = torch.tensor([50, 3, 69]), torch.randn(3, 8)
     store.write_rows("sum", rows, values)
     assert torch.equal(store.read_rows("sum", rows), values)
@@ -324,7 +324,7 @@ def test_store_when_misused_then_the_error_says_what_to_do(stores):
     with pytest.raises(IndexError, match="not within the store's 70"):
         store.read("weight", 69, 2)
     with pytest.raises(IndexError, match=r"rows must be in \[0, 70\), got 3 to 70"):
-        store.apply_row_gradients(torch.tensor([3, 70]), torch.ones(2, 8), learning_rate=1.0)
+        store.apply_row_gradients(torch.tensor([3, 70]), torch.ones(2, 8), lr=1.0)
     with pytest.raises(ValueError, match=r"shape \[2, 8\], got \[1, 8\]"):
         store.write_rows("weight", torch.tensor([1, 2]), torch.ones(1, 8))
     store.close()
@@ -371,7 +371,7 @@ def test_plain_dynamic_rows_when_they_are_none_then_refused(value):
 
 def test_room_when_there_is_none_then_the_error_says_so_and_nothing_is_changed(stores, monkeypatch):
     store = dynamic_store(stores, HUGE)
-    store.apply_row_gradients(torch.arange(10), torch.ones(10, 16), learning_rate=1.0)
+    store.apply_row_gradients(torch.arange(10), torch.ones(10, 16), lr=1.0)
     before = store.lookup(torch.arange(10))
 
     def full(*_):
@@ -382,10 +382,10 @@ def test_room_when_there_is_none_then_the_error_says_so_and_nothing_is_changed(s
         ids = torch.arange(10_000) + 10_000 * batch + 10
         if store.num_live + 10_000 > (4 << 20) // 76:
             break
-        store.apply_row_gradients(ids, torch.ones(10_000, 16), learning_rate=1.0)
+        store.apply_row_gradients(ids, torch.ones(10_000, 16), lr=1.0)
     live = store.num_live
     with pytest.raises(OSError, match=r"no room for more rows in .*dynamic.*No space left.*expire_after"):
-        store.apply_row_gradients(ids, torch.ones(10_000, 16), learning_rate=1.0)
+        store.apply_row_gradients(ids, torch.ones(10_000, 16), lr=1.0)
     assert store.num_live == live
     assert torch.equal(store.lookup(torch.arange(10)), before)
 
@@ -395,14 +395,14 @@ HASHES = torch.tensor([0, 5, 2**40, 2**63 - 2, 2**63 - 1, -(2**63), 1 - 2**63, -
 
 
 def test_ids_when_all_of_int64_but_one_are_then_rows_come_train_and_go_as_those_of_any_other(stores, tmp_path):
-    store = dynamic_store(stores, ALL, Adagrad(0.1), expire_after=30)
+    store = dynamic_store(stores, ALL, RowAdagrad(0.1), expire_after=30)
     shuffled = HASHES[torch.randperm(len(HASHES))]
     drawn = store.lookup(shuffled)
     assert len(drawn[:, 0].unique()) == len(HASHES)
     assert torch.equal(drawn.flip(0), store.lookup(shuffled.flip(0)))
-    store.apply_row_gradients(shuffled, torch.ones(len(HASHES), 128), learning_rate=0.5)
+    store.apply_row_gradients(shuffled, torch.ones(len(HASHES), 128), lr=0.5)
     sparse = SparseFeatures(("x",), shuffled)
-    store.apply_gradients(sparse, torch.ones(len(HASHES), 1, 128), learning_rate=0.5)
+    store.apply_gradients(sparse, torch.ones(len(HASHES), 1, 128), lr=0.5)
     exchange = RowExchange(
         push_rows=shuffled[:3],
         push_clocks=torch.ones(3, dtype=torch.int32),
@@ -422,7 +422,7 @@ def test_ids_when_all_of_int64_but_one_are_then_rows_come_train_and_go_as_those_
     )
     for wrong in ([-1], [3, -1]):
         with pytest.raises(IndexError, match=r"rows must be in \[0, 18446744073709551615\), got -1 to"):
-            store.apply_row_gradients(torch.tensor(wrong), torch.ones(len(wrong), 128), learning_rate=1.0)
+            store.apply_row_gradients(torch.tensor(wrong), torch.ones(len(wrong), 128), lr=1.0)
         with pytest.raises(IndexError, match=r"fetch_rows must be in \[0, 18446744073709551615\), got -1 to"):
             store.begin_exchange(RowExchange(fetch_rows=torch.tensor(wrong)))
     stores.close()
@@ -431,7 +431,7 @@ def test_ids_when_all_of_int64_but_one_are_then_rows_come_train_and_go_as_those_
     assert torch.equal(store.live_rows(), HASHES)
     torch.testing.assert_close(store.lookup(shuffled), expected)
     for _ in range(31):
-        store.apply_row_gradients(torch.tensor([-7]), torch.ones(1, 128), learning_rate=0.5)
+        store.apply_row_gradients(torch.tensor([-7]), torch.ones(1, 128), lr=0.5)
     assert store.live_rows().tolist() == [-7]
     again.close()
 
@@ -447,8 +447,8 @@ def test_tables_when_the_second_starts_beyond_the_positive_numbers_then_each_has
         EmbeddingBagCollection([tables[0], EmbeddingBagConfig("c", 2**63, 4, ("z",))], device="meta")
     collections = []
     for name, servers in (("one", [stores]), ("other", [stores])):
-        collection = EmbeddingBagCollection(tables, optimizer=SGD(0.5), device="meta")
-        backend = StoreBackend.create(name, collection.layout, SGD(0.5), servers=servers, dynamic=DynamicRows())
+        collection = EmbeddingBagCollection(tables, optimizer=RowSGD(0.5), device="meta")
+        backend = StoreBackend.create(name, collection.layout, RowSGD(0.5), servers=servers, dynamic=DynamicRows())
         collection.bind(backend)
         collections.append(collection)
     one, other = collections

@@ -14,7 +14,7 @@ import torch
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.errors import StoreReplacedError
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.optim.row_optimizers import RowOptimizer
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.stores import MappedStores, mapped_arrays
@@ -25,7 +25,13 @@ from lightning_recsys.stores.plain import layout_from_plain, layout_to_plain, op
 LAYOUT = TableLayout(
     (EmbeddingBagConfig("a", 6, 4, ("a",), init_std=0.5), EmbeddingBagConfig("b", 4, 4, ("b",), init_std=0.0))
 )
-RULES = [SGD(0.1), Adagrad(0.1, initial_accumulator=0.5), RowwiseAdagrad(0.1), Adam(0.1), FTRL(0.1, l1=0.01)]
+RULES = [
+    RowSGD(0.1),
+    RowAdagrad(0.1, initial_accumulator=0.5),
+    RowWiseAdagrad(0.1),
+    RowAdam(0.1),
+    RowFTRL(0.1, l1=0.01),
+]
 
 
 @pytest.fixture
@@ -50,29 +56,29 @@ def test_new_store_when_created_then_rows_are_drawn_and_state_starts_as_the_rule
 
 def test_new_rows_when_drawn_in_several_blocks_then_no_row_is_left_out(stores, monkeypatch):
     monkeypatch.setattr("lightning_recsys.stores.embedding_store._BLOCK_BYTES", 4 * 4 * 2)
-    store = stores.create_embedding_store("t", LAYOUT, FTRL(0.1), seed=0)
+    store = stores.create_embedding_store("t", LAYOUT, RowFTRL(0.1), seed=0)
     assert store.rows[:6].all()
-    assert torch.equal(store.row_state["linear"], FTRL(0.1).initial_state(store.rows)["linear"])
+    assert torch.equal(store.row_state["linear"], RowFTRL(0.1).initial_state(store.rows)["linear"])
     assert len({tuple(row) for row in store.rows[:6].tolist()}) == 6
 
 
 def test_zero_tables_when_created_then_they_take_no_room(stores, tmp_path):
     layout = TableLayout((EmbeddingBagConfig("huge", 10_000_000, 16, ("huge",), init_std=0.0),))
-    store = stores.create_embedding_store("t", layout, Adam(), seed=0)
+    store = stores.create_embedding_store("t", layout, RowAdam(), seed=0)
     assert stores.status()["bytes"] > 1_900_000_000
     assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "t").iterdir()) < 100_000
-    store.apply_row_gradients(torch.tensor([9_999_999]), torch.ones(1, 16), learning_rate=0.1)
+    store.apply_row_gradients(torch.tensor([9_999_999]), torch.ones(1, 16), lr=0.1)
     assert store.lookup(torch.tensor([0, 9_999_999]))[:, 0].tolist() == [0.0, pytest.approx(-0.1)]
     assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "t").iterdir()) < 200_000
 
 
 def test_store_when_opened_twice_then_both_see_every_write_and_one_count(stores, tmp_path):
-    first = stores.create_embedding_store("t", LAYOUT, SGD(1.0), seed=0)
+    first = stores.create_embedding_store("t", LAYOUT, RowSGD(1.0), seed=0)
     second = MappedStores(tmp_path).embedding_store("t")
     assert (second.layout, second.optimizer) == (first.layout, first.optimizer)
     before = first.read("weight", 0, 10)
-    second.apply_gradients(SparseFeatures(("a", "b"), torch.tensor([1, 2])), torch.ones(1, 2, 4), learning_rate=0.5)
-    first.apply_row_gradients(torch.tensor([1, 9]), torch.ones(2, 4), learning_rate=1.0)
+    second.apply_gradients(SparseFeatures(("a", "b"), torch.tensor([1, 2])), torch.ones(1, 2, 4), lr=0.5)
+    first.apply_row_gradients(torch.tensor([1, 9]), torch.ones(2, 4), lr=1.0)
     expected = before.clone()
     expected[[1, 8]] -= 0.5
     expected[[1, 9]] -= 1.0
@@ -83,14 +89,14 @@ def test_store_when_opened_twice_then_both_see_every_write_and_one_count(stores,
 
 
 def test_store_when_asked_for_a_second_time_then_it_is_the_same_one(stores):
-    store = stores.create_embedding_store("t", LAYOUT, SGD(), seed=0)
+    store = stores.create_embedding_store("t", LAYOUT, RowSGD(), seed=0)
     store.write("weight", 0, torch.ones(10, 4))
-    assert stores.create_embedding_store("t", LAYOUT, SGD(), seed=1).rows.eq(1).all()
-    with pytest.raises(ValueError, match=r"'t' is in .* with other tables or another rule.*SGD.*Adam.*remove it"):
-        stores.create_embedding_store("t", LAYOUT, Adam(), seed=0)
+    assert stores.create_embedding_store("t", LAYOUT, RowSGD(), seed=1).rows.eq(1).all()
+    with pytest.raises(ValueError, match=r"'t' is in .* with other tables or another rule.*RowSGD.*RowAdam.*remove it"):
+        stores.create_embedding_store("t", LAYOUT, RowAdam(), seed=0)
     smaller = TableLayout(LAYOUT.tables[:1])
     with pytest.raises(ValueError, match="other tables"):
-        stores.create_embedding_store("t", smaller, SGD(), seed=0)
+        stores.create_embedding_store("t", smaller, RowSGD(), seed=0)
     stores.create_dense_store("v", torch.zeros(3)).assign(torch.ones(3))
     assert stores.create_dense_store("v", torch.zeros(3)).pull().tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match=r"3 elements and the rule None, asked were 4"):
@@ -99,7 +105,7 @@ def test_store_when_asked_for_a_second_time_then_it_is_the_same_one(stores):
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_store_when_copied_then_the_copy_is_the_same_store(stores, duplicate):
-    embedding = stores.create_embedding_store("t", LAYOUT, SGD(), seed=0)
+    embedding = stores.create_embedding_store("t", LAYOUT, RowSGD(), seed=0)
     dense = stores.create_dense_store("v", torch.zeros(3))
     duplicate(embedding).write("weight", 9, torch.full((1, 4), 5.0))
     duplicate(dense).assign(torch.ones(3))
@@ -116,7 +122,7 @@ def test_elastic_average_when_applied_then_the_center_moves_and_is_returned(stor
 
 
 @pytest.mark.parametrize(
-    "rule", [SGD(0.1), Adagrad(0.1), Adam(0.1), FTRL(0.1, l1=0.01)], ids=lambda x: type(x).__name__
+    "rule", [RowSGD(0.1), RowAdagrad(0.1), RowAdam(0.1), RowFTRL(0.1, l1=0.01)], ids=lambda x: type(x).__name__
 )
 def test_dense_gradients_when_pushed_then_the_rule_moves_the_vector(stores, rule):
     initial, gradients = torch.randn(5), torch.randn(3, 5)
@@ -124,8 +130,8 @@ def test_dense_gradients_when_pushed_then_the_rule_moves_the_vector(stores, rule
     row = initial.clone().unsqueeze(0)
     state = rule.initial_state(row)
     for step, gradient in enumerate(gradients, start=1):
-        assert store.push_gradient(gradient, learning_rate=0.05 * step) == step
-        rule.update_(row, gradient.unsqueeze(0), state, learning_rate=0.05 * step, step=step)
+        assert store.push_gradient(gradient, lr=0.05 * step) == step
+        rule.update_(row, gradient.unsqueeze(0), state, lr=0.05 * step, step=step)
     assert torch.equal(store.pull(), row[0])
 
 
@@ -133,7 +139,7 @@ def test_room_when_a_store_was_promised_some_then_it_is_not_free_for_others(stor
     size = 1 << 30
     before = stores.status()
     tables = TableLayout((EmbeddingBagConfig("large", size // 64, 16, ("x",), init_std=0.0),))
-    store = stores.create_embedding_store("promised", tables, SGD(0.1), seed=0)
+    store = stores.create_embedding_store("promised", tables, RowSGD(0.1), seed=0)
     after = stores.status()
     assert after["promised_bytes"] - before["promised_bytes"] >= size
     assert before["free_bytes"] - after["free_bytes"] == pytest.approx(size, abs=size // 4)  # others write as well
@@ -142,7 +148,7 @@ def test_room_when_a_store_was_promised_some_then_it_is_not_free_for_others(stor
 
 
 def test_names_when_open_or_not_there_then_errors_say_what_is_there(stores, tmp_path):
-    stores.create_embedding_store("model.tables", LAYOUT, SGD(), seed=0)
+    stores.create_embedding_store("model.tables", LAYOUT, RowSGD(), seed=0)
     stores.create_dense_store("center", torch.zeros(1))
     status = stores.status()
     free, promised, place = (status.pop(name) for name in ("free_bytes", "promised_bytes", "place"))
@@ -169,7 +175,7 @@ def test_folder_when_not_there_then_the_error_says_so(tmp_path):
 
 
 def test_file_when_truncated_then_opening_is_refused(stores, tmp_path):
-    stores.create_embedding_store("t", LAYOUT, SGD(), seed=0)
+    stores.create_embedding_store("t", LAYOUT, RowSGD(), seed=0)
     os.truncate(tmp_path / "t" / "weight", 100)
     with pytest.raises(RuntimeError, match=r"t/weight has 100 bytes and should have 160.*damaged.*checkpoint"):
         stores.embedding_store("t")
@@ -179,15 +185,15 @@ def test_file_when_truncated_then_opening_is_refused(stores, tmp_path):
 def test_room_when_too_small_then_nothing_is_made_and_the_error_says_what_to_do(stores, tmp_path, monkeypatch):
     huge = TableLayout((EmbeddingBagConfig("huge", 10**13, 4, ("huge",), init_std=0.0),))
     with pytest.raises(OSError, match=r"t needs 200,000,000,000,008 bytes in .*are there.*store_folder=/path"):
-        stores.create_embedding_store("t", huge, SGD(), seed=0)
+        stores.create_embedding_store("t", huge, RowSGD(), seed=0)
     assert list(tmp_path.iterdir()) == []
     # What stores were promised but have not written counts as taken.
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     rows = int(free * 0.6) // 16
     half = TableLayout((EmbeddingBagConfig("half", rows, 4, ("half",), init_std=0.0),))
-    stores.create_embedding_store("one", half, SGD(), seed=0)
+    stores.create_embedding_store("one", half, RowSGD(), seed=0)
     with pytest.raises(OSError, match="two needs"):
-        stores.create_embedding_store("two", half, SGD(), seed=0)
+        stores.create_embedding_store("two", half, RowSGD(), seed=0)
 
 
 def test_creation_when_it_fails_then_no_half_made_store_is_left(stores, tmp_path, monkeypatch):
@@ -196,7 +202,7 @@ def test_creation_when_it_fails_then_no_half_made_store_is_left(stores, tmp_path
 
     monkeypatch.setattr("lightning_recsys.stores.embedding_store._draw_rows", fail)
     with pytest.raises(MemoryError):
-        stores.create_embedding_store("t", LAYOUT, SGD(), seed=0)
+        stores.create_embedding_store("t", LAYOUT, RowSGD(), seed=0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,7 +256,7 @@ def test_creation_when_another_process_is_faster_then_its_store_is_taken(stores,
 
 
 def test_closed_store_when_used_then_the_error_says_so(stores):
-    embedding = stores.create_embedding_store("t", LAYOUT, SGD(), seed=0)
+    embedding = stores.create_embedding_store("t", LAYOUT, RowSGD(), seed=0)
     dense = stores.create_dense_store("v", torch.zeros(1))
     stores.close()
     with pytest.raises(RuntimeError, match="was closed by this process"):
@@ -268,19 +274,19 @@ def test_closed_store_when_used_then_the_error_says_so(stores):
         (lambda s: s.write("weight", 0, torch.ones(2, 3)), ValueError, r"shape \[2, 4\], got \[2, 3\]"),
         (lambda s: s.lookup(torch.tensor([3, 10, -1])), IndexError, r"rows must be in \[0, 10\), got -1 to 10"),
         (
-            lambda s: s.apply_row_gradients(torch.tensor([10]), torch.ones(1, 4), learning_rate=1.0),
+            lambda s: s.apply_row_gradients(torch.tensor([10]), torch.ones(1, 4), lr=1.0),
             IndexError,
             r"rows must be in \[0, 10\), got 10 to 10",
         ),
         (
-            lambda s: s.apply_row_gradients(torch.tensor([1]), torch.ones(1, 3), learning_rate=1.0),
+            lambda s: s.apply_row_gradients(torch.tensor([1]), torch.ones(1, 3), lr=1.0),
             ValueError,
             r"shape \[1, 4\], got \[1, 3\]",
         ),
     ],
 )
 def test_embedding_store_when_asked_beyond_its_rows_then_nothing_changes(stores, act, error, match):
-    store = stores.create_embedding_store("t", LAYOUT, SGD(), seed=0)
+    store = stores.create_embedding_store("t", LAYOUT, RowSGD(), seed=0)
     before = store.read("weight", 0, 10)
     with pytest.raises(error, match=match):
         act(store)
@@ -293,13 +299,13 @@ def test_dense_store_when_given_what_it_cannot_hold_then_it_says_so(stores):
         stores.create_dense_store("v", torch.zeros(2, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"at least one element"):
         stores.create_dense_store("v", torch.zeros(0))
-    with pytest.raises(TypeError, match=r"RowwiseAdagrad .* use Adagrad"):
-        stores.create_dense_store("v", torch.zeros(2), optimizer=RowwiseAdagrad())
+    with pytest.raises(TypeError, match=r"RowWiseAdagrad .* use Adagrad"):
+        stores.create_dense_store("v", torch.zeros(2), optimizer=RowWiseAdagrad())
     store = stores.create_dense_store("v", torch.zeros(2))
     with pytest.raises(ValueError, match=r"holds 2 elements, got a tensor of shape \[3\]"):
         store.elastic_average(torch.zeros(3), alpha=0.5)
     with pytest.raises(RuntimeError, match=r"'v' has no update rule: create it with optimizer="):
-        store.push_gradient(torch.zeros(2), learning_rate=1.0)
+        store.push_gradient(torch.zeros(2), lr=1.0)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -308,12 +314,12 @@ def test_plain_data_when_read_back_then_it_is_the_same(rule):
     assert layout_from_plain(json.loads(json.dumps(layout_to_plain(LAYOUT)))) == LAYOUT
 
 
-class OwnRule(SGD):
+class OwnRule(RowSGD):
     pass
 
 
 def test_rule_when_unknown_to_a_store_then_it_is_refused(stores):
-    with pytest.raises(TypeError, match=r"a store knows the rules \['Adagrad'.*got OwnRule: .*Use one of these, or"):
+    with pytest.raises(TypeError, match=r"a store knows the rules \['RowAdagrad'.*got OwnRule: .*Use one of these, or"):
         stores.create_embedding_store("t", LAYOUT, OwnRule(), seed=0)
     with pytest.raises(TypeError, match="got OwnRule"):
         stores.create_embedding_store("t", LAYOUT, OwnRule(), seed=0, dynamic=DynamicRows(first_keys=(0, 0)))
@@ -352,11 +358,11 @@ def test_plain_layout_when_wrong_then_it_is_refused(value):
     [
         None,
         {"rule": "Nesterov"},
-        {"rule": ["SGD"]},
-        {"rule": "SGD"},
-        {"rule": "SGD", "learning_rate": "1"},
-        {"rule": "SGD", "learning_rate": float("nan")},
-        {"rule": "SGD", "learning_rate": 1.0, "eps": 1.0},
+        {"rule": ["RowSGD"]},
+        {"rule": "RowSGD"},
+        {"rule": "RowSGD", "lr": "1"},
+        {"rule": "RowSGD", "lr": float("nan")},
+        {"rule": "RowSGD", "lr": 1.0, "eps": 1.0},
     ],
 )
 def test_plain_rule_when_wrong_then_it_is_refused(value):

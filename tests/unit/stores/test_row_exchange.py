@@ -8,13 +8,13 @@ import torch
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import FTRL, SGD, Adagrad, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.exchange import RowExchange, row_dtype
 from lightning_recsys.sync.clocks import ClockRule
 
 LAYOUT = TableLayout((EmbeddingBagConfig("a", 6, 4, ("a",), init_std=0.5), EmbeddingBagConfig("b", 4, 4, ("b",))))
-RULES = [SGD(0.1), Adagrad(0.1), RowwiseAdagrad(0.1), FTRL(0.1)]
+RULES = [RowSGD(0.1), RowAdagrad(0.1), RowWiseAdagrad(0.1), RowFTRL(0.1)]
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def stores(tmp_path):
 
 
 def make(stores, rule=None):
-    return stores.create_embedding_store("t", LAYOUT, rule or SGD(0.1), seed=0)
+    return stores.create_embedding_store("t", LAYOUT, rule or RowSGD(0.1), seed=0)
 
 
 def rows(*numbers):
@@ -111,7 +111,7 @@ def test_staleness_when_none_then_nothing_is_stale(stores):
 
 
 def test_exchange_when_it_only_reads_then_changes_nothing(stores, tmp_path):
-    store = make(stores, RowwiseAdagrad())
+    store = make(stores, RowWiseAdagrad())
     before = {path: path.read_bytes() for path in (tmp_path / "t").iterdir()}
     empty = store.begin_exchange(RowExchange())()
     shapes = [tuple(x.shape) for x in (*empty.values.values(), empty.clocks, empty.stale, empty.current)]
@@ -125,7 +125,7 @@ def test_exchange_when_it_only_reads_then_changes_nothing(stores, tmp_path):
 
 def test_gradients_when_the_store_applies_them_then_clocks_stay(stores):
     store = make(stores)
-    store.apply_row_gradients(rows(1, 2), torch.ones(2, 4), learning_rate=1.0)
+    store.apply_row_gradients(rows(1, 2), torch.ones(2, 4), lr=1.0)
     assert not store.clocks.any()
     assert store.step == 1
 
@@ -244,7 +244,7 @@ ONE = {"push_rows": rows(1), "push_clocks": clocks(1), "updates": {"weight": tor
     ],
 )
 def test_exchange_when_wrong_then_is_refused_and_changes_nothing(stores, tmp_path, fields, error, reason):
-    store = make(stores, RowwiseAdagrad())
+    store = make(stores, RowWiseAdagrad())
     before = {path: path.read_bytes() for path in (tmp_path / "t").iterdir()}
     with pytest.raises(error, match=reason):
         store.begin_exchange(RowExchange(**fields))

@@ -16,7 +16,7 @@ from lightning_recsys.embeddings import (
 )
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.models import DeepFM
-from lightning_recsys.optim import FTRL, SGD, Adagrad, Adam, RowwiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.placement import PlacementPlan, TablePart, place_tables
 from lightning_recsys.row_cache.places import RowPlaces
 from lightning_recsys.stores import DynamicRows, MappedStores
@@ -57,7 +57,7 @@ PLANS = {
 
 
 def make(rule=None, **options) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(TABLES, optimizer=rule or SGD(0.1), **options)
+    return EmbeddingBagCollection(TABLES, optimizer=rule or RowSGD(0.1), **options)
 
 
 def batch(kind: str, size: int = 6) -> SparseFeatures:
@@ -110,7 +110,9 @@ def test_lookup_when_rows_are_in_stores_then_it_equals_the_local_one(servers, pl
 
 
 @pytest.mark.parametrize(
-    "rule", [SGD(0.1), Adagrad(0.1), RowwiseAdagrad(0.1), Adam(0.01), FTRL(0.1)], ids=lambda x: type(x).__name__
+    "rule",
+    [RowSGD(0.1), RowAdagrad(0.1), RowWiseAdagrad(0.1), RowAdam(0.01), RowFTRL(0.1)],
+    ids=lambda x: type(x).__name__,
 )
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_when_rows_are_in_stores_then_20_steps_equal_the_local_ones(servers, plan, rule):
@@ -137,7 +139,7 @@ def test_training_when_rows_are_in_stores_then_20_steps_equal_the_local_ones(ser
 
 def test_state_dict_when_loaded_into_a_bound_collection_then_the_stores_have_it(servers, monkeypatch):
     monkeypatch.setattr("lightning_recsys.stores.backend._BLOCK_BYTES", 4 * 4 * 3)  # three rows at a time
-    source, target = make(Adam(0.1)), make(Adam(0.1))
+    source, target = make(RowAdam(0.1)), make(RowAdam(0.1))
     source(batch("bags")).sum().backward()
     saved = {name: tensor.clone() for name, tensor in source.state_dict().items()}
     bind(target, servers)
@@ -266,7 +268,7 @@ def test_remote_stores_when_looked_up_then_all_requests_leave_before_the_first_a
 
 
 def test_meta_collection_when_bound_then_the_stores_draw_its_rows(servers):
-    collection = make(Adagrad(0.1), device="meta")
+    collection = make(RowAdagrad(0.1), device="meta")
     assert all(parameter.is_meta for parameter in collection.parameters())
     with pytest.raises(
         RuntimeError, match=r"\['users', 'movies', 'genres'\] have no rows here \(device='meta'\).*store"
@@ -283,9 +285,9 @@ def test_meta_collection_when_bound_then_the_stores_draw_its_rows(servers):
     collection.unbind()
     assert collection.cpu().embedding_bags.is_meta
     with pytest.raises(RuntimeError, match=r"no rows here.*bind a store before"):
-        collection.load_state_dict(make(Adagrad(0.1)).state_dict())
+        collection.load_state_dict(make(RowAdagrad(0.1)).state_dict())
     materialised = collection.to_empty(device="cpu")
-    materialised.load_state_dict(make(Adagrad(0.1)).state_dict())
+    materialised.load_state_dict(make(RowAdagrad(0.1)).state_dict())
     assert materialised(batch("bags")).shape == (6, 4, 4)
 
 
@@ -298,7 +300,7 @@ def test_meta_option_when_given_to_a_model_then_its_tables_have_no_rows():
 
 def test_bind_when_it_does_not_fit_then_the_error_says_why(servers):
     collection = make()
-    other = EmbeddingBagCollection(TABLES[:1], optimizer=SGD(0.1))
+    other = EmbeddingBagCollection(TABLES[:1], optimizer=RowSGD(0.1))
     backend = StoreBackend.create("other", other.layout, other.optimizer, servers=servers[:1])
     with pytest.raises(ValueError, match=r"the backend serves .*users.* the collection has .*movies"):
         collection.bind(backend)
@@ -325,17 +327,17 @@ def test_bind_when_it_does_not_fit_then_the_error_says_why(servers):
 def test_plan_when_a_row_has_no_place_or_two_then_it_is_refused(servers, parts):
     layout = make().layout
     with pytest.raises(ValueError, match=r"must place each row of table '\w+' \(of \d+\) on exactly one server"):
-        StoreBackend.create("net", layout, SGD(), servers=servers[:2], plan=PlacementPlan("size", 2, parts))
+        StoreBackend.create("net", layout, RowSGD(), servers=servers[:2], plan=PlacementPlan("size", 2, parts))
     assert servers[0].status()["stores"] == 0
 
 
 def test_plan_when_for_other_servers_then_it_is_refused(servers):
     with pytest.raises(ValueError, match="the plan places tables on 3 servers, got 2"):
-        StoreBackend.create("net", make().layout, SGD(), servers=servers[:2], plan=PLANS["by_tables"])
+        StoreBackend.create("net", make().layout, RowSGD(), servers=servers[:2], plan=PLANS["by_tables"])
 
 
 def test_plan_when_made_from_a_collection_then_bytes_are_those_of_the_stores(servers):
-    collection = make(Adam())
+    collection = make(RowAdam())
     plan = place_tables(table_costs("net", collection.layout, collection.optimizer), 3, method="size")
     StoreBackend.create("net", collection.layout, collection.optimizer, servers=servers, plan=plan)
     for index, server in enumerate(servers):
@@ -359,12 +361,12 @@ NUM_STORES = 4
 def balance_of(tmp_path, ids: torch.Tensor, *, num_rows: int, dynamic: DynamicRows | None) -> list[int]:
     """How many of a batch's ids each store is asked for, where one table is cut over four of them."""
     layout = TableLayout((EmbeddingBagConfig("items", num_rows, 4, ("item",)),))
-    plan = place_tables(table_costs("net", layout, SGD()), NUM_STORES, method="size")
+    plan = place_tables(table_costs("net", layout, RowSGD()), NUM_STORES, method="size")
     opened, asked = [], []
     for server in range(NUM_STORES):
         (tmp_path / str(server)).mkdir(parents=True)
         opened.append(MappedStores(tmp_path / str(server)))
-    backend = StoreBackend.create("net", layout, SGD(), servers=opened, plan=plan, dynamic=dynamic)
+    backend = StoreBackend.create("net", layout, RowSGD(), servers=opened, plan=plan, dynamic=dynamic)
     sparse = SparseFeatures(("item",), ids)
     for share in backend._shares:
         asked.append(share.select(backend._striped(sparse)).values.numel())

@@ -9,7 +9,7 @@ from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import nn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.mapped import MappedStores
 from lightning_recsys.strategies.common.averaged_copies import (
@@ -31,7 +31,7 @@ class Model(pl.LightningModule):
         self.plain = nn.Embedding(6, 4)
         self.before = nn.Linear(3, 4)
         tables = [EmbeddingBagConfig("first", 7, 4, ("a",)), EmbeddingBagConfig("second", 5, 4, ("b",))]
-        self.embeddings = EmbeddingBagCollection(tables, optimizer=SGD(0.1))
+        self.embeddings = EmbeddingBagCollection(tables, optimizer=RowSGD(0.1))
         self.behind = nn.Linear(8, 5)
 
 
@@ -47,7 +47,7 @@ def trainer(request):
 @pytest.fixture
 def served(trainer, tmp_path):
     """The model's tables in stores."""
-    tables = ServedTables(trainer.lightning_module, optimizer=SGD(0.1), names=["plain"])
+    tables = ServedTables(trainer.lightning_module, optimizer=RowSGD(0.1), names=["plain"])
     servers = [MappedStores(tmp_path)]
     plan = plan_placement(tables.collections, 1, method="size")
 

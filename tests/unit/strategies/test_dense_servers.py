@@ -158,5 +158,7 @@ def test_parameter_when_frozen_or_without_gradient_then_stays_as_it_is(servers):
     ],
 )
 def test_optimizer_when_servers_have_no_such_rule_then_refused_by_name(make, name):
-    with pytest.raises(TypeError, match=f"strategy.mode=ps has the servers train.* got {name}. Choose one of these"):
+    with pytest.raises(
+        TypeError, match=f"strategy.algorithm=ps has the servers train.* got {name}. Choose one of these"
+    ):
         ServedDensePart([make(make_model().parameters())])

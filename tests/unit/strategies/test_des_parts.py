@@ -21,7 +21,7 @@ from lightning_recsys.data.rows import InMemoryRows, select_features
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.models import DeepFM, LogisticRegression
 from lightning_recsys.models.layers import FirstOrder
-from lightning_recsys.optim import SGD, Adagrad
+from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.placement import place_fields
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.strategies import DESStrategy
@@ -136,8 +136,8 @@ def test_costs_when_tables_are_shared_then_their_fields_are_one():
     tables = [EmbeddingBagConfig("people", 10, 4, ("user", "friend")), EmbeddingBagConfig("movie", 5, 4, ("movie",))]
     weights = [EmbeddingBagConfig(name, 10, 1, (name,)) for name in ("user", "friend", "movie")]
     part = Own(
-        rows=EmbeddingBagCollection(tables, optimizer=Adagrad(0.1)),
-        weights=EmbeddingBagCollection(weights, optimizer=SGD(0.1)),
+        rows=EmbeddingBagCollection(tables, optimizer=RowAdagrad(0.1)),
+        weights=EmbeddingBagCollection(weights, optimizer=RowSGD(0.1)),
     )
     people, movie = field_costs({"": part}, {"friend": 3.0})
     # Adagrad has as much state as there are weights.
@@ -157,7 +157,7 @@ def test_model_when_the_others_are_gone_then_what_they_had_is_not_a_number():
             parts,
             plan=place_fields(field_costs(parts, {}), 2),
             group=group,
-            replicas=group,
+            replica_group=group,
             device=torch.device("cpu"),
             rows=NewRows(seed=0),
         )
@@ -186,11 +186,11 @@ def test_model_when_the_others_are_gone_then_what_they_had_is_not_a_number():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"placement": "size"}, r"strategy.placement must be one of \['mod', 'balanced'\], got 'size'"),
-        ({"replicas": 0}, "strategy.replicas must be at least 1, got 0"),
+        ({"field_placement": "size"}, r"strategy.field_placement must be one of \['mod', 'balanced'\], got 'size'"),
+        ({"num_replicas": 0}, "strategy.num_replicas must be at least 1, got 0"),
         (
-            {"replicas": 2, "dynamic_rows": DynamicRows(expire_after=9)},
-            r"strategy.dynamic_rows.expire_after=9 needs strategy.replicas=1, got 2",
+            {"num_replicas": 2, "dynamic_rows": DynamicRows(expire_after=9)},
+            r"strategy.dynamic_rows.expire_after=9 needs strategy.num_replicas=1, got 2",
         ),
     ],
 )
@@ -200,13 +200,13 @@ def test_strategy_when_an_argument_is_wrong_then_says_what_is_allowed(arguments,
 
 
 def test_groups_when_processes_do_not_make_them_up_then_refused():
-    trainer = pl.Trainer(strategy=DESStrategy(replicas=3), accelerator="cpu", devices=4, logger=False)
-    with pytest.raises(ValueError, match=r"4 processes .* do not make up strategy.replicas=3 equal groups"):
+    trainer = pl.Trainer(strategy=DESStrategy(num_replicas=3), accelerator="cpu", devices=4, logger=False)
+    with pytest.raises(ValueError, match=r"4 processes .* do not make up strategy.num_replicas=3 equal groups"):
         _ = trainer.strategy.distributed_sampler_kwargs
 
 
 def test_batches_when_there_are_groups_then_are_dealt_out_to_those():
-    strategy = DESStrategy(replicas=2)
+    strategy = DESStrategy(num_replicas=2)
     pl.Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False)
     seen = []
     for rank in range(4):

@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.strategies import StrategyRegistry
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.row_cache import SharedIndex
 from lightning_recsys.stores import DynamicRows, MappedStores
@@ -25,21 +25,24 @@ def make_trainer(strategy, **arguments) -> pl.Trainer:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("het", "het"), ("het_hybrid", "hybrid"), ("het_ps", "ps"), ("het_allreduce", "allreduce")]
+    ("name", "algorithm"), [("het", "het"), ("het_hybrid", "hybrid"), ("het_ps", "ps"), ("het_allreduce", "allreduce")]
 )
-def test_name_when_registered_then_the_trainer_finds_it(name, mode):
-    assert StrategyRegistry.get(name).mode == mode
-    assert make_trainer(name).strategy.mode == mode
+def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
+    assert StrategyRegistry.get(name).algorithm == algorithm
+    assert make_trainer(name).strategy.algorithm == algorithm
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "async"}, r"strategy.mode must be one of het, hybrid, ps, allreduce, got 'async'"),
+        ({"algorithm": "async"}, r"strategy.algorithm must be one of het, hybrid, ps, allreduce, got 'async'"),
         ({"policy": "fifo"}, r"strategy.policy must be one of lru, lfu, light_lfu, got 'fifo'"),
         ({"clock": "min"}, r"strategy.clock must be one of \['max', 'sum'\], got 'min'"),
         ({"cache_rows": 0}, r"strategy.cache_rows must be at least 1, got 0"),
-        ({"cache_fraction": 0.0}, r"strategy.cache_fraction must be in \(0, 1\], got 0.0. strategy.mode=hybrid has no"),
+        (
+            {"cache_fraction": 0.0},
+            r"strategy.cache_fraction must be in \(0, 1\], got 0.0. strategy.algorithm=hybrid has no",
+        ),
         ({"cache_fraction": 1.5}, r"strategy.cache_fraction must be in \(0, 1\], got 1.5"),
         ({"cache_rows": 5, "cache_fraction": 0.5}, r"give strategy.cache_rows or strategy.cache_fraction, not both"),
         ({"staleness": -1}, r"strategy.staleness must be at least 0, or null for no bound, got -1"),
@@ -49,10 +52,13 @@ def test_name_when_registered_then_the_trainer_finds_it(name, mode):
         ({"lookahead_bytes": 0}, r"strategy.lookahead_bytes must be at least 1, got 0"),
         ({"dynamic_rows": DynamicRows()}, r"strategy.dynamic_rows needs strategy.cache_rows"),
         ({"dynamic_rows": DynamicRows(), "cache_fraction": 0.5}, r"strategy.dynamic_rows needs strategy.cache_rows"),
-        ({"mode": "allreduce", "dynamic_rows": DynamicRows()}, r"strategy.dynamic_rows .* strategy.mode=allreduce has"),
-        ({"num_servers": 0}, r"strategy.num_servers must be at least 1, got 0"),
+        (
+            {"algorithm": "allreduce", "dynamic_rows": DynamicRows()},
+            r"strategy.dynamic_rows .* strategy.algorithm=allreduce has",
+        ),
+        ({"num_embedding_servers": 0}, r"strategy.num_embedding_servers must be at least 1, got 0"),
         ({"min_rows": 0}, r"strategy.min_rows must be at least 1, got 0"),
-        ({"placement": "best"}, r"strategy.placement must be one of .*, got 'best'"),
+        ({"table_placement": "best"}, r"strategy.table_placement must be one of .*, got 'best'"),
     ],
 )
 def test_argument_when_wrong_then_refused_by_its_place_in_the_config(arguments, message):
@@ -63,7 +69,7 @@ def test_argument_when_wrong_then_refused_by_its_place_in_the_config(arguments, 
 def test_arguments_of_ddp_when_the_dense_part_is_on_servers_then_refused():
     assert HETStrategy(find_unused_parameters=True)
     with pytest.raises(TypeError, match=r"does not use DistributedDataParallel.*find_unused_parameters"):
-        HETStrategy(mode="ps", find_unused_parameters=True)
+        HETStrategy(algorithm="ps", find_unused_parameters=True)
 
 
 @pytest.mark.parametrize(("given", "kept"), [(3, 3), (0, 0), (None, None), ("inf", None), (math.inf, None)])
@@ -88,19 +94,19 @@ def test_cache_when_sized_then_holds_so_many_of_1001_rows(arguments, kept):
         ({"prefetch": False}, 2, False, False, True, 0.5),
         ({"lookahead_batches": 0}, 2, False, True, True, 0.5),
         ({"lookahead_batches": 0, "prefetch": False}, 2, False, False, False, 0.5),
-        ({"mode": "hybrid"}, 2, True, False, False, 0.5),
-        ({"mode": "ps"}, 2, False, False, False, 1.0),
-        ({"mode": "allreduce"}, 2, False, False, False, 0.5),
+        ({"algorithm": "hybrid"}, 2, True, False, False, 0.5),
+        ({"algorithm": "ps"}, 2, False, False, False, 1.0),
+        ({"algorithm": "allreduce"}, 2, False, False, False, 0.5),
     ],
 )
-def test_workers_when_of_a_mode_then_wait_peek_and_scale_accordingly(
+def test_workers_when_of_an_algorithm_then_wait_peek_and_scale_accordingly(
     arguments, devices, in_step, prefetches, peeks, scale
 ):
     strategy = make_trainer(HETStrategy(**arguments), devices=devices).strategy
     assert (strategy.in_step, strategy._prefetches, strategy._peeks) == (in_step, prefetches, peeks)
     assert strategy.gradient_scale == scale
-    assert strategy.asynchronous is (strategy.mode == "ps")
-    assert len(strategy.server_specs()) == (strategy.mode != "allreduce")
+    assert strategy.asynchronous is (strategy.algorithm == "ps")
+    assert len(strategy.server_specs()) == (strategy.algorithm != "allreduce")
 
 
 @pytest.mark.parametrize(("staleness", "shares"), [(3, True), (0, False)], ids=["in place", "in step"])
@@ -118,7 +124,7 @@ def test_index_when_collections_have_the_same_ids_then_is_made_once_and_only_whe
         monkeypatch.setattr(f"{module}.SharedIndex", Counted)
     strategy = make_trainer(HETStrategy(staleness=staleness)).strategy
     for width in (1, 4):
-        collection = EmbeddingBagCollection([EmbeddingBagConfig("t", 100, width, ("x",))], optimizer=SGD(0.1))
+        collection = EmbeddingBagCollection([EmbeddingBagConfig("t", 100, width, ("x",))], optimizer=RowSGD(0.1))
         plan = PlacementPlan("size", 1, (TablePart(f"of_{width}", "t", 100, 0),))
         servers = [MappedStores(tmp_path)]
         backend = strategy.make_backend(f"of_{width}", collection, servers=servers, plan=plan, seed=0)
@@ -127,7 +133,7 @@ def test_index_when_collections_have_the_same_ids_then_is_made_once_and_only_whe
 
 
 def test_strategy_when_pickled_then_keeps_its_settings():
-    strategy = pickle.loads(pickle.dumps(HETStrategy(mode="ps", cache_rows=9, staleness=4)))
+    strategy = pickle.loads(pickle.dumps(HETStrategy(algorithm="ps", cache_rows=9, staleness=4)))
     assert (strategy.asynchronous, strategy.wraps_model) == (True, False)
     assert (strategy.cache_rows, strategy.staleness) == (9, 4)
 

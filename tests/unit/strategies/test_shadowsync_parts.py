@@ -17,7 +17,7 @@ from torch import nn
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.errors import NoRoomError
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 from lightning_recsys.placement import Room
 from lightning_recsys.stores.mapped import MappedStores
 from lightning_recsys.strategies import ShadowSyncStrategy
@@ -74,8 +74,11 @@ def test_algorithm_of_ones_own_when_alpha_is_left_out_then_keeps_its_own_default
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "async"}, r"strategy\.mode must be one of background, foreground, got 'async'"),
-        ({"placement": "random"}, r"strategy\.placement must be one of round_robin, size, profiled, got 'random'"),
+        ({"rounds": "async"}, r"strategy\.rounds must be one of background, foreground, got 'async'"),
+        (
+            {"table_placement": "random"},
+            r"strategy\.table_placement must be one of round_robin, size, profiled, got 'random'",
+        ),
         ({"final": "best"}, r"strategy\.final must be one of trainer0, average, got 'best'"),
         ({"num_trainers": 0}, r"strategy\.num_trainers must be at least 1, got 0"),
         ({"workers_per_trainer": 0}, r"strategy\.workers_per_trainer must be at least 1, got 0"),
@@ -96,9 +99,9 @@ def test_argument_when_wrong_then_refused_by_its_place_in_the_config(arguments, 
 
 
 def test_strategy_when_pickled_then_keeps_its_settings():
-    strategy = ShadowSyncStrategy(num_trainers=3, algorithm="bmuf", eta=0.5, mode="foreground", gap=7)
+    strategy = ShadowSyncStrategy(num_trainers=3, algorithm="bmuf", eta=0.5, rounds="foreground", gap=7)
     copy = pickle.loads(pickle.dumps(strategy))
-    assert (copy.num_trainers, copy.mode, copy.gap) == (3, "foreground", 7)
+    assert (copy.num_trainers, copy.rounds, copy.gap) == (3, "foreground", 7)
     assert isinstance(copy.algorithm, BMUF)
     assert copy.algorithm.eta == 0.5
 
@@ -520,7 +523,7 @@ def test_placement_when_profiled_then_measures_every_table_and_leaves_the_random
     tables = [EmbeddingBagConfig("small", 10, 4, ("a",)), EmbeddingBagConfig("large", 5000, 4, ("b", "c"))]
     model = nn.ModuleDict({"embeddings": EmbeddingBagCollection(tables)})
     state = torch.get_rng_state()
-    collections = ServedTables(model, optimizer=SGD()).collections
+    collections = ServedTables(model, optimizer=RowSGD()).collections
     assert list(collections) == ["embeddings"]
     costs = measure_costs(collections["embeddings"])
     assert costs.keys() == {"small", "large"}
@@ -583,7 +586,7 @@ def test_placement_when_the_servers_lack_room_then_says_so_and_tables_that_grow_
     told = {"place": "here", "free_bytes": 10_000}
     rooms = rooms_of([Server(), Server()])
     tables = [EmbeddingBagConfig("a", 1000, 4, ("x",))]
-    collections = {"net": EmbeddingBagCollection(tables, optimizer=SGD(), device="meta")}
+    collections = {"net": EmbeddingBagCollection(tables, optimizer=RowSGD(), device="meta")}
     with pytest.raises(NoRoomError, match=r"table net.a needs [0-9,]+ bytes .* server 0 [0-9,]+ of 10,000"):
         plan_placement(collections, 2, method="size", rooms=rooms)
     assert plan_placement(collections, 2, method="size", rooms=rooms, growing=["net"]).num_servers == 2

@@ -14,7 +14,7 @@ from lightning_recsys.checkpoints import to_folder
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.models import DLRM, DeepFM
-from lightning_recsys.optim import SGD, RowwiseAdagrad
+from lightning_recsys.optim import RowSGD, RowWiseAdagrad
 from lightning_recsys.tasks import CTRTask
 
 FIELDS, NUM_DENSE = {"user": 50, "movie": 30}, 3
@@ -37,7 +37,7 @@ def make_batches(count: int, size: int = 16, seed: int = 0) -> Batches:
 
 def make_task(**kwargs) -> CTRTask:
     torch.manual_seed(0)
-    row_optimizer = kwargs.pop("row_optimizer", RowwiseAdagrad(learning_rate=0.1))
+    row_optimizer = kwargs.pop("row_optimizer", RowWiseAdagrad(lr=0.1))
     model = DLRM(NUM_DENSE, FIELDS, embedding_dim=4, bottom_hidden=(8,), top_hidden=(8,), row_optimizer=row_optimizer)
     return CTRTask(model, **kwargs)
 
@@ -102,15 +102,11 @@ def test_accumulation_then_equals_larger_batches(tmp_path):
 
 def test_scheduler_then_drives_dense_part_and_rows(tmp_path):
     scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.0 if step >= 2 else 1.0)
-    task = make_task(
-        row_optimizer=SGD(learning_rate=0.5), optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=scheduler
-    )
+    task = make_task(row_optimizer=RowSGD(lr=0.5), optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=scheduler)
     batches = make_batches(5)
     fit(make_trainer(tmp_path, max_steps=2), task, batches)
     after_two = {name: value.clone() for name, value in task.state_dict().items()}
-    task = make_task(
-        row_optimizer=SGD(learning_rate=0.5), optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=scheduler
-    )
+    task = make_task(row_optimizer=RowSGD(lr=0.5), optimizer=partial(torch.optim.SGD, lr=0.1), scheduler=scheduler)
     trainer = make_trainer(tmp_path)
     fit(trainer, task, batches)
     assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.0, 0.0]
@@ -223,7 +219,7 @@ class OwnModule(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = DeepFM(NUM_DENSE, FIELDS, embedding_dim=4, row_optimizer=SGD(learning_rate=0.5))
+        self.net = DeepFM(NUM_DENSE, FIELDS, embedding_dim=4, row_optimizer=RowSGD(lr=0.5))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         return nn.functional.binary_cross_entropy_with_logits(self.net(batch.dense, batch.sparse), batch.labels)

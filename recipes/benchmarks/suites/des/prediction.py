@@ -13,9 +13,9 @@ from lightning_recsys.data import Batch
 from lightning_recsys.placement.communication import (
     FLOAT_BYTES,
     KEY_BYTES,
-    NO_TRAFFIC,
+    NO_COST,
+    CommunicationCost,
     RichLayer,
-    Traffic,
     all_gather,
     all_reduce,
     deep,
@@ -46,8 +46,8 @@ class Prediction:
         distinct: Distinct features of a global batch, and of a process's part of it.
     """
 
-    traffic: Mapping[str, Traffic]
-    paper: Mapping[str, Traffic]
+    traffic: Mapping[str, CommunicationCost]
+    paper: Mapping[str, CommunicationCost]
     distinct: tuple[float, float]
 
 
@@ -67,7 +67,7 @@ def predict(model: str, rows: Rows, pieces: Sequence[Batch], *, num_processes: i
     layers = layers_of(model, rows)
     cluster = {"num_processes": num_processes}
     dense = all_reduce(dense_floats(model, rows), **cluster)
-    gathered = NO_TRAFFIC
+    gathered = NO_COST
     for layer in layers:
         if layer.row_floats:
             num_ids = mean(max(piece.sparse.values.numel() for piece in pieces[i : i + num_processes]) for i in starts)
@@ -109,5 +109,5 @@ def dense_floats(model: str, rows: Rows) -> int:
     return sum(x.numel() for x in make_model(model, rows, device="meta").parameters() if x.requires_grad)
 
 
-def _with_headers(traffic: Traffic) -> Traffic:
+def _with_headers(traffic: CommunicationCost) -> CommunicationCost:
     return replace(traffic, sent_bytes=traffic.sent_bytes + GLOO_BYTES * traffic.messages + LIGHTNING_BYTES)

@@ -37,8 +37,14 @@ LINK = Network(bandwidth=125e6, latency=1e-4)  # 1 Gbit/s
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     DES: {"name": "des"},
-    PS: {"name": "het", "mode": "hybrid", "num_servers": HOSTS, "transport": "tcp", "placement": "size"},
-    ALL_REDUCE: {"name": "het", "mode": "allreduce"},
+    PS: {
+        "name": "het",
+        "algorithm": "hybrid",
+        "num_embedding_servers": HOSTS,
+        "transport": "tcp",
+        "table_placement": "size",
+    },
+    ALL_REDUCE: {"name": "het", "algorithm": "allreduce"},
 }
 
 log = logging.getLogger("benchmark")

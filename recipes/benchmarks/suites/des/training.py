@@ -22,7 +22,7 @@ from benchmarks.suites.des.rows import ROWS, HeldRows, Rows
 from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.models import DeepFM, LogisticRegression, WideDeep
-from lightning_recsys.optim import RowwiseAdagrad
+from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import DESStrategy, HETStrategy
 
@@ -61,7 +61,7 @@ class CountedSteps(StepTimes):
 def make_model(name: str, rows: Rows, *, device: str | None = None) -> torch.nn.Module:
     """A model for such rows; on ``meta`` without its own rows, which servers then draw."""
     deep: dict[str, Any] = {} if name == "LR" else {"embedding_dim": rows.dim, "hidden": rows.hidden}
-    rule = RowwiseAdagrad(learning_rate=0.01)
+    rule = RowWiseAdagrad(lr=0.01)
     return MODELS[name](rows.num_dense, rows.fields, row_optimizer=rule, device=device, **deep)
 
 
@@ -96,7 +96,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    network = make_model(model, ROWS[data], device="meta" if arguments.get("num_servers") else None)
+    network = make_model(model, ROWS[data], device="meta" if arguments.get("num_embedding_servers") else None)
     task = TaskAlone(network, optimizer=partial(torch.optim.Adagrad, lr=0.01, fused=True))
     trainer.fit(task, datamodule=HeldRows(ROWS[data], batch_size=batch_size))
     torch.distributed.destroy_process_group()

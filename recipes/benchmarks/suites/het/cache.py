@@ -27,7 +27,7 @@ from rich.table import Table
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.launchers import ServerSpec, Sidecars
-from lightning_recsys.optim import SGD, RowOptimizer
+from lightning_recsys.optim import RowOptimizer, RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import TablePart
@@ -108,7 +108,7 @@ class Worker:
             if following is not None:
                 num_bytes -= _bytes_of(following)
                 self.backend.prefetch(following)
-            self.backend.apply_gradients([ticket], self._gradient[: batch.batch_size], learning_rate=0.01)
+            self.backend.apply_gradients([ticket], self._gradient[: batch.batch_size], lr=0.01)
             batch = following
 
     def reads_and_misses(self) -> tuple[float, float]:
@@ -138,12 +138,12 @@ def worker(
     optimizer: RowOptimizer | None = None,
 ) -> Iterator[Worker]:
     """A worker and its server, a process of its own behind a socket of the machine."""
-    optimizer = optimizer or SGD()
+    optimizer = optimizer or RowSGD()
     layout = TableLayout(tuple(EmbeddingBagConfig(name, rows, dim, (name,)) for name, rows in work.fields.items()))
     parts = [TablePart("rows", x.name, x.num_embeddings, server=0) for x in layout.tables]
     with Sidecars([ServerSpec("embedding", 0)]) as sidecars:
         (endpoint,) = sidecars.endpoints["embedding"]
-        with closing(connect(endpoint, shared_memory="never")) as stores:
+        with closing(connect(endpoint, transport="tcp")) as stores:
             assert isinstance(stores, RemoteStores)
             store = stores.create_embedding_store("rows", layout, optimizer, seed=0)
             backend = CachedBackend(

@@ -97,9 +97,9 @@ def measure(
         warm_steps: Steps until the cache is full.
     """
     strategies: Mapping[str, tuple[Mapping[str, Any], int]] = {
-        HYBRID: ({"mode": "hybrid"}, 5),
-        PREFETCHED: ({"mode": "hybrid", "prefetch": True, "lookahead_ids": 0}, 5),
-        HET: ({"mode": "het", "staleness": staleness}, warm_steps),
+        HYBRID: ({"algorithm": "hybrid"}, 5),
+        PREFETCHED: ({"algorithm": "hybrid", "prefetch": True, "lookahead_ids": 0}, 5),
+        HET: ({"algorithm": "het", "staleness": staleness}, warm_steps),
     }
     limits = dict(zip(rates, at_least, strict=True))
     results: list[Result] = []

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 from lightning_recsys.models import WideDeep
-from lightning_recsys.optim import RowwiseAdagrad
+from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.strategies import HETStrategy
@@ -94,7 +94,7 @@ def measure(
     warnings.filterwarnings("ignore")
     pl.seed_everything(0, verbose=False)
     fields = {f"field{i}": ids for i in range(tables)}
-    optimizer = RowwiseAdagrad(learning_rate=0.01)
+    optimizer = RowWiseAdagrad(lr=0.01)
     network = WideDeep(0, fields, embedding_dim=dim, hidden=(64,), row_optimizer=optimizer, device="meta")
     task = TaskAlone(network, optimizer=partial(torch.optim.SGD, lr=0.01))
     with tempfile.TemporaryDirectory() as folder:

@@ -83,7 +83,7 @@ def measure_overhead(*, model: str, batch_sizes: Sequence[int], dim: int, rounds
     bars = []
     for batch_size in batch_sizes:
         settings = {"model": model, "batch_size": batch_size, "dim": dim, "rows": ROWS}
-        variants = {"plain stores": None, "het": {"mode": "het", "staleness": 100}}
+        variants = {"plain stores": None, "het": {"algorithm": "het", "staleness": 100}}
         with ExitStack() as stack:
             jobs = {
                 name: Job(

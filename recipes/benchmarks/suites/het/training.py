@@ -23,7 +23,7 @@ from benchmarks.harness.workload import Workload
 from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.models import DCN, DeepFM, WideDeep
-from lightning_recsys.optim import SGD
+from lightning_recsys.optim import RowSGD
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.common.served import ServedStrategy
@@ -112,7 +112,7 @@ def train(
     configure_worker()
     pl.seed_everything(0, verbose=False)
     work = Workload(rows=rows, dim=dim)
-    optimizer = SGD(learning_rate=0.01)
+    optimizer = RowSGD(lr=0.01)
     make = (MODELS | PAPERS_MODELS)[model]
     network = make(work.num_dense, work.fields, embedding_dim=dim, row_optimizer=optimizer, device="meta")
     task = TaskAlone(network, optimizer=partial(torch.optim.SGD, lr=0.01, fused=True))
@@ -135,7 +135,7 @@ def train(
 
 
 def _het(**arguments: Any) -> HETStrategy:
-    early = arguments.get("mode") == "hybrid" and arguments.get("prefetch", False)
+    early = arguments.get("algorithm") == "hybrid" and arguments.get("prefetch", False)
     return (PrefetchedHybrid if early else HETStrategy)(**arguments)
 
 

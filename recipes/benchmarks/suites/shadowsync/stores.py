@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
 from lightning_recsys.launchers import ServerSpec, Sidecars
-from lightning_recsys.optim import RowwiseAdagrad
+from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 
@@ -87,7 +87,7 @@ def _remote(*, dim: int, batch_size: int, rounds: int, seconds: float, warm_look
 
     with (
         served_rows(work, dim) as (endpoint, layout),
-        closing(connect(endpoint, shared_memory="never")) as stores,
+        closing(connect(endpoint, transport="tcp")) as stores,
         torch_rpc.lookups(wanted, layout.num_rows, dim, warm_lookups=warm_lookups) as over_rpc,
     ):
         lookup = stores.embedding_store("rows").lookup
@@ -114,5 +114,5 @@ def served_rows(work: Workload, dim: int) -> Iterator[tuple[str, TableLayout]]:
     with Sidecars([ServerSpec("embedding", 0)]) as sidecars:
         (endpoint,) = sidecars.endpoints["embedding"]
         with closing(connect(endpoint)) as stores:
-            stores.create_embedding_store("rows", layout, RowwiseAdagrad(), seed=0)
+            stores.create_embedding_store("rows", layout, RowWiseAdagrad(), seed=0)
         yield endpoint, layout

@@ -23,9 +23,9 @@ from rich.table import Table
 Part = Literal["link", "overhead", "scale", "straggler", "store", "quality"]
 
 NOT_SYNCHRONISED = "not synchronised"
-NEVER = {"mode": "foreground", "gap": 10**9}  # the same processes and servers, and no round
+NEVER = {"rounds": "foreground", "gap": 10**9}  # the same processes and servers, and no round
 LINK_DIM = 4  # of rows, so that it is synchronisation that fills the link
-BACKGROUND: dict[str, Any] = {"mode": "background"}
+BACKGROUND: dict[str, Any] = {"rounds": "background"}
 SLOWED = (1, 5)  # a trainer, and how many times slower it is
 ALL_FAST = "no straggler"  # S-EASGD
 
@@ -132,7 +132,7 @@ class Suite:
             ALL_FAST: self._on_one_machine(BACKGROUND),
             "S-EASGD": self._on_one_machine(BACKGROUND, slowed=SLOWED),
             "S-MA": self._on_one_machine({**BACKGROUND, "algorithm": "ma"}, slowed=SLOWED),
-            "FR-MA-5": self._on_one_machine({"mode": "foreground", "gap": 5, "algorithm": "ma"}, slowed=SLOWED),
+            "FR-MA-5": self._on_one_machine({"rounds": "foreground", "gap": 5, "algorithm": "ma"}, slowed=SLOWED),
         }
         with self._run(variants) as jobs:
             first, slowed = (
@@ -153,8 +153,8 @@ class Suite:
         """A trainer on each of two hosts."""
         variants = {
             NOT_SYNCHRONISED: NEVER,
-            "FR-EASGD-5": {"mode": "foreground", "gap": 5},
-            "FR-EASGD-30": {"mode": "foreground", "gap": 30},
+            "FR-EASGD-5": {"rounds": "foreground", "gap": 5},
+            "FR-EASGD-30": {"rounds": "foreground", "gap": 30},
             "S-EASGD": BACKGROUND,
         }
         try:

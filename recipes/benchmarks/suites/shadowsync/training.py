@@ -19,7 +19,7 @@ from benchmarks.harness.workload import Workload
 from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.models import DLRM
-from lightning_recsys.optim import RowwiseAdagrad
+from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies import ShadowSyncStrategy
@@ -67,7 +67,7 @@ def make_task(work: Workload) -> TaskAlone:
         embedding_dim=work.dim,
         bottom_hidden=(512, 256, 64),
         top_hidden=(1024, 512),
-        row_optimizer=RowwiseAdagrad(learning_rate=0.01),
+        row_optimizer=RowWiseAdagrad(lr=0.01),
     )
     return TaskAlone(network, optimizer=partial(torch.optim.Adagrad, lr=0.01, fused=True))
 

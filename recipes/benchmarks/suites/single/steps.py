@@ -41,7 +41,7 @@ class FixedRows(Backend):
     def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:
         return self.pooled.detach(), Ticket(sparse)
 
-    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, learning_rate: float) -> None:
+    def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:
         pass
 
 

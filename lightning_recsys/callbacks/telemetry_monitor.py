@@ -24,7 +24,7 @@ class Histogram(Protocol):
         """The largest."""
 
 
-class StalenessMonitor(LeanCallback):
+class TelemetryMonitor(LeanCallback):
     """Logs ``trainer.strategy.telemetry()``: staleness, synchronisation gaps, cache hits, bytes sent.
 
     ``telemetry()`` maps names to numbers or to a :class:`Histogram`, which becomes ``<name>/mean``, ``<name>/p99`` and
@@ -35,7 +35,7 @@ class StalenessMonitor(LeanCallback):
     A strategy without ``telemetry()``, such as Lightning's own, logs nothing.
 
     >>> from pytorch_lightning import Trainer
-    >>> callback = StalenessMonitor()
+    >>> callback = TelemetryMonitor()
     >>> trainer = Trainer(callbacks=callback, accelerator="cpu", logger=False, enable_checkpointing=False)
     """
 

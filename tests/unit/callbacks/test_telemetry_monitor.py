@@ -1,4 +1,4 @@
-"""StalenessMonitor with strategies that answer and strategies that do not."""
+"""TelemetryMonitor with strategies that answer and strategies that do not."""
 
 import csv
 
@@ -9,7 +9,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
-from lightning_recsys.callbacks import StalenessMonitor
+from lightning_recsys.callbacks import TelemetryMonitor
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -34,7 +34,7 @@ def fit(tmp_path, **options):
 
 
 def test_strategy_with_telemetry_then_it_is_logged_at_log_steps_and_at_the_end(tmp_path):
-    trainer, logger = fit(tmp_path, strategy=Talkative(), callbacks=StalenessMonitor())
+    trainer, logger = fit(tmp_path, strategy=Talkative(), callbacks=TelemetryMonitor())
     assert trainer.strategy.calls == 3
     assert {name: value.item() for name, value in trainer.callback_metrics.items()} == {
         "sync/rounds": 3,
@@ -51,7 +51,7 @@ def test_strategy_with_telemetry_then_it_is_logged_at_log_steps_and_at_the_end(t
 
 def test_strategy_with_telemetry_then_it_can_be_monitored(tmp_path):
     stopping = EarlyStopping("staleness/max", mode="min", patience=1, check_on_train_epoch_end=True)
-    trainer, _ = fit(tmp_path, strategy=Talkative(), callbacks=[StalenessMonitor(), stopping], max_epochs=5)
+    trainer, _ = fit(tmp_path, strategy=Talkative(), callbacks=[TelemetryMonitor(), stopping], max_epochs=5)
     assert trainer.current_epoch == 2
 
 
@@ -62,7 +62,7 @@ def test_strategy_without_telemetry_then_nothing_is_logged(tmp_path, strategy):
             return {}
 
     chosen = Silent("cpu") if strategy == "silent" else strategy
-    trainer, logger = fit(tmp_path, strategy=chosen, callbacks=StalenessMonitor())
+    trainer, logger = fit(tmp_path, strategy=chosen, callbacks=TelemetryMonitor())
     assert trainer.callback_metrics == {}
     assert not (tmp_path / "metrics.csv").exists()
     assert logger.experiment.metrics == []
