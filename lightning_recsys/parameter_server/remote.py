@@ -24,7 +24,16 @@ from lightning_recsys.parameter_server.wire import Limits, Reply
 from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Stores
-from lightning_recsys.stores.plain import layout_from_plain, layout_to_plain, optimizer_from_plain, optimizer_to_plain
+from lightning_recsys.stores.plain import (
+    layout_from_plain,
+    layout_to_plain,
+    normalization_from_plain,
+    normalization_to_plain,
+    optimizer_from_plain,
+    optimizer_to_plain,
+)
+from lightning_recsys.stores.versions import StalenessHistogram, check_versions
+from lightning_recsys.sync import StalenessNormalization
 
 Arguments = Mapping[str, Any]
 NONE: Arguments = {}
@@ -66,6 +75,28 @@ class _OneStore:
         return self._connection.push(operation, store=self._name, arguments=own, arrays=arrays)
 
 
+class _Reports:
+    """What the server says of the staleness of pushes, one answer after another."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Pending] = deque()  # pushes whose answers have not been read, in the order of sending
+        self._observed = StalenessHistogram()
+
+    def expect(self, push: Pending) -> None:
+        """Read its answer once it is there."""
+        self._waiting.append(push)
+        self.observed  # noqa: B018 - forgets those that are answered
+
+    @property
+    def observed(self) -> StalenessHistogram:
+        """What the answers that are there have said; nothing is asked or waited for."""
+        while self._waiting and (reply := self._waiting[0].reply) is not None:
+            self._waiting.popleft()
+            for counts in reply.arrays:  # none of a push that was sent twice, or refused
+                self._observed.add(counts)
+        return self._observed
+
+
 class RemoteEmbeddingStore(EmbeddingStore):
     """Rows on a server.
 
@@ -83,6 +114,12 @@ class RemoteEmbeddingStore(EmbeddingStore):
         self.name = name
         self._store = _OneStore(connection, name, description["generation"])
         self._row_shapes = row_shapes(self.layout, self.optimizer)
+        self.normalization = normalization_from_plain(description["normalization"])
+        self._reports = _Reports()
+
+    @property
+    def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
+        return self._reports.observed
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         return self._store.request("lookup", arrays=[_ready(rows_U)]).arrays[0]
@@ -95,15 +132,33 @@ class RemoteEmbeddingStore(EmbeddingStore):
         pending = store.begin("pooled_lookup", arguments=arguments, arrays=arrays)
         return lambda: store.wait(pending).arrays[0]
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
-        arguments, arrays = _sparse(sparse)
-        arguments["lr"] = float(lr)
-        arrays = [*map(_own, arrays), _own(grad_BFD)]
-        self._store.push("apply_gradients", arguments=arguments, arrays=arrays)
+    def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102
+        store, (arguments, arrays) = self._store, _sparse(sparse)
+        arguments["versioned"] = True
+        pending = store.begin("pooled_lookup", arguments=arguments, arrays=arrays)
 
-    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, lr: float) -> None:  # noqa: D102
-        arguments, arrays = {"lr": float(lr)}, [_own(rows_U), _own(grads_UD)]
-        self._store.push("apply_row_gradients", arguments=arguments, arrays=arrays)
+        def answer() -> tuple[Tensor, Tensor]:
+            pooled_BFD, versions_N = store.wait(pending).arrays
+            return pooled_BFD, versions_N
+
+        return answer
+
+    def apply_gradients(  # noqa: D102 - inherited
+        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> None:
+        check_versions(self.normalization, versions, sparse.values.numel())
+        arguments, arrays = _sparse(sparse)
+        arguments |= {"lr": float(lr), **_flags(versioned=versions)}
+        arrays = [*map(_own, arrays), *_given(versions), _own(grad_BFD)]
+        self._reports.expect(self._store.push("apply_gradients", arguments=arguments, arrays=arrays))
+
+    def apply_row_gradients(  # noqa: D102 - inherited
+        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> None:
+        check_versions(self.normalization, versions, rows_U.numel())
+        arguments = {"lr": float(lr), **_flags(versioned=versions)}
+        arrays = [_own(rows_U), *_given(versions), _own(grads_UD)]
+        self._reports.expect(self._store.push("apply_row_gradients", arguments=arguments, arrays=arrays))
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self._row_shapes)
@@ -221,13 +276,29 @@ class RemoteDenseStore(DenseStore):
     """
 
     def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
-        self.size = int(description["size"])
+        self.parts = tuple(description["parts"])
+        self.size = sum(self.parts)
+        self._reports = _Reports()
         self.name = name
         self._traffic = connection.traffic
         self._store = _OneStore(connection, name, description["generation"])
 
     def pull(self) -> Tensor:  # noqa: D102 - inherited
         return self._store.request("pull").arrays[0]
+
+    @property
+    def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
+        return self._reports.observed
+
+    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102 - inherited
+        store = self._store
+        pending = store.begin("pull", arguments={"versioned": True})
+
+        def answer() -> tuple[Tensor, Tensor]:
+            values, versions = store.wait(pending).arrays
+            return values, versions
+
+        return answer
 
     def assign(self, values: Tensor) -> None:  # noqa: D102 - inherited
         self._store.wait(self._store.push("assign", arrays=[_ready(values)]))
@@ -240,10 +311,27 @@ class RemoteDenseStore(DenseStore):
         pending = store.push("elastic_average", arguments=arguments, arrays=[_ready(local)])
         return lambda: store.wait(pending).arrays[0]
 
-    def push_gradient(self, gradient: Tensor, *, lr: float) -> int:  # noqa: D102 - inherited
-        arguments = {"lr": float(lr)}
-        pending = self._store.push("push_gradient", arguments=arguments, arrays=[_ready(gradient)])
-        return int(self._store.wait(pending).value)
+    def push_gradient(  # noqa: D102 - inherited
+        self,
+        gradient: Tensor,
+        *,
+        lr: float,
+        versions: Tensor | None = None,
+        trained: Tensor | None = None,
+    ) -> None:
+        arguments = {"lr": float(lr), **_flags(versioned=versions, masked=trained)}
+        marks = None if trained is None else trained.to(torch.uint8)
+        arrays = [_own(gradient), *_given(versions), *_given(marks)]
+        self._reports.expect(self._store.push("push_gradient", arguments=arguments, arrays=arrays))
+
+    def read(self, name: str) -> Tensor:  # noqa: D102 - inherited
+        return self._store.request("read_dense", arguments={"array": name}).arrays[0]
+
+    def write(self, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
+        self._store.wait(self._store.push("write_dense", arguments={"array": name}, arrays=[_own(values)]))
+
+    def flush(self) -> None:  # noqa: D102 - inherited
+        self._store.flush()
 
     @property
     def version(self) -> int:  # noqa: D102 - inherited
@@ -284,11 +372,13 @@ class RemoteStores(Stores):
         *,
         seed: int,
         dynamic: DynamicRows | None = None,
+        normalization: StalenessNormalization | None = None,
     ) -> RemoteEmbeddingStore:
         arguments = {
             "tables": layout_to_plain(layout),
             "optimizer": optimizer_to_plain(optimizer),
             "seed": int(seed),
+            "normalization": normalization_to_plain(normalization),
         }
         if dynamic is None:
             return RemoteEmbeddingStore(self.connection, name, self._create("embedding", name, arguments))
@@ -296,9 +386,16 @@ class RemoteStores(Stores):
         return RemoteDynamicStore(self.connection, name, self._create("dynamic", name, arguments))
 
     def create_dense_store(  # noqa: D102 - inherited
-        self, name: str, initial: Tensor, *, optimizer: RowOptimizer | None = None
+        self,
+        name: str,
+        initial: Tensor,
+        *,
+        optimizer: RowOptimizer | None = None,
+        normalization: StalenessNormalization | None = None,
+        parts: Sequence[int] = (),
     ) -> RemoteDenseStore:
-        arguments = {"optimizer": optimizer and optimizer_to_plain(optimizer)}
+        rule, plain = optimizer and optimizer_to_plain(optimizer), normalization_to_plain(normalization)
+        arguments: dict[str, Any] = {"optimizer": rule, "normalization": plain, "parts": list(parts)}
         return RemoteDenseStore(self.connection, name, self._create("dense", name, arguments, _ready(initial)))
 
     def _create(self, kind: str, name: str, arguments: dict[str, Any], *arrays: Tensor) -> dict[str, Any]:
@@ -341,6 +438,16 @@ def _sparse(sparse: SparseFeatures) -> tuple[dict[str, Any], list[Tensor]]:
         arrays.append(sparse.weights)
     arguments = {"bags": not sparse.is_single_hot, "weighted": sparse.weights is not None}
     return arguments, [_ready(array) for array in arrays]
+
+
+def _flags(**given: Tensor | None) -> dict[str, bool]:
+    """Arguments that say which optional arrays come; none for those that do not."""
+    return {name: True for name, tensor in given.items() if tensor is not None}
+
+
+def _given(tensor: Tensor | None) -> list[Tensor]:
+    """Own copies of what there is."""
+    return [] if tensor is None else [_own(tensor)]
 
 
 def _ready(tensor: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.dynamic_tables import IDS, DynamicTables, keep_keys
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
 from lightning_recsys.stores.stripes import keep_stripes, stripe_rows
+from lightning_recsys.stores.versions import StalenessHistogram
+from lightning_recsys.sync import StalenessNormalization
 
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 _BLOCK_BYTES = 1 << 24  # rows are read and written this many bytes at a time
@@ -69,6 +71,14 @@ class _Share:
         if isinstance(striped, SparseFeatures):  # no table is cut
             return striped.select(self.feature_names)
         return self._select_rows(striped) if self.is_cut else striped.sparse.select(self.feature_names)
+
+    def positions(self, striped: _Striped | SparseFeatures) -> Tensor:
+        """Where the ids of :meth:`select` are among the batch's, int64."""
+        if isinstance(striped, SparseFeatures):
+            return self.select(striped.with_values(torch.arange(striped.values.numel()))).values
+        numbered = np.arange(len(striped.rows))
+        sparse = striped.sparse.with_values(torch.from_numpy(numbered))
+        return self.select(_Striped(sparse, striped.stripes, numbered)).values
 
     def _select_rows(self, striped: _Striped) -> SparseFeatures:
         sparse = striped.sparse
@@ -143,6 +153,7 @@ class StoreBackend(TableBackend):
         plan: PlacementPlan | None = None,
         seed: int = 0,
         dynamic: DynamicRows | None = None,
+        normalization: StalenessNormalization | None = None,
         **options: Any,
     ) -> Self:
         """Make, or open, a collection's stores where a plan puts them.
@@ -155,6 +166,7 @@ class StoreBackend(TableBackend):
             plan: Where the rows go; by default all to the first server.
             seed: Of the rows that the servers draw.
             dynamic: Make rows when they are first trained. They start the same wherever the plan puts them.
+            normalization: Give rows versions, and let stale gradients count as this says.
             options: Further arguments of the class.
 
         Raises:
@@ -175,7 +187,8 @@ class StoreBackend(TableBackend):
                 # Parts of one table on two servers must not start with the same rows. Dynamic ones are drawn by keys.
                 own_seed = seed if dynamic else seed + index
                 keyed = dynamic and keep_keys(dynamic, layout, here)
-                store = server.create_embedding_store(name, store_layout, optimizer, seed=own_seed, dynamic=keyed)
+                kinds: dict[str, Any] = {"dynamic": keyed, "normalization": normalization}
+                store = server.create_embedding_store(name, store_layout, optimizer, seed=own_seed, **kinds)
                 stores.append((store, here))
         return cls(layout, optimizer, stores=stores, **options)
 
@@ -190,8 +203,25 @@ class StoreBackend(TableBackend):
         parts = [(share.store, [piece.part for piece in share.pieces]) for share in self._shares]
         return DynamicTables.over(self.layout, self.row_shapes, parts)
 
+    @property
+    def is_versioned(self) -> bool:
+        """Whether rows have versions; a ticket then has those that its lookup saw."""
+        return self._shares[0].store.normalization is not None
+
     def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:  # noqa: D102 - inherited
-        return self.lookup_frozen(sparse), Ticket(sparse)
+        if not self.is_versioned:
+            return self.lookup_frozen(sparse), Ticket(sparse)
+        device, local = sparse.device, sparse.to("cpu")
+        if self._only is not None:
+            pooled_BFD, versions_N = self._only.begin_versioned_lookup(local)()
+            return pooled_BFD.to(device), Ticket(sparse, versions_N)
+        striped = self._striped(local)
+        pending = [share.store.begin_versioned_lookup(share.select(striped)) for share in self._shares]
+        answers = [answer() for answer in pending]
+        versions_N = torch.zeros_like(local.values)
+        for share, (_, versions) in zip(self._shares, answers, strict=True):
+            versions_N[share.positions(striped)] = versions
+        return self._joined([pooled for pooled, _ in answers]).to(device), Ticket(sparse, versions_N)
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         device, sparse = sparse.device, sparse.to("cpu")
@@ -199,23 +229,39 @@ class StoreBackend(TableBackend):
             return self._only.pooled_lookup(sparse).to(device)
         striped = self._striped(sparse)
         answers = [share.store.begin_pooled_lookup(share.select(striped)) for share in self._shares]
+        return self._joined([answer() for answer in answers]).to(device)
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The servers' sums, each ``[B, S, D]``, as those of the collection's features."""
         if self._first_has_all_features:
-            pooled_BFD, added = answers[0](), 1
+            pooled_BFD, added = parts[0], 1
         else:
-            pooled_BFD, added = torch.zeros(sparse.batch_size, len(sparse.keys), self.layout.embedding_dim), 0
-        for share, answer in zip(self._shares[added:], answers[added:], strict=True):
-            pooled_BFD.index_add_(1, share.features, answer())
-        return pooled_BFD.to(device)
+            batch_size, features = parts[0].shape[0], len(self.layout.feature_tables)
+            pooled_BFD, added = torch.zeros(batch_size, features, self.layout.embedding_dim), 0
+        for share, part in zip(self._shares[added:], parts[added:], strict=True):
+            pooled_BFD.index_add_(1, share.features, part)
+        return pooled_BFD
 
     def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
-        sparse, grad_BFD = Ticket.joined(tickets).sparse.to("cpu"), grad_BFD.to("cpu")
+        ticket = Ticket.joined(tickets)
+        sparse, grad_BFD, versions_N = ticket.sparse.to("cpu"), grad_BFD.to("cpu"), ticket.versions
         if self._only is not None:
-            self._only.apply_gradients(sparse, grad_BFD, lr=lr)
+            self._only.apply_gradients(sparse, grad_BFD, lr=lr, versions=versions_N)
             return
         striped = self._striped(sparse)
         for share in self._shares:
             grad_BSD = grad_BFD.index_select(1, share.features)
-            share.store.apply_gradients(share.select(striped), grad_BSD, lr=lr)
+            versions = None if versions_N is None else versions_N[share.positions(striped)]
+            rows = share.select(striped)
+            share.store.apply_gradients(rows, grad_BSD, lr=lr, versions=versions)
+
+    @property
+    def observed(self) -> StalenessHistogram:
+        """The staleness of the rows in this process's updates, as far as the stores have told of it."""
+        seen = StalenessHistogram()
+        for store in self.stores:
+            seen.update(store.observed)
+        return seen
 
     def _striped(self, sparse: SparseFeatures) -> _Striped | SparseFeatures:
         """The batch with its ids divided, if a table is cut: once for all stores."""

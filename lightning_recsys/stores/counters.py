@@ -12,8 +12,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 
-@intrinsic
-def _atomic_add(typing_context, array, position, amount):  # noqa: ANN001, ANN202
+def _atomic_add_call(typing_context, array, position, amount):  # noqa: ANN001, ANN202
     """Add to an element of a contiguous int64 array in one indivisible step; returns what it was before."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -23,9 +22,12 @@ def _atomic_add(typing_context, array, position, amount):  # noqa: ANN001, ANN20
     return types.int64(array, types.intp, types.int64), generate
 
 
+atomic_add: Any = intrinsic(_atomic_add_call)
+
+
 @numba.njit(nogil=True, cache=True)
 def _add(counters, position, amount):  # noqa: ANN001, ANN202
-    return _atomic_add(counters, position, amount) + amount  # type: ignore[call-arg]  # numba passes the context
+    return atomic_add(counters, position, amount) + amount
 
 
 def add(counters: Tensor, position: int, amount: int = 1) -> int:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,25 @@ from torch import Tensor
 
 from lightning_recsys.compiled.loops import compile_loop
 from lightning_recsys.optim import RowOptimizer, RowWiseAdagrad
-from lightning_recsys.stores import counters
 from lightning_recsys.stores.interfaces import DenseStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
-from lightning_recsys.stores.plain import optimizer_from_plain, optimizer_to_plain
+from lightning_recsys.stores.plain import (
+    normalization_from_plain,
+    normalization_to_plain,
+    optimizer_from_plain,
+    optimizer_to_plain,
+)
+from lightning_recsys.stores.versions import (
+    CHANGE,
+    VERSION,
+    StalenessHistogram,
+    advance,
+    count_staleness,
+)
+from lightning_recsys.sync import StalenessNormalization
 
 KIND = "dense"
-_VERSION = 0
+_VERSIONS = "counters"  # of the parts; the journal of a server keeps this array whatever a push touches
 _BLOCK = 4096  # elements that stay in the fastest cache between two loops over them
 
 
@@ -50,6 +64,7 @@ class MappedDenseStore(DenseStore):
         values: The vector itself, float32 ``[size]``. Who writes to it writes for everybody.
         state: The rule's state, by name; empty without a rule.
         optimizer: The rule of :meth:`push_gradient`, or ``None``.
+        normalization: What stale gradients count; ``None``: as much as others.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -62,17 +77,31 @@ class MappedDenseStore(DenseStore):
     def _open(self, arrays: MappedArrays) -> None:
         self._arrays = arrays
         self.size = self.values.numel()
+        self.parts = tuple(arrays.meta["parts"])
+        self._bounds = [*pairwise(accumulate(self.parts, initial=0))]
+        self.normalization = normalization_from_plain(arrays.meta["normalization"])
+        self._observed = StalenessHistogram()
+        self._has_changes = self.normalization is not None and self.normalization.uses_changes
         plain = arrays.meta["optimizer"]
         self.optimizer = None if plain is None else optimizer_from_plain(plain)
         self._state_names = tuple(_initial_state(self.optimizer, torch.zeros(1)))
 
     @classmethod
-    def create(cls, folder: Path, initial: Tensor, *, optimizer: RowOptimizer | None = None) -> MappedDenseStore:
-        """Make the files of a vector.
+    def create(
+        cls,
+        folder: Path,
+        initial: Tensor,
+        *,
+        optimizer: RowOptimizer | None = None,
+        normalization: StalenessNormalization | None = None,
+        parts: Sequence[int] = (),
+    ) -> MappedDenseStore:
+        """Make the files of a vector; arguments as :meth:`Stores.create_dense_store` has them.
 
         Raises:
             FileExistsError: the folder is there already.
             OSError: there is no room for it.
+            ValueError: the parts do not make up the vector.
             TypeError: ``initial`` is not flat, float32 and at least one element long, or the rule is one for rows
                 or none of :mod:`lightning_recsys.optim`.
         """
@@ -81,15 +110,28 @@ class MappedDenseStore(DenseStore):
                 "a dense store holds a flat float32 tensor of at least one element, got "
                 f"{initial.dtype} of shape {list(initial.shape)}."
             )
-        meta = {"kind": KIND, "optimizer": optimizer and optimizer_to_plain(optimizer)}
+        parts = tuple(parts) or (initial.numel(),)
+        if min(parts) < 1 or sum(parts) != initial.numel():
+            raise ValueError(
+                f"the parts of a vector of {initial.numel()} elements have at least one each and that many together,"
+                f" got {list(parts)!s:.200}."
+            )
+        meta = {
+            "kind": KIND,
+            "optimizer": optimizer and optimizer_to_plain(optimizer),
+            "normalization": normalization_to_plain(normalization),
+            "parts": list(parts),
+        }
         if isinstance(optimizer, RowWiseAdagrad):
             raise TypeError("RowWiseAdagrad keeps one number per row, and a dense store has no rows: use Adagrad.")
         state = _initial_state(optimizer, initial.detach())
         shapes: Shapes = {
             "values": ("float32", tuple(initial.shape)),
             **{name: ("float32", tuple(tensor.shape)) for name, tensor in state.items()},
-            "counters": ("int64", (1,)),
+            _VERSIONS: ("int64", (len(parts),)),
         }
+        if normalization is not None and normalization.uses_changes:
+            shapes = {**shapes, CHANGE: ("float32", (len(parts),))}
 
         def fill(arrays: MappedArrays) -> None:
             for name, tensor in {"values": initial.detach(), **state}.items():
@@ -118,30 +160,121 @@ class MappedDenseStore(DenseStore):
         local = self._checked(local)
         answer = torch.empty_like(local) if out is None else out
         _move(self.values.numpy(), local.numpy(), answer.numpy(), np.float32(alpha))
-        self._add_version()
+        advance(np.arange(len(self.parts)), None, self._arrays[_VERSIONS])
         return answer
 
-    def push_gradient(self, gradient: Tensor, *, lr: float) -> int:  # noqa: D102 - inherited
+    @property
+    def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
+        return self._observed
+
+    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102 - inherited
+        versions = self._arrays[_VERSIONS].clone()  # first: what comes between is then counted as missing
+        values = self.pull()
+        return lambda: (values, versions)
+
+    def push_gradient(  # noqa: D102 - inherited
+        self,
+        gradient: Tensor,
+        *,
+        lr: float,
+        versions: Tensor | None = None,
+        trained: Tensor | None = None,
+    ) -> None:
+        self._observed.add(self.update(gradient, lr=lr, versions=versions, trained=trained))
+
+    def update(
+        self, gradient: Tensor, *, lr: float, versions: Tensor | None = None, trained: Tensor | None = None
+    ) -> Tensor:
+        """As :meth:`push_gradient`; tells the staleness of the parts, as :func:`count_staleness` has it.
+
+        Every part is counted before any is changed: the version is what a part's gradient is multiplied by, and what
+        its rule takes for the number of its steps.
+        """
+        self.check_gradient(gradient, versions, trained)
+        gradient = gradient.detach()
+        parts = np.arange(len(self.parts)) if trained is None else np.flatnonzero(trained.numpy())
+        places = torch.from_numpy(parts)
+        staleness, steps = advance(parts, None if versions is None else versions[places], self._arrays[_VERSIONS])
+        changes = self._arrays[CHANGE] if self._has_changes else None
+        if self.normalization is not None and self.normalization.rule != "identity":
+            factors = torch.ones(len(self.parts))
+            factors[places] = self.normalization.factor(staleness, None if changes is None else changes[places])
+            gradient = gradient * factors.repeat_interleave(torch.tensor(self.parts))
+        before = None if changes is None else self.pull()
+        for first, stop, step in self._stretches(parts.tolist(), steps.tolist()):
+            self._apply(gradient, first, stop, lr=lr, step=step)
+        if changes is not None and before is not None:
+            moved = self.values - before
+            for part in parts.tolist():
+                first, stop = self._bounds[part]
+                changes[part] = moved[first:stop].square().mean().sqrt()
+        return count_staleness(staleness)
+
+    def _stretches(self, parts: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Neighbouring parts with the same number of steps, as one: first element, the one after the last, steps."""
+        numbered = zip(parts, steps, range(len(parts)), strict=True)
+        for (step, _), run in groupby(numbered, key=lambda x: (x[1], x[0] - x[2])):
+            members = [part for part, *_ in run]
+            yield self._bounds[members[0]][0], self._bounds[members[-1]][1], step
+
+    def _apply(self, gradient: Tensor, first: int, stop: int, *, lr: float, step: int) -> None:
+        assert self.optimizer is not None
+        self.optimizer.update_(  # the stretch as a single row
+            self.values[first:stop].unsqueeze(0),
+            gradient[first:stop].unsqueeze(0),
+            {name: tensor[first:stop].unsqueeze(0) for name, tensor in self.state.items()},
+            lr=lr,
+            step=step,
+        )
+
+    def read(self, name: str) -> Tensor:  # noqa: D102 - inherited
+        return self._named(name).clone()
+
+    def write(self, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
+        target = self._named(name)
+        if values.shape != target.shape or values.dtype != target.dtype:
+            expected = f"{target.dtype} of shape {list(target.shape)}"
+            raise ValueError(f"{name!r} takes {expected}, got {values.dtype} of shape {list(values.shape)}.")
+        target.copy_(values)
+
+    def _named(self, name: str) -> Tensor:
+        names = {x: x for x in self._state_names} | {VERSION: _VERSIONS}
+        names |= {CHANGE: CHANGE} if self._has_changes else {}
+        if name not in names:
+            raise ValueError(f"{self._arrays.folder.name!r} has {sorted(names)}, got {name!r:.100}.")
+        return self._arrays[names[name]]
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The arrays that an update writes to, its counters aside."""
+        return ("values", *self._state_names, *([CHANGE] if self._has_changes else []))
+
+    @property
+    def version(self) -> int:  # noqa: D102 - inherited
+        return int(self._arrays[_VERSIONS].max())
+
+    def check_gradient(self, gradient: Tensor, versions: Tensor | None, trained: Tensor | None) -> None:
+        """Refuse a push that does not fit, before anything is changed.
+
+        Raises:
+            RuntimeError: the store has no update rule.
+            ValueError: the gradient has another size, or there is not one version or mark for each part.
+        """
         if self.optimizer is None:
             raise RuntimeError(
                 f"{self._arrays.folder.name!r} has no update rule: create it with optimizer=... to push gradients."
             )
-        gradient, version = self._checked(gradient), self._add_version()
-        self.optimizer.update_(  # the vector as a single row
-            self.values.unsqueeze(0),
-            gradient.unsqueeze(0),
-            {name: tensor.unsqueeze(0) for name, tensor in self.state.items()},
-            lr=lr,
-            step=version,
-        )
-        return version
+        self._checked(gradient)
+        wanted = (("versions", versions, torch.int64), ("trained", trained, torch.bool))
+        for name, tensor, dtype in wanted:
+            if tensor is not None and (tensor.shape != (len(self.parts),) or tensor.dtype != dtype):
+                raise ValueError(
+                    f"{self._arrays.folder.name!r} has {len(self.parts)} parts: {name} must be {dtype} of shape"
+                    f" {[len(self.parts)]}, got {tensor.dtype} of shape {list(tensor.shape)}."
+                )
 
-    @property
-    def version(self) -> int:  # noqa: D102 - inherited
-        return int(self._arrays["counters"][_VERSION])
-
-    def _add_version(self) -> int:
-        return counters.add(self._arrays["counters"], _VERSION)
+    def flush(self) -> None:
+        """Every update is in the store when its call returns: nothing to wait for."""
 
     def _checked(self, vector: Tensor) -> Tensor:
         if vector.shape != (self.size,):

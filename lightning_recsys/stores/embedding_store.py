@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
-from lightning_recsys.embeddings.kernels.numba_kernel import gather_for
+from lightning_recsys.embeddings.kernels.numba_kernel import NumbaKernel, gather_for
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
@@ -24,7 +24,16 @@ from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
 from lightning_recsys.stores.interfaces import EmbeddingStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
-from lightning_recsys.stores.plain import layout_from_plain, layout_to_plain, optimizer_from_plain, optimizer_to_plain
+from lightning_recsys.stores.plain import (
+    layout_from_plain,
+    layout_to_plain,
+    normalization_from_plain,
+    normalization_to_plain,
+    optimizer_from_plain,
+    optimizer_to_plain,
+)
+from lightning_recsys.stores.versions import RowVersions, StalenessHistogram, check_versions, row_versions, tag_arrays
+from lightning_recsys.sync import StalenessNormalization
 from lightning_recsys.sync.clocks import MAX_CLOCK
 
 KIND = "embedding"
@@ -61,10 +70,22 @@ class MappedEmbeddingStore(EmbeddingStore):
         self.optimizer = optimizer_from_plain(arrays.meta["optimizer"])
         self.row_shapes = row_shapes(self.layout, self.optimizer)
         self._state_names = tuple(name for name in self.row_shapes if name != "weight")
+        self.normalization = normalization_from_plain(arrays.meta["normalization"])
         self._kernel = choose_kernel("auto", self.layout, self.optimizer, torch.device("cpu"))
+        self._summing = NumbaKernel(self.layout, self.optimizer)  # of versioned rows
+        self._versions = row_versions(self.normalization, arrays)
+        self._observed = StalenessHistogram()
 
     @classmethod
-    def create(cls, folder: Path, layout: TableLayout, optimizer: RowOptimizer, *, seed: int) -> MappedEmbeddingStore:
+    def create(
+        cls,
+        folder: Path,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        seed: int,
+        normalization: StalenessNormalization | None = None,
+    ) -> MappedEmbeddingStore:
         """Make the files of a store, with rows drawn in blocks; tables that start at 0 take no room yet.
 
         Raises:
@@ -72,10 +93,16 @@ class MappedEmbeddingStore(EmbeddingStore):
             OSError: there is no room for it.
             TypeError: a rule that is none of :mod:`lightning_recsys.optim`.
         """
-        meta = {"kind": KIND, "tables": layout_to_plain(layout), "optimizer": optimizer_to_plain(optimizer)}
+        meta = {
+            "kind": KIND,
+            "tables": layout_to_plain(layout),
+            "optimizer": optimizer_to_plain(optimizer),
+            "normalization": normalization_to_plain(normalization),
+        }
         shapes: Shapes = {
             **{name: ("float32", (layout.num_rows, *shape)) for name, shape in row_shapes(layout, optimizer).items()},
             CLOCK: ("int32", (layout.num_rows,)),
+            **tag_arrays(normalization, layout.num_rows),
             "counters": ("int64", (1,)),
         }
         store = cls.__new__(cls)
@@ -113,12 +140,53 @@ class MappedEmbeddingStore(EmbeddingStore):
     def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         return self._kernel.lookup(self.rows, sparse)
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
+    def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102
+        versions_N = self._versioned().of(self.layout.rows_of(sparse))  # before the rows
+        pooled_BFD = self.pooled_lookup(sparse)
+        return lambda: (pooled_BFD, versions_N)
+
+    def _versioned(self) -> RowVersions:
+        if self._versions is None:
+            raise ValueError(f"{self._arrays.folder.name!r} has no versions: create it with normalization=...")
+        return self._versions
+
+    @property
+    def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
+        return self._observed
+
+    def apply_gradients(  # noqa: D102 - inherited
+        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> None:
+        self._observe(self.update(sparse, grad_BFD, lr=lr, versions=versions))
+
+    def apply_row_gradients(  # noqa: D102 - inherited
+        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> None:
+        self._observe(self.update_rows(rows_U, grads_UD, lr=lr, versions=versions))
+
+    def _observe(self, counts: Tensor | None) -> None:
+        if counts is not None:
+            self._observed.add(counts)
+
+    def update(
+        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> Tensor | None:
+        """As :meth:`apply_gradients`; tells the staleness of versioned rows, as ``count_staleness`` has it."""
+        check_versions(self.normalization, versions, sparse.values.numel())
         rows, state = self.rows, self.row_state
         step = counters.add(self._arrays["counters"], _STEP)
-        self._kernel.apply_gradients(rows, state, sparse, grad_BFD, lr=lr, step=step)
+        if self._versions is None:
+            self._kernel.apply_gradients(rows, state, sparse, grad_BFD, lr=lr, step=step)
+            return None
+        touched, sums, oldest = self._summing.sum_gradients(sparse, grad_BFD, versions)
+        pulled = None if versions is None else torch.from_numpy(oldest)
+        update = self._versions.update
+        return update(self.optimizer, touched, sums, pulled, rows, state, lr=lr, step=step)
 
-    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, lr: float) -> None:  # noqa: D102
+    def update_rows(
+        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> Tensor | None:
+        """As :meth:`apply_row_gradients`; tells what :meth:`update` does."""
         if grads_UD.shape != (rows_U.numel(), self.layout.embedding_dim):
             raise ValueError(
                 f"gradients must have shape {[rows_U.numel(), self.layout.embedding_dim]}, got {list(grads_UD.shape)}."
@@ -127,10 +195,15 @@ class MappedEmbeddingStore(EmbeddingStore):
             raise IndexError(
                 f"rows must be in [0, {self.layout.num_rows}), got {int(rows_U.min())} to {int(rows_U.max())}."
             )
+        check_versions(self.normalization, versions, rows_U.numel())
         rows, state = self.rows, self.row_state
         step = counters.add(self._arrays["counters"], _STEP)
         touched, grads = rows_U.contiguous().numpy(), grads_UD.contiguous().numpy()
-        apply_update(self.optimizer, touched, grads, rows, state, lr=lr, step=step)
+        if self._versions is None:
+            apply_update(self.optimizer, touched, grads, rows, state, lr=lr, step=step)
+            return None
+        update = self._versions.update
+        return update(self.optimizer, touched, grads, versions, rows, state, lr=lr, step=step)
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self.row_shapes)
@@ -167,13 +240,15 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
         stretch = self._stretch(name, first_row, values.shape[0])
-        if values.shape != stretch.shape:
-            raise ValueError(f"{name!r} takes values of shape {list(stretch.shape)}, got {list(values.shape)}.")
+        if values.shape != stretch.shape or values.dtype != stretch.dtype:
+            expected, got = (f"{x.dtype} of shape {list(x.shape)}" for x in (stretch, values))
+            raise ValueError(f"{name!r} takes {expected}, got {got}.")
         stretch.copy_(values)
 
     def _stretch(self, name: str, first_row: int, num_rows: int) -> Tensor:
-        if name not in ("weight", *self._state_names):
-            raise ValueError(f"{self._arrays.folder} has {['weight', *self._state_names]}, got {name!r}.")
+        names = ["weight", *self._state_names, *tag_arrays(self.normalization, 0)]
+        if name not in names:
+            raise ValueError(f"{self._arrays.folder} has {names}, got {name!r}.")
         if first_row < 0 or num_rows < 0 or first_row + num_rows > self.layout.num_rows:
             raise IndexError(
                 f"rows {first_row} to {first_row + num_rows} are not within the store's {self.layout.num_rows}."

@@ -21,6 +21,7 @@ from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.int64_ids import NUM_IDS, as_int64, as_int64s, in_order
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
+from lightning_recsys.embeddings.kernels.numba_kernel import NumbaKernel
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
@@ -33,7 +34,23 @@ from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, mov
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore
 from lightning_recsys.stores.key_index import KeyIndex
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
-from lightning_recsys.stores.plain import layout_from_plain, layout_to_plain, optimizer_from_plain, optimizer_to_plain
+from lightning_recsys.stores.plain import (
+    layout_from_plain,
+    layout_to_plain,
+    normalization_from_plain,
+    normalization_to_plain,
+    optimizer_from_plain,
+    optimizer_to_plain,
+)
+from lightning_recsys.stores.versions import (
+    VERSION,
+    RowVersions,
+    StalenessHistogram,
+    check_versions,
+    row_versions,
+    tag_arrays,
+)
+from lightning_recsys.sync import StalenessNormalization
 from lightning_recsys.sync.clocks import MAX_CLOCK
 
 KIND = "dynamic"
@@ -87,6 +104,10 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         features = tuple(feature for table in layout.tables for feature in table.feature_names)
         slots = TableLayout((EmbeddingBagConfig("slots", self._capacity, layout.embedding_dim, features),))
         self._kernel = choose_kernel("auto", slots, self.optimizer, torch.device("cpu"))
+        self._summing = NumbaKernel(slots, self.optimizer)  # of versioned rows
+        self.normalization = normalization_from_plain(arrays.meta["normalization"])
+        self._versions = row_versions(self.normalization, arrays)
+        self._observed = StalenessHistogram()
         starts = [*layout.table_starts.values()]
         self._starts = as_int64s(starts)
         self._first_keys = as_int64s(starts if dynamic.first_keys is None else dynamic.first_keys)
@@ -94,8 +115,8 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         self._key_steps = np.array(steps, dtype=np.int64)
         self._stds = np.array([table.init_std for table in layout.tables], dtype=np.float64)
         self._seed = np.uint64(arrays.meta["seed"])
-        self._starts_F = torch.from_numpy(as_int64s(layout.feature_starts))
-        self._slot_bytes = sum(arrays[name].stride(0) * arrays[name].itemsize for name in (_KEYS, CLOCK))
+        tags = tag_arrays(self.normalization, 0)
+        self._slot_bytes = sum(arrays[name].stride(0) * arrays[name].itemsize for name in (_KEYS, CLOCK, *tags))
         self._slot_bytes += sum(arrays[name].stride(0) * 4 for name in self.row_shapes)
         self._mutex = threading.RLock()
         self._make_room(1)
@@ -104,7 +125,14 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
 
     @classmethod
     def create(
-        cls, folder: Path, layout: TableLayout, optimizer: RowOptimizer, *, seed: int, dynamic: DynamicRows
+        cls,
+        folder: Path,
+        layout: TableLayout,
+        optimizer: RowOptimizer,
+        *,
+        seed: int,
+        dynamic: DynamicRows,
+        normalization: StalenessNormalization | None = None,
     ) -> HashEmbeddingStore:
         """Make a store without rows.
 
@@ -125,7 +153,9 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
                     f"first_keys and key_steps must have one for each of {len(layout.tables)} tables, got {dynamic}."
                 )
         rows = row_shapes(layout, optimizer)
-        row_bytes = 12 + sum(4 * (shape[0] if shape else 1) for shape in rows.values())
+        row_bytes = (
+            12 + 12 * (normalization is not None) + sum(4 * (shape[0] if shape else 1) for shape in rows.values())
+        )
         stats = os.statvfs(folder.parent)
         # Twice the rows that can be: lookups draw missing rows into slots behind those in use.
         capacity = min(2 * layout.num_rows, max(stats.f_blocks * stats.f_frsize // row_bytes, 1), _MAX_SLOTS)
@@ -133,6 +163,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             **{name: ("float32", (capacity, *shape)) for name, shape in rows.items()},
             CLOCK: ("int32", (capacity,)),
             _KEYS: ("int64", (capacity,)),
+            **tag_arrays(normalization, capacity),
         }
         meta = {
             "kind": KIND,
@@ -140,6 +171,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             "optimizer": optimizer_to_plain(optimizer),
             "dynamic": dynamic_to_plain(dynamic),
             "seed": seed,
+            "normalization": normalization_to_plain(normalization),
         }
         shapes = {**growing, "counters": ("int64", (COUNTERS,))}
         MappedArrays.create(folder, meta, shapes, lambda arrays: None, growing=growing.keys()).close()
@@ -153,7 +185,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
 
     def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         with self._mutex:
-            rows_N = self.rows_of(sparse)
+            rows_N = self.layout.rows_of(sparse).numpy()
             slots_N, absent = self._index.find(rows_N)
             if absent:
                 missing = np.flatnonzero(slots_N < 0)
@@ -164,6 +196,22 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
                 slots_N[missing] = places_U[inverse]
             slots = dataclasses.replace(sparse, values=torch.from_numpy(slots_N))
             return self._kernel.lookup(self.arrays["weight"], slots)
+
+    def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102
+        self._versioned()
+        with self._mutex:
+            versions_N = self._gather(self.layout.rows_of(sparse).numpy(), [VERSION], touch=False)[VERSION]
+            pooled_BFD = self.pooled_lookup(sparse)
+        return lambda: (pooled_BFD, versions_N)
+
+    def _versioned(self) -> RowVersions:
+        if self._versions is None:
+            raise ValueError(f"{self.arrays.folder.name!r} has no versions: create it with normalization=...")
+        return self._versions
+
+    @property
+    def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
+        return self._observed
 
     def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         self._check_name(name)
@@ -203,14 +251,6 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     def num_live(self) -> int:  # noqa: D102 - inherited
         return self._index.num_rows
 
-    def rows_of(self, sparse: SparseFeatures) -> np.ndarray:
-        """The row of each id, int64 ``[N]``."""
-        if sparse.is_single_hot:
-            rows = sparse.values.view(len(sparse.keys), -1) + self._starts_F.unsqueeze(1)
-            return rows.view(-1).numpy()
-        per_feature = sparse.bag_lengths().view(len(sparse.keys), -1).sum(1)
-        return (sparse.values + self._starts_F.repeat_interleave(per_feature)).numpy()
-
     def _gather(self, rows_U: np.ndarray, names: list[str], *, touch: bool) -> dict[str, Tensor]:
         slots_U, absent = self._index.find(rows_U, touch=touch)
         missing = torch.from_numpy(np.flatnonzero(slots_U < 0))
@@ -226,7 +266,10 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         weight = torch.empty(rows_U.size, self.layout.embedding_dim)
         self._draw(rows_U, np.arange(rows_U.size), weight)
         clocks = torch.zeros(rows_U.size, dtype=torch.int32)
-        return {"weight": weight, **self.optimizer.initial_state(weight), CLOCK: clocks}
+        tags = {
+            name: torch.zeros(rows_U.size, dtype=self.arrays[name].dtype) for name in tag_arrays(self.normalization, 0)
+        }
+        return {"weight": weight, **self.optimizer.initial_state(weight), CLOCK: clocks, **tags}
 
     def _draw(self, rows_U: np.ndarray, places_U: np.ndarray, out: Tensor) -> None:
         draw_rows(
@@ -263,32 +306,70 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
                     self.arrays[name][slots] = state
                 is_new = self.dynamic.expire_after is not None and not always
                 self.arrays[CLOCK][slots] = _UNTRAINED if is_new else 0
+                for name in tag_arrays(self.normalization, 0):
+                    self.arrays[name][slots] = 0  # another row may have been there
                 self._index.publish(rows_U, slots_U)
                 slots_N[missing] = self._index.find(rows_N[missing])[0]
         return slots_N
 
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
+    def apply_gradients(  # noqa: D102 - inherited
+        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> None:
+        self._observe(self.update(sparse, grad_BFD, lr=lr, versions=versions))
+
+    def apply_row_gradients(  # noqa: D102 - inherited
+        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> None:
+        self._observe(self.update_rows(rows_U, grads_UD, lr=lr, versions=versions))
+
+    def _observe(self, counts: Tensor | None) -> None:
+        if counts is not None:
+            self._observed.add(counts)
+
+    def update(
+        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> Tensor | None:
+        """As :meth:`apply_gradients`; tells the staleness of versioned rows, as ``count_staleness`` has it."""
+        check_versions(self.normalization, versions, sparse.values.numel())
         with self._mutex:
-            slots_N = self.admit(self.rows_of(sparse))
+            slots_N, counts = self.admit(self.layout.rows_of(sparse).numpy()), None
             slots = _admitted(sparse, slots_N)
             weight, state, step = self._begin_update(slots_N)
-            self._kernel.apply_gradients(weight, state, slots, grad_BFD, lr=lr, step=step)
+            if self._versions is None:
+                self._kernel.apply_gradients(weight, state, slots, grad_BFD, lr=lr, step=step)
+            else:
+                kept = versions if versions is None else versions[torch.from_numpy(slots_N >= 0)]
+                touched, sums, oldest = self._summing.sum_gradients(slots, grad_BFD, kept)
+                pulled = None if versions is None else torch.from_numpy(oldest)
+                update = self._versions.update
+                counts = update(self.optimizer, touched, sums, pulled, weight, state, lr=lr, step=step)
             self._end_update()
+        return counts
 
-    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, lr: float) -> None:  # noqa: D102
+    def update_rows(
+        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> Tensor | None:
+        """As :meth:`apply_row_gradients`; tells what :meth:`update` does."""
         if grads_UD.shape != (rows_U.numel(), self.layout.embedding_dim):
             raise ValueError(
                 f"gradients must have shape {[rows_U.numel(), self.layout.embedding_dim]}, got {list(grads_UD.shape)}."
             )
         check_rows(rows_U, self.layout.num_rows)
+        check_versions(self.normalization, versions, rows_U.numel())
         with self._mutex:
-            slots_U, grads = self.admit(_array(rows_U)), grads_UD.contiguous().numpy()
+            slots_U, grads, counts = self.admit(_array(rows_U)), grads_UD.contiguous().numpy(), None
             kept = slots_U >= 0
             if not kept.all():
                 slots_U, grads = slots_U[kept], grads[kept]
+                versions = None if versions is None else versions[torch.from_numpy(kept)]
             weight, state, step = self._begin_update(slots_U)
-            apply_update(self.optimizer, slots_U, grads, weight, state, lr=lr, step=step)
+            if self._versions is None:
+                apply_update(self.optimizer, slots_U, grads, weight, state, lr=lr, step=step)
+            else:
+                update = self._versions.update
+                counts = update(self.optimizer, slots_U, grads, versions, weight, state, lr=lr, step=step)
             self._end_update()
+        return counts
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self.row_shapes)
@@ -341,7 +422,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:  # noqa: D102 - inherited
         self._check_name(name)
         check_rows(rows_U, self.layout.num_rows)
-        expected = [rows_U.numel(), *self.row_shapes[name]]
+        expected = [rows_U.numel(), *self.row_shapes.get(name, ())]
         if list(values.shape) != expected:
             raise ValueError(f"{name!r} takes values of shape {expected}, got {list(values.shape)}.")
         with self._mutex:
@@ -413,8 +494,9 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         return torch.from_numpy(as_int64(first_row) + np.arange(num_rows))
 
     def _check_name(self, name: str) -> None:
-        if name not in self.row_shapes:
-            raise ValueError(f"{self.arrays.folder} has {[*self.row_shapes]}, got {name!r}.")
+        names = [*self.row_shapes, *tag_arrays(self.normalization, 0)]
+        if name not in names:
+            raise ValueError(f"{self.arrays.folder} has {names}, got {name!r}.")
 
     @property
     def step(self) -> int:  # noqa: D102 - inherited

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
+from lightning_recsys.stores.versions import StalenessHistogram
+from lightning_recsys.sync import StalenessNormalization
 
 
 class EmbeddingStore(ABC):
@@ -26,10 +28,17 @@ class EmbeddingStore(ABC):
         layout: The tables, behind each other. A part of a table that is cut by rows is a table here; ids count from
             its own first row.
         optimizer: The update rule.
+        normalization: What stale gradients count; ``None`` where rows have no versions.
     """
 
     layout: TableLayout
     optimizer: RowOptimizer
+    normalization: StalenessNormalization | None
+
+    @property
+    @abstractmethod
+    def observed(self) -> StalenessHistogram:
+        """The staleness of the rows in the updates of this object, as far as it has heard of it."""
 
     @abstractmethod
     def lookup(self, rows_U: Tensor) -> Tensor:
@@ -52,14 +61,38 @@ class EmbeddingStore(ABC):
         return lambda: pooled_BFD
 
     @abstractmethod
-    def apply_gradients(self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float) -> None:
-        """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`pooled_lookup` returned.
+    def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:
+        """As :meth:`begin_pooled_lookup`, with the version of each id's row: int64 ``[N]``.
 
-        A remote store may return before the server has applied it; :meth:`flush` waits for that.
+        A version may be older than the row that comes with it, never newer.
+
+        Raises:
+            ValueError: the rows have no versions.
         """
 
     @abstractmethod
-    def apply_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, *, lr: float) -> None:
+    def apply_gradients(
+        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> None:
+        """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`pooled_lookup` returned.
+
+        A remote store may return before the server has applied it; :meth:`flush` waits for that.
+
+        Args:
+            sparse: As for the lookup.
+            grad_BFD: The gradient.
+            lr: Step size of this update.
+            versions: As the lookup returned them, of each id; where rows have versions. The store multiplies each row's
+                gradient by what its staleness leaves of it. Without them it is fresh.
+
+        Raises:
+            ValueError: versions for rows that have none, or not one for each id.
+        """
+
+    @abstractmethod
+    def apply_row_gradients(
+        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
+    ) -> None:
         """Train distinct rows with their summed gradients ``[U, D]``; asynchronous as :meth:`apply_gradients`."""
 
     @abstractmethod
@@ -77,7 +110,7 @@ class EmbeddingStore(ABC):
 
     @abstractmethod
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:
-        """A stretch of ``weight`` or of a state by its name: a copy, ``[num_rows, ...]``. For checkpoints."""
+        """A stretch of ``weight``, of a state or of ``version`` by its name: a copy, ``[num_rows, ...]``."""
 
     @abstractmethod
     def write(self, name: str, first_row: int, values: Tensor) -> None:
@@ -141,17 +174,31 @@ class DynamicEmbeddingStore(EmbeddingStore):
 
 
 class DenseStore(ABC):
-    """One flat float32 vector with a version, such as the centre of elastic averaging.
+    """One flat float32 vector of one or more parts, each with a version, such as the centre of elastic averaging.
 
     Attributes:
         size: Number of elements.
+        parts: Number of elements of each part.
     """
 
     size: int
+    parts: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def observed(self) -> StalenessHistogram:
+        """The staleness of the parts in the updates of this object, as far as it has heard of it."""
 
     @abstractmethod
     def pull(self) -> Tensor:
         """A copy, float32 ``[size]``."""
+
+    @abstractmethod
+    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Ask for a copy and for the version of each part, int64 ``[P]``; returns what waits for the answer.
+
+        A version may be older than the part that comes with it, never newer.
+        """
 
     @abstractmethod
     def assign(self, values: Tensor) -> None:
@@ -175,13 +222,43 @@ class DenseStore(ABC):
         return lambda: center
 
     @abstractmethod
-    def push_gradient(self, gradient: Tensor, *, lr: float) -> int:
-        """One update by the store's own rule; returns the version after it."""
+    def push_gradient(
+        self,
+        gradient: Tensor,
+        *,
+        lr: float,
+        versions: Tensor | None = None,
+        trained: Tensor | None = None,
+    ) -> None:
+        """One update of each part by the store's own rule, which counts the part's updates as its steps.
+
+        A remote store may return before the server has applied it; :meth:`flush` waits for that.
+
+        Args:
+            gradient: float32 ``[size]``.
+            lr: Step size of this update.
+            versions: That the gradient was computed at, int64 ``[P]``. Each part's gradient is multiplied by what its
+                staleness leaves of it. Without them it is fresh.
+            trained: Which parts have a gradient, bool ``[P]``; the others stay as they are, with their versions.
+                Default: all of them.
+        """
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """A copy of a state by its name, or of ``version``. For checkpoints."""
+
+    @abstractmethod
+    def write(self, name: str, values: Tensor) -> None:
+        """The reverse of :meth:`read`; returns when it is done."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return when every update that this object was given is in the store."""
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """Updates applied so far (averages and gradients)."""
+        """Updates applied so far (averages and gradients), to the part that has seen most of them."""
 
     @property
     def moving_seconds(self) -> float:
@@ -213,6 +290,7 @@ class Stores(ABC):
         *,
         seed: int,
         dynamic: DynamicRows | None = None,
+        normalization: StalenessNormalization | None = None,
     ) -> EmbeddingStore:
         """Make a store whose rows are drawn as each table's ``init_std`` says; state starts as the rule says.
 
@@ -222,14 +300,35 @@ class Stores(ABC):
             optimizer: The update rule.
             seed: Of the rows.
             dynamic: Make rows when they are first trained instead of all at once: a :class:`DynamicEmbeddingStore`.
+            normalization: Give every row a version, and let stale gradients count as this says. Default: no versions,
+                which cost nothing then.
 
         Raises:
             ValueError: a store of that name is there, with other tables or another rule.
         """
 
     @abstractmethod
-    def create_dense_store(self, name: str, initial: Tensor, *, optimizer: RowOptimizer | None = None) -> DenseStore:
-        """Make a vector that starts as ``initial``, trained by ``optimizer`` where gradients are pushed."""
+    def create_dense_store(
+        self,
+        name: str,
+        initial: Tensor,
+        *,
+        optimizer: RowOptimizer | None = None,
+        normalization: StalenessNormalization | None = None,
+        parts: Sequence[int] = (),
+    ) -> DenseStore:
+        """Make a vector.
+
+        Args:
+            name: Its name.
+            initial: What it starts as, float32 ``[size]``.
+            optimizer: Trains it where gradients are pushed.
+            normalization: What stale gradients count; by default as much as others.
+            parts: Number of elements of each part, which has a version of its own; by default it is one part.
+
+        Raises:
+            ValueError: a store of that name is there and is another, or the parts do not make up the vector.
+        """
 
     @abstractmethod
     def embedding_store(self, name: str) -> EmbeddingStore:

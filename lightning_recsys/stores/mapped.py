@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_recsys.stores.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
 from lightning_recsys.stores.locality import boot_id
 from lightning_recsys.stores.mapped_arrays import META, check_name, promised_bytes, remove_arrays, total_bytes
+from lightning_recsys.sync import StalenessNormalization
 
 _MEMORY = "/dev/shm"  # noqa: S108 - asked about, not written to
 
@@ -75,40 +76,51 @@ class MappedStores(Stores):
         *,
         seed: int,
         dynamic: DynamicRows | None = None,
+        normalization: StalenessNormalization | None = None,
     ) -> EmbeddingStore:
+        options: dict[str, Any] = {"seed": seed, "normalization": normalization}
         path = self.folder / check_name(name)
         created: MappedEmbeddingStore | HashEmbeddingStore
         if self._connect is not None and (dynamic is not None or not path.exists()):
-            served = self._server().create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic)
+            served = self._server().create_embedding_store(name, layout, optimizer, dynamic=dynamic, **options)
             if dynamic is not None:
                 return served
         elif not path.exists():
             with suppress(FileExistsError):  # another process was faster
                 if dynamic is None:
-                    created = MappedEmbeddingStore.create(path, layout, optimizer, seed=seed)
+                    created = MappedEmbeddingStore.create(path, layout, optimizer, **options)
                 else:
-                    created = HashEmbeddingStore.create(path, layout, optimizer, seed=seed, dynamic=dynamic)
+                    created = HashEmbeddingStore.create(path, layout, optimizer, dynamic=dynamic, **options)
                 self._opened.append(created)
                 return created
         store = self.embedding_store(name)
-        check_same(path, store, layout, optimizer, dynamic)
+        check_same(path, store, layout, optimizer, dynamic, normalization)
         return store
 
     def create_dense_store(  # noqa: D102 - inherited
-        self, name: str, initial: Tensor, *, optimizer: RowOptimizer | None = None
+        self,
+        name: str,
+        initial: Tensor,
+        *,
+        optimizer: RowOptimizer | None = None,
+        normalization: StalenessNormalization | None = None,
+        parts: Sequence[int] = (),
     ) -> MappedDenseStore:
+        options: dict[str, Any] = {"optimizer": optimizer, "normalization": normalization, "parts": parts}
         path, store = self.folder / check_name(name), None
         if self._connect is not None and not path.exists():
-            self._server().create_dense_store(name, initial, optimizer=optimizer)
+            self._server().create_dense_store(name, initial, **options)
         elif not path.exists():
             with suppress(FileExistsError):
-                store = MappedDenseStore.create(path, initial, optimizer=optimizer)
+                store = MappedDenseStore.create(path, initial, **options)
                 self._opened.append(store)
         store = store or self.dense_store(name)
-        if store.size != initial.numel() or store.optimizer != optimizer:
+        wanted = tuple(parts) or (initial.numel(),)
+        if (store.parts, store.optimizer, store.normalization) != (wanted, optimizer, normalization):
             raise ValueError(
-                f"a store {name!r} is in {self.folder} with {store.size} elements and the rule {store.optimizer}, "
-                f"asked were {initial.numel()} and {optimizer}. Choose another name or remove it."
+                f"a store {name!r} is in {self.folder} with {store.size} elements in {len(store.parts)} parts, the rule"
+                f" {store.optimizer} and normalization={store.normalization}, asked were {initial.numel()} in"
+                f" {len(wanted)}, {optimizer} and normalization={normalization}. Choose another name or remove it."
             )
         return store
 
@@ -206,17 +218,23 @@ def free_room(folder: Path) -> dict[str, Any]:
 
 
 def check_same(
-    path: Path, store: EmbeddingStore, layout: TableLayout, optimizer: RowOptimizer, dynamic: DynamicRows | None
+    path: Path,
+    store: EmbeddingStore,
+    layout: TableLayout,
+    optimizer: RowOptimizer,
+    dynamic: DynamicRows | None,
+    normalization: StalenessNormalization | None,
 ) -> None:
     """Refuse to take a store for another one.
 
     Raises:
-        ValueError: it has other tables or another rule than asked for, or makes its rows otherwise.
+        ValueError: it has other tables or another rule than asked for, makes its rows otherwise, or has other versions.
     """
     has = getattr(store, "dynamic", None)
-    if store.layout != layout or store.optimizer != optimizer or has != dynamic:
+    if (store.layout, store.optimizer, has, store.normalization) != (layout, optimizer, dynamic, normalization):
         raise ValueError(
             f"a store {path.name!r} is in {path.parent} with other tables or another rule: it has "
-            f"{store.layout.tables}, {store.optimizer} and dynamic={has}, asked were {layout.tables}, {optimizer} and "
-            f"dynamic={dynamic}. Choose another name or remove it."
+            f"{store.layout.tables}, {store.optimizer}, dynamic={has} and normalization={store.normalization}, asked "
+            f"were {layout.tables}, {optimizer}, dynamic={dynamic} and normalization={normalization}. Choose another "
+            "name or remove it."
         )

@@ -1,4 +1,4 @@
-"""Tables and update rules as plain data (dicts, lists, strings, numbers), for files and for the wire, and back.
+"""Tables and rules as plain data (dicts, lists, strings, numbers), for files and for the wire, and back.
 
 What comes back in may come from anybody: it is checked field by field, and only names known here are made.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
+from lightning_recsys.sync import StalenessNormalization
 
 _RULES: dict[str, type[RowOptimizer]] = {
     rule.__name__: rule for rule in (RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL)
@@ -57,6 +58,29 @@ def optimizer_from_plain(value: object) -> RowOptimizer:
     if set(numbers) != names or any(type(number) not in (int, float) for number in numbers.values()):
         raise ValueError(f"{rule.__name__} takes the numbers {sorted(names)}, got {numbers!r:.200}.")
     return rule(**numbers)
+
+
+def normalization_to_plain(normalization: StalenessNormalization | None) -> dict[str, Any] | None:
+    """A staleness rule with its numbers; ``None`` where there is none."""
+    return None if normalization is None else dataclasses.asdict(normalization)
+
+
+def normalization_from_plain(value: object) -> StalenessNormalization | None:
+    """The reverse of :func:`normalization_to_plain`.
+
+    Raises:
+        ValueError: an unknown rule, a number that is out of range or of another type, or a field that is missing.
+    """
+    if value is None:
+        return None
+    names = {field.name for field in dataclasses.fields(StalenessNormalization)}
+    if not isinstance(value, dict) or set(value) != names or not isinstance(value["rule"], str):
+        raise ValueError(f"a staleness rule must be a dict of {sorted(names)}, got {value!r:.200}.")
+    numbers = {name: number for name, number in value.items() if name != "rule"}
+    allowed = {name: (int, float, type(None)) if name == "sensitivity" else (int, float) for name in numbers}
+    if any(type(number) not in allowed[name] for name, number in numbers.items()):
+        raise ValueError(f"the numbers of a staleness rule have another type: {numbers!r:.200}.")
+    return StalenessNormalization(**value)
 
 
 def layout_to_plain(layout: TableLayout) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
+from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 
@@ -59,6 +60,18 @@ class TableLayout:
         """First row of each feature's table, in feature order."""
         starts = self.table_starts
         return [starts[table.name] for table in self.feature_tables]
+
+    @cached_property
+    def _feature_starts_F(self) -> Tensor:
+        return torch.from_numpy(as_int64s(self.feature_starts))
+
+    def rows_of(self, sparse: SparseFeatures) -> Tensor:
+        """The row of each id of resolved features, int64 ``[N]``; one that occurs twice is named twice."""
+        starts_F = self._feature_starts_F
+        if sparse.is_single_hot:
+            return (sparse.values.view(len(sparse.keys), -1) + starts_F.unsqueeze(1)).view(-1)
+        per_feature = sparse.bag_lengths().view(len(sparse.keys), -1).sum(1)
+        return sparse.values + starts_F.repeat_interleave(per_feature)
 
 
 class Kernel(ABC):

@@ -94,7 +94,7 @@ def lookup_bags_for(dim: int) -> Callable[..., None]:
 
 
 @cache
-def sum_by_row_for(dim: int) -> Callable[..., int]:
+def sum_by_row_for(dim: int) -> Callable[..., int]:  # noqa: C901 - nested loops, inlined by hand
     """A loop that sums the gradients of each row, of width ``dim``, and returns how many rows were touched.
 
     With one hash table after the other, one for each table of rows: it fits a cache where one for all would not.
@@ -106,27 +106,29 @@ def sum_by_row_for(dim: int) -> Callable[..., int]:
         offsets: Of the bags; empty where each holds one id.
         weights: Of the ids; empty where all are 1.
         starts: First row of each feature's table.
-        table_bounds: First feature of each table, and the number of features.
+        tables: First feature of each table, and the number of features.
         num_rows: Of each table.
         grads: ``[B, F, D]``.
         slots: Scratch memory for the hash table, twice the least power of two that is twice the number of ids.
         touched: Result, the rows.
         sums: Result, their gradients.
+        versions: A number for each id; empty where there is none.
+        oldest: Result, the least number of each row's ids, where there are numbers.
     """
     width = vector_width(dim)
 
     @compile_loop
-    def sum_by_row(ids, offsets, weights, starts, table_bounds, num_rows, grads, slots, touched, sums):  # noqa: ANN001, ANN202
+    def sum_by_row(ids, offsets, weights, starts, tables, num_rows, grads, slots, touched, sums, versions, oldest):  # noqa: ANN001, ANN202
         batch_size, num_features = grads.shape[0], grads.shape[1]
         count = 0
-        for table in range(table_bounds.shape[0] - 1):
-            first_bag, last_bag = table_bounds[table] * batch_size, table_bounds[table + 1] * batch_size
+        for table in range(tables.shape[0] - 1):
+            first_bag, last_bag = tables[table] * batch_size, tables[table + 1] * batch_size
             num_ids = offsets[last_bag] - offsets[first_bag] if offsets.shape[0] else last_bag - first_bag
             capacity = _capacity(num_ids)
             has_places = num_rows[table] <= 2 * capacity
             slots[: num_rows[table] if has_places else capacity] = -1
             mask = capacity - 1
-            for f in range(table_bounds[table], table_bounds[table + 1]):
+            for f in range(tables[table], tables[table + 1]):
                 for b in range(batch_size):
                     bag = f * batch_size + b
                     first, last = bag, bag + 1
@@ -138,6 +140,10 @@ def sum_by_row_for(dim: int) -> Callable[..., int]:
                         weight = weights[position] if weights.shape[0] else np.float32(1)
                         source = (b * num_features + f) * dim
                         target = slots[slot]
+                        if versions.shape[0]:
+                            seen = target >= 0
+                            number = versions[position]
+                            oldest[target if seen else count] = min(number, oldest[target]) if seen else number
                         if target < 0:
                             slots[slot] = count
                             touched[count] = row
@@ -215,7 +221,26 @@ class NumbaKernel(Kernel):
         lr: float,
         step: int,
     ) -> None:
+        touched, sums, _ = self.sum_gradients(sparse, grad_BFD)
+        apply_update(self.optimizer, touched, sums, rows, state, lr=lr, step=step)
+
+    def sum_gradients(
+        self, sparse: SparseFeatures, grad_BFD: Tensor, versions_N: Tensor | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The first half of an update: the rows of a batch and their gradients, which the next call overwrites.
+
+        Args:
+            sparse: Resolved features.
+            grad_BFD: The gradient of the pooled rows.
+            versions_N: A number for each id, int64.
+
+        Returns:
+            The rows, int64 ``[U]``; their gradients, float32 ``[U, D]``; the least number of each row's ids, int64
+            ``[U]``, or nothing without numbers.
+        """
         slots, touched, sums = self._buffers(sparse.values.numel())
+        versions = _NO_OFFSETS if versions_N is None else versions_N.contiguous().numpy()
+        oldest = np.empty_like(versions)
         count = sum_by_row_for(self.layout.embedding_dim)(
             sparse.values.numpy(),
             _NO_OFFSETS if sparse.is_single_hot else sparse.bag_offsets().numpy(),
@@ -227,8 +252,10 @@ class NumbaKernel(Kernel):
             slots,
             touched,
             sums,
+            versions,
+            oldest,
         )
-        apply_update(self.optimizer, touched[:count], sums[:count], rows, state, lr=lr, step=step)
+        return touched[:count], sums[:count], oldest[:count]
 
     def _buffers(self, num_ids: int) -> tuple[np.ndarray, ...]:
         """Scratch memory for one batch, kept between batches: fresh pages would cost more than the sums."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,13 +27,21 @@ def take_generation(request: Request) -> int | None:
     return generation
 
 
-def take_arguments(request: Request, **types: type | tuple[type, ...]) -> tuple[Any, ...]:
+def take_arguments(
+    request: Request, defaults: Mapping[str, object] | None = None, **types: type | tuple[type, ...]
+) -> tuple[Any, ...]:
     """The arguments in the order asked for; exactly those (and a generation), of exactly these types.
+
+    Args:
+        request: What brought them.
+        defaults: Values of those that may be missing.
+        types: The types, by name.
 
     Raises:
         ValueError: one is missing, of another type, or not asked for.
     """
     given = {name: value for name, value in request.arguments.items() if name != GENERATION}
+    given = {**(defaults or {}), **given}
     if given.keys() != types.keys():
         raise ValueError(f"{request.operation} takes the arguments {sorted(types)}, got {sorted(given)!s:.200}")
     for name, kind in types.items():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_nothing
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedDense
 from lightning_recsys.parameter_server.requests.stores import OpenStores
@@ -28,23 +29,36 @@ class DenseRequests:
     def __init__(self, stores: OpenStores) -> None:
         self._stores = stores
         self.operations = Operations(
-            reads={"pull": self._pull},
+            reads={"pull": self._pull, "read_dense": self._read},
             pushes={
                 "assign": self._assign,
+                "write_dense": self._write,
                 "elastic_average": self._elastic_average,
                 "push_gradient": self._push_gradient,
             },
-            again={
-                "elastic_average": lambda request: stores.dense(request).store.pull(),
-                "push_gradient": lambda request: stores.dense(request).store.version,
-            },
+            again={"elastic_average": lambda request: stores.dense(request).store.pull()},
         )
 
     def _pull(self, request: Request) -> object:
-        take_nothing(request)
+        (versioned,) = take_arguments(request, {"versioned": False}, versioned=bool)
+        take_arrays(request)
+        served = self._stores.dense(request)
+        self._stores.check_reply(served.store.size + 2 * len(served.store.parts))
+        return served.store.begin_versioned_pull()() if versioned else served.store.pull()
+
+    def _read(self, request: Request) -> object:
+        (name,) = take_arguments(request, array=str)
+        take_arrays(request)
         served = self._stores.dense(request)
         self._stores.check_reply(served.store.size)
-        return served.store.pull()
+        return served.store.read(name)
+
+    def _write(self, request: Request) -> Push:
+        (name,) = take_arguments(request, array=str)
+        if len(request.arrays) != 1:
+            raise ValueError("write_dense takes one array of values")
+        # No undo: the same values, written a second time, leave what the first time left.
+        return Push(partial(self._stores.dense(request).store.write, name, request.arrays[0]))
 
     def _assign(self, request: Request) -> Push:
         take_arguments(request)
@@ -61,11 +75,19 @@ class DenseRequests:
         return Push(apply, served.undo("values"))
 
     def _push_gradient(self, request: Request) -> Push:
-        (lr,) = take_arguments(request, lr=float)
-        served, gradient = self._store_and_vector(request)
+        kinds: dict[str, Any] = {"lr": float, "versioned": bool, "masked": bool}
+        lr, versioned, masked = take_arguments(request, {"versioned": False, "masked": False}, **kinds)
+        arrays = list(request.arrays)
+        gradient = take_array(arrays, "gradient", torch.float32, 1)
+        versions = take_array(arrays, "versions", torch.int64, 1) if versioned else None
+        trained = take_array(arrays, "trained", torch.uint8, 1).bool() if masked else None
+        if arrays:
+            raise ValueError(f"push_gradient takes gradient, versions and trained, got {len(request.arrays)} arrays")
+        store = (served := self._stores.dense(request)).store
+        store.check_gradient(gradient, versions, trained)
         check_rate(lr)
-        apply = partial(served.store.push_gradient, gradient, lr=lr)
-        return Push(apply, served.undo("values", *served.store.state))
+        apply = partial(store.update, gradient, lr=lr, versions=versions, trained=trained)
+        return Push(apply, served.undo(*store.written))
 
     def _store_and_vector(self, request: Request) -> tuple[ServedDense, Tensor]:
         (vector,) = take_arrays(request, ("values", torch.float32, 1))

@@ -7,12 +7,17 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
+from lightning_recsys.parameter_server.requests.served import ServedEmbedding
 from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.checks import check_rate
+from lightning_recsys.stores.versions import check_versions
+
+_UNVERSIONED = {"versioned": False}
 
 
 class RowRequests:
@@ -47,34 +52,49 @@ class RowRequests:
 
     def _pooled_lookup(self, request: Request) -> object:
         served = self._stores.embedding(request)
-        take_arguments(request, bags=bool, weighted=bool)
+        _, _, versioned = take_arguments(request, _UNVERSIONED, bags=bool, weighted=bool, versioned=bool)
         sparse, rest = served.sparse(request, self._stores.limits)
         if rest:
             raise ValueError(f"a pooled lookup takes ids, offsets and weights, got {len(rest)} more arrays")
-        self._stores.check_reply(sparse.batch_size * len(sparse.keys) * served.dim)
-        return served.store.pooled_lookup(sparse)
+        num_versions = sparse.values.numel() if versioned else 0
+        self._stores.check_reply(sparse.batch_size * len(sparse.keys) * served.dim + 2 * num_versions)
+        return served.store.begin_versioned_lookup(sparse)() if versioned else served.store.pooled_lookup(sparse)
 
     def _apply_gradients(self, request: Request) -> Push:
         served = self._stores.embedding(request)
-        _, _, lr = take_arguments(request, bags=bool, weighted=bool, lr=float)
+        kinds = {"bags": bool, "weighted": bool, "versioned": bool, "lr": float}
+        _, _, versioned, lr = take_arguments(request, _UNVERSIONED, **kinds)
         sparse, rest = served.sparse(request, self._stores.limits)
+        versions = self._versions(served, rest, sparse.values.numel()) if versioned else None
         shape = [sparse.batch_size, len(sparse.keys), served.dim]
         if len(rest) != 1 or rest[0].dtype != torch.float32 or list(rest[0].shape) != shape:
             raise ValueError(f"gradients must be one float32 array of shape {shape}")
         check_rate(lr)
-        apply = partial(served.store.apply_gradients, sparse, rest[0], lr=lr)
+        apply = partial(served.store.update, sparse, rest[0], lr=lr, versions=versions)
         return Push(apply, served.undo(served.touched_rows(sparse)))
 
     def _apply_row_gradients(self, request: Request) -> Push:
         served = self._stores.embedding(request)
-        (lr,) = take_arguments(request, lr=float)
-        rows_U, grads_UD = take_arrays(request, ("rows", torch.int64, 1), ("gradients", torch.float32, 2))
+        versioned, lr = take_arguments(request, _UNVERSIONED, versioned=bool, lr=float)
+        arrays = list(request.arrays)
+        rows_U = take_array(arrays, "rows", torch.int64, 1)
+        versions = self._versions(served, arrays, rows_U.numel()) if versioned else None
+        grads_UD = take_array(arrays, "gradients", torch.float32, 2)
+        if arrays:
+            raise ValueError(
+                f"apply_row_gradients takes rows, versions and gradients, got {len(request.arrays)} arrays"
+            )
         self._stores.check_rows(served, rows_U)
         if list(grads_UD.shape) != [rows_U.numel(), served.dim]:
             raise ValueError(f"gradients must have shape {[rows_U.numel(), served.dim]}, got {list(grads_UD.shape)}")
         check_rate(lr)
-        apply = partial(served.store.apply_row_gradients, rows_U, grads_UD, lr=lr)
+        apply = partial(served.store.update_rows, rows_U, grads_UD, lr=lr, versions=versions)
         return Push(apply, served.undo(rows_U))
+
+    def _versions(self, served: ServedEmbedding, arrays: list[Tensor], size: int) -> Tensor:
+        versions = take_array(arrays, "versions", torch.int64, 1)
+        check_versions(served.store.normalization, versions, size)
+        return versions
 
     def _read(self, request: Request) -> object:
         served = self._stores.embedding(request)
@@ -86,8 +106,8 @@ class RowRequests:
     def _write(self, request: Request) -> Push:
         served = self._stores.embedding(request)
         name, first_row = take_arguments(request, array=str, first_row=int)
-        if len(request.arrays) != 1 or request.arrays[0].dtype != torch.float32:
-            raise ValueError("write takes one float32 array of values")
+        if len(request.arrays) != 1:
+            raise ValueError("write takes one array of values")
         # No undo, here and for the step: the same values, written a second time, leave what the first time left.
         return Push(partial(served.store.write, name, first_row, request.arrays[0]))
 

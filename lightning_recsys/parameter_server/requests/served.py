@@ -22,7 +22,8 @@ from lightning_recsys.stores.dynamic_rows import dynamic_to_plain
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 from lightning_recsys.stores.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, read_meta
-from lightning_recsys.stores.plain import layout_to_plain, optimizer_to_plain
+from lightning_recsys.stores.plain import layout_to_plain, normalization_to_plain, optimizer_to_plain
+from lightning_recsys.stores.versions import tag_arrays
 
 
 class ServedEmbedding:
@@ -43,15 +44,16 @@ class ServedEmbedding:
         layout = self.store.layout
         self.keys = tuple(feature for table in layout.tables for feature in table.feature_names)
         self.num_rows, self.dim = layout.num_rows, layout.embedding_dim
-        self._starts_F = torch.from_numpy(as_int64s(layout.feature_starts))
         self._sizes_F = torch.from_numpy(as_int64s(table.num_embeddings for table in layout.feature_tables))
-        self._trained = tuple(self.store.row_shapes)
+        self._trained = (*self.store.row_shapes, *tag_arrays(self.store.normalization, 0))
 
     def describe(self) -> dict[str, Any]:
         """What a client must know, in plain values."""
         rule = optimizer_to_plain(self.store.optimizer)
         tables = layout_to_plain(self.store.layout)
-        return {"kind": "embedding", "generation": self.generation, "tables": tables, "optimizer": rule}
+        normalization = normalization_to_plain(self.store.normalization)
+        described = {"tables": tables, "optimizer": rule, "normalization": normalization}
+        return {"kind": "embedding", "generation": self.generation, **described}
 
     @property
     def generation(self) -> int:
@@ -80,10 +82,7 @@ class ServedEmbedding:
 
     def touched_rows(self, sparse: SparseFeatures) -> Tensor:
         """Places in the store of the rows that an update will touch; one that occurs twice is named twice."""
-        if sparse.is_single_hot:
-            return (sparse.values.view(len(self.keys), -1) + self._starts_F.unsqueeze(1)).view(-1)
-        per_feature = sparse.bag_lengths().view(len(self.keys), -1).sum(1)
-        return sparse.values + self._starts_F.repeat_interleave(per_feature)
+        return self.store.layout.rows_of(sparse)
 
     def undo(self, rows: Tensor, *others: str, counts: Tensor | None = None) -> Undo:
         """How to take back an update of these rows.
@@ -138,7 +137,8 @@ class ServedDense:
         """What a client must know, in plain values."""
         rule = self.store.optimizer
         plain = rule and optimizer_to_plain(rule)
-        return {"kind": "dense", "generation": self.generation, "size": self.store.size, "optimizer": plain}
+        described = {"parts": list(self.store.parts), "normalization": normalization_to_plain(self.store.normalization)}
+        return {"kind": "dense", "generation": self.generation, "optimizer": plain, **described}
 
     @property
     def generation(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, float32
 
@@ -21,9 +22,11 @@ from lightning_recsys.stores.checks import check_rows
 from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain
 from lightning_recsys.stores.mapped import MappedStores, check_same
 from lightning_recsys.stores.mapped_arrays import META, check_name
-from lightning_recsys.stores.plain import layout_from_plain, optimizer_from_plain
+from lightning_recsys.stores.plain import layout_from_plain, normalization_from_plain, optimizer_from_plain
 
 MAX_EMBEDDING_DIM = 1 << 16
+_UNVERSIONED = {"normalization": None}
+_ROWS: dict[str, Any] = {"tables": list, "optimizer": dict, "seed": int, "normalization": (dict, type(None))}
 
 
 class OpenStores:
@@ -140,18 +143,24 @@ class OpenStores:
         return served.store.step if isinstance(served, ServedEmbedding) else served.store.version
 
     def _create_embedding_store(self, request: Request) -> Push:
-        tables, rule, seed = take_arguments(request, tables=list, optimizer=dict, seed=int)
-        return self._create_rows(request, tables, rule, seed, None)
+        return self._create_rows(request, None, *take_arguments(request, _UNVERSIONED, **_ROWS))
 
     def _create_dynamic_store(self, request: Request) -> Push:
-        tables, rule, seed, dynamic = take_arguments(request, tables=list, optimizer=dict, seed=int, dynamic=dict)
-        return self._create_rows(request, tables, rule, seed, dynamic_from_plain(dynamic))
+        dynamic, *others = take_arguments(request, _UNVERSIONED, dynamic=dict, **_ROWS)
+        return self._create_rows(request, dynamic_from_plain(dynamic), *others)
 
     def _create_rows(
-        self, request: Request, tables: object, rule: object, seed: int, dynamic: DynamicRows | None
+        self,
+        request: Request,
+        dynamic: DynamicRows | None,
+        tables: object,
+        rule: object,
+        seed: int,
+        plain_normalization: object,
     ) -> Push:
         take_arrays(request)
         layout, optimizer = layout_from_plain(tables), optimizer_from_plain(rule)
+        normalization = normalization_from_plain(plain_normalization)
         if layout.embedding_dim > MAX_EMBEDDING_DIM or not 0 <= seed < 2**63:
             raise ValueError(f"embedding_dim must be at most {MAX_EMBEDDING_DIM} and seed in [0, 2**63)")
         name = check_name(request.store)
@@ -159,23 +168,28 @@ class OpenStores:
         def apply() -> None:
             served = self._open.get(name)
             if isinstance(served, ServedDynamic) and served.generation:  # it cannot be opened twice
-                check_same(self.folder / name, served.store, layout, optimizer, dynamic)
+                check_same(self.folder / name, served.store, layout, optimizer, dynamic, normalization)
             else:
                 with closing(MappedStores(self.folder)) as stores:  # ours would keep each store for good
-                    stores.create_embedding_store(name, layout, optimizer, seed=seed, dynamic=dynamic)
+                    options: dict[str, Any] = {"seed": seed, "dynamic": dynamic, "normalization": normalization}
+                    stores.create_embedding_store(name, layout, optimizer, **options)
 
         # No undo: stores are made beside their place and renamed into it, and making one that is there is no change.
         return Push(apply)
 
     def _create_dense_store(self, request: Request) -> Push:
-        (rule,) = take_arguments(request, optimizer=(dict, type(None)))
+        kinds: dict[str, Any] = {"optimizer": (dict, type(None)), "normalization": (dict, type(None)), "parts": list}
+        rule, plain_normalization, parts = take_arguments(request, {**_UNVERSIONED, "parts": []}, **kinds)
         (initial,) = take_arrays(request, ("initial", float32, 1))
         optimizer = None if rule is None else optimizer_from_plain(rule)
+        normalization = normalization_from_plain(plain_normalization)
+        if any(type(size) is not int for size in parts):
+            raise ValueError(f"parts must be whole numbers of elements, got {parts!r:.200}")
         name = check_name(request.store)
 
         def apply() -> None:
             with closing(MappedStores(self.folder)) as stores:
-                stores.create_dense_store(name, initial, optimizer=optimizer)
+                stores.create_dense_store(name, initial, optimizer=optimizer, normalization=normalization, parts=parts)
 
         return Push(apply)
 

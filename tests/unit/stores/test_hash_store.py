@@ -97,7 +97,7 @@ def test_training_when_a_mapped_store_starts_alike_then_rows_and_state_stay_equa
         pooled = dynamic.pooled_lookup(sparse)
         assert torch.equal(pooled, mapped.pooled_lookup(sparse))
         gradient = torch.randn_like(pooled)
-        touched |= set(dynamic.rows_of(sparse).tolist())
+        touched |= set(dynamic.layout.rows_of(sparse).tolist())
         for store in (dynamic, mapped):
             store.apply_gradients(sparse, gradient, lr=0.1)
         rows, grads = torch.randperm(70)[:2], torch.randn(2, 8)
