@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_recsys.compiled.loops import AHEAD, compile_loop, compile_rule, prefetch, prefetch_row
 from lightning_recsys.optim.row_optimizers import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
+from lightning_recsys.optim.swap import RowSWAP, catch_up
 
 
 @compile_rule
@@ -111,7 +112,9 @@ def _ftrl(touched, grads, rows, accumulator, linear, lr, beta, l1, l2):  # noqa:
 
 Update = Callable[..., None]
 
-COMPILED_RULES: frozenset[type[RowOptimizer]] = frozenset((RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL))
+COMPILED_RULES: frozenset[type[RowOptimizer]] = frozenset(
+    (RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL, RowSWAP)
+)
 """The rules that have a loop here: these classes themselves. What a subclass overrides, no loop would call."""
 
 
@@ -141,6 +144,8 @@ def apply_update(
     """
     if type(optimizer) not in COMPILED_RULES:
         raise TypeError(f"no compiled rule for {type(optimizer).__name__}; use kernel='torch'.")
+    if isinstance(optimizer, RowSWAP):
+        state, optimizer = catch_up(optimizer, touched, state, lr=lr, step=step), optimizer.inner
     arrays = [rows.numpy(), *(tensor.numpy() for tensor in state.values())]
     loop: Update
     numbers: tuple[float, ...]

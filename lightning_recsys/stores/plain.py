@@ -10,11 +10,11 @@ from typing import Any
 
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowSWAP, RowWiseAdagrad
 from lightning_recsys.sync import StalenessNormalization
 
 _RULES: dict[str, type[RowOptimizer]] = {
-    rule.__name__: rule for rule in (RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL)
+    rule.__name__: rule for rule in (RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL, RowSWAP)
 }
 _TABLE_FIELDS: dict[str, tuple[type, ...]] = {
     "name": (str,),
@@ -41,6 +41,9 @@ def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
             " and could not run a rule that is not this package's, a subclass included. Use one of these, or a strategy"
             " whose workers keep rows of their own, such as ddp."
         )
+    if isinstance(optimizer, RowSWAP):
+        numbers = {"period": optimizer.period, "discount": optimizer.discount}
+        return {"rule": "RowSWAP", "inner": optimizer_to_plain(optimizer.inner), **numbers}
     return {"rule": type(optimizer).__name__, **dataclasses.asdict(optimizer)}
 
 
@@ -53,11 +56,17 @@ def optimizer_from_plain(value: object) -> RowOptimizer:
     if not isinstance(value, dict) or not isinstance(value.get("rule"), str) or value["rule"] not in _RULES:
         raise ValueError(f"an update rule must be a dict with rule in {sorted(_RULES)}, got {value!r:.200}.")
     rule = _RULES[value["rule"]]
-    names = {field.name for field in dataclasses.fields(rule)}
+    names = {field.name for field in dataclasses.fields(rule) if field.init}
     numbers = {name: number for name, number in value.items() if name != "rule"}
-    if set(numbers) != names or any(type(number) not in (int, float) for number in numbers.values()):
+    inner: dict[str, Any] = {}
+    if rule is RowSWAP:
+        wrapped = numbers.pop("inner", None)
+        if not isinstance(wrapped, dict) or wrapped.get("rule") in ("RowSWAP", "RowSGD"):
+            raise ValueError("RowSWAP takes an update rule that has an accumulator, and no other RowSWAP.")
+        inner["inner"] = optimizer_from_plain(wrapped)
+    if set(numbers) != names - set(inner) or any(type(number) not in (int, float) for number in numbers.values()):
         raise ValueError(f"{rule.__name__} takes the numbers {sorted(names)}, got {numbers!r:.200}.")
-    return rule(**numbers)
+    return rule(**numbers, **inner)
 
 
 def normalization_to_plain(normalization: StalenessNormalization | None) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import torch
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.errors import StoreReplacedError
-from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowSWAP, RowWiseAdagrad
 from lightning_recsys.optim.row_optimizers import RowOptimizer
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.stores import MappedStores, mapped_arrays
@@ -31,6 +31,7 @@ RULES = [
     RowWiseAdagrad(0.1),
     RowAdam(0.1),
     RowFTRL(0.1, l1=0.01),
+    RowSWAP(inner=RowAdam(0.1), period=3, discount=0.5),
 ]
 
 

@@ -1,0 +1,204 @@
+"""SWAP against its eager form, written out in numpy in double precision, over random access patterns."""
+
+import copy
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowSWAP, RowWiseAdagrad, swap
+from lightning_recsys.optim.accumulating import check_additive
+from lightning_recsys.optim.compiled import apply_update
+from lightning_recsys.stores.plain import optimizer_from_plain, optimizer_to_plain
+
+ROWS, DIM, STEPS, PERIOD, DISCOUNT, LR = 7, 3, 60, 4, 0.6, 0.1
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def accesses():
+    """Which rows each step touches, and their gradients: some rows rest for many periods."""
+    random = np.random.default_rng(0)
+    for _ in range(STEPS):
+        touched = np.flatnonzero(random.random(ROWS) < 0.2)
+        yield touched, random.normal(size=(len(touched), DIM))
+
+
+class Eager:
+    """Every row is discounted at each period's end, as Algorithm 2 says; then the textbook's rule."""
+
+    def __init__(self, rows):
+        self.w = rows.astype(np.float64)
+        self.start()
+
+    def run(self):
+        for t, (touched, g) in enumerate(accesses(), start=1):
+            if t % PERIOD == 0:
+                self.forget()
+            self.update(touched, g, t)
+        return self.w
+
+
+class EagerAdagrad(Eager):
+    v0 = 0.05
+
+    def start(self):
+        self.v = np.full_like(self.w, self.v0)
+
+    def forget(self):
+        self.v = np.maximum(self.v * DISCOUNT, self.v0)
+
+    def update(self, i, g, t):
+        self.v[i] += g**2
+        self.w[i] -= LR * g / (np.sqrt(self.v[i]) + 1e-8)
+
+
+class EagerRowwise(EagerAdagrad):
+    def start(self):
+        self.v = np.full(len(self.w), self.v0)
+
+    def update(self, i, g, t):
+        self.v[i] += (g**2).mean(1)
+        self.w[i] -= LR * g / (np.sqrt(self.v[i]) + 1e-8)[:, None]
+
+
+class EagerAdam(Eager):
+    def start(self):
+        self.m, self.v = np.zeros_like(self.w), np.zeros_like(self.w)
+
+    def forget(self):
+        self.v *= DISCOUNT
+
+    def update(self, i, g, t):
+        self.m[i] = 0.9 * self.m[i] + 0.1 * g
+        self.v[i] = 0.99 * self.v[i] + 0.01 * g**2
+        self.w[i] -= LR * (self.m[i] / (1 - 0.9**t)) / (np.sqrt(self.v[i] / (1 - 0.99**t)) + 1e-8)
+
+
+class EagerFTRL(Eager):
+    beta, l1, l2 = 1.0, 0.02, 0.1
+
+    def curvature(self):
+        return (self.beta + np.sqrt(self.n)) / LR + self.l2
+
+    def start(self):
+        self.n = np.zeros_like(self.w)
+        self.z = -self.w * self.curvature() - np.sign(self.w) * self.l1
+
+    def forget(self):
+        """Solve the weight's formula for z after n has changed."""
+        outside = np.abs(self.z) > self.l1
+        w = np.where(outside, -(self.z - np.sign(self.z) * self.l1) / self.curvature(), 0)
+        self.n *= DISCOUNT
+        self.z = np.where(outside, -w * self.curvature() + np.sign(self.z) * self.l1, self.z)
+
+    def update(self, i, g, t):
+        new = self.n[i] + g**2
+        self.z[i] += g - (np.sqrt(new) - np.sqrt(self.n[i])) / LR * self.w[i]
+        self.n[i] = new
+        shrunk = self.z[i] - np.clip(self.z[i], -self.l1, self.l1)
+        self.w[i] = -shrunk / self.curvature()[i]
+
+
+RULES = {
+    "adagrad": (RowAdagrad(lr=LR, initial_accumulator=0.05), EagerAdagrad),
+    "rowwise_adagrad": (RowWiseAdagrad(lr=LR, initial_accumulator=0.05), EagerRowwise),
+    "adam": (RowAdam(lr=LR, beta2=0.99), EagerAdam),
+    "ftrl": (RowFTRL(lr=LR, beta=1.0, l1=0.02, l2=0.1), EagerFTRL),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_rows_when_touched_now_and_then_then_equal_the_eager_form(name, compiled):
+    inner, eager = RULES[name]
+    rule = RowSWAP(inner=inner, period=PERIOD, discount=DISCOUNT)
+    rows = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)) * 0.1
+    expected = eager(rows.numpy()).run()
+    state = rule.initial_state(rows)
+    for step, (touched, g) in enumerate(accesses(), start=1):
+        grads = torch.from_numpy(g).float()
+        if compiled:
+            apply_update(rule, touched, grads.numpy(), rows, state, lr=LR, step=step)
+            continue
+        where = torch.from_numpy(touched)
+        own_rows, own = rows[where], {key: value[where] for key, value in state.items()}
+        rule.update_(own_rows, grads, own, lr=LR, step=step)
+        rows[where] = own_rows
+        for key, value in own.items():
+            state[key][where] = value
+    torch.testing.assert_close(rows, torch.from_numpy(expected).float(), **TOLERANCE)
+
+
+def test_discount_then_makes_a_difference():
+    """The comparison above would pass with a discount that does nothing, if that of the eager form did nothing too."""
+    rows = np.ones((ROWS, DIM))
+    forgetful = EagerAdagrad(rows).run()
+    EagerAdagrad.forget, kept = lambda self: None, EagerAdagrad.forget
+    try:
+        assert not np.allclose(forgetful, EagerAdagrad(rows).run(), rtol=1e-2)
+    finally:
+        EagerAdagrad.forget = kept
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule_when_it_travels_as_plain_data_then_comes_back_equal(name):
+    rule = RowSWAP(inner=RULES[name][0], period=PERIOD, discount=DISCOUNT)
+    assert optimizer_from_plain(optimizer_to_plain(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inner": {"rule": "RowSGD", "lr": 0.1}},
+        {"inner": "RowAdagrad"},
+        {"period": 0},
+        {"period": 2.5},
+        {"discount": 2.0},
+        {"discount": "half"},
+        {"more": 1},
+    ],
+)
+def test_plain_data_when_it_is_no_swap_then_refused(change):
+    plain = optimizer_to_plain(RowSWAP(inner=RowAdagrad(), period=2, discount=0.5)) | change
+    with pytest.raises(ValueError, match=r"RowSWAP|SWAP|update rule"):
+        optimizer_from_plain(plain)
+
+
+def test_plain_data_when_a_swap_holds_itself_many_times_then_refused():
+    plain = optimizer_to_plain(RowSWAP(inner=RowAdagrad(), period=2, discount=0.5))
+    deep = plain
+    for _ in range(2000):
+        deep = plain | {"inner": deep}
+    with pytest.raises(ValueError, match="RowSWAP"):
+        optimizer_from_plain(deep)
+
+
+def test_rule_without_an_accumulator_then_refused_by_name():
+    with pytest.raises(TypeError, match="RowSGD is none of RowAdagrad"):
+        RowSWAP(inner=RowSGD(), period=2, discount=0.5)
+    with pytest.raises(TypeError, match="RowSWAP"):
+        check_additive(RowSWAP(inner=RowAdagrad(), period=2, discount=0.5))
+    with pytest.raises(TypeError, match="SGD is none of"):
+        swap([torch.nn.Parameter(torch.ones(1))], partial(torch.optim.SGD, lr=0.1), period=2, discount=0.5)
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 5])
+def test_dense_adagrad_when_resumed_at_any_step_then_equals_the_closed_form(at):
+    start, gradients = 0.1, [math.sin(t) for t in range(1, 10)]
+    make = partial(torch.optim.Adagrad, lr=LR, initial_accumulator_value=start, eps=0.0)
+    weight = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = swap([weight], make, period=PERIOD, discount=DISCOUNT)
+    w, v = 1.0, start
+    for t, gradient in enumerate(gradients, start=1):
+        if t == at:  # another process goes on
+            saved = copy.deepcopy(optimizer.state_dict())
+            weight = torch.nn.Parameter(weight.detach().clone())
+            optimizer = swap([weight], make, period=PERIOD, discount=DISCOUNT)
+            optimizer.load_state_dict(saved)
+        weight.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        v = (max(v * DISCOUNT, start) if t % PERIOD == 0 else v) + gradient**2
+        w -= LR * gradient / math.sqrt(v)
+        assert weight.item() == pytest.approx(w, rel=1e-9)
