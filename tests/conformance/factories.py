@@ -40,6 +40,11 @@ def shadowsync_bmuf() -> ShadowSyncStrategy:
     return ShadowSyncStrategy(table_placement="size", algorithm="bmuf", rounds="foreground", gap=2)
 
 
+def het_by_messages() -> HETStrategy:
+    """In step, with rows behind sockets, although the servers are on this machine."""
+    return HETStrategy(staleness=0, transport="tcp")
+
+
 def het_without_staleness() -> HETStrategy:
     """As exact as it gets: every update of a step is seen in the next."""
     return HETStrategy(staleness=0)

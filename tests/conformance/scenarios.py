@@ -31,6 +31,7 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 import lightning_recsys  # noqa: F401 - registers the strategies
@@ -89,6 +90,27 @@ class UnevenRows(Rows):
 
     def __init__(self) -> None:
         super().__init__(20)
+
+
+class LoadedRows(Rows):
+    """The same examples for training, read by processes that each rank forks beside its threads and connections."""
+
+    def train_dataloader(self) -> DataLoader:
+        share = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        return DataLoader(ReadByWorkers(), batch_size=self.batch_size // share["num_replicas"], num_workers=2)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Tensor:
+        rows, parents = batch
+        assert parents.eq(os.getpid()).all()
+        return rows
+
+
+class ReadByWorkers(Dataset):
+    def __len__(self) -> int:
+        return len(ROWS_ND)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return ROWS_ND[index], os.getppid()
 
 
 class Regression(pl.LightningModule):
@@ -490,6 +512,18 @@ def uneven_evaluation(stage: Stage) -> dict[str, Any]:
     return metrics
 
 
+def load_by_workers(stage: Stage) -> dict[str, Any]:
+    """Two epochs of batches from DataLoader processes, which each rank forks anew for each epoch."""
+    task, trainer = stage.make_task(), stage.trainer(limit_val_batches=0)
+    before = parameters(task)
+    trainer.fit(task, datamodule=LoadedRows(GLOBAL_BATCH))
+    return {
+        "world_size": int(trainer.callback_metrics["world_size"]),
+        "progress": (trainer.current_epoch, trainer.global_step),
+        "trained": not torch.equal(before, parameters(task)),
+    }
+
+
 def limits(stage: Stage) -> dict[str, Any]:
     """Fewer batches than there are, then the same few over and over, then an end by steps."""
     progress = {}
@@ -620,6 +654,7 @@ SCENARIOS: dict[str, Callable[[Stage], dict[str, Any]]] = {
         stop_early,
         save_weights_only,
         uneven_evaluation,
+        load_by_workers,
         average_weights,
         average_stochastically,
         resume_without_optimizer,
@@ -632,3 +667,5 @@ if __name__ == "__main__":
     observed = {name: SCENARIOS[name](stage) for name in sys.argv[5:]}
     if pl.utilities.rank_zero_only.rank == 0:
         torch.save(observed, stage.folder / "observed.pt")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        torch.distributed.destroy_process_group()

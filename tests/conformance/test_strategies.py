@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class Row:
     ``task``: what it trains, ``regression`` (dense layers), ``recommendation`` (with embedding tables), or ``fields``
     (with tables and a layer that can be cut by fields).
     ``elsewhere``: the scenarios that are played in a main process of their own, all at once.
+    ``torchrun``: whether torchrun starts the workers there.
     """
 
     strategy: str
@@ -54,19 +56,23 @@ class Row:
     promises: frozenset[str]
     task: str = "regression"
     elsewhere: tuple[str, ...] = ()
+    torchrun: bool = False
 
     def stage(self, folder: Path) -> Stage:
         return Stage(self.strategy, self.devices, folder, self.task)
 
     def __str__(self) -> str:
-        return f"{self.strategy.rpartition(':')[2]}-{self.devices}-{self.task}"
+        return f"{self.strategy.rpartition(':')[2]}-{self.devices}-{self.task}" + "-torchrun" * self.torchrun
 
 
 AVERAGES = frozenset({"averages"})  # Callbacks that average weights work.
+LOADERS = frozenset({"loader_workers"})  # Ranks may fork DataLoader processes.
 
 REFERENCES = {task: Row("auto", 1, SYNCHRONOUS | HOME, task=task) for task in TASKS}
 OURS = SYNCHRONOUS | HOME | {"kill"}
-ELSEWHERE = tuple(name for name in SCENARIOS if name != "resume_without_optimizer")  # which needs tables
+# Without what needs tables, and what ddp is not asked for.
+ELSEWHERE = tuple(name for name in SCENARIOS if name not in {"resume_without_optimizer", "load_by_workers"})
+UNDER_TORCHRUN = {"task": "recommendation", "elsewhere": ("load_by_workers",), "torchrun": True}
 TABLE = (
     *REFERENCES.values(),
     # Runs the command line again, returns rank 0's predictions only, kills the main process when another rank fails,
@@ -78,14 +84,19 @@ TABLE = (
     Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}),
     Row("ddp_forkserver", 2, OURS | AVERAGES | {"refuses_uneven"}, task="recommendation"),
     Row("des", 1, BASE | {"exact", "resume"}, task="fields"),
-    Row("des", 2, OURS | {"refuses_averages", "rows_alone", "refuses_tuner"}, task="fields"),
+    Row("des", 2, OURS | LOADERS | {"refuses_averages", "rows_alone", "refuses_tuner"}, task="fields"),
     Row("factories:free_workers", 1, OURS),
     # Each worker goes its own way and is evaluated with its own weights.
     Row("factories:free_workers", 2, (COMPLETE | HOME | {"kill", "free"}) - {"test_best", "weights_only"}),
     Row("factories:shadowsync_trainers", 1, OURS),
     Row("factories:shadowsync_trainers", 1, OURS, task="recommendation"),
     Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}),
-    Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | AVERAGES | {"kill", "free"}, task="recommendation"),
+    Row(
+        "factories:shadowsync_trainers",
+        2,
+        COMPLETE | HOME | AVERAGES | LOADERS | {"kill", "free"},
+        task="recommendation",
+    ),
     Row("factories:shadowsync_workers", 4, BASE | {"test_best"}, task="recommendation"),
     Row("factories:shadowsync_foreground", 2, BASE, task="recommendation"),
     Row("factories:shadowsync_ma", 2, BASE | {"test_best", "free"}, task="recommendation"),
@@ -97,11 +108,14 @@ TABLE = (
         task="recommendation",
     ),
     Row("het", 1, BASE | {"exact", "resume", "accumulate", "limits"}, task="recommendation"),
+    Row("factories:het_by_messages", 2, BASE | LOADERS | {"exact"}, task="recommendation"),
     Row("het", 2, BASE | {"test_best", "weights_only"}, task="recommendation"),
     Row("het_hybrid", 2, BASE | {"exact"}, task="recommendation"),
     Row("het_ps", 1, BASE | {"exact", "resume", "accumulate", "clipping", "schedules", "fit_again"}, task="plain"),
     Row("het_ps", 2, BASE | AVERAGES | {"test_best", "crash", "free"}, task="plain"),
     Row("het_allreduce", 2, BASE | {"exact"}, task="recommendation"),
+    Row("factories:shadowsync_trainers", 2, LOADERS, **UNDER_TORCHRUN),
+    Row("factories:het_by_messages", 2, LOADERS, **UNDER_TORCHRUN),
 )
 
 Observe = Callable[[Row, str], dict[str, Any]]
@@ -133,7 +147,15 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Observe:
 
 def play_elsewhere(row: Row, folder: Path) -> dict[str, Any]:
     arguments = [row.strategy, str(row.devices), row.task, str(folder), *row.elsewhere]
-    subprocess.run([sys.executable, scenarios.__file__, *arguments], check=True, timeout=190)
+    launcher: tuple[str, ...] = ()
+    if row.torchrun:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = f"--master-port={probe.getsockname()[1]}"
+        launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={row.devices}", port)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, scenarios.__file__, *arguments]
+    subprocess.run(command, check=True, timeout=190, env=environment)
     return torch.load(folder / "observed.pt", weights_only=False)
 
 
@@ -291,6 +313,13 @@ def test_training_data_when_uneven_then_all_of_it_is_trained_on(row, tmp_path):
 def test_metric_when_ranks_have_different_numbers_of_examples_then_is_weighted_by_them(observe, row):
     seen, reference = (observe(x, "uneven_evaluation") for x in (row, REFERENCES[row.task]))
     assert seen["val/loss"] == pytest.approx(reference["val/loss"], rel=1e-5)
+
+
+@promised("loader_workers")
+def test_batches_when_processes_of_each_rank_load_them_then_the_run_trains_on_them_and_ends(observe, row):
+    seen = observe(row, "load_by_workers")
+    assert (seen["world_size"], seen["trained"]) == (row.devices, True)
+    assert seen["progress"] == (2, 16)
 
 
 @promised("limits")
