@@ -253,7 +253,8 @@ def test_quality_then_the_bar_is_the_difference_of_the_means():
 def test_link_then_logistic_regression_trains_on_two_hosts_with_all_strategies(run_forked, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- suite=des -->\n<!-- end of suite=des -->\n")
-    short = ("suite.rounds=1", "suite.seconds=0.5", "suite.batch_sizes={Criteo: 64}", "suite.models=[LR]")
+    short = ("suite.rounds=1", "suite.seconds=0.5", "suite.batch_sizes.Criteo=64", "suite.models=[LR]")
+    short += ("~suite.batch_sizes.paper",)  # a dict on the command line is added to the file's
     own = ("suite=des", "suite.parts=[link]", f"hydra.run.dir={tmp_path / 'run'}", f"page={page}")
     done = run_forked("benchmark.py", *own, *short, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -263,7 +264,7 @@ def test_link_then_logistic_regression_trains_on_two_hosts_with_all_strategies(r
     row, *others = results
     (sent,) = (result for result in others if "sent_bytes" in result)
     assert set(row["examples_per_second"]) == {DES, PS, ALL_REDUCE}
-    assert {workload.split(", ")[0] for workload in sent["sent_bytes"]} == {"LR"}
+    assert list(sent["sent_bytes"]) == ["LR, Criteo, B=64"]
     for bytes_of in sent["sent_bytes"].values():
         assert bytes_of["counted"][DES] == pytest.approx(bytes_of["expected"][DES], rel=0.1)
     assert {bar["verdict"] for bar in bars["bars"]} <= {"pass", "FAIL"}

@@ -35,8 +35,7 @@ def test_twelve_jobs_leave_no_process_port_file_or_shared_memory(sweep):
     assert traces.left_behind() == {}
 
 
-@pytest.mark.parametrize("model", ["deepfm", "lr"])
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize(("strategy", "model"), [("single", "lr"), ("ddp", "deepfm")])
 def test_last_jobs_equal_the_same_runs_alone(sweep, strategy, model, run_forked, tmp_path):
     """The last seed: up to eleven jobs ran in the process before it."""
     folder, _ = sweep

@@ -103,9 +103,9 @@ class Operators:
         return {"operators": self.title, "per_step": listed}
 
 
-def measure(root: Path, model: str, batch_size: int, *, rounds: int, seconds: float) -> list[Result]:
+def measure(root: Path, work: Workload, model: str, batch_size: int, *, rounds: int, seconds: float) -> list[Result]:
     """Both tables for one model."""
-    work, name = Workload(), f"{model}, B={batch_size}"
+    name = f"{model}, B={batch_size}"
     steps = Steps(root, work, model, batch_size)
     # Short turns and many of them: some parts are a few percent of the step.
     measured = in_turns(steps.variants(), rounds=3 * rounds, seconds=seconds / 3)

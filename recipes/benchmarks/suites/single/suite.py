@@ -43,10 +43,11 @@ def run(
     check_numbers("suite.rows", rows, least=max(batch_sizes))
     with tempfile.TemporaryDirectory() as folder:
         root = write_rows(Workload(rows=rows), Path(folder), compression="none")
+        work = Workload(rows=min(rows, Workload.rows))
         if profile:
             pairs = [(model, batch_size) for model in models for batch_size in batch_sizes]
-            return [part for pair in pairs for part in steps.measure(root, *pair, rounds=rounds, seconds=seconds)]
-        return _measure(root, models, batch_sizes, rounds=rounds, seconds=seconds)
+            return [part for pair in pairs for part in steps.measure(root, work, *pair, rounds=rounds, seconds=seconds)]
+        return _measure(root, work, models, batch_sizes, rounds=rounds, seconds=seconds)
 
 
 def variants(root: Path, work: Workload, model: str, batch_size: int) -> dict[str, Callable[[Turn], None]]:
@@ -63,11 +64,12 @@ def variants(root: Path, work: Workload, model: str, batch_size: int) -> dict[st
     return {name: make(work, model, batch_size) for name, make in makers.items()}
 
 
-def _measure(root: Path, models: list[str], batch_sizes: list[int], *, rounds: int, seconds: float) -> list[Result]:
+def _measure(
+    root: Path, work: Workload, models: list[str], batch_sizes: list[int], *, rounds: int, seconds: float
+) -> list[Result]:
     for name, peer in (("TorchRec", torchrec), ("FuxiCTR", fuxictr)):
         if not peer.is_available():
             log.info("%s is not installed, so it is left out; recipes/benchmarks says how to add it.", name)
-    work = Workload()
     measured: Rows = {
         (model, batch_size): in_turns(variants(root, work, model, batch_size), rounds=rounds, seconds=seconds)
         for batch_size in batch_sizes
