@@ -89,13 +89,6 @@ def test_job_when_it_runs_twice_on_one_node_then_each_run_has_servers_of_its_own
     assert folders(lines(output, "pid")) == []
 
 
-def test_job_when_processes_of_a_loader_inherit_what_is_open_then_it_ends_all_the_same():
-    with job(*one_node("load_by_workers")) as process:
-        output, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, output
-    assert lines(output, "fitted") == ["shadowsync 2", "het 2"]
-
-
 def test_job_when_a_rank_raises_then_its_error_is_seen_and_no_server_is_left():
     with job(*one_node("crash")) as process:
         output, _ = process.communicate(timeout=150)

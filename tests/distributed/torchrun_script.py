@@ -6,10 +6,10 @@ import time
 from datetime import timedelta
 
 import torch
-from served_strategy import LoadedByWorkers, Model, Ratings, ServedStrategy, make_trainer, say
+from served_strategy import Model, Ratings, ServedStrategy, make_trainer, say
 
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
+from lightning_recsys.strategies import ShadowSyncStrategy
 from lightning_recsys.strategies.common import base
 
 
@@ -100,14 +100,6 @@ def train_over_the_wire(num_nodes):
     make_trainer(strategy=ShadowSyncStrategy(num_trainers=2, **options), devices=1, num_nodes=num_nodes).fit(
         Synchronised()
     )
-    torch.distributed.destroy_process_group()
-
-
-def load_by_workers(num_nodes):
-    """Two runs whose batches come from processes that each rank forks beside its threads and connections."""
-    for strategy in (ShadowSyncStrategy(num_trainers=2, min_rows=60), HETStrategy(staleness=10, min_rows=60)):
-        make_trainer(strategy=strategy, max_epochs=2).fit(LoadedByWorkers())
-        say("fitted", strategy.strategy_name, strategy.world_size)
     torch.distributed.destroy_process_group()
 
 
