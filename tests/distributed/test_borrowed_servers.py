@@ -3,20 +3,24 @@
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
 import torch
+from forked import fork_context
 from served_strategy import Model, ServedStrategy, make_trainer
 from server_helpers import running, stop_collector
+from two_hosts import two_hosts
 
 from lightning_recsys.errors import RequestRefusedError, ServerInUseError, StoreReplacedError
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server import lease as lease_module
+from lightning_recsys.parameter_server.keys import JobKeys
 from lightning_recsys.parameter_server.lease import RunLease
 from lightning_recsys.parameter_server.remote import RemoteStores
+from lightning_recsys.parameter_server.server import serve
 from lightning_recsys.stores import MappedStores
 
 pytestmark = [
@@ -138,6 +142,60 @@ def test_lease_when_the_server_is_lent_anew_then_its_holder_hears_of_it(tmp_path
         finally:
             first.give_back()
         assert server.handler.status()["run"] == "process 2 on bob"  # another's is not given back
+
+
+def serve_on(host, folder, keys, pipe):
+    host.enter()
+    lease_module.LEASE_SECONDS = 5.0
+    serve(folder, bind=f"tcp://{host.address}:0", keys=keys, ready=pipe.send)
+
+
+def run_on(host, name, endpoint, keys, pipe):
+    """Ask for the lease whenever told to; say what came of it, and with a lease what comes of that."""
+    host.enter()
+    lease_module.RENEW_SECONDS = lease_module.LOOK_SECONDS = 0.1
+    while pipe.recv():
+        try:
+            lease = RunLease([endpoint], keys=keys, run=name, holder=f"process 1 on {name}")
+            pipe.send("taken")
+            while not pipe.poll(0.05):
+                lease.check()
+            lease.give_back()
+        except ServerInUseError as error:
+            pipe.send(str(error))
+
+
+def test_lease_when_its_run_is_cut_off_on_another_host_then_the_next_run_gets_it_and_the_first_hears_of_it(tmp_path):
+    """The server and a second run are on one host; the link to the first run's host is cut, and mended."""
+    keys, context = JobKeys.generate(), fork_context()
+    with two_hosts() as (here, there), ExitStack() as stack:
+
+        def start(function, *arguments):
+            pipe, other = context.Pipe()
+            process = context.Process(target=function, args=(*arguments, other), daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            return pipe
+
+        def hear(pipe):
+            assert pipe.poll(60)
+            return pipe.recv()
+
+        endpoint = hear(start(serve_on, here, tmp_path / "stores", keys.server))
+        first = start(run_on, there, "ada", endpoint, keys.client)
+        second = start(run_on, here, "bob", endpoint, keys.client)
+        first.send(True)
+        assert hear(first) == "taken"
+        second.send(True)
+        assert f"{endpoint} is in use by another run (process 1 on ada;" in hear(second)
+        there.set_link("down")
+        second.send(True)
+        assert hear(second) == "taken"
+        there.set_link("up")
+        assert "process 1 on bob" in hear(first)
+        for pipe in (first, second):
+            pipe.send(False)
 
 
 def test_store_when_made_anew_then_those_that_had_the_former_one_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Two hosts on one machine: network namespaces joined by a link. Needs root and iproute2."""
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -8,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+
+_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,16 @@ class Host:
 
     def command(self, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *command]
+
+    def enter(self) -> None:
+        """Let this process live there; only the calling thread moves, and those that it starts."""
+        with open(f"/var/run/netns/{self.namespace}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NETWORK):
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace}")
+
+    def set_link(self, state: str) -> None:
+        """Cut the link (``down``), or mend it (``up``)."""
+        _ip("-n", self.namespace, "link", "set", self.link, state)
 
 
 @contextmanager
@@ -42,7 +55,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         for host in hosts:
             inside = ("-n", host.namespace)
             _ip(*inside, "addr", "add", f"{host.address}/24", "dev", host.link)
-            _ip(*inside, "link", "set", host.link, "up")
+            host.set_link("up")
             _ip(*inside, "link", "set", "lo", "up")
         yield a, b
     finally:
