@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_recsys.compiled.loops import AHEAD, compile_inline, compile_rule, prefetch_row
 from lightning_recsys.optim.compiled import Update, sum_of_squares
 from lightning_recsys.optim.row_optimizers import RowAdagrad, RowOptimizer, RowSGD, RowWiseAdagrad
-from lightning_recsys.sync.clocks import MAX_CLOCK
+from lightning_recsys.sync.clocks import ClockRule, advance
 
 # Columns of a row's clocks, int32 [C, 4]: together they are in one cache line.
 START = 0  # its server's clock when it was fetched
@@ -53,8 +53,8 @@ def check_additive(optimizer: RowOptimizer) -> None:
 @compile_rule
 def _tick(clocks, row):  # noqa: ANN001, ANN202
     """Count an update of a row; both counts stay at their end."""
-    clocks[row, CURRENT] += np.int32(clocks[row, CURRENT] < MAX_CLOCK)
-    clocks[row, UNSENT] += np.int32(clocks[row, UNSENT] < MAX_CLOCK)
+    clocks[row, CURRENT] = advance(clocks[row, CURRENT], 1)
+    clocks[row, UNSENT] = advance(clocks[row, UNSENT], 1)
 
 
 @compile_inline
@@ -168,8 +168,7 @@ def apply_and_accumulate(
     where = torch.from_numpy(touched).to(rows.device)
     clean = torch.from_numpy(touched[clocks[touched, UNSENT] == 0]).to(rows.device)
     changes = _changes(optimizer, grads, {name: x.index_select(0, where) for name, x in state.items()}, lr)
-    for column in (CURRENT, UNSENT):
-        clocks[touched, column] += clocks[touched, column] < MAX_CLOCK
+    _tick_all(clocks, touched)
     for name, change in changes.items():
         owed[name].index_fill_(0, clean, 0.0).index_add_(0, where, change)
         if name == "weight":
@@ -216,8 +215,12 @@ def apply_and_owe(
         change = before[name] - after if name == "weight" else after - before[name]
         owed[name].index_fill_(0, clean, 0.0).index_add_(0, where, change)
         (rows if name == "weight" else state[name]).index_copy_(0, where, after)
-    clocks[touched, CURRENT] += 1
-    clocks[touched, UNSENT] += 1
+    _tick_all(clocks, touched)
+
+
+def _tick_all(clocks: NDArray[np.int32], touched: NDArray[np.int64]) -> None:
+    for column in (CURRENT, UNSENT):
+        clocks[touched, column] = ClockRule.after_updates(clocks[touched, column])
 
 
 def _changes(optimizer: RowOptimizer, grads_UD: Tensor, state: dict[str, Tensor], lr: float) -> dict[str, Tensor]:

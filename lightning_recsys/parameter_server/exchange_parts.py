@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from lightning_recsys.parameter_server.wire import Limits
 from lightning_recsys.stores.exchange import RowExchange, RowValues
@@ -34,12 +33,10 @@ def cut_exchange(exchange: RowExchange, row_shapes: Mapping[str, tuple[int, ...]
     pushed, fetched, checked = (x.numel() for x in (exchange.push_rows, exchange.fetch_rows, exchange.check_rows))
     if pushed + fetched + checked <= size:
         return [exchange]
-    not_held = pushed - exchange.held_clocks.numel()
     parts = []
     for first in range(0, pushed + fetched + checked, size):
-        pushes, held, fetches, checks = (
-            slice(max(first - start, 0), max(first + size - start, 0))
-            for start in (0, not_held, pushed, pushed + fetched)
+        pushes, fetches, checks = (
+            slice(max(first - start, 0), max(first + size - start, 0)) for start in (0, pushed, pushed + fetched)
         )
         parts.append(
             replace(
@@ -47,7 +44,6 @@ def cut_exchange(exchange: RowExchange, row_shapes: Mapping[str, tuple[int, ...]
                 push_rows=exchange.push_rows[pushes],
                 push_clocks=exchange.push_clocks[pushes],
                 updates={name: values[pushes] for name, values in exchange.updates.items() if first < pushed},
-                held_clocks=exchange.held_clocks[held],
                 push_counts=exchange.push_counts[pushes],
                 copies={name: values[pushes] for name, values in exchange.copies.items() if first < pushed},
                 num_steps=0 if first else exchange.num_steps,
@@ -59,17 +55,10 @@ def cut_exchange(exchange: RowExchange, row_shapes: Mapping[str, tuple[int, ...]
     return parts
 
 
-def join_answers(parts: Sequence[RowExchange], answers: Sequence[RowValues]) -> RowValues:
-    """The answer to an exchange from those to its parts: fetched rows come first, then those of held copies."""
-    counts = [part.fetch_rows.numel() for part in parts]
-
-    def joined(arrays: Sequence[Tensor]) -> Tensor:
-        pairs = list(zip(arrays, counts, strict=True))
-        return torch.cat([*(array[:count] for array, count in pairs), *(array[count:] for array, count in pairs)])
-
+def join_answers(answers: Sequence[RowValues]) -> RowValues:
+    """The answer to an exchange from those to its parts."""
     return RowValues(
-        {name: joined([answer.values[name] for answer in answers]) for name in answers[0].values},
-        joined([answer.clocks for answer in answers]),
+        {name: torch.cat([answer.values[name] for answer in answers]) for name in answers[0].values},
+        torch.cat([answer.clocks for answer in answers]),
         torch.cat([answer.stale for answer in answers]),
-        torch.cat([answer.current for answer in answers]),
     )

@@ -1,8 +1,8 @@
 """An exchange as the arrays of one request and of its reply.
 
 The numbers of all its rows travel as one array, those of pushes first, then of checks, then of fetches, and so do the
-clocks, of pushes, of checks, of held copies, then the counts of pushes; numbers take 4 bytes where they fit. What is
-stale and, behind it, what is current comes back as one bit for each check and each held copy.
+clocks, of pushes, of checks, then the counts of pushes; numbers take 4 bytes where they fit. What is stale comes back
+as one bit for each check.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ def pack_request(exchange: RowExchange, num_rows: int, row_shapes: RowShapes) ->
     """Arguments and arrays of the request for an exchange that was checked."""
     pushes = exchange.push_rows.numel()
     rows = _joined(exchange.push_rows, exchange.check_rows, exchange.fetch_rows).to(row_dtype(num_rows))
-    clocks = _joined(exchange.push_clocks, exchange.check_clocks, exchange.held_clocks, exchange.push_counts)
+    clocks = _joined(exchange.push_clocks, exchange.check_clocks, exchange.push_counts)
     of_pushes = (exchange.updates, exchange.copies) if exchange.copies else (exchange.updates,)
     updates = [arrays[name].detach().contiguous() for arrays in of_pushes for name in row_shapes] if pushes else []
     arguments = {
         "pushes": pushes,
-        "held": exchange.held_clocks.numel(),
         "counted": exchange.push_counts.numel() > 0,
         "copied": bool(exchange.copies),
         "steps": exchange.num_steps,
@@ -48,10 +47,9 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
         ValueError: it is none for this store, or is over a limit.
         IndexError: a row is not in the store.
     """
-    pushes, held, counted, copied, steps, clock, staleness = take_arguments(
+    pushes, counted, copied, steps, clock, staleness = take_arguments(
         request,
         pushes=int,
-        held=int,
         counted=bool,
         copied=bool,
         steps=int,
@@ -61,12 +59,11 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
     arrays = list(request.arrays)
     rows = take_array(arrays, "rows", row_dtype(num_rows), 1)
     clocks = take_array(arrays, "clocks", torch.int32, 1)
-    named = clocks.numel() - held - (pushes if counted else 0)  # pushed and checked rows
-    if not (0 <= held <= pushes <= named <= rows.numel() <= limits.rows):
+    named = clocks.numel() - (pushes if counted else 0)  # pushed and checked rows
+    if not (0 <= pushes <= named <= rows.numel() <= limits.rows):
         raise ValueError(
-            "held copies may not be more than pushes, pushes than clocks of pushes and checks, these than rows, and "
-            f"rows than {limits.rows}; got {held} held copies, {pushes} pushes, {clocks.numel()} clocks and "
-            f"{rows.numel()} rows"
+            "pushes may not be more than clocks of pushes and checks, these than rows, and rows than "
+            f"{limits.rows}; got {pushes} pushes, {clocks.numel()} clocks and {rows.numel()} rows"
         )
     updates = _take_rows(arrays, row_shapes) if pushes else {}
     copies = _take_rows(arrays, row_shapes) if pushes and copied else {}
@@ -74,13 +71,12 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
         expected = 2 + len(updates) + len(copies)
         raise ValueError(f"this exchange takes {expected} arrays, got {len(request.arrays)}")
     push_rows, check_rows, fetch_rows = rows.long().tensor_split((pushes, named))
-    push_clocks, check_clocks, held_clocks, push_counts = clocks.tensor_split((pushes, named, named + held))
+    push_clocks, check_clocks, push_counts = clocks.tensor_split((pushes, named))
     exchange = RowExchange(
         fetch_rows=fetch_rows,
         push_rows=push_rows,
         push_clocks=push_clocks,
         updates=updates,
-        held_clocks=held_clocks,
         push_counts=push_counts,
         copies=copies,
         num_steps=steps,
@@ -91,7 +87,7 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
     )
     exchange.check(num_rows, row_shapes)
     row_bytes = 4 + 4 * sum(map(math.prod, row_shapes.values()))
-    reply_bytes = (fetch_rows.numel() + held) * row_bytes
+    reply_bytes = fetch_rows.numel() * row_bytes
     if reply_bytes > limits.message_bytes:
         raise ValueError(f"the reply would have {reply_bytes} bytes and may have {limits.message_bytes}: ask in parts")
     return exchange
@@ -103,17 +99,15 @@ def _take_rows(arrays: list[Tensor], row_shapes: RowShapes) -> dict[str, Tensor]
 
 def pack_reply(values: RowValues) -> list[Tensor]:
     """Arrays of the reply."""
-    bits = np.packbits(_joined(values.stale, values.current).numpy())
+    bits = np.packbits(values.stale.numpy())
     return [*values.values.values(), values.clocks, torch.from_numpy(bits)]
 
 
 def unpack_reply(arrays: list[Tensor], exchange: RowExchange, row_shapes: RowShapes) -> RowValues:
     """The reverse of :func:`pack_reply`, for the exchange that was sent."""
     *values, clocks, bits = arrays
-    checked, held = exchange.check_rows.numel(), exchange.held_clocks.numel()
-    flags = np.unpackbits(bits.numpy(), count=checked + held).view(np.bool_)
-    stale, current = torch.from_numpy(flags[:checked]), torch.from_numpy(flags[checked:])
-    return RowValues(dict(zip(row_shapes, values, strict=True)), clocks, stale, current)
+    stale = np.unpackbits(bits.numpy(), count=exchange.check_rows.numel()).view(np.bool_)
+    return RowValues(dict(zip(row_shapes, values, strict=True)), clocks, torch.from_numpy(stale))
 
 
 def _joined(*arrays: Tensor) -> Tensor:

@@ -162,11 +162,10 @@ class RemoteEmbeddingStore(EmbeddingStore):
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self._row_shapes)
-        parts = cut_exchange(request, self._row_shapes, self._store.limits)
-        *first, last = parts
+        *first, last = cut_exchange(request, self._row_shapes, self._store.limits)
         done = [self._send_exchange(part)() for part in first]  # one at a time: a server keeps few such answers
         answer = self._send_exchange(last)
-        return (lambda: join_answers(parts, [*done, answer()])) if done else answer
+        return (lambda: join_answers([*done, answer()])) if done else answer
 
     def _send_exchange(self, request: RowExchange) -> Callable[[], RowValues]:
         store = self._store

@@ -24,7 +24,7 @@ from lightning_recsys.optim.accumulating import is_additive
 from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.placement import TablePart
 from lightning_recsys.row_cache.copies import RowCache, RowUpdates
-from lightning_recsys.row_cache.copy_loops import measure_lags, sort_copies
+from lightning_recsys.row_cache.copy_loops import find_outrun, sort_copies
 from lightning_recsys.row_cache.index import BatchPlan, CachePolicy
 from lightning_recsys.row_cache.messages import NO_KEYS, RowMessages
 from lightning_recsys.row_cache.owners import RowGradients
@@ -52,13 +52,13 @@ class CachedTicket(Ticket):
 
     Args:
         plan: Where the rows are. They stay while the cache waits for the batch's gradients.
-        answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch, to
-            check, and to bring unless the copy is current. Empty once they have been taken.
+        answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch and to
+            check. Empty once they have been taken.
         stale: Positions in the plan of copies that a store found too old.
     """
 
     plan: BatchPlan = field(kw_only=True)
-    answers: list[tuple[Callable[[], RowValues], Integers, Integers, Integers]] = field(default_factory=list)
+    answers: list[tuple[Callable[[], RowValues], Integers, Integers]] = field(default_factory=list)
     stale: list[Integers] = field(default_factory=list)
 
 
@@ -107,9 +107,9 @@ class CachedBackend(StoreBackend):
         TypeError: the rule's state is no sum.
 
     Communication: per step, the distinct rows that were missing or too old, each with state, number and clock; as much
-    outwards for each row that leaves with updates; 8 bytes and a bit for each copy that is checked; 4 bytes and a bit
-    instead of a row that was too far ahead and that nobody else has pushed. Where stores forget rows, an update travels
-    with the copy that it was made to, and sixteen times in ``expire_after`` batches the clocks of all copies go out.
+    outwards for each row that leaves with updates; 8 bytes and a bit for each copy that is checked. Where stores forget
+    rows, an update travels with the copy that it was made to, and sixteen times in ``expire_after`` batches the clocks
+    of all copies go out.
     """
 
     def __init__(
@@ -430,7 +430,7 @@ class CachedBackend(StoreBackend):
         self._unnamed_batches = 0
         slots = self._cache.held_slots()
         for answer in self._messages.send(check_C=self._cache.keys(slots), clocks_C=self._cache.current[slots]):
-            batch.answers.append((answer.wait, NO_KEYS, NO_KEYS, NO_KEYS))
+            batch.answers.append((answer.wait, NO_KEYS, NO_KEYS))
 
     def _sorted(self, plan: BatchPlan, staleness: int) -> tuple[Integers, Integers, Integers]:
         """Positions in a plan of the rows to fetch, to check and to refresh."""
@@ -457,12 +457,11 @@ class CachedBackend(StoreBackend):
     def _refresh(self, batch: CachedTicket) -> None:
         """Second message of a batch whose first was answered: push and fetch what may not be used as it is."""
         slots_U = batch.plan.slots_U
-        self._lags_U = lags_U = np.empty(len(slots_U), dtype=np.int32)
-        largest = measure_lags(slots_U, self._cache.clocks, lags_U)
-        if self.staleness is None or (largest <= self.staleness and not any(map(len, batch.stale))):
+        self._lags_U, again_U = np.empty(len(slots_U), dtype=np.int32), np.empty(len(slots_U), dtype=np.bool_)
+        num_outrun = find_outrun(slots_U, self._cache.clocks, self._rule.bound, self._lags_U, again_U)
+        if not num_outrun and not any(map(len, batch.stale)):
             return
-        again_U = lags_U > self.staleness
-        self._counts["refreshes"] += int(again_U.sum())
+        self._counts["refreshes"] += num_outrun
         for positions in batch.stale:
             self._counts["stale"] += len(positions)
             again_U[positions] = True
@@ -505,32 +504,21 @@ class CachedBackend(StoreBackend):
     ) -> None:
         """Fetch, check and refresh rows of a batch, by their positions in its plan; what is owed goes ahead of it.
 
-        To refresh is to push and to fetch. Where all that the copy has seen since it was fetched goes with the message,
-        the store can tell that nobody else pushed the row, and that the copy is what it would send.
+        To refresh is to push and to fetch, in one message: the store makes the push first.
         """
-        plan, cache = batch.plan, self._cache
-        clocks = cache.current[plan.slots_U[check]]
-        held, updates = NO_KEYS, None
+        plan = batch.plan
         if len(refresh):
-            at_once = cache.owes_all(plan.slots_U[refresh])
-            held, others = refresh, NO_KEYS
-            if not at_once.all():
-                held, others = refresh[at_once], refresh[~at_once]
-                fetch = np.concatenate([fetch, others])
-                self._messages.owe(self._take(plan.slots_U[others]))
-            updates = self._take(plan.slots_U[held])
-        for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks, held=updates):
-            batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked], held[answer.held]))
+            self._messages.owe(self._take(plan.slots_U[refresh]))
+            fetch = np.concatenate([fetch, refresh])
+        clocks = self._cache.current[plan.slots_U[check]]
+        for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks):
+            batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked]))
 
     def _settle(self, batch: CachedTicket, cache: RowCache | None = None) -> None:
         """Wait for what was asked for a batch, and put it into the cache."""
         cache = self._cache if cache is None else cache  # one that is empty counts as false
-        for answer, fetched, checked, held in batch.answers:
+        for answer, fetched, checked in batch.answers:
             found = answer()
-            if len(held):
-                current = found.current.numpy()
-                cache.keep(batch.plan.slots_U[held[current]])
-                fetched = np.concatenate([fetched, held[~current]])
             if len(fetched):
                 cache.install(batch.plan.slots_U[fetched], found.values, found.clocks.numpy())
             if len(checked):

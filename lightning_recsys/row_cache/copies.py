@@ -31,7 +31,7 @@ from lightning_recsys.optim.accumulating import (
     is_additive,
 )
 from lightning_recsys.row_cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
-from lightning_recsys.sync.clocks import MAX_CLOCK
+from lightning_recsys.sync.clocks import ClockRule, advance
 
 Clocks = NDArray[np.int32]
 
@@ -92,7 +92,7 @@ def _set_clocks(slots, fetched, clocks):  # noqa: ANN001, ANN202
     has_updates = False
     for i in range(slots.shape[0]):
         slot, unsent = slots[i], clocks[slots[i], UNSENT]
-        clocks[slot, START], clocks[slot, CURRENT] = fetched[i], min(np.int64(fetched[i]) + unsent, MAX_CLOCK)
+        clocks[slot, START], clocks[slot, CURRENT] = fetched[i], advance(fetched[i], unsent)
         has_updates |= unsent > 0
     return has_updates
 
@@ -258,9 +258,9 @@ class RowCache:
                 tensor.index_add_(0, again, self.owed[name].index_select(0, again), alpha=-1 if name == "weight" else 1)
 
     def keep(self, slots: Integers) -> None:
-        """In place of :meth:`install`: the server says that it has the rows as they were when their updates were taken.
+        """In place of :meth:`install`: nobody else has changed the rows, so they are what a fetch would bring.
 
-        Updates made here since then still count in ``c_c`` only.
+        Updates made here since they were taken still count in ``c_c`` only.
         """
         self.start[slots] = self.current[slots] - self.unsent[slots]
 
@@ -312,7 +312,7 @@ class RowCache:
 
     def outdate(self, slots: Integers) -> None:
         """Somebody else has made an update that these copies lack: their clocks count it, and so are ahead."""
-        self.clocks[slots, CURRENT] += self.clocks[slots, CURRENT] < MAX_CLOCK
+        self.clocks[slots, CURRENT] = ClockRule.after_updates(self.clocks[slots, CURRENT])
 
     def take(self, slots: Integers, *, with_copies: bool = False) -> RowUpdates:
         """Take the updates of those of the given slots that have some; the rows stay, and owe nothing afterwards.
@@ -357,12 +357,6 @@ class RowCache:
         if owing.size:
             updates = self.owed["weight"].index_select(0, self._indices(slots_K[owing]))
             rows.index_add_(0, self._indices(places_K[owing]), updates, alpha=-1)
-
-    def owes_all(self, slots: Integers) -> NDArray[np.bool_]:
-        """Which rows have updates, and none that were taken since the row was last fetched or kept."""
-        unsent = self.unsent[slots]
-        owes: NDArray[np.bool_] = (unsent > 0) & (self.start[slots] == self.current[slots] - unsent)
-        return owes
 
     def held_slots(self) -> Integers:
         """Slots of all rows, in ascending order; those of a batch whose rows are still to come included."""

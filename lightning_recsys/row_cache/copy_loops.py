@@ -1,15 +1,12 @@
-"""What a worker asks itself about its copies of rows, as compiled loops over their clocks.
-
-The rules are those of :class:`~lightning_recsys.sync.ClockRule`, on a quarter of the passes over memory.
-"""
+"""What a worker asks itself about its copies of rows, as compiled loops over their clocks."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
 
 from lightning_recsys.compiled.loops import AHEAD, compile_loop, prefetch_row
-from lightning_recsys.optim.accumulating import CURRENT, START
-from lightning_recsys.sync.clocks import MAX_CLOCK
+from lightning_recsys.optim.accumulating import CURRENT, START, UNSENT
+from lightning_recsys.sync.clocks import advance, is_too_far
 
 
 @compile_loop
@@ -22,7 +19,7 @@ def sort_copies(slots, is_new, in_training, clocks, marks, staleness, positions)
         in_training: Slots of copies that get another update before this batch reads them, int64 ``[W]``.
         clocks: Of all copies, int32 ``[C, 4]``.
         marks: For each slot a place to write to, bool ``[C]``; all ``False``, before and afterwards.
-        staleness: How far a copy may be ahead of what was fetched.
+        staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
         positions: Result, int64 ``[3, U]``: positions of those to fetch, to check and to refresh.
     """
     for slot in in_training:
@@ -34,9 +31,7 @@ def sort_copies(slots, is_new, in_training, clocks, marks, staleness, positions)
         if is_new[u]:
             positions[0, fetched] = u
             fetched += 1
-        elif (
-            clocks[slot, CURRENT] - clocks[slot, START] + marks[slot] > staleness or clocks[slot, CURRENT] == MAX_CLOCK
-        ):
+        elif is_too_far(advance(clocks[slot, CURRENT], marks[slot]), clocks[slot, START], staleness):
             positions[2, refreshed] = u
             refreshed += 1
         else:
@@ -48,11 +43,24 @@ def sort_copies(slots, is_new, in_training, clocks, marks, staleness, positions)
 
 
 @compile_loop
-def measure_lags(slots, clocks, lags):  # noqa: ANN001, ANN201
-    """By how much copies are ahead of what was fetched, into int32 ``[U]``; returns the largest, and at least 0."""
-    largest, last = 0, slots.shape[0] - 1
+def find_outrun(slots, clocks, staleness, lags, is_outrun):  # noqa: ANN001, ANN201
+    """Find copies that went too far ahead after they had been asked for; returns how many there are.
+
+    A row that is as it was fetched is fit for use, even where its clock has come to its end.
+
+    Args:
+        slots: Of a batch's rows, int64 ``[U]``.
+        clocks: Of all copies, int32 ``[C, 4]``.
+        staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
+        lags: Result, int32 ``[U]``: by how much each copy is ahead of what was fetched.
+        is_outrun: Result, bool ``[U]``.
+    """
+    count, last = 0, slots.shape[0] - 1
     for u in range(slots.shape[0]):
         prefetch_row(clocks, slots[min(u + AHEAD, last)])
-        lags[u] = clocks[slots[u], CURRENT] - clocks[slots[u], START]
-        largest = max(largest, lags[u])
-    return largest
+        start, current = clocks[slots[u], START], clocks[slots[u], CURRENT]
+        lags[u] = current - start
+        is_as_fetched = current == start and clocks[slots[u], UNSENT] == 0
+        is_outrun[u] = not is_as_fetched and is_too_far(current, start, staleness)
+        count += is_outrun[u]
+    return count

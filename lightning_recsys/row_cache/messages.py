@@ -1,13 +1,12 @@
 """What a cache says to the stores of a collection: one message to each that has to hear something."""
 
-# Shape suffixes: K pushed rows, H of them held, M fetched rows, C checked rows.
+# Shape suffixes: K pushed rows, M fetched rows, C checked rows.
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -34,13 +33,11 @@ class Answer:
         wait: Returns it, once it is there.
         fetched: Which of the keys to fetch it brings, as an index of them.
         checked: Which of the keys to check it judges, as an index of them.
-        held: Which of the held copies it judges, or brings anew, as an index of them.
     """
 
     wait: Callable[[], RowValues]
     fetched: Integers | slice
     checked: Integers | slice
-    held: Integers | slice
 
 
 class RowMessages:
@@ -91,7 +88,6 @@ class RowMessages:
         check_C: Integers = NO_KEYS,
         clocks_C: Clocks = NO_CLOCKS,
         *,
-        held: RowUpdates | None = None,
         with_steps: bool = False,
     ) -> list[Answer]:
         """Send what is owed, ask for rows, have copies checked; nothing to a store that this does not concern.
@@ -100,13 +96,8 @@ class RowMessages:
             fetch_M: Keys of rows to get.
             check_C: Keys of copies to check.
             clocks_C: Their clocks.
-            held: All updates that copies have seen since they were fetched; the copies stay, and the answer is whether
-                they are current, or the rows.
             with_steps: Let every store know of all steps.
         """
-        held_H, clocks_H = (NO_KEYS, NO_CLOCKS) if held is None else (held.keys, held.current - held.unsent)
-        if held is not None:
-            self.owe(held)  # the last of all
         owed, self._owed = self._owed, []
         keys_K = np.concatenate([x.keys for x in owed] or [NO_KEYS])
         heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [NO_CLOCKS])
@@ -116,9 +107,9 @@ class RowMessages:
         if owed and self.needs_copies:
             copies = {name: _joined([x.copies[name] for x in owed]) for name in self._row_shapes}
         answers = []
-        splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C, held_H)]
+        splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C)]
         for index, (store, *parts) in enumerate(zip(self._stores, *splits, strict=True)):
-            (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows), (kept, _) = parts
+            (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows) = parts
             steps = self.unsent_steps[index] if with_steps or len(push_rows) else 0
             if not (steps or len(push_rows) or len(fetch_rows) or len(check_rows)):
                 continue
@@ -127,7 +118,6 @@ class RowMessages:
                 push_rows=torch.from_numpy(push_rows),
                 push_clocks=torch.from_numpy(heard_K[pushed]),
                 updates=_of_rows(updates, pushed, push_rows),
-                held_clocks=torch.from_numpy(clocks_H[kept]),
                 push_counts=torch.from_numpy(unsent_K[pushed] if self._counts_updates[index] else NO_CLOCKS),
                 copies=_of_rows(copies, pushed, push_rows) if self._needs_copies[index] else {},
                 num_steps=steps,
@@ -137,21 +127,11 @@ class RowMessages:
                 staleness=self._rule.staleness,
                 clock=self._rule.clock,
             )
-            answer = partial(self._wait, request, store.layout.num_rows, store.begin_exchange(request))
-            answers.append(Answer(answer, fetched, checked, kept))
+            answers.append(Answer(store.begin_exchange(request), fetched, checked))
             for kind, size in request.bytes_by_kind(store.layout.num_rows, self._row_shapes).items():
                 self.counts[kind] += size
             self.counts["messages"] += 1
         return answers
-
-    def _wait(self, request: RowExchange, num_rows: int, answer: Callable[[], RowValues]) -> RowValues:
-        """The answer to a request, with what its held copies turned out to cost counted as well."""
-        found = answer()
-        num_held = found.current.numel()
-        if num_held and (num_outdated := num_held - int(found.current.count_nonzero())):
-            self.counts.update(request.bytes_by_kind(num_rows, self._row_shapes, num_outdated=num_outdated))
-            self.counts.subtract(request.bytes_by_kind(num_rows, self._row_shapes))
-        return found
 
 
 def _of_rows(arrays: Mapping[str, Tensor], which: Integers | slice, rows: Integers) -> dict[str, Tensor]:

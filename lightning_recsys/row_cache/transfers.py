@@ -49,8 +49,7 @@ class RowTransfers:
         row_shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._stores, self._places, self._row_shapes = stores, places, row_shapes
-        self._staleness = -1 if rule.staleness is None else rule.staleness
-        self._by_sum = rule.clock == "sum"
+        self._staleness, self._by_sum = rule.bound, rule.by_sum
         self._update = loops.update_copies_for(*row_shapes["weight"])
         self.lags_U = np.empty(0, dtype=np.int32)
         self._counts = np.zeros((len(stores), loops.NUM_COUNTS), dtype=np.int64)
@@ -110,7 +109,7 @@ class RowTransfers:
     @cached_property
     def _stored(self) -> list[tuple[Arrays, NDArray[np.int32]]]:
         """Of each store the rows with their state, and the clocks, as the loops take them."""
-        return [((x.rows.numpy(), _state(x.row_state)), x.marked_clocks.numpy()[:, None]) for x in self._stores]
+        return [((x.rows.numpy(), _state(x.row_state)), x.clocks.numpy()[:, None]) for x in self._stores]
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"_copies_of": None}
@@ -122,9 +121,9 @@ class RowTransfers:
         """What happened so far, in the names of :class:`RowMessages` and of the cache."""
         total: Counter[str] = Counter()
         for store, counts in zip(self._stores, self._counts.tolist(), strict=True):
-            fetched, checked, stale, ahead, pushed, kept, outdated, returned, exchanges = counts
-            sizes = {"pushed": pushed, "fetched": fetched + returned, "checked": checked, "held": kept}
-            total.update(bytes_by_kind(store.layout.num_rows, self._row_shapes, **sizes, outdated=outdated))
+            fetched, checked, stale, ahead, pushed, returned, exchanges = counts
+            sizes = {"pushed": pushed, "fetched": fetched + returned, "checked": checked}
+            total.update(bytes_by_kind(store.layout.num_rows, self._row_shapes, **sizes))
             total.update(misses=fetched, stale=stale, refreshes=ahead, messages=exchanges)
         return total
 

@@ -1,7 +1,7 @@
 """Embedding rows in mapped files: every process of the machine looks them up and trains them, without a lock."""
 
 # Shape suffixes: B batch, F features, D embedding dim, U distinct rows of a request, R rows of the store, P rows of an
-# exchange that are pushed, H of them held, M fetched and C checked.
+# exchange that are pushed, M fetched and C checked.
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from lightning_recsys.stores.plain import (
 )
 from lightning_recsys.stores.versions import RowVersions, StalenessHistogram, check_versions, row_versions, tag_arrays
 from lightning_recsys.sync import StalenessNormalization
-from lightning_recsys.sync.clocks import MAX_CLOCK
 
 KIND = "embedding"
 CLOCK = "clock"
@@ -121,12 +120,7 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     @property
     def clocks(self) -> Tensor:
-        """How many updates each row has seen in exchanges, int32 ``[R]``; a copy."""
-        return self.marked_clocks & MAX_CLOCK
-
-    @property
-    def marked_clocks(self) -> Tensor:
-        """The same as they are stored: negative where a push has left one as it was."""
+        """How many updates each row has seen in exchanges, int32 ``[R]``: the memory itself, as :attr:`rows` is."""
         return self._arrays[CLOCK]
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
@@ -207,33 +201,32 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self.row_shapes)
-        values = self.fetch_and_check(request, self.push_updates(request))
+        self.push_updates(request)
+        values = self.fetch_and_check(request)
         return lambda: values
 
-    def push_updates(self, request: RowExchange) -> Tensor:
-        """The pushes of a request that was checked; which of its held copies are current then, bool ``[H]``."""
-        clocks = _as_matrix(self.marked_clocks)
+    def push_updates(self, request: RowExchange) -> None:
+        """The pushes of a request that was checked."""
         if request.num_steps:
             counters.add(self._arrays["counters"], _STEP, request.num_steps)
         rows_P = request.push_rows.contiguous().numpy()
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
             add_rows(rows_P, _as_matrix(amounts), _as_matrix(self._arrays[name]), sign)
-        before_P, held_H = np.empty(len(rows_P), dtype=np.int32), request.held_clocks.numpy()
-        move_clocks(rows_P, request.push_clocks.contiguous().numpy(), clocks, request.clock == "sum", before_P)
-        return torch.from_numpy(before_P[len(rows_P) - len(held_H) :] == held_H)
+        sent_P, clocks = request.push_clocks.contiguous().numpy(), _as_matrix(self.clocks)
+        move_clocks(rows_P, sent_P, clocks, request.clock == "sum")
 
-    def fetch_and_check(self, request: RowExchange, current_H: Tensor) -> RowValues:
+    def fetch_and_check(self, request: RowExchange) -> RowValues:
         """The fetches and checks of a request that was checked; changes nothing."""
-        wanted_M, all_clocks = request.wanted_rows(current_H), self.marked_clocks.numpy()
-        clocks_M = all_clocks.take(wanted_M.numpy()) & MAX_CLOCK
+        wanted_M, all_clocks = request.fetch_rows, self.clocks.numpy()
+        clocks_M = all_clocks.take(wanted_M.numpy())
         values = {"weight": self.lookup(wanted_M)}
         values.update((name, self._arrays[name].index_select(0, wanted_M)) for name in self._state_names)
         stale_C = np.zeros(request.check_rows.numel(), dtype=np.bool_)
         if request.staleness is not None:
             rows_C, own_C = (x.contiguous().numpy() for x in (request.check_rows, request.check_clocks))
             compare_clocks(rows_C, own_C, all_clocks[:, None], request.staleness, stale_C)
-        return RowValues(values, torch.from_numpy(clocks_M), torch.from_numpy(stale_C), current_H)
+        return RowValues(values, torch.from_numpy(clocks_M), torch.from_numpy(stale_C))
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
         return self._stretch(name, first_row, num_rows).clone()

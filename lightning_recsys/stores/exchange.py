@@ -2,14 +2,9 @@
 
 Every row of a store has a clock, an int32 that starts at 0 and counts the updates that the row has seen
 (:mod:`lightning_recsys.sync.clocks`). Only exchanges move it: gradients that a store applies itself leave it alone.
-
-Who pushes updates of a copy and wants to go on with the row as it then is, has it already if nobody else pushed since
-it was fetched. The clock at that time tells, where it is still the store's: a push that leaves a clock where it was
-(``clock="max"``, from a worker that is behind) marks it, until the next one that moves it, and a marked clock proves
-nothing.
 """
 
-# Shape suffixes: P pushed rows, H of them held by the worker, M fetched rows, C checked rows, D embedding dim.
+# Shape suffixes: P pushed rows, M fetched rows, C checked rows, D embedding dim.
 
 from __future__ import annotations
 
@@ -37,7 +32,6 @@ class RowExchange:
 
     Rows are named by their place in the store, as everywhere (``layout.table_starts[table] + id``), and each of the
     three lists names a row at most once. All tensors are on the CPU, and stay as they are until the answer is there.
-    Pushed rows with a ``held_clock`` are fetched as well, unless the answer is that the worker has them already.
 
     Args:
         fetch_rows: Rows to get with their state and clocks, int64 ``[M]``.
@@ -47,8 +41,6 @@ class RowExchange:
             push sums up, and the store's becomes ``c_g + number``. Both stop at ``2**31 - 1``.
         updates: What is *subtracted* from ``weight`` (``[P, D]``) and *added* to each state of the store's rule, under
             its name and in its shape per row; float32. All of them where P is above 0, else none.
-        held_clocks: Of the last ``H`` pushed rows the worker holds copies, with the updates made: the store's clocks
-            when they were fetched, at least 0, int32 ``[H]``.
         push_counts: How many updates each pushed row's push sums up, at least 1, int32 ``[P]``: what a store that makes
             rows counts for their admission. Empty: as many as ``push_clocks`` says with ``clock="sum"``, else one each.
         copies: What the worker has of the pushed rows, with the updates made, as ``updates`` in shape; or nothing. A
@@ -65,7 +57,6 @@ class RowExchange:
     push_rows: Tensor = _NO_ROWS
     push_clocks: Tensor = _NO_CLOCKS
     updates: Mapping[str, Tensor] = field(default_factory=dict)
-    held_clocks: Tensor = _NO_CLOCKS
     push_counts: Tensor = _NO_CLOCKS
     copies: Mapping[str, Tensor] = field(default_factory=dict)
     num_steps: int = 0
@@ -80,23 +71,11 @@ class RowExchange:
         return self.push_rows.numel() > 0 or self.num_steps > 0
 
     @property
-    def held_rows(self) -> Tensor:
-        """The pushed rows of which the worker holds copies, int64 ``[H]``."""
-        return self.push_rows[self.push_rows.numel() - self.held_clocks.numel() :]
-
-    @property
     def updates_per_push(self) -> Tensor:
         """How many updates each push counts as when rows are admitted, int32 ``[P]``, at least 1."""
         if self.push_counts.numel():
             return self.push_counts
         return self.push_clocks.clamp(min=1) if self.clock == "sum" else torch.ones_like(self.push_clocks)
-
-    def wanted_rows(self, current_H: Tensor) -> Tensor:
-        """The rows that go back: those to fetch, then held ones whose copies are not current."""
-        if not current_H.numel():
-            return self.fetch_rows
-        back = self.held_rows.numpy()[~current_H.numpy()]  # in torch the same takes ten times as long
-        return torch.from_numpy(np.concatenate([self.fetch_rows.numpy(), back]))
 
     def check(self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse what a store cannot do, before it does any of it.
@@ -123,13 +102,10 @@ class RowExchange:
         self._check_pushes(row_shapes if self.push_rows.numel() else {})
 
     def _check_pushes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        pushed, held = self.push_rows.numel(), self.held_clocks.numel()
+        pushed = self.push_rows.numel()
         _check_counts("push_clocks", self.push_clocks, pushed)
-        _check_counts("held_clocks", self.held_clocks, held)
         if self.push_counts.numel():
             _check_counts("push_counts", self.push_counts, pushed, lowest=1)
-        if held > pushed:
-            raise ValueError(f"held_clocks must be of pushed rows, got {held} for {pushed} of them")
         kinds = {"updates": self.updates} | ({"copies": self.copies} if self.copies else {})
         for kind, arrays in kinds.items():
             if arrays.keys() != expected.keys():
@@ -137,24 +113,20 @@ class RowExchange:
             for name, shape in expected.items():
                 _check_array(f"{kind}[{name!r}]", arrays[name], torch.float32, (pushed, *shape))
 
-    def bytes_by_kind(
-        self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]], *, num_outdated: int = 0
-    ) -> dict[str, int]:
+    def bytes_by_kind(self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Bytes that cross the network for it and for its answer, as :func:`bytes_by_kind` has them.
 
         Args:
             num_rows: Rows of the store.
             row_shapes: Shape of what one row has of ``weight`` and of each state.
-            num_outdated: Held rows that come back.
 
         >>> exchange = RowExchange(fetch_rows=torch.tensor([3, 5]))
         >>> exchange.bytes_by_kind(1_000_000, {"weight": (16,), "sum": ()})
         {'rows': 144, 'clocks': 8, 'gradients': 0}
         """
         pushed, fetched, checked = (x.numel() for x in (self.push_rows, self.fetch_rows, self.check_rows))
-        held, counted, copied = self.held_clocks.numel(), self.push_counts.numel(), pushed if self.copies else 0
-        sizes = {"pushed": pushed, "fetched": fetched, "checked": checked, "held": held, "outdated": num_outdated}
-        return bytes_by_kind(num_rows, row_shapes, **sizes, counted=counted, copied=copied)
+        sizes = {"pushed": pushed, "fetched": fetched, "checked": checked, "counted": self.push_counts.numel()}
+        return bytes_by_kind(num_rows, row_shapes, **sizes, copied=pushed if self.copies else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,17 +134,14 @@ class RowValues:
     """A store's answer to a :class:`RowExchange`, in the order of its rows.
 
     Args:
-        values: ``weight`` (float32 ``[M, D]``) and each state of the fetched rows, then of held ones not current.
+        values: ``weight`` (float32 ``[M, D]``) and each state of the fetched rows.
         clocks: Their clocks, int32 ``[M]``.
         stale: Which checked copies are too old, bool ``[C]``.
-        current: Which held copies are what the store has now, up to rounding, bool ``[H]``. The store's clock of each
-            is what it was when the copy was fetched plus the updates pushed.
     """
 
     values: dict[str, Tensor]
     clocks: Tensor
     stale: Tensor
-    current: Tensor
 
 
 def bytes_by_kind(
@@ -182,8 +151,6 @@ def bytes_by_kind(
     pushed: int,
     fetched: int,
     checked: int,
-    held: int,
-    outdated: int,
     counted: int = 0,
     copied: int = 0,
 ) -> dict[str, int]:
@@ -193,23 +160,21 @@ def bytes_by_kind(
         num_rows: Rows of the store, of which the size of a row's number on the wire depends.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
         pushed: Rows that take updates.
-        fetched: Rows that come without being held.
+        fetched: Rows that come.
         checked: Copies whose clocks are compared.
-        held: Pushed rows of which the worker holds copies.
-        outdated: Those that come back.
         counted: Pushed rows that say how many updates they sum up.
         copied: Pushed rows that come with their copies.
 
     Returns:
         ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks and counts, numbers of checked rows, one bit
-        back for each of them and of those held) and ``gradients`` (numbers, updates and copies).
+        back for each of them) and ``gradients`` (numbers, updates and copies).
     """
     number = row_dtype(num_rows).itemsize
     row = 4 * sum(map(math.prod, row_shapes.values()))
-    clocks = pushed + held + checked + fetched + outdated + counted
+    clocks = pushed + checked + fetched + counted
     return {
-        "rows": fetched * (number + row) + outdated * row,
-        "clocks": 4 * clocks + checked * number + -(-(checked + held) // 8),
+        "rows": fetched * (number + row),
+        "clocks": 4 * clocks + checked * number + -(-checked // 8),
         "gradients": pushed * (number + row) + copied * row,
     }
 

@@ -1,10 +1,8 @@
 """The work of an exchange as compiled loops: add to rows, move their clocks, compare clocks; or all at once.
 
 Rows are written before their clocks and read after them: who runs beside it without a lock may take a row for older
-than it is, never for newer.
-
-A push that leaves a clock where it was sets its sign bit, and one that moves it takes that away. So a clock that is
-still what somebody read, and has no such mark, says that no push came between.
+than it is, never for newer. What a push makes of a clock, and when a copy is too old, is for
+:mod:`lightning_recsys.sync.clocks` to say.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -22,9 +20,7 @@ from numba.extending import intrinsic
 from lightning_recsys.compiled.loops import AHEAD, SOON, compile_loop, prefetch_row
 from lightning_recsys.compiled.vectors import copy_floats
 from lightning_recsys.optim.accumulating import CURRENT, HELD, START, UNSENT
-from lightning_recsys.sync.clocks import MAX_CLOCK
-
-_MARK = -(2**31)  # what MAX_CLOCK leaves of a clock is the clock without its mark
+from lightning_recsys.sync.clocks import hear, is_too_far
 
 
 def _replace_if(typing_context, array, position, expected, value):  # noqa: ANN001, ANN202
@@ -64,22 +60,14 @@ def all_within(numbers, bound):  # noqa: ANN001, ANN201
 
 
 @compile_loop
-def _lag(ahead, behind):  # noqa: ANN001, ANN202
-    """By how much one clock is ahead of another; endlessly if it is at its end, where it does not say."""
-    return ahead - np.int64(behind) if ahead < MAX_CLOCK else np.int64(2**62)
-
-
-@compile_loop
-def _hear(clocks, row, sent, by_sum):  # noqa: ANN001, ANN202
-    """Let a clock hear of a push; returns what it was, with its mark."""
+def _move_clock(clocks, row, sent, by_sum):  # noqa: ANN001, ANN202
+    """Let a clock hear of a push, in one indivisible step: other processes may push the same row at this moment."""
     found = clocks[row, 0]
     while True:
-        before, clock = found, found & MAX_CLOCK
-        # It stops at its end rather than to start again from below.
-        moved = clock + min(sent, MAX_CLOCK - clock) if by_sum else max(clock, sent)
-        found = _replace(clocks, row, before, np.int32(moved if moved > clock else moved | _MARK))
+        before = found
+        found = _replace(clocks, row, before, hear(before, sent, by_sum))
         if found == before:
-            return before
+            return
 
 
 @compile_loop
@@ -101,7 +89,7 @@ def add_rows(touched, amounts, array, sign):  # noqa: ANN001, ANN201
 
 
 @compile_loop
-def move_clocks(touched, sent, clocks, by_sum, before):  # noqa: ANN001, ANN201
+def move_clocks(touched, sent, clocks, by_sum):  # noqa: ANN001, ANN201
     """Let the clocks of rows hear of a push.
 
     Args:
@@ -109,10 +97,9 @@ def move_clocks(touched, sent, clocks, by_sum, before):  # noqa: ANN001, ANN201
         sent: Int32 ``[P]``, at least 0.
         clocks: Of all rows, int32 ``[R, 1]``.
         by_sum: Add what was sent; else take it where it is higher.
-        before: Result, int32 ``[P]``: the clocks before, with their marks.
     """
     for i in range(touched.shape[0]):
-        before[i] = _hear(clocks, touched[i], sent[i], by_sum)
+        _move_clock(clocks, touched[i], sent[i], by_sum)
 
 
 @compile_loop
@@ -123,40 +110,41 @@ def compare_clocks(checked, own, clocks, staleness, stale):  # noqa: ANN001, ANN
         checked: Row numbers, int64 ``[C]``.
         own: Clocks of the copies, int32 ``[C]``.
         clocks: Of all rows, int32 ``[R, 1]``.
-        staleness: How far a row's clock may be ahead of its copy's.
+        staleness: How far a row's clock may be ahead of its copy's; ``NO_BOUND`` where it may be any.
         stale: Result, bool ``[C]``.
     """
     last = checked.shape[0] - 1
     for i in range(checked.shape[0]):
         prefetch_row(clocks, checked[min(i + AHEAD, last)])
-        stale[i] = _lag(np.int64(clocks[checked[i], 0] & MAX_CLOCK), own[i]) > staleness
+        stale[i] = is_too_far(clocks[checked[i], 0], own[i], staleness)
 
 
-# What is counted of exchanges that happen at once, in an int64 [9].
+# What is counted of exchanges that happen at once, in an int64 [7].
 FETCHED = 0  # rows that were not here
 CHECKED = 1  # copies whose clocks were compared
 STALE = 2  # those that were too old
 AHEAD_OF_START = 3  # copies with too many updates since they were fetched
 PUSHED = 4  # rows that took updates
-KEPT = 5  # those whose copy was to stay, and might have been the row as it then was
-OUTDATED = 6  # those for which it was not, so that the row came back
-RETURNED = 7  # all other rows that came back
-EXCHANGES = 8  # messages that would have said it
-NUM_COUNTS = 9
+RETURNED = 5  # rows that came back for copies that were too far ahead, or too old
+EXCHANGES = 6  # messages that would have said it
+NUM_COUNTS = 7
 
 
 @compile_loop
 def _push(slot, row, copies, own_clocks, stored, clocks, by_sum):  # noqa: ANN001, ANN202
-    """Bring what a copy owes to its row; returns the row's clock before, with its mark."""
+    """Bring what a copy owes to its row, if it owes anything; returns whether it did."""
+    if not own_clocks[slot, UNSENT]:
+        return False
     _, _, owed, owed_state = copies
     rows, state = stored
     for d in range(rows.shape[1]):
         rows[row, d] -= owed[slot, d]
     for d in range(state.shape[1]):
         state[row, d] += owed_state[slot, d]
-    sent = own_clocks[slot, UNSENT] if by_sum else own_clocks[slot, CURRENT]
+    # The clock moves last: whoever sees it moved sees the update as well.
+    _move_clock(clocks, row, own_clocks[slot, UNSENT] if by_sum else own_clocks[slot, CURRENT], by_sum)
     own_clocks[slot, UNSENT] = 0
-    return _hear(clocks, row, sent, by_sum)
+    return True
 
 
 @compile_loop
@@ -173,26 +161,8 @@ def push_copies(slots, touched, copies, own_clocks, stored, clocks, by_sum, leav
             prefetch_row(clocks, touched[soon])
             prefetch_row(stored[0], touched[soon])
             prefetch_row(copies[2], slots[soon])
-        if own_clocks[slots[i], UNSENT]:
-            _push(slots[i], touched[i], copies, own_clocks, stored, clocks, by_sum)
-            counts[PUSHED] += 1
+        counts[PUSHED] += _push(slots[i], touched[i], copies, own_clocks, stored, clocks, by_sum)
         own_clocks[slots[i], HELD] &= not leave
-
-
-@compile_loop
-def _push_unfit(slot, row, copies, own_clocks, stored, clocks, by_sum, counts):  # noqa: ANN001, ANN202
-    """Bring what a copy owes to its row; returns whether the row has to come back, or is what the copy is by now."""
-    start, current, unsent = own_clocks[slot, START], own_clocks[slot, CURRENT], own_clocks[slot, UNSENT]
-    owes_all = unsent > 0 and start == current - unsent
-    is_row = False
-    if unsent:
-        counts[PUSHED] += 1
-        is_row = _push(slot, row, copies, own_clocks, stored, clocks, by_sum) == start and owes_all
-    if is_row:
-        own_clocks[slot, START] = current
-    counts[KEPT] += owes_all
-    counts[OUTDATED if owes_all else RETURNED] += not is_row
-    return not is_row
 
 
 @cache
@@ -208,10 +178,10 @@ def update_copies_for(dim: int) -> Callable[..., None]:
         own_clocks: Of the copies, int32 ``[C, 4]``.
         stored: The rows, float32 ``[R, D]``, and their state ``[R, W]``.
         clocks: The rows', int32 ``[R, 1]``.
-        staleness: How far ahead or behind a copy may be; below 0 there is no bound.
+        staleness: How far ahead or behind a copy may be, or ``NO_BOUND``.
         by_sum: How pushes move clocks, as in :func:`move_clocks`.
         lags: Result, int32 ``[U]``: by how much each copy is ahead of what was fetched.
-        counts: Grows by what was done, int64 ``[9]``.
+        counts: Grows by what was done, int64 ``[7]``.
     """
 
     @compile_loop
@@ -232,19 +202,17 @@ def update_copies_for(dim: int) -> Callable[..., None]:
                 counts[FETCHED] += 1
                 own_clocks[slot, HELD] = 1
             else:
-                current, ahead, behind, comes_back = own_clocks[slot, CURRENT], np.int64(0), np.int64(0), False
-                lags[u] = current - own_clocks[slot, START]
-                if staleness >= 0:
-                    behind = _lag(np.int64(clocks[row, 0] & MAX_CLOCK), current)
-                    ahead = _lag(np.int64(current), own_clocks[slot, START])
-                    counts[CHECKED] += ahead <= staleness
-                if staleness >= 0 and max(ahead, behind) > staleness:
-                    counts[AHEAD_OF_START if ahead > staleness else STALE] += 1
-                    comes_back = _push_unfit(slot, row, copies, own_clocks, stored, clocks, by_sum, counts)
-                    lags[u] = 0
-                if not comes_back:
+                current, start = own_clocks[slot, CURRENT], own_clocks[slot, START]
+                lags[u] = current - start
+                is_ahead = is_too_far(current, start, staleness)
+                counts[CHECKED] += staleness >= 0 and not is_ahead
+                if not is_ahead and not is_too_far(clocks[row, 0], current, staleness):
                     continue
-            clock = _read(clocks, row) & MAX_CLOCK
+                counts[AHEAD_OF_START if is_ahead else STALE] += 1
+                counts[PUSHED] += _push(slot, row, copies, own_clocks, stored, clocks, by_sum)
+                counts[RETURNED] += 1
+            # The clock is read before the row, so that the row has at least the updates that the clock counts.
+            clock = _read(clocks, row)
             own_clocks[slot, START], own_clocks[slot, CURRENT], lags[u] = clock, clock, 0
             copy_floats(copied_rows, slot * dim, rows, row * dim, dim)
             for d in range(state.shape[1]):

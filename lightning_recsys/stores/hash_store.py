@@ -51,7 +51,6 @@ from lightning_recsys.stores.versions import (
     tag_arrays,
 )
 from lightning_recsys.sync import StalenessNormalization
-from lightning_recsys.sync.clocks import MAX_CLOCK
 
 KIND = "dynamic"
 CLOCK = "clock"
@@ -61,7 +60,7 @@ _KEYS = "row_keys"  # of each slot the bits of its row's number turned, 0 where 
 _LOCK = "lock"
 _GROWTH_BYTES = 1 << 22  # room is made in pieces of this size, whatever is there already
 _MAX_SLOTS = 2**31 - 1
-_UNTRAINED = -(2**31)  # a clock of 0 with its mark: of a row that nothing has changed since it was made
+_UNTRAINED = -1  # in the place of a clock: of a row that nothing has changed since it was made, so its clock is 0
 _STEP, _LIVE, _ALLOCATED, _HIGH = 0, LIVE_COUNTER, 2, 3
 
 
@@ -240,12 +239,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     @property
     def clocks(self) -> Tensor:
         """How many updates the row of each slot has seen in exchanges, int32; a copy."""
-        return self.marked_clocks & MAX_CLOCK
-
-    @property
-    def marked_clocks(self) -> Tensor:
-        """The same as they are stored: negative where a push has left one as it was."""
-        return self.arrays[CLOCK]
+        return self.arrays[CLOCK].clamp(min=0)
 
     @property
     def num_live(self) -> int:  # noqa: D102 - inherited
@@ -374,45 +368,38 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self.row_shapes)
         with self._mutex:
-            current_H = self.push_updates(request) if request.changes_rows else request.held_clocks.bool()
-            values = self.fetch_and_check(request, current_H)
+            if request.changes_rows:
+                self.push_updates(request)
+            values = self.fetch_and_check(request)
         return lambda: values
 
-    def push_updates(self, request: RowExchange) -> Tensor:
-        """The pushes of a request that was checked; which of its held copies are current then, bool ``[H]``.
-
-        None where the update was not admitted, or where rows expire: one that was made anew since has a clock that
-        means something else.
-        """
+    def push_updates(self, request: RowExchange) -> None:
+        """The pushes of a request that was checked, as far as they are admitted."""
         slots_P = self.admit(_array(request.push_rows), _array(request.updates_per_push))
         kept = slots_P >= 0
         slots_P = slots_P[kept]
         untrained = np.zeros(slots_P.size, dtype=np.bool_)
         if request.copies:
-            untrained = self.marked_clocks.numpy()[slots_P] == _UNTRAINED
+            untrained = self.arrays[CLOCK].numpy()[slots_P] == _UNTRAINED
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
             add_rows(slots_P[~untrained], _matrix(amounts)[kept][~untrained], _matrix(self.arrays[name]), sign)
         for name, copies in request.copies.items():
             _matrix(self.arrays[name])[slots_P[untrained]] = _matrix(copies)[kept][untrained]
-        sent, before = _array(request.push_clocks)[kept], np.empty(len(slots_P), dtype=np.int32)
-        move_clocks(slots_P, sent, self.marked_clocks.unsqueeze(1).numpy(), request.clock == "sum", before)
+        self._note_trained(slots_P)
+        move_clocks(slots_P, _array(request.push_clocks)[kept], _matrix(self.arrays[CLOCK]), request.clock == "sum")
         counters.add(self.arrays["counters"], _STEP, request.num_steps)
         self._end_update()
-        before_P = torch.full(kept.shape, -1, dtype=torch.int32)
-        if self.dynamic.expire_after is None:
-            before_P[torch.from_numpy(kept)] = torch.from_numpy(before)
-        return before_P[len(kept) - request.held_clocks.numel() :] == request.held_clocks
 
-    def fetch_and_check(self, request: RowExchange, current_H: Tensor) -> RowValues:
+    def fetch_and_check(self, request: RowExchange) -> RowValues:
         """The fetches and checks of a request that was checked; changes nothing."""
-        values = self._gather(_array(request.wanted_rows(current_H)), [*self.row_shapes, CLOCK], touch=True)
-        clocks_C = self._gather(_array(request.check_rows), [CLOCK], touch=True)[CLOCK].numpy()
+        values = self._gather(_array(request.fetch_rows), [*self.row_shapes, CLOCK], touch=True)
+        clocks_C = self._gather(_array(request.check_rows), [CLOCK], touch=True)[CLOCK].clamp_(min=0).numpy()
         stale_C = np.zeros(clocks_C.size, dtype=np.bool_)
         if request.staleness is not None:
             own_C, all_C = _array(request.check_clocks), np.arange(clocks_C.size)
             compare_clocks(all_C, own_C, clocks_C[:, None], request.staleness, stale_C)
-        return RowValues(values, values.pop(CLOCK) & MAX_CLOCK, torch.from_numpy(stale_C), current_H)
+        return RowValues(values, values.pop(CLOCK).clamp_(min=0), torch.from_numpy(stale_C))
 
     def insert(self, rows_U: Tensor) -> None:  # noqa: D102 - inherited
         check_rows(rows_U, self.layout.num_rows)
@@ -447,7 +434,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     def _note_trained(self, slots_N: np.ndarray) -> None:
         """Rows in these slots are no longer what they were made as; slots below 0 are none."""
         if self.dynamic.expire_after is not None:
-            slots, clocks = slots_N[slots_N >= 0], self.marked_clocks.numpy()
+            slots, clocks = slots_N[slots_N >= 0], self.arrays[CLOCK].numpy()
             clocks[slots[clocks[slots] == _UNTRAINED]] = 0
 
     def _begin_update(self, slots_N: np.ndarray) -> tuple[Tensor, dict[str, Tensor], int]:

@@ -1,6 +1,11 @@
-"""When a cached embedding row may still be used: per-row clocks and their bounds."""
+"""When a cached embedding row may still be used: per-row clocks and their bounds.
 
-# Shape suffix: U rows.
+The rule stands here once, as compiled functions of single clocks: :func:`advance`, :func:`hear` and :func:`is_too_far`.
+The loops over a worker's copies and over a store's rows call them. :class:`ClockRule` is the same rule for NumPy arrays
+of clocks, of any shape: of the rows of a message, or of all copies of a thousand simulated workers.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
 
@@ -10,16 +15,64 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recsys.compiled.loops import compile_loop
+
 ClockName = Literal["max", "sum"]
 Clocks = NDArray[np.int32]
 
 MAX_CLOCK = 2**31 - 1
 """Where a clock ends: it stays there, at servers and in workers. See :class:`ClockRule` for such rows."""
 
+NO_BOUND = -1
+"""What compiled functions take for a staleness without bound."""
+
+
+@compile_loop
+def advance(clock, updates):  # noqa: ANN001, ANN201
+    """A clock after so many further updates; it stops at its end."""
+    return np.int32(clock + min(updates, MAX_CLOCK - clock))
+
+
+@compile_loop
+def hear(clock, sent, by_sum):  # noqa: ANN001, ANN201
+    """A server's clock after a push: the larger of both, or with ``by_sum`` its own and what was sent."""
+    return advance(clock, sent) if by_sum else np.int32(max(clock, sent))
+
+
+@compile_loop
+def is_too_far(ahead, behind, staleness):  # noqa: ANN001, ANN201
+    """Whether a clock is more than the staleness (or :data:`NO_BOUND`) ahead of another one, or at its end."""
+    # The difference of two clocks fits into int64; the sum of a clock and a staleness may not fit into int32.
+    return staleness >= 0 and (ahead == MAX_CLOCK or np.int64(ahead) - np.int64(behind) > staleness)
+
+
+@compile_loop
+def _advance_each(clocks, updates, after):  # noqa: ANN001, ANN202
+    for i in range(after.size):
+        after[i] = advance(clocks[i], updates[i])
+
+
+@compile_loop
+def _hear_each(clocks, sent, by_sum, after):  # noqa: ANN001, ANN202
+    for i in range(after.size):
+        after[i] = hear(clocks[i], sent[i], by_sum)
+
+
+@compile_loop
+def _are_too_far(ahead, behind, staleness, too_far):  # noqa: ANN001, ANN202
+    for i in range(too_far.size):
+        too_far[i] = is_too_far(ahead[i], behind[i], staleness)
+
+
+def _flat(one: Clocks | int, other: Clocks | int) -> tuple[Clocks, Clocks, tuple[int, ...]]:
+    """Clocks of one shape, one behind the other, and that shape."""
+    first, second = np.broadcast_arrays(np.asarray(one, dtype=np.int32), np.asarray(other, dtype=np.int32))
+    return first.ravel(), second.ravel(), first.shape
+
 
 @dataclass(frozen=True)
 class ClockRule:
-    r"""Per-row clocks with bounded staleness, over arrays of rows.
+    r"""Per-row clocks with bounded staleness, over arrays of clocks (int32) of any shapes that broadcast.
 
     A row counts its updates: :math:`c_g` at its server, and for each copy in a worker's cache :math:`c_s`, the server's
     clock when the copy was fetched, and :math:`c_c = c_s` plus the updates made to the copy since. A copy may be read
@@ -71,33 +124,47 @@ class ClockRule:
         if self.clock not in get_args(ClockName):
             raise ValueError(f"strategy.clock must be one of {list(get_args(ClockName))}, got {self.clock!r}.")
 
-    def needs_push(self, start_U: Clocks, current_U: Clocks) -> NDArray[np.bool_]:
+    @property
+    def bound(self) -> int:
+        """The staleness as compiled functions take it."""
+        return NO_BOUND if self.staleness is None else min(self.staleness, MAX_CLOCK)
+
+    @property
+    def by_sum(self) -> bool:
+        """Whether a server's clock counts every update; otherwise it takes the larger of two clocks."""
+        return self.clock == "sum"
+
+    def needs_push(self, start: Clocks, current: Clocks) -> NDArray[np.bool_]:
         """Copies too far ahead of what they started from (:math:`c_c > c_s + s`): push them and fetch them again."""
-        return self._exceeds(current_U, start_U)
+        return self._too_far(current, start)
 
-    def is_stale(self, current_U: Clocks, global_U: Clocks) -> NDArray[np.bool_]:
+    def is_stale(self, current: Clocks, server: Clocks) -> NDArray[np.bool_]:
         """Copies too far behind their server (:math:`c_g > c_c + s`)."""
-        return self._exceeds(global_U, current_U)
+        return self._too_far(server, current)
 
-    def sent(self, current_U: Clocks, unsent_U: Clocks) -> Clocks:
+    def sent(self, current: Clocks, unsent: Clocks) -> Clocks:
         """The number that travels with a push.
 
         Args:
-            current_U: The copies' clocks :math:`c_c`.
-            unsent_U: Updates of each copy that the server does not have yet.
+            current: The copies' clocks :math:`c_c`.
+            unsent: Updates of each copy that the server does not have yet.
         """
-        return current_U if self.clock == "max" else unsent_U
+        return unsent if self.by_sum else current
 
-    def after_push(self, global_U: Clocks, sent_U: Clocks) -> Clocks:
+    def after_push(self, server: Clocks, sent: Clocks) -> Clocks:
         """The server's clocks once pushes with :meth:`sent` have been applied."""
-        if self.clock == "max":
-            return np.maximum(global_U, sent_U)
-        after: Clocks = np.minimum(global_U.astype(np.int64) + sent_U, MAX_CLOCK).astype(np.int32)
-        return after
+        server, sent, shape = _flat(server, sent)
+        _hear_each(server, sent, self.by_sum, after := np.empty(server.size, dtype=np.int32))
+        return after.reshape(shape)
 
-    def _exceeds(self, ahead_U: Clocks, behind_U: Clocks) -> NDArray[np.bool_]:
-        if self.staleness is None:
-            return np.zeros(ahead_U.shape, dtype=np.bool_)
-        lag: Clocks = ahead_U - behind_U  # rather than behind + s, which may not fit int32
-        exceeds: NDArray[np.bool_] = (lag > self.staleness) | (ahead_U == MAX_CLOCK)
-        return exceeds
+    @staticmethod
+    def after_updates(current: Clocks, updates: Clocks | int = 1) -> Clocks:
+        """The copies' clocks once they were updated so many times more."""
+        current, updates, shape = _flat(current, updates)
+        _advance_each(current, updates, after := np.empty(current.size, dtype=np.int32))
+        return after.reshape(shape)
+
+    def _too_far(self, ahead: Clocks, behind: Clocks) -> NDArray[np.bool_]:
+        ahead, behind, shape = _flat(ahead, behind)
+        _are_too_far(ahead, behind, self.bound, too_far := np.empty(ahead.size, dtype=np.bool_))
+        return too_far.reshape(shape)

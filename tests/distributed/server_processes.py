@@ -63,11 +63,7 @@ class Trap:
             half = len(request.push_rows) // 2
             updates = {name: amounts[:half] for name, amounts in request.updates.items()}
             rows, clocks = request.push_rows[:half], request.push_clocks[:half]
-            held = request.held_clocks[:0]
-            real(
-                store,
-                dataclasses.replace(request, push_rows=rows, push_clocks=clocks, updates=updates, held_clocks=held),
-            )
+            real(store, dataclasses.replace(request, push_rows=rows, push_clocks=clocks, updates=updates))
             die()
         return real(store, request)
 

@@ -41,19 +41,17 @@ def add_ones(rows, **more):
     return RowExchange(push_rows=rows, push_clocks=ones, updates=updates, clock="sum", num_steps=1, **more)
 
 
-def random_exchange(generator, shapes, now):
-    """Each of the three parts with 0 to 5 rows, some of the pushed ones held."""
+def random_exchange(generator, shapes):
+    """Each of the three parts with 0 to 5 rows."""
     sizes = [int(torch.randint(0, 6, (), generator=generator)) for _ in range(3)]
     pushed, fetched, checked = (torch.randperm(NUM_ROWS, generator=generator)[:size] for size in sizes)
     names = shapes if sizes[0] else {}
     draw_counts, draw_copies = torch.randint(0, 2, (2,), generator=generator).tolist()
-    held = now[pushed[int(torch.randint(0, sizes[0] + 1, (), generator=generator)) :]]
     return RowExchange(
         fetch_rows=fetched,
         push_rows=pushed,
         push_clocks=torch.randint(0, 9, (sizes[0],), generator=generator).int(),
         updates={name: torch.randn(sizes[0], *shapes[name], generator=generator) for name in names},
-        held_clocks=(held - torch.randint(0, 2, held.shape, generator=generator).int()).clamp(min=0),
         push_counts=torch.randint(1, 9, (sizes[0] * draw_counts,), generator=generator).int(),
         copies={name: torch.randn(sizes[0], *shapes[name], generator=generator) for name in names if draw_copies},
         num_steps=int(torch.randint(0, 3, (), generator=generator)),
@@ -66,7 +64,7 @@ def random_exchange(generator, shapes, now):
 
 def equal(one, other):
     pairs = [*((one.values[name], other.values[name]) for name in other.values)]
-    pairs += [(one.clocks, other.clocks), (one.stale, other.stale), (one.current, other.current)]
+    pairs += [(one.clocks, other.clocks), (one.stale, other.stale)]
     return one.values.keys() == other.values.keys() and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
@@ -79,17 +77,14 @@ def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_b
     with running(tmp_path / "served") as server:
         stores = connect(server.endpoint, transport="tcp", timeout=20)
         remote, traffic = make_users(stores, rule), stores.connection.traffic
-        told, seen = 0, set()
+        told = 0
         before = traffic.sent_bytes + traffic.received_bytes
         for _ in range(200):
-            request = random_exchange(generator, shapes, mapped.clocks)
+            request = random_exchange(generator, shapes)
             answer = remote.begin_exchange(request)()
             assert equal(answer, mapped.begin_exchange(request)())
-            num_outdated = int((~answer.current).sum())
-            told += sum(request.bytes_by_kind(NUM_ROWS, shapes, num_outdated=num_outdated).values())
-            seen.update(answer.current.tolist())
+            told += sum(request.bytes_by_kind(NUM_ROWS, shapes).values())
         assert traffic.sent_bytes + traffic.received_bytes - before == told
-        assert seen == {True, False}
         assert server.handler.counts.refused == 0
         for name in shapes:
             assert torch.equal(remote.read(name, 0, NUM_ROWS), mapped.read(name, 0, NUM_ROWS))
@@ -112,7 +107,7 @@ def test_exchange_when_over_a_limit_then_goes_in_parts_and_equals_a_whole_one(tm
         users = make_users(stores, RowWiseAdagrad(0.5))
         server.handler.stores.limits = stores.connection.limits = limits
         for _ in range(30):
-            exchange = random_exchange(generator, SHAPES["RowWiseAdagrad"], whole.clocks)
+            exchange = random_exchange(generator, SHAPES["RowWiseAdagrad"])
             assert equal(users.begin_exchange(exchange)(), whole.begin_exchange(exchange)())
         assert users.step == whole.step
         assert server.handler.counts.refused == 0
@@ -147,7 +142,7 @@ def test_exchange_when_refused_then_raises_where_it_is_awaited_and_later_ones_co
         with pytest.raises(IndexError, match=r"fetch_rows must be in \[0, 9\), got 9 to 9"):
             users.begin_exchange(RowExchange(fetch_rows=torch.tensor([9])))
         wrong = users.begin_exchange(add_ones([1], fetch_rows=torch.arange(6)))
-        with pytest.raises(RequestRefusedError, match=r"refused 'exchange': .*rows than 5; got .* 1 pushes.* 7 rows"):
+        with pytest.raises(RequestRefusedError, match=r"refused 'exchange': .*rows than 5; got 1 pushes.* 7 rows"):
             wrong()
         assert users.begin_exchange(add_ones([1], fetch_rows=row))().clocks.tolist() == [1]
         late = users.begin_exchange(add_ones([1], fetch_rows=torch.arange(6)))
@@ -206,7 +201,7 @@ def test_clients_when_they_take_turns_at_random_then_every_update_counts_once(tm
 # --- The handler alone --------------------------------------------------------------------------------------------
 
 ROWS, CLOCKS = torch.tensor([2, 3, 4], dtype=torch.int32), clocks(5, 1)
-RIGHT = {"pushes": 1, "held": 0, "counted": False, "copied": False, "steps": 1, "clock": "max", "staleness": 3}
+RIGHT = {"pushes": 1, "counted": False, "copied": False, "steps": 1, "clock": "max", "staleness": 3}
 UPDATE = torch.ones(1, DIM)  # of row 2, with 3 checked and 4 fetched
 
 
@@ -239,25 +234,13 @@ def test_push_when_it_comes_again_then_its_fetches_and_checks_are_answered_with_
     assert digest(tmp_path) == before
 
 
-def test_push_when_it_comes_again_then_the_rows_of_held_copies_come_back(handler, tmp_path):
-    arrays = torch.tensor([2, 2], dtype=torch.int32), clocks(5, 1, 0), UPDATE
-    first = exchange(handler, *arrays, sequence=1, **RIGHT | {"held": 1})
-    before = digest(tmp_path)
-    again = exchange(handler, *arrays, sequence=1, **RIGHT | {"held": 1})
-    assert digest(tmp_path) == before
-    assert [array.tolist() for array in first.arrays] == [[], [], [0b1100_0000]]
-    weight, fetched_clocks, bits = again.arrays
-    assert torch.equal(weight, handler.stores.mapped.embedding_store("users").rows[2:3])
-    assert (fetched_clocks.tolist(), bits.tolist()) == ([5], [0b1000_0000])
-
-
 def test_push_when_it_fails_half_way_then_rows_clocks_and_step_are_as_before(tmp_path, monkeypatch):
     handler = RequestHandler(tmp_path)
     make_users(handler.stores.mapped, RowAdagrad(0.5))
     ask(handler, "hello")
     before = digest(tmp_path)
 
-    def fail(store, request, current):
+    def fail(store, request):
         assert digest(tmp_path) != before
         raise MemoryError("in the middle")
 
@@ -274,14 +257,9 @@ def test_push_when_it_fails_half_way_then_rows_clocks_and_step_are_as_before(tmp
         (0, (ROWS, CLOCKS, UPDATE), {}, "needs a sequence number"),
         (0, (ROWS, CLOCKS), {"pushes": 0}, "needs a sequence number"),
         (1, (ROWS, CLOCKS), {"pushes": 0, "steps": 0}, "takes no sequence number"),
-        (1, (ROWS, CLOCKS, UPDATE), {"pushes": 3}, "pushes than clocks"),
-        (1, (ROWS, CLOCKS, UPDATE), {"pushes": -1}, "held copies may not be more than pushes"),
-        (1, (ROWS, CLOCKS, UPDATE), {"held": -1}, "held copies may not be more than pushes"),
-        (1, (ROWS, CLOCKS, UPDATE), {"held": 2}, "held copies may not be more than pushes"),
-        (1, (ROWS, clocks(5), UPDATE), {"held": 1}, "pushes than clocks of pushes and checks"),
-        (1, (ROWS, clocks(5, 1, -1), UPDATE), {"held": 1}, "held_clocks must be at least 0, got -1"),
-        (1, (ROWS, CLOCKS, UPDATE), {"held": True}, "held must be int"),
-        (1, (ROWS, CLOCKS[:1], UPDATE), {"counted": True}, "pushes than clocks"),
+        (1, (ROWS, CLOCKS, UPDATE), {"pushes": 3}, "pushes may not be more than clocks"),
+        (1, (ROWS, CLOCKS, UPDATE), {"pushes": -1}, "pushes may not be more than clocks"),
+        (1, (ROWS, CLOCKS[:1], UPDATE), {"counted": True}, "pushes may not be more than clocks"),
         (1, (ROWS, clocks(5, 1, 0), UPDATE), {"counted": True}, "push_counts must be at least 1, got 0"),
         (1, (ROWS, CLOCKS, UPDATE), {"counted": 1}, "counted must be bool"),
         (1, (ROWS, CLOCKS, UPDATE), {"copied": True}, "an array is missing: weight"),

@@ -27,7 +27,7 @@ PER_EXAMPLE = 50  # requests that hypothesis draws at once: its own overhead is 
 LIMITS = Limits(frames=5, header_bytes=2048, message_bytes=4096, rows=64)
 IDS, OFFSETS, GRADS = torch.tensor([0, 5, 1, 4, 2, 0]), torch.arange(7), torch.ones(2, 3, 4)
 ROWS, CLOCKS = torch.tensor([2, 3, 4], dtype=torch.int32), torch.tensor([5, 1], dtype=torch.int32)
-EXCHANGE = {"pushes": 1, "held": 0, "counted": False, "copied": False, "steps": 1, "clock": "max", "staleness": 2}
+EXCHANGE = {"pushes": 1, "counted": False, "copied": False, "steps": 1, "clock": "max", "staleness": 2}
 TABLES, RULE = layout_to_plain(LAYOUT), optimizer_to_plain(RowSGD())
 
 # A right request of every kind; those that change something carry a sequence number that is not the next one, so that
@@ -56,7 +56,7 @@ RIGHT = [
             (
                 "exchange",
                 (ROWS, CLOCKS, torch.ones(1, 4)),
-                {"store": "users", **EXCHANGE, "held": 1, "clock": "sum", "staleness": None},
+                {"store": "users", **EXCHANGE, "clock": "sum", "staleness": None},
             ),
             ("write", (torch.ones(2, 4),), {"store": "users", "array": "weight", "first_row": 0}),
             ("set_step", (), {"store": "users", "step": 9}),

@@ -5,7 +5,6 @@ Nothing else in a server knows of it: the handler finds the operation by its nam
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_recsys.parameter_server.exchange_wire import pack_reply, unpack_request
@@ -50,7 +49,8 @@ class ExchangeRequests:
             raise ValueError("an exchange without pushes and steps changes nothing and takes no sequence number")
 
         def apply() -> object:
-            return _answer(served, exchange, served.store.push_updates(exchange))
+            served.store.push_updates(exchange)
+            return _answer(served, exchange)
 
         return Push(apply, served.undo(exchange.push_rows, CLOCK, counts=exchange.updates_per_push))
 
@@ -58,8 +58,6 @@ class ExchangeRequests:
         return _answer(*self._unpack(request))
 
 
-def _answer(served: ServedEmbedding, exchange: RowExchange, current_H: Tensor | None = None) -> tuple[Tensor, ...]:
-    """What is fetched and checked. Without the pushes nothing tells whether a held copy is current, so none is."""
-    if current_H is None:
-        current_H = torch.zeros_like(exchange.held_clocks, dtype=torch.bool)
-    return tuple(pack_reply(served.store.fetch_and_check(exchange, current_H)))
+def _answer(served: ServedEmbedding, exchange: RowExchange) -> tuple[Tensor, ...]:
+    """What is fetched and checked, whether the pushes are made now or were made before."""
+    return tuple(pack_reply(served.store.fetch_and_check(exchange)))

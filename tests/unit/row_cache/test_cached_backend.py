@@ -16,7 +16,6 @@ from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWise
 from lightning_recsys.optim.accumulating import CURRENT, UNSENT
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.row_cache import CachedBackend, SharedIndex
-from lightning_recsys.row_cache.copies import RowCache
 from lightning_recsys.stores import MappedStores, StoreBackend
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
@@ -222,13 +221,6 @@ def update(worker: EmbeddingBagCollection, index: int, sparse: SparseFeatures, *
     return pooled.detach()[:, 0]
 
 
-def keep_and_check(cache, store, announced, slots):
-    RowCache.keep(cache, slots)
-    slots = slots[cache.unsent[slots] == 0]
-    if not announced:  # else the others may have pushed since the answer
-        assert torch.equal(cache.rows[slots], store.rows[cache._index.keys(slots)]), "as if it had been fetched"
-
-
 STEP = st.tuples(
     st.integers(0, 2),
     st.lists(st.integers(0, 11), min_size=0, max_size=5),
@@ -262,9 +254,6 @@ def test_workers_when_they_interleave_then_no_update_is_lost_or_doubled_and_each
         )
         assert staleness is None or ((current - start <= staleness) & (server - current <= staleness)).all()
 
-    for worker in workers:
-        cache = worker.embedding_bags._cache
-        cache.keep = partial(keep_and_check, cache, store, announced)
     for index, values, kind in events:
         worker, sparse = workers[index], ids(*values)
         if kind == "step":
@@ -347,11 +336,10 @@ def test_messages_when_rows_are_bounded_then_one_a_step_has_everything_fused(ser
     recorded.clear()
     for values in [(0, 1, 2), (0, 1, 3), (0, 4)]:
         update(worker, 0, ids(*values))
-    # 2 left after the second step. 0 was updated twice and may be one ahead: it is pushed and, as it is its own, kept.
-    assert list(map(kinds, recorded)) == [(0, 3, 0), (0, 1, 2), (2, 1, 0)]
+    # 2 left after the second step. 0 was updated twice and may be one ahead: it is pushed and fetched again.
+    assert list(map(kinds, recorded)) == [(0, 3, 0), (0, 1, 2), (2, 2, 0)]
     assert recorded[2].push_rows.tolist() == [2, 0]
-    assert recorded[2].held_clocks.tolist() == [0]
-    assert recorded[2].fetch_rows.tolist() == [4]
+    assert recorded[2].fetch_rows.tolist() == [4, 0]
 
 
 def test_messages_when_the_next_batch_is_announced_then_they_leave_before_the_update(servers, recorded):
@@ -365,9 +353,9 @@ def test_messages_when_the_next_batch_is_announced_then_they_leave_before_the_up
     assert len(recorded) == 2, "one update ahead is allowed"
     assert pooled.flatten().tolist() == [-1, 0]
     worker.prefetch(ids(0))
-    assert list(map(kinds, recorded[2:])) == [(1, 0, 0)], "the update at hand will be the second, so the first goes now"
+    assert list(map(kinds, recorded[2:])) == [(1, 1, 0)], "the update at hand will be the second, so the first goes now"
     pooled.sum().backward()
-    assert worker(ids(0)).flatten().tolist() == [-2], "what was kept has it"
+    assert worker(ids(0)).flatten().tolist() == [-2], "it was made again to what came"
     assert len(recorded) == 3
     worker.flush()
     assert recorded[3].push_clocks.tolist() == [2, 1, 1]
@@ -381,8 +369,7 @@ def test_stale_copy_when_it_is_found_then_a_second_message_brings_the_row_with_b
     second.flush()
     recorded.clear()
     assert update(first, 0, ids(5, 6)).tolist() == [[-1, -5], [0, 0]]
-    assert list(map(kinds, recorded)) == [(0, 1, 1), (1, 0, 0)]
-    assert recorded[1].held_clocks.tolist() == [0]
+    assert list(map(kinds, recorded)) == [(0, 1, 1), (1, 1, 0)]
     assert first.embedding_bags.telemetry()["cache/stale_rate"] == 1 / 3
 
 
@@ -397,13 +384,11 @@ def test_duplicates_when_a_batch_repeats_a_row_then_it_travels_once(servers, rec
         for rows in (request.push_rows, request.fetch_rows, request.check_rows):
             assert rows.unique().numel() == rows.numel() <= 2
     counts = worker.embedding_bags.telemetry()
-    # 3 x 2 rows, each a number of 4 bytes and one float each way; a clock with every row. With a cache the rows come
-    # once; later the pushes tell their clocks, and a byte comes back.
-    expected = (16, 48, 2 * 4 + 2 * (2 * 8 + 1) + 2 * 4) if cache_rows else (48, 48, 48)
-    assert tuple(counts[f"comm/{kind}_bytes"] for kind in ("rows", "gradients", "clocks")) == expected
+    # 3 x 2 rows, each a number of 4 bytes and one float each way; a clock with every row.
+    assert tuple(counts[f"comm/{kind}_bytes"] for kind in ("rows", "gradients", "clocks")) == (48, 48, 48)
 
 
-def test_copy_when_too_far_ahead_then_its_row_comes_back_only_if_somebody_else_pushed(servers):
+def test_copy_when_too_far_ahead_then_it_is_pushed_and_its_row_comes_back(servers):
     first, second = one_table(servers, 2, cache_rows=12, staleness=1)
     looked_up, received = [], []
 
@@ -414,11 +399,11 @@ def test_copy_when_too_far_ahead_then_its_row_comes_back_only_if_somebody_else_p
 
     for worker, index in [(first, 0), (second, 1), (first, 0), (first, 0), (second, 1), (second, 1)]:
         step(worker, index)
-    assert received == [4 + 8, 4 + 8, 0, 0, 0, 8], "the second one's push finds the clock that the first one's left"
+    assert received == [4 + 8, 4 + 8, 0, 4 + 8, 0, 4 + 8]
     assert looked_up[-1] == [-2, -2]
     for _ in range(2):
         step(first, 0)
-    assert received[-2:] == [0, 8], "the clock is the one it knew, but not all of the row is"
+    assert received[-2:] == [0, 4 + 8]
     assert looked_up[-1] == [-4, -2]
 
 
@@ -966,7 +951,7 @@ def test_clocks_when_they_reach_their_end_then_no_update_is_lost_and_such_rows_a
 ):
     workers = one_table(servers, 2, cache_rows=12, staleness=staleness, clock=clock)
     (store,) = workers[0].embedding_bags.stores
-    store.marked_clocks[5] = MAX_CLOCK - 4
+    store.clocks[5] = MAX_CLOCK - 4
     for _ in range(12):
         for index, worker in enumerate(workers):
             pooled = worker(ids(5))

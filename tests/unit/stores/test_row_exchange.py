@@ -114,8 +114,8 @@ def test_exchange_when_it_only_reads_then_changes_nothing(stores, tmp_path):
     store = make(stores, RowWiseAdagrad())
     before = {path: path.read_bytes() for path in (tmp_path / "t").iterdir()}
     empty = store.begin_exchange(RowExchange())()
-    shapes = [tuple(x.shape) for x in (*empty.values.values(), empty.clocks, empty.stale, empty.current)]
-    assert shapes == [(0, 4), (0,), (0,), (0,), (0,)]
+    shapes = [tuple(x.shape) for x in (*empty.values.values(), empty.clocks, empty.stale)]
+    assert shapes == [(0, 4), (0,), (0,), (0,)]
     request = RowExchange(fetch_rows=rows(3), check_rows=rows(3), check_clocks=clocks(0), staleness=0)
     answer = store.begin_exchange(request)()
     answer.values["weight"].add_(1)  # a copy
@@ -146,74 +146,6 @@ def test_clocks_when_threads_push_the_same_rows_then_no_update_is_missed(stores)
     assert store.step == 2000
 
 
-def hold(store, sent, held, *, clock="max"):
-    """Push row 1 and the held row 2; whether the copy is current, and what came back."""
-    answer = push(store, rows(1, 2), clocks(1, sent), held_clocks=clocks(held), clock=clock)
-    return answer.current.tolist(), answer.values["weight"][:, 0].tolist(), answer.clocks.tolist()
-
-
-@pytest.mark.parametrize("clock", ["max", "sum"])
-def test_held_copy_when_nobody_else_pushed_then_a_bit_comes_back_and_the_row_otherwise(stores, clock):
-    store = make(stores)
-    store.write("weight", 0, torch.zeros(10, 4))
-    assert hold(store, 3, 0, clock=clock) == ([True], [], [])
-    assert hold(store, 5 if clock == "max" else 2, 3, clock=clock) == ([True], [], [])
-    push(store, rows(2), clocks(6 if clock == "max" else 1), clock=clock)
-    assert hold(store, 8 if clock == "max" else 3, 5, clock=clock) == ([False], [-4.0], [8 if clock == "max" else 9])
-    answer = push(
-        store,
-        rows(0, 2, 3, 4),
-        clocks(1, 9, 9, 9),
-        held_clocks=clocks(0, 0, 7),
-        fetch_rows=rows(9, 8),
-        check_rows=rows(0, 9),
-        check_clocks=clocks(0, 0),
-        staleness=0,
-        clock=clock,
-    )
-    assert (answer.current.tolist(), answer.stale.tolist()) == ([False, True, False], [True, False])
-    assert answer.values["weight"][:, 0].tolist() == [0, 0, -5, -1]
-
-
-def test_held_copy_when_a_push_left_the_clock_where_it_was_then_the_row_comes_back(stores):
-    store = make(stores)
-    store.write("weight", 0, torch.zeros(10, 4))
-    assert hold(store, 5, 0)[0] == [True]
-    push(store, rows(2), clocks(4))  # by somebody who had fetched it before that, and is behind
-    assert store.clocks[2] == 5, "a clock is a number of updates whatever else is known of it"
-    check = RowExchange(fetch_rows=rows(2), check_rows=rows(2), check_clocks=clocks(4), staleness=0)
-    answer = store.begin_exchange(check)()
-    assert (answer.clocks.tolist(), answer.stale.tolist()) == ([5], [True])
-    assert hold(store, 8, 5) == ([False], [-3.0], [8])
-    assert hold(store, 9, 8) == ([True], [], [])
-    push(store, rows(2), clocks(2**31 - 1), clock="sum")
-    for _ in range(2):  # a clock at its end counts nothing any more
-        assert hold(store, 1, 2**31 - 1, clock="sum")[0] == [_ == 0]
-
-
-@pytest.mark.parametrize("clock", ["max", "sum"])
-def test_held_copies_when_threads_push_at_once_then_one_of_them_at_most_is_current_at_a_clock(stores, clock):
-    store, touched, told = make(stores), torch.arange(10), []
-
-    def work():
-        held = torch.zeros(10, dtype=torch.int32)
-        updates = {"weight": torch.zeros(10, 4)}
-        for _ in range(300):
-            sent = held + 1 if clock == "max" else torch.ones_like(held)
-            request = RowExchange(push_rows=touched, push_clocks=sent, updates=updates, held_clocks=held, clock=clock)
-            answer = store.begin_exchange(request)()
-            told.extend(zip(touched[answer.current].tolist(), held[answer.current].tolist(), strict=True))
-            held = held + 1
-            held[~answer.current] = answer.clocks
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(told)) == len(told) > 0
-
-
 ONE = {"push_rows": rows(1), "push_clocks": clocks(1), "updates": {"weight": torch.ones(1, 4), "sum": torch.ones(1)}}
 
 
@@ -228,10 +160,6 @@ ONE = {"push_rows": rows(1), "push_clocks": clocks(1), "updates": {"weight": tor
         ({"check_rows": rows(1)}, ValueError, r"check_clocks must be torch.int32 of shape \[1\]"),
         ({"check_rows": rows(1), "check_clocks": rows(1)}, ValueError, "check_clocks must be torch.int32"),
         (ONE | {"push_clocks": clocks()}, ValueError, "push_clocks must be torch.int32 of shape"),
-        (ONE | {"held_clocks": clocks(-1)}, ValueError, "held_clocks must be at least 0, got -1"),
-        (ONE | {"held_clocks": clocks(1, 1)}, ValueError, "held_clocks must be of pushed rows, got 2 for 1 of them"),
-        (ONE | {"held_clocks": rows(1)}, ValueError, "held_clocks must be torch.int32 of shape"),
-        ({"held_clocks": clocks(1)}, ValueError, "held_clocks must be of pushed rows, got 1 for 0 of them"),
         (ONE | {"push_clocks": clocks(-1)}, ValueError, "push_clocks must be at least 0, got -1"),
         (ONE | {"updates": {}}, ValueError, r"updates of 1 rows must be of \['sum', 'weight'\], got \[\]"),
         (ONE | {"updates": ONE["updates"] | {"m": torch.ones(1)}}, ValueError, r"got \['m', 'sum', 'weight'\]"),
@@ -257,6 +185,3 @@ def test_rows_when_they_travel_then_take_4_bytes_where_they_can_be_counted_in_th
     shapes = {"weight": (4,), "sum": ()}
     assert request.bytes_by_kind(10, shapes) == {"rows": 3 * 24, "clocks": 4 * 4 + 9 * 8 + 2, "gradients": 24}
     assert request.bytes_by_kind(2**40, shapes) == {"rows": 3 * 28, "clocks": 4 * 4 + 9 * 12 + 2, "gradients": 28}
-    held = RowExchange(**ONE, held_clocks=clocks(1))  # its number travels once, with the push
-    assert held.bytes_by_kind(10, shapes) == {"rows": 0, "clocks": 4 + 4 + 1, "gradients": 24}
-    assert held.bytes_by_kind(10, shapes, num_outdated=1) == {"rows": 20, "clocks": 4 + 4 + 4 + 1, "gradients": 24}

@@ -56,6 +56,22 @@ def test_push_when_clocks_are_max_or_sum_then_the_server_has_the_larger_one_or_c
     assert largest.after_push(server, current).dtype == total.after_push(server, unsent).dtype == np.int32
 
 
+@pytest.mark.parametrize("clock", ["max", "sum"])
+def test_rule_when_a_thousand_workers_have_copies_of_each_row_then_it_is_that_of_one_copy(clock):
+    """The copies' clocks are ``[worker, row]``, the servers' ``[row]``: what a simulator of many workers calls."""
+    generator, clock_rule = np.random.default_rng(0), ClockRule(staleness=3, clock=clock)
+    start, current, server = (generator.integers(0, 12, shape).astype(np.int32) for shape in [(1000, 7)] * 2 + [(7,)])
+    assert (clock_rule.needs_push(start, current) == (current.astype(int) - start > 3)).all()
+    stale = clock_rule.is_stale(current, server)
+    assert (stale == (server.astype(int) - current > 3)).all()
+    assert stale.shape == (1000, 7)
+    after = clock_rule.after_updates(current)
+    assert (after == current + 1).all()
+    assert (after.dtype, after.shape) == (np.int32, (1000, 7))
+    pushed = clock_rule.after_push(server, clock_rule.sent(current[5], current[6]))
+    assert (pushed == (np.maximum(server, current[5]) if clock == "max" else server + current[6])).all()
+
+
 def test_rule_when_an_argument_is_wrong_then_refused():
     with pytest.raises(ValueError, match=r"strategy\.staleness must be at least 0, or null for no bound, got -1"):
         ClockRule(staleness=-1)
