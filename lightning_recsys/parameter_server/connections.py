@@ -88,9 +88,15 @@ class Connections:
         self._router = router
         self._max_unfinished, self._max_unsent = max_unfinished, max_unsent
         self._lost = lost
+        # Connections that live, by the descriptor of our end: each from the moment that the monitor tells of it, or
+        # that its first message comes, until the monitor tells that it is gone. The system gives the number of a
+        # closed descriptor away again, so both are read in the order in which they happened, and a peer keeps its
+        # inode, which no later connection has.
         self._by_descriptor: dict[int, Peer] = {}
+        # The same, by ZeroMQ's name for them: those that have sent something.
         self._by_identity: dict[bytes, Peer] = {}
-        self._gone: dict[bytes, Peer] = {}  # the last that went, by name: what they sent may still wait in the router
+        # The last that went, by the same name: what they had sent may still wait in the router, and counts.
+        self._gone: dict[bytes, Peer] = {}
 
     def __len__(self) -> int:
         return len(self._by_descriptor)
@@ -113,6 +119,8 @@ class Connections:
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> None:
         """Send a message, without a copy of large frames; nothing happens where the peer is gone."""
+        # The name alone goes first, as it is the one frame that can fail: an answer is sent whole or not at all. One
+        # that is not sent is asked for again, by a new connection of the same client.
         try:
             self._router.send(peer.identity, _MORE | _NOBLOCK)
         except zmq.Again:
@@ -130,6 +138,8 @@ class Connections:
 
     def look(self) -> None:
         """Take note of who has come and gone."""
+        # Events come in the order in which things happened, so one that tells of a descriptor's end comes before that
+        # of the next connection which has its number.
         with suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self.monitor, _NOBLOCK)
@@ -148,6 +158,8 @@ class Connections:
         """Cut who has sent too much of a message. To be called when no whole message waits."""
         for peer in list(self._by_descriptor.values()):
             with suppress(OSError), _borrowed(peer) as connected:  # one that is gone, or is no TCP connection
+                # Where a message came since the last look, all bytes are taken for a part of such. Where none did, and
+                # no whole one waits, those that came since are the beginning of one.
                 information = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
                 (received,) = _BYTES_RECEIVED.unpack(information)
                 if peer.was_heard:

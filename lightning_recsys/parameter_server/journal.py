@@ -88,14 +88,22 @@ class Journal:
 
     def __init__(self, folder: Path, *, max_clients: int = 1024) -> None:
         self.folder = folder
+        # The journal's file, mapped: its first line is the header, and each of the others a client's slot. What is
+        # written here is in the file, as the next server of this folder will read it, however this one ends.
         self._words = _open_words(folder / JOURNAL, max_clients)
         self._header, self._slots = self._words[0], self._words[1:]
-        self._refused = self._slots[:, _REFUSED].view(np.uint64)  # a bit for each of the last pushes, by its number
+        # A bit for each of the last 64 pushes of every client, by the push's number: it was refused.
+        self._refused = self._slots[:, _REFUSED].view(np.uint64)
+        # The undo record, and its memory, of which only the first `_reserved` bytes are known to be on the disk:
+        # writing behind them is a bus error where the disk is full. It is valid while the header names a push.
         self._undo_file = open_own(folder / UNDO)
         self._close_undo_file = weakref.finalize(self, os.close, self._undo_file)
-        self._undo = _map_ahead(self._undo_file)  # what lies behind the reserved part may not be in the file
-        self._reserved = 0  # bytes of it
-        self._recorded: tuple[Undo, list[_Copy]] | None = None  # of whole arrays
+        self._undo = _map_ahead(self._undo_file)
+        self._reserved = 0
+        # The last undo, where it was of whole arrays, with these arrays and their places in the record: the next push
+        # of the same kind copies values and leaves the record's header. None once the record may be another's.
+        self._recorded: tuple[Undo, list[_Copy]] | None = None
+        # The slot of each client that is in the journal, those that have said goodbye included.
         self._index = {slot[_ID].tobytes(): number for number, slot in enumerate(self._slots) if slot[_ID].any()}
         self.nonce = self._header[_HEADER_NONCE].tobytes()
 
@@ -103,12 +111,15 @@ class Journal:
         """Put back what a killed server left half done; says whether there was something to put back."""
         slot, sequence = int(self._header[_HEADER_SLOT]) - 1, int(self._header[_HEADER_SEQUENCE])
         if slot < 0:
-            return False
+            return False  # the last server was not within a push
+        # It was, or had just ended one: the client's number is written before the header is cleared.
         unfinished = self._slots[slot, _APPLIED] < sequence
         if unfinished:
             if not os.fstat(self._undo_file).st_size:
                 raise RuntimeError(f"{self.folder / UNDO} was removed while it was needed: remove the folder as well.")
             self._restore()
+        # Cleared last: a server that is killed while it puts rows back leaves the same to the next one, and putting
+        # them back twice is as good as once.
         self._header[_HEADER_SLOT] = 0
         return bool(unfinished)
 
@@ -137,7 +148,9 @@ class Journal:
         if slot is None:
             slot = self._free_slot(connected)
             self._index.pop(self._slots[slot, _ID].tobytes(), None)
-            self._slots[slot, _ID] = 0  # nobody's while it changes hands
+            # The slot is nobody's while it changes hands. Killed between the two ids, the server leaves it free. The
+            # other way round, the new client could be taken for one whose first pushes are applied already.
+            self._slots[slot, _ID] = 0
             self._slots[slot, _ID.stop :] = 0
             self._slots[slot, _SEEN_SECONDS] = int(time.time())
             self._slots[slot, _ID] = np.frombuffer(client, dtype=_INT64)
@@ -214,16 +227,20 @@ class Journal:
         if undo is None:
             self._recorded = None  # it may remove a store, whose memory nobody should hold then
         else:
+            # Step 1 is whole before step 2 begins, which is whole with its second line: the slot is what says that a
+            # push is in progress, so the number beside it is written first. Killed before that line, the server has
+            # changed no row, and its successor looks at nothing else.
             self._record(undo)
             self._header[_HEADER_SEQUENCE] = sequence
             self._header[_HEADER_SLOT] = slot + 1
         try:
-            yield
+            yield  # step 3; killed here, the server leaves rows that its successor puts back
         except BaseException:
             if undo is not None:
                 self._restore(undo.arrays)
                 self._header[_HEADER_SLOT] = 0
             raise
+        # Step 4. Killed between these two lines, the server leaves a header whose push counts: nothing is put back.
         self._mark(slot, sequence)
         self._header[_HEADER_SLOT] = 0
 
@@ -236,6 +253,8 @@ class Journal:
     # --- The undo record: length of a msgpack header, the header, the arrays it describes --------------------
 
     def _record(self, undo: Undo) -> None:
+        # No push is in progress while this runs (the header's slot is 0), so a record that is half written is read by
+        # nobody.
         if self._recorded is not None and self._recorded[0] is undo:  # the header is there, as after any such push
             for array, place in self._recorded[1]:
                 np.copyto(place, array)

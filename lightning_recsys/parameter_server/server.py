@@ -122,6 +122,8 @@ class Server:
         bind = _in(folder) if bind is None else bind
         check_bind(bind, keys)
         check_own_folder(folder)
+        # The lock comes before anything is read: a second server would put back rows that the first one is changing.
+        # The handler comes before the address is bound, so no request is answered before rows are whole again.
         self._lock = _lock(folder)
         self.handler = RequestHandler(folder, limits=limits, max_clients=max_clients)
         if self.handler.recovered:
@@ -129,7 +131,7 @@ class Server:
         self._keys: ServerKeys | Token | None = keys
         self._wake, self.waker = socket.socketpair()
         self.waker.setblocking(False)
-        self._stopping: list[int] = []
+        self._stopping: list[int] = []  # file descriptors at whose end it stops
         self._connections: Connections | None = None  # once it listens
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._key_check = self._context.socket(zmq.REP)
@@ -190,6 +192,8 @@ class Server:
             poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(LOOK_MILLISECONDS if connections else None))
+            # Who has come and gone is noted before what they sent is served: a request must not be taken for one of
+            # the connection that had the same descriptor before.
             if connections.monitor in ready:
                 connections.look()
             if self._key_check in ready:
@@ -198,6 +202,7 @@ class Server:
                 self._wake.fileno() in ready and self._told_to_stop()
             ):
                 break
+            # Only when every whole message was served do the bytes that are left belong to one that is not whole.
             if (self._router not in ready or self._serve_some()) and (now := time.monotonic()) >= next_look:
                 connections.cut_unfinished()
                 next_look = now + LOOK_MILLISECONDS / 1000
@@ -226,6 +231,8 @@ class Server:
         peer = self._connections.sender(sender, frames[0])
         if peer is not None:
             # What a client had sent before it went still counts, such as its goodbye; there is nobody to answer.
+            # The push counts before its answer is sent: killed between the two, the server leaves a client that sends
+            # it again, and is told by the next server that it was applied.
             reply = self.handler.handle(frames, peer if peer.is_alive else None)
             del frames  # the memory of a large request goes before the next one comes
             if peer.is_alive:
@@ -246,6 +253,7 @@ class Server:
 
     def close(self) -> None:
         """Close sockets and stores; replies that wait to be sent get a moment."""
+        # In the reverse of the constructor's order: the lock goes last, when the next server finds all of it written.
         if self._connections is not None:
             self._connections.close()
         self._router.close()
