@@ -228,7 +228,7 @@ class SinceRound(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == 3:
-            assert over_ranks(int(trainer.strategy._since_round[0])) == [3, 3, 3]
+            assert over_ranks(int(trainer.strategy._run.team.since_round[0])) == [3, 3, 3]
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")  # is not empty
@@ -536,13 +536,14 @@ class StartsFrom(Callback):
             return
         self.seen = True
         saved, strategy = read_checkpoint(self.path), trainer.strategy
-        mine = read_extras(self.path, strategy.trainer_index)
+        index = strategy.layout.trainer_of(strategy.global_rank)
+        mine = read_extras(self.path, index)
         if strategy.workers_per_trainer == 1:  # else a worker may be a step ahead
-            assert torch.equal(strategy._replica.flat, mine["replica"])
-            assert not torch.equal(mine["replica"], read_extras(self.path, 1 - strategy.trainer_index)["replica"])
+            assert torch.equal(strategy._run.team.replica.flat, mine["replica"])
+            assert not torch.equal(mine["replica"], read_extras(self.path, 1 - index)["replica"])
             momentum = mine["optimizer_states"][0]["state"][0]["exp_avg"]
             assert torch.equal(trainer.optimizers[0].state_dict()["state"][0]["exp_avg"], momentum)
-        driver = trainer.strategy._driver
+        driver = trainer.strategy._run.driver
         if driver is not None:
             assert driver._schedule._steps == 1
         if driver is not None and trainer.is_global_zero:
@@ -550,7 +551,7 @@ class StartsFrom(Callback):
                 assert torch.equal(driver.rounds.algorithm.state_dict()[name], value)
 
     def on_train_epoch_end(self, trainer, pl_module):
-        driver = trainer.strategy._driver
+        driver = trainer.strategy._run.driver
         if driver is not None:
             assert (trainer.global_step, driver.rounds.count) == (6, 1)
 

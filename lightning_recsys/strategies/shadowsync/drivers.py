@@ -48,6 +48,10 @@ class Driver(ABC):
         """This worker has made an update."""
         return
 
+    def stop_before_others(self) -> None:
+        """Leave the rounds now, if they need this worker, which is about to wait for those that still train."""
+        return
+
     def stop(self) -> None:
         """Return when no round is under way and the other trainers are ready to do without this one.
 
@@ -76,9 +80,9 @@ class ShadowThread(Driver):
     def __init__(self, rounds: Rounds, *, interval: float | None = None) -> None:
         super().__init__(rounds)
         self._pace = ShadowPace(interval=interval)
-        self._leaving = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._leaving = threading.Event()  # set from the moment that training wants the thread to end
+        self._thread: threading.Thread | None = None  # the last one that was started, which may have ended
+        self._error: BaseException | None = None  # what it died of, until training has raised it
 
     def start(self) -> None:
         """Training begins, or goes on: so does the thread."""
@@ -90,6 +94,9 @@ class ShadowThread(Driver):
     def _loop(self) -> None:
         try:
             configure_worker()  # thread count and denormals are settings of each thread
+            # The thread reads and writes the replica while workers train on it, without a lock: a round may mix
+            # parameters from before and after an update, as updates of several workers do. Only the end is agreed on:
+            # the thread returns from a round in which all trainers wanted to stop, so none is left waiting in one.
             while True:
                 began = time.thread_time() - self.rounds.moving_seconds
                 if self.rounds.run(leaving=self._leaving.is_set()):
@@ -98,6 +105,7 @@ class ShadowThread(Driver):
                 # A trainer that leaves does not pause: the others wait for its vote in every round until all leave.
                 self._leaving.wait(self._pace.pause_after(ended - began))
         except BaseException as error:
+            # Kept for training, which looks at every batch; until then the replica trains on without rounds.
             self._error = error
 
     def check(self) -> None:
@@ -109,6 +117,7 @@ class ShadowThread(Driver):
 
     def _leave(self) -> None:
         assert self._thread is not None
+        # The flag first: it ends a pause, and is the vote that the thread takes into its next round.
         self._leaving.set()
         self._thread.join()
         self.check()
@@ -151,6 +160,10 @@ class ForegroundHook(Driver):
         if self._schedule.is_due_after_step(time.monotonic()):
             self._run(leaving=False)
             self._schedule.finish_round(time.monotonic())
+
+    def stop_before_others(self) -> None:
+        """Make the rounds of those who still train: nobody else does, while this worker waits."""
+        self.stop()
 
     def _run(self, *, leaving: bool) -> bool:
         with self._alone():

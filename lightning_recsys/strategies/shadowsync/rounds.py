@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.stores.interfaces import DenseStore
+from lightning_recsys.placement import chunk_evenly
+from lightning_recsys.stores.interfaces import DenseStore, Stores
 from lightning_recsys.sync import ReplicaRounds, SyncAlgorithm
+
+CENTER = "center"  # in checkpoints,
+CENTER_STORE = "sync-center"  # and on sync servers, where no path of a module can be the same
 
 
 class Rounds(ReplicaRounds, ABC):
@@ -42,6 +49,10 @@ class Rounds(ReplicaRounds, ABC):
     def moving_seconds(self) -> float:
         """Processor time of the threads that ran rounds so far, for moving bytes instead of computing."""
         return 0.0
+
+    def close(self) -> None:
+        """Let go of what the rounds have of their own; once the other trainers are ready to do so, too."""
+        return
 
     @abstractmethod
     def _exchange(self, *, leaving: bool) -> tuple[Tensor, int]:
@@ -110,3 +121,36 @@ class MeanRounds(Rounds):
         dist.all_reduce(self._message, group=self._group)
         self.exchanged_bytes += self._bytes_per_round
         return mean.div_(self.num_trainers), int(vote)
+
+    def agree_on(self, steps: NDArray[np.int64]) -> None:
+        """Let every trainer go on from the first one's step; their first workers call this together.
+
+        A trainer that a resumed run had not would come to its rounds at other steps than those that wait for it.
+        """
+        dist.broadcast(torch.from_numpy(steps), group_src=0, group=self._group)
+
+    def close(self) -> None:
+        """Take the process group apart."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
+def open_center(
+    servers: Sequence[Stores], initial: Tensor, *, is_first: bool, barrier: Callable[[str], None]
+) -> list[DenseStore]:
+    """The centre's pieces; the first rank makes them, the others find them. All ranks call this together.
+
+    Args:
+        servers: The sync servers, each of which has an equal part.
+        initial: The whole centre, as it is at first.
+        is_first: This is the first rank.
+        barrier: Returns when all ranks have called it.
+    """
+    chunks = list(zip(servers, chunk_evenly(initial.numel(), len(servers)), strict=False))
+    if is_first:
+        for server, (start, stop) in chunks:
+            with suppress(KeyError):
+                server.remove(CENTER_STORE)  # left by a run before, where servers outlive runs
+            server.create_dense_store(CENTER_STORE, initial[start:stop].clone())
+    barrier("the centre is there")
+    return [server.dense_store(CENTER_STORE) for server, _ in chunks]

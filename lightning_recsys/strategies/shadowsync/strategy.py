@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
@@ -20,9 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import is_folder, read_extras
 from lightning_recsys.launchers import ServerSpec
-from lightning_recsys.placement import ClusterLayout, chunk_evenly
+from lightning_recsys.placement import ClusterLayout
 from lightning_recsys.renamed import renamed_arguments
-from lightning_recsys.stores.interfaces import DenseStore
 from lightning_recsys.strategies.common.averaged_copies import refuse_averages_in_shared_memory
 from lightning_recsys.strategies.common.schedules import (
     refuse_clocks,
@@ -30,21 +27,29 @@ from lightning_recsys.strategies.common.schedules import (
     refuse_saving_by_steps,
 )
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
-from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook, ShadowThread
-from lightning_recsys.strategies.shadowsync.replica import Replica, share, share_optimizer_state
-from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, MeanRounds, Rounds
-from lightning_recsys.strategies.shadowsync.standstill import Standstill
+from lightning_recsys.strategies.shadowsync.drivers import ForegroundHook, ShadowThread
+from lightning_recsys.strategies.shadowsync.rounds import CENTER, CenterRounds, MeanRounds, Rounds, open_center
+from lightning_recsys.strategies.shadowsync.run import TrainerRun
+from lightning_recsys.strategies.shadowsync.team import Team
 from lightning_recsys.sync import RoundSchedule, SyncAlgorithm, Topology, make_algorithm
 
 RoundsIn = Literal["background", "foreground"]
 Final = Literal["trainer0", "average"]
 
 CHECKPOINT_KEY = "shadowsync"
-CENTER = "center"  # in checkpoints,
-CENTER_STORE = "sync-center"  # and on sync servers, where no path of a module can be the same
-STALENESS_WINDOW = 1000  # updates whose staleness is kept
 
-log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+@dataclass
+class _Kept:
+    """What a checkpoint has besides Lightning's own.
+
+    Args:
+        sync: The algorithm's memory, with its name, and with the centre; in rank 0's part, for all.
+        trainer: What the trainer has of its own.
+    """
+
+    sync: Mapping[str, Any] | None = None
+    trainer: dict[str, Any] | None = None
 
 
 class ShadowSyncStrategy(ServedStrategy):
@@ -142,30 +147,12 @@ class ShadowSyncStrategy(ServedStrategy):
         self.num_embedding_servers = num_embedding_servers
         self.num_sync_servers = num_sync_servers
         self.final: Final = final
-        self._reset()
-
-    def _reset(self) -> None:
-        self._replica: Replica | None = None
-        self._leaders: Any = None  # process group of the trainers' first workers, for rounds that are all-reduces
-        self._driver: Driver | None = None
-        self._training = False
-        self._averaged = False  # the average of the replicas stands in their place,
-        self._own_weights: Tensor | None = None  # and a leader keeps its replica here
-        self._finished = False  # training is; callbacks may change what they find in the model
-        self._restored: dict[str, Any] | None = None
-        self._restored_trainer: dict[str, Any] | None = None
-        self._saved: dict[str, Any] = {}
-        self._saved_trainer: dict[str, Any] | None = None
-        self._iterations: Any = None  # of each worker of this trainer; a NumPy view of what they share
-        self._since_round: Any = None  # of each worker, its steps since its last round in the foreground; shared, too
-        self._standstill: Standstill | None = None  # where a round needs all workers of a trainer to hold still
-        self._others_before: int | None = None
-        self._staleness: deque[int] = deque(maxlen=STALENESS_WINDOW)
+        self._run: TrainerRun | None = None  # from the model's setup to the teardown of a fit
+        self._restored = _Kept()  # of the checkpoint that was read last, for the start of training
+        self._saved = _Kept()  # for the checkpoint that is being written, from the model's state to the end of it
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = type(self).__new__(type(self))
-        fresh._reset()
-        return super().__getstate__() | fresh.__dict__
+        return super().__getstate__() | {"_run": None, "_restored": _Kept(), "_saved": _Kept()}
 
     # --- Who is who --------------------------------------------------------------------------------------------------
 
@@ -196,7 +183,9 @@ class ShadowSyncStrategy(ServedStrategy):
         devices = self.parallel_devices or []
         if any(device.type != "cpu" for device in devices):
             raise ValueError("ShadowSyncStrategy trains in shared memory, on CPUs: set trainer.accelerator=cpu.")
-        started = self._started_by_torchrun()
+        environment = self.cluster_environment
+        by_torchrun = isinstance(environment, TorchElasticEnvironment)  # has started the processes of this node
+        started = int(os.environ["LOCAL_WORLD_SIZE"]) if by_torchrun else None
         if len(devices) == 1:  # also what Lightning makes of devices="auto" on a CPU
             wanted = self.workers_per_trainer if self.num_trainers is None else self.layout.ranks_per_node
             self.parallel_devices = [torch.device("cpu")] * (started or wanted)
@@ -211,25 +200,6 @@ class ShadowSyncStrategy(ServedStrategy):
                 " (trainer.num_nodes)."
             )
         super().set_world_ranks()
-
-    def _started_by_torchrun(self) -> int | None:
-        """Processes of this node, where ``torchrun`` has started them."""
-        environment = self.cluster_environment
-        return int(os.environ["LOCAL_WORLD_SIZE"]) if isinstance(environment, TorchElasticEnvironment) else None
-
-    @property
-    def trainer_index(self) -> int:
-        """The trainer that this process works for."""
-        return self.layout.trainer_of(self.global_rank)
-
-    @property
-    def _leads(self) -> bool:
-        return self.layout.worker_of(self.global_rank) == 0
-
-    @property
-    def _synchronises(self) -> bool:
-        """A single trainer has nobody to be synchronised with."""
-        return self.layout.num_trainers > 1 and self._replica is not None and self._replica.size > 0
 
     def server_specs(self) -> list[ServerSpec]:
         """Embedding servers, and sync servers where the algorithm has a centre."""
@@ -263,89 +233,62 @@ class ShadowSyncStrategy(ServedStrategy):
         """Start all replicas alike, each in its trainer's memory."""
         super().configure_ddp()
         assert self.lightning_module is not None
-        named = self.lightning_module.named_parameters()
-        replica = Replica((name, parameter) for name, parameter in named if parameter.requires_grad)
-        initial = {
-            "replica": torch.zeros(replica.size),
-            "iterations": torch.zeros(self.workers_per_trainer, dtype=torch.int64),
-            "since_round": torch.zeros(self.workers_per_trainer, dtype=torch.int64),
-        }
-        shared = share(initial, team_size=self.workers_per_trainer)
-        replica.attach(shared["replica"])
-        self._replica, self._iterations = replica, shared["iterations"].numpy()
-        self._since_round = shared["since_round"].numpy()
-        if self.layout.num_trainers > 1 and self.algorithm.topology is Topology.ALL_REDUCE:
-            self._leaders = dist.new_group(list(self.layout.leaders), timeout=self._timeout, backend="gloo")
+        team, layout = Team(self.lightning_module, layout=self.layout, rank=self.global_rank), self.layout
+        # A single trainer has nobody to be synchronised with.
+        num_trainers = layout.num_trainers if team.replica.size else 1
+        self._run = TrainerRun(team, self.lightning_module, num_trainers=num_trainers, barrier=self.barrier)
 
     def on_train_start(self) -> None:
         """Share the optimizer state and begin to synchronise."""
         super().on_train_start()
         assert self.lightning_module is not None
+        assert self._changes is not None
         refuse_clocks(self.lightning_module.trainer)
         refuse_different_schedules(self.lightning_module.trainer)
-        if self.workers_per_trainer > 1:
-            share_optimizer_state(self.optimizers, team_size=self.workers_per_trainer)
-        if self._synchronises and self.rounds == "foreground":
-            assert self._changes is not None
-            self._changes.before_train_epoch_end(self._leave_rounds)
-            self._changes.before_validation_data(self._leave_rounds)
-            if self.algorithm.topology is Topology.ALL_REDUCE and self.workers_per_trainer > 1:
-                self._standstill = Standstill.open(team_size=self.workers_per_trainer)
-        self._driver = self._make_driver() if self._synchronises else None
-        self._restore_replica()
-        self._training = True
-        self.barrier("all replicas are there")
-        self._start_driver()
+        run = self._run
+        assert run is not None
+        run.team.share_optimizers(self.optimizers)
+        rounds = None
+        if run.num_trainers > 1:
+            # The algorithm, and the centre, start at the average, which is what a checkpoint has as the model's
+            # weights. Only then is the average replaced by each trainer's own replica.
+            rounds = self._make_rounds(run.team)
+            run.team.restore(self._restored.trainer)
+        if isinstance(rounds, MeanRounds):
+            rounds.agree_on(run.team.own_since_round)
+        if rounds is None:
+            run.start(None)
+        elif self.rounds == "background":
+            run.start(ShadowThread(rounds, interval=self.interval))
+        else:
+            self._changes.before_train_epoch_end(run.stop_before_others)
+            self._changes.before_validation_data(run.stop_before_others)
+            schedule = RoundSchedule(gap=self.gap, interval=self.interval, steps=run.team.own_since_round)
+            run.start(ForegroundHook(rounds, schedule=schedule, alone=run.team.alone))
 
-    def _make_driver(self) -> Driver | None:
-        assert self._replica is not None
-        self.algorithm.start(self._replica.flat)
-        restored = self._restored or {}
+    def _make_rounds(self, team: Team) -> Rounds | None:
+        """The algorithm's, started; ``None`` where the trainer's first worker makes them for all."""
+        replica, restored = team.replica.flat, self._restored.sync or {}
+        self.algorithm.start(replica)
         if restored.get("algorithm") == type(self.algorithm).__name__:
             self.algorithm.load_state_dict(restored["state"])
-        rounds: Rounds
         if self.algorithm.topology is Topology.CENTRAL:
-            pieces = self._open_center(restored.get(CENTER, self._replica.flat))
-            if not self._leads and self.rounds == "background":
-                return None
-            rounds = CenterRounds(self.algorithm, self._replica.flat, pieces=pieces)
-        else:
-            if not self._leads:
-                return None
-            rounds = MeanRounds(self.algorithm, self._replica.flat, group=self._leaders)
-        if self.rounds == "background":
-            return ShadowThread(rounds, interval=self.interval)
-        worker = self.layout.worker_of(self.global_rank)
-        steps = self._since_round[worker : worker + 1]
-        schedule = RoundSchedule(gap=self.gap, interval=self.interval, steps=steps)
-        alone = nullcontext if self._standstill is None else self._standstill.alone
-        return ForegroundHook(rounds, schedule=schedule, alone=alone)
-
-    def _open_center(self, initial: Tensor) -> list[DenseStore]:
-        """The centre's pieces; the first rank makes them, the others find them."""
-        servers = self.stores("sync")
-        chunks = list(zip(servers, chunk_evenly(initial.numel(), len(servers)), strict=False))
-        if self.is_global_zero:
-            for server, (start, stop) in chunks:
-                with suppress(KeyError):
-                    server.remove(CENTER_STORE)  # left by a run before, where servers outlive runs
-                server.create_dense_store(CENTER_STORE, initial[start:stop].clone())
-        self.barrier("the centre is there")
-        return [server.dense_store(CENTER_STORE) for server, _ in chunks]
+            initial = restored.get(CENTER, replica)
+            pieces = open_center(self.stores("sync"), initial, is_first=self.is_global_zero, barrier=self.barrier)
+            every_worker = self.rounds == "foreground"
+            return CenterRounds(self.algorithm, replica, pieces=pieces) if team.leads or every_worker else None
+        group = dist.new_group(list(self.layout.leaders), timeout=self._timeout, backend="gloo")
+        if self.rounds == "foreground":
+            team.stand_still_for_rounds()
+        return MeanRounds(self.algorithm, replica, group=group) if team.leads else None
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Hear of errors beside training; go on after an epoch's end."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._averaged:
-            self._resume()
-        if self._driver is not None:
-            self._driver.check()
-            if not self._driver.is_active:  # since the last epoch's end
-                self._driver.start()
-        if self._others_before is None:
-            self._others_before = self._iterations_of_others()
+        assert self._run is not None
+        self._run.begin_batch()
 
     def optimizer_step(
         self,
@@ -355,250 +298,108 @@ class ShadowSyncStrategy(ServedStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step, count, and run the foreground's round where one is due."""
-        still = self._standstill
-        with nullcontext(closure) if still is None else still.update_after(closure) as compute:
+        assert self._run is not None
+        with self._run.team.update(closure) as compute:
             output = super().optimizer_step(optimizer, compute, model, **kwargs)
-        if self._training:
-            self._iterations[self.layout.worker_of(self.global_rank)] += 1
-            if self._others_before is not None:
-                self._staleness.append(self._iterations_of_others() - self._others_before)
-                self._others_before = None
-            if self._driver is not None:
-                self._driver.after_step()
+        self._run.count_step()
         return output
-
-    def _iterations_of_others(self) -> int:
-        own = self._iterations[self.layout.worker_of(self.global_rank)]
-        return int(self._iterations.sum() - own)
-
-    def _start_driver(self) -> None:
-        if self._driver is not None:
-            self._driver.start()
-
-    def _leave_rounds(self) -> None:
-        """In the foreground, before this rank waits for others: take part in the rounds of those who still train."""
-        if self._driver is not None and self.rounds == "foreground":
-            self._driver.stop()
-
-    def _pause(self) -> None:
-        """Wait until every rank is here and no round is under way; all updates are where they belong then."""
-        if self._tables is not None:
-            self._tables.flush()
-        self._leave_rounds()
-        self.barrier("everybody has stopped training")  # shadow threads go on meanwhile
-        if self._driver is not None:
-            self._driver.stop()
-        self.barrier("no round is under way")
-
-    def _resume(self) -> None:
-        """Swap the replicas back in and go on; all ranks call this together."""
-        self.barrier("nobody needs the average any more")
-        self._swap_average_out()
-        self.barrier("all replicas are back")
-        self._start_driver()
 
     # --- One set of weights ------------------------------------------------------------------------------------------
 
+    def _show_average(self) -> None:
+        """From now on the average of the replicas is the model, where training is under way."""
+        if self._run is not None:
+            flush = None if self._tables is None else self._tables.flush
+            self._run.show_average(flush=flush, meet=None if self._averages is None else self._averages.meet)
+
     def on_validation_start(self) -> None:
         """Swap the average of the replicas in, and rank 0's buffers; nothing is synchronised meanwhile."""
-        if self._training:
-            self._pause()
-            self._swap_average_in()
+        self._show_average()
 
     def on_validation_end(self) -> None:
         """Go on, unless the epoch is over: what its end saves is then what was validated."""
-        if self._averaged and not self._epoch_is_over():
-            self._resume()
-
-    def _epoch_is_over(self) -> bool:
-        """For every rank: some may have a batch left."""
+        if self._run is None or not self._run.is_averaged:
+            return
         assert self.lightning_module is not None
-        return self.reduce_boolean_decision(self.lightning_module.trainer.fit_loop.epoch_loop._is_training_done)
+        is_over = self.lightning_module.trainer.fit_loop.epoch_loop._is_training_done
+        if not self.reduce_boolean_decision(is_over):  # for every rank: some may have a batch left
+            self._run.resume()
 
     def finish_training(self) -> None:
         """Let callbacks find what validation sees, each rank in memory of its own."""
-        if not self._training or self._finished:
-            return
-        if not self._averaged:
-            self._pause()
-            self._swap_average_in()
-        assert self._replica is not None
-        self._replica.detach()
-        self._finished = True
+        self._show_average()
+        if self._run is not None:
+            self._run.detach()
 
     def on_train_end(self) -> None:
         """Make all replicas the final model, but for parameters that a callback has changed: those are rank 0's."""
-        if not self._training:
-            return
-        self.finish_training()
-        assert self._replica is not None
-        seen = self._replica.flat
-        final = (seen if self.final == "average" or self._own_weights is None else self._own_weights).clone()
-        self._replica.merge_changes(final)
-        dist.broadcast(final, src=0)
-        self._replica.assign(final)
-        self._replica.attach(seen)
-        self._training = self._finished = self._averaged = False
-        self._own_weights = None
-        self._take_buffers()
-        self.barrier("all replicas are the final model")
-
-    def _average(self) -> Tensor:
-        """The mean of all replicas; all ranks call this together, and each trainer's first worker brings its own."""
-        assert self._replica is not None
-        mean = self._replica.flat.clone() if self._leads else torch.zeros_like(self._replica.flat)
-        dist.all_reduce(mean)
-        return mean.div_(self.layout.num_trainers)
-
-    def _swap_average_in(self) -> None:
-        if self._synchronises:
-            assert self._replica is not None
-            average = self._average()
-            if self._leads:
-                self._own_weights = self._replica.flat.clone()
-                self._replica.flat.copy_(average)
-        if self._averages is not None:
-            self._averages.meet()
-        self._take_buffers()
-        self._averaged = True
-        self.barrier("the average is in place")
-
-    def _swap_average_out(self) -> None:
-        if self._own_weights is not None:  # a leader's
-            assert self._replica is not None
-            self._replica.flat.copy_(self._own_weights)
-        self._averaged, self._own_weights = False, None
-
-    def _take_buffers(self) -> None:
-        """Buffers, such as the statistics of batch norms, are each worker's own until now: take rank 0's."""
-        assert self.lightning_module is not None
-        for buffer in self.lightning_module.buffers():
-            dist.broadcast(buffer, src=0)
-
-    @contextmanager
-    def _average_in_place(self) -> Iterator[None]:
-        """The average as the model's weights, whether it stands there already or training is interrupted for it."""
-        if not self._training or self._averaged:
-            yield
-            return
-        self._pause()
-        self._swap_average_in()
-        yield
-        self._resume()
+        if self._run is not None and self._run.is_training:
+            self.finish_training()
+            self._run.end(average=self.final == "average")
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """While training, the average of the replicas, which is what validation sees; all ranks call this."""
-        with self._average_in_place():
-            if self._training:
-                self._saved, self._saved_trainer = self._sync_state(), self._trainer_state()
-            state = super().lightning_module_state_dict()
-            if self._replica is None:
-                return state
-            return {
-                name: value.clone() if isinstance(value, Tensor) and self._replica.holds(value) else value
-                for name, value in state.items()
-            }
-
-    def _sync_state(self) -> dict[str, Any]:
-        if self._driver is None or not self.is_global_zero:
-            return {}
-        state = {name: tensor.clone() for name, tensor in self.algorithm.state_dict().items()}
-        saved: dict[str, Any] = {"algorithm": type(self.algorithm).__name__, "state": state}
-        if isinstance(self._driver.rounds, CenterRounds):
-            saved[CENTER] = self._driver.rounds.pull_center()
-        return saved
-
-    def _trainer_state(self) -> dict[str, Any] | None:
-        """What each trainer has of its own, and its first worker adds to a checkpoint."""
-        if not (self._synchronises and self._leads):
-            return None
-        assert self._replica is not None
-        replica = self._replica.flat if self._own_weights is None else self._own_weights
-        return {
-            "replica": replica.clone(),
-            "optimizer_states": [x.state_dict() for x in self.optimizers],
-            "since_round": torch.from_numpy(self._since_round).clone(),
+        run = self._run
+        if run is None:
+            return super().lightning_module_state_dict()
+        goes_on = run.is_training and not run.is_averaged
+        self._show_average()
+        if run.is_training:
+            sync = run.sync_state() if self.is_global_zero else None
+            self._saved = _Kept(sync, run.trainer_state(self.optimizers))
+        state = {
+            name: value.clone() if isinstance(value, Tensor) and run.team.replica.holds(value) else value
+            for name, value in super().lightning_module_state_dict().items()
         }
+        if goes_on:
+            run.resume()
+        return state
 
     @property
     def saves_folders(self) -> bool:  # noqa: D102 - inherited
-        return super().saves_folders or (self._training and self._synchronises)
+        run = self._run
+        return super().saves_folders or (run is not None and run.is_training and run.num_trainers > 1)
 
     def checkpoint_extras(self) -> dict[str, Any] | None:  # noqa: D102 - inherited
-        return self._saved_trainer
+        return self._saved.trainer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save, with the algorithm's memory and every trainer's replica and optimizers."""
         if "optimizer_states" not in checkpoint:  # weights only
-            self._saved_trainer = None
-        elif self._saved:
-            checkpoint[CHECKPOINT_KEY] = self._saved
+            self._saved.trainer = None
+        elif self._saved.sync:
+            checkpoint[CHECKPOINT_KEY] = self._saved.sync
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load, with what this trainer had; a trainer that the saved run had not starts from the average."""
         loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        trainer = None
         if is_folder(checkpoint_path):
-            trusted = weights_only is False
-            self._restored_trainer = read_extras(checkpoint_path, self.trainer_index, weights_only=not trusted)
+            index = self.layout.trainer_of(self.global_rank)
+            trainer = read_extras(checkpoint_path, index, weights_only=weights_only is not False)
+        if trainer is not None:
+            loaded["optimizer_states"] = trainer["optimizer_states"]  # instead of the first trainer's
+        self._restored = _Kept(loaded.get(CHECKPOINT_KEY), trainer)
         return loaded
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights, and keep the algorithm's memory for the start of training."""
-        self._restored = checkpoint.get(CHECKPOINT_KEY)
-        super().load_model_state_dict(checkpoint, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this trainer's own where the checkpoint has it, else the first trainer's."""
-        super().load_optimizer_state_dict(self._restored_trainer or checkpoint)
-
-    def _restore_replica(self) -> None:
-        if self._restored_trainer is not None and self._synchronises and self._leads:
-            assert self._replica is not None
-            self._replica.flat.copy_(self._restored_trainer["replica"])
-            saved = self._restored_trainer["since_round"].numpy()
-            count = min(len(saved), self.workers_per_trainer)
-            self._since_round[:count] = saved[:count]
-        if self._leaders is not None and self._leads:
-            # A trainer that the saved run had not would come to its rounds at other steps than those that wait for it.
-            steps = torch.from_numpy(self._since_round[:1])
-            dist.broadcast(steps, src=self.layout.leaders[0], group=self._leaders)
 
     # --- Telemetry and the end ---------------------------------------------------------------------------------------
 
     def telemetry(self) -> dict[str, Any]:
         """Synchronisation, staleness and traffic of this process so far; see ``docs/shadowsync.md`` for each name."""
-        values: dict[str, Any] = {}
-        driver = self._driver
-        exchanged = 0
-        if driver is not None and driver.rounds.count:
-            rounds = driver.rounds
-            per_worker = self.rounds == "foreground" and self.algorithm.topology is Topology.CENTRAL
-            steps = self._iterations[self.layout.worker_of(self.global_rank)] if per_worker else self._iterations.sum()
-            values["sync/gap"] = float(steps / rounds.count)
-            values["sync/rounds"] = rounds.count / max(driver.active_seconds, 1e-9)
-            if rounds.divergence is not None:
-                values["sync/divergence"] = rounds.divergence
-            exchanged = rounds.exchanged_bytes
-        if self.workers_per_trainer > 1 and self._staleness:
-            values["staleness/hogwild"] = torch.tensor(self._staleness, dtype=torch.float32)
         served = super().telemetry()
+        if self._run is None:
+            return served
         for name in ("comm/sent_bytes", "comm/received_bytes"):
-            served[name] += exchanged
-        return values | served
+            served[name] += self._run.exchanged_bytes
+        return self._run.telemetry() | served
 
     def teardown(self) -> None:
         """Stop the shadow thread and leave the shared memory; then all that the base class does."""
-        if self._driver is not None:
-            self._driver.abandon()
-        if self._standstill is not None:
-            self._standstill.close()
-            self._standstill = None
-        if self._replica is not None:
-            self._replica.detach()
-        if self._leaders is not None and self._succeeded() and dist.is_initialized():
-            dist.destroy_process_group(self._leaders)
+        if self._run is not None:
+            self._run.close(succeeded=self._succeeded())
+            self._run = None
         super().teardown()
-        self._reset()
+        self._restored, self._saved = _Kept(), _Kept()
