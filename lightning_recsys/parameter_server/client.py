@@ -145,17 +145,21 @@ class Connection:
         self._max_pushes, self._max_bytes = window, window_bytes
         self.limits = limits or Limits()
         self._cancelled = cancelled
-        self._id = os.urandom(CLIENT_ID_BYTES)
-        self._next_id, self._next_sequence = 1, 1
+        self._id = os.urandom(CLIENT_ID_BYTES)  # the server knows this client by it, over all its connections
+        self._next_id, self._next_sequence = 1, 1  # of the next request, and of the next push
+        # Requests in flight by their ids, in the order of sending. A push stays until it is acknowledged, and a read
+        # until somebody has waited for it. So whatever is lost, what is to be sent again is here, and in order.
         self._pending: OrderedDict[int, Pending] = OrderedDict()
-        self._window = _Unacknowledged()
-        self._detail = ""
-        self._lost = self._closed = self._has_pushed = False
+        self._window = _Unacknowledged()  # how much of it are pushes
+        self._detail = ""  # what was last seen to go wrong, for the error that may come
+        self._lost = False  # the link is of no use: everything in flight goes out again with the next one
+        self._closed = False  # by `close`, for good
+        self._has_pushed = False  # something of a push was sent, so the server keeps this client's place
         # After how many attempts and seconds, and why; nothing was heard since.
         self._gave_up: tuple[int, float, str] | None = None
-        self._mutex = threading.RLock()
+        self._mutex = threading.RLock()  # held by whoever sends or waits: answers to others are taken meanwhile
         self._random = random.Random(self._id)  # noqa: S311 - spreads retries, guards nothing
-        self._link = self._new_link()
+        self._link = self._new_link()  # the present socket; another one after each loss
 
     # --- Asking ------------------------------------------------------------------------------------------------------
 
@@ -275,6 +279,8 @@ class Connection:
         pending = Pending(request, sum(array.nbytes for array in request.arrays))
         self._pending[request.id] = pending
         if request.sequence:
+            # The number is this push's from now on, whether or not it gets through: one that is given to no push would
+            # hold up all later ones for ever.
             self._next_sequence += 1
             self._window.pushes += 1
             self._window.num_bytes += pending.num_bytes
@@ -346,6 +352,8 @@ class Connection:
         if pending is None:
             return True  # answered before, or given up
         if reply.status == Status.GAP:
+            # A push before this one was lost, with a connection of before. It is still pending, as are all after it:
+            # they go out anew, in order, and the server acknowledges again those that it has.
             self._detail = f"pushes after {reply.value} have not arrived"
             self._lost = True
             return False

@@ -65,6 +65,7 @@ class Standstill:
     def _come_in(self) -> None:
         if self._is_in:
             return
+        # The turnstile first and then the room, as a round does it: so no two wait for what the other one holds.
         flock(self._turnstile, LOCK_SH)
         flock(self._room, LOCK_SH)
         flock(self._turnstile, LOCK_UN)
@@ -74,9 +75,9 @@ class Standstill:
     def alone(self) -> Iterator[None]:
         """No worker of the trainer is in an update, or begins one, until the block ends; nor may this one be."""
         assert not self._is_in
-        flock(self._turnstile, LOCK_EX)
+        flock(self._turnstile, LOCK_EX)  # nobody comes in any more,
         try:
-            flock(self._room, LOCK_EX)
+            flock(self._room, LOCK_EX)  # and who is in lets go without needing either
             yield
         finally:
             flock(self._room, LOCK_UN)
