@@ -1,13 +1,14 @@
 """What every strategy is asked to do, on a problem small enough to do it many times.
 
-Run as a script (``python scenarios.py STRATEGY DEVICES TASK FOLDER SCENARIO...``) it leaves what it saw in
-``FOLDER/observed.pt``: some strategies need a main process of their own.
+Run as a script (``python scenarios.py STRATEGY DEVICES TASK FOLDER SCENARIO... [/ STRATEGY ...]``) it leaves what it
+saw in ``FOLDER/observed.pt``: some strategies need a main process of their own.
 """
 
 from __future__ import annotations
 
 import copy
 import csv
+import itertools
 import os
 import signal
 import sys
@@ -663,9 +664,12 @@ SCENARIOS: dict[str, Callable[[Stage], dict[str, Any]]] = {
 
 
 if __name__ == "__main__":
-    stage = Stage(sys.argv[1], int(sys.argv[2]), Path(sys.argv[4]), sys.argv[3])
-    observed = {name: SCENARIOS[name](stage) for name in sys.argv[5:]}
-    if pl.utilities.rank_zero_only.rank == 0:
-        torch.save(observed, stage.folder / "observed.pt")
+    for is_next, words in itertools.groupby(sys.argv[1:], lambda word: word != "/"):
+        if is_next:
+            strategy, devices, task, folder, *names = words
+            stage = Stage(strategy, int(devices), Path(folder), task)
+            observed = {name: SCENARIOS[name](stage) for name in names}
+            if pl.utilities.rank_zero_only.rank == 0:
+                torch.save(observed, stage.folder / "observed.pt")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         torch.distributed.destroy_process_group()

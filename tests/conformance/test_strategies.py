@@ -7,7 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,9 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Observe:
         if (row, scenario) not in seen:
             folder = tmp_path_factory.mktemp(str(row))
             if row.elsewhere:
-                seen.update({(row, name): value for name, value in play_elsewhere(row, folder).items()})
+                together = [x for x in TABLE if x.torchrun] if row.torchrun else [row]  # torchrun takes long to start
+                for other, observed in play_elsewhere(together, folder).items():
+                    seen.update({(other, name): value for name, value in observed.items()})
             else:
                 with patch.dict(os.environ):  # Lightning's own strategies leave variables behind
                     seen[row, scenario] = SCENARIOS[scenario](row.stage(folder))
@@ -145,18 +147,21 @@ def observe(tmp_path_factory: pytest.TempPathFactory) -> Observe:
     return play
 
 
-def play_elsewhere(row: Row, folder: Path) -> dict[str, Any]:
-    arguments = [row.strategy, str(row.devices), row.task, str(folder), *row.elsewhere]
+def play_elsewhere(rows: Sequence[Row], folder: Path) -> dict[Row, dict[str, dict[str, Any]]]:
+    arguments: list[str] = []
+    for i, row in enumerate(rows):
+        (folder / str(i)).mkdir()
+        arguments += ["/", row.strategy, str(row.devices), row.task, str(folder / str(i)), *row.elsewhere]
     launcher: tuple[str, ...] = ()
-    if row.torchrun:
+    if rows[0].torchrun:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = f"--master-port={probe.getsockname()[1]}"
-        launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={row.devices}", port)
+        launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={rows[0].devices}", port)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, scenarios.__file__, *arguments]
     subprocess.run(command, check=True, timeout=190, env=environment)
-    return torch.load(folder / "observed.pt", weights_only=False)
+    return {row: torch.load(folder / str(i) / "observed.pt", weights_only=False) for i, row in enumerate(rows)}
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
