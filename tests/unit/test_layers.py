@@ -52,6 +52,27 @@ EDGES: dict[str, set[str]] = {
     "errors": set(),
     "__about__": set(),
 }
+# Inside the two largest rooms: a file imports from lines below its own, and from nothing beside it or above.
+LINES: dict[str, list[str]] = {
+    "parameter_server": [
+        "cli",
+        "server",
+        "handler",
+        "requests/clients requests/dense requests/dynamic requests/exchange requests/rows",
+        "requests/stores connect lease",
+        "requests/served requests/operations remote",
+        "client exchange_wire",
+        "connections exchange_parts journal links requests/checks",
+        "keys loopback own_files wire",
+    ],
+    "stores": [
+        "backend mapped",
+        "dense_store dynamic_tables embedding_store hash_store",
+        "interfaces",
+        "exchange versions",
+        "checks counters drawing dynamic_rows exchange_loops key_index locality mapped_arrays plain stripes",
+    ],
+}
 NOT_FOR_THE_LIBRARY = {"recipes", "recipe_tools", "conf", "tests", "hydra", "omegaconf", "lightning"}
 
 
@@ -98,6 +119,57 @@ def test_rooms_when_listed_then_every_edge_points_down_and_is_used():
         own = [path for path in MODULES if path.relative_to(PACKAGE).parts[0].removesuffix(".py") == room]
         used = {name.split(".")[1] for path in own for _, name in imports(path) if name.startswith("lightning_recsys.")}
         assert below <= used, f"{room} lists {below - used}, which it does not import"
+
+
+def imports_within(path: Path, room: Path, files: set[str]) -> set[str]:
+    """The files of its own room that a file imports from; ``__init__`` where it asks the room itself for a name."""
+    prefix, found = f"lightning_recsys.{room.name}", set()
+    for _, name in imports(path):
+        if f"{name}.".startswith(f"{prefix}."):
+            parts = name.removeprefix(prefix).strip(".").split(".")
+            candidates = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
+            found.add(next((x for x in candidates if x in files), "__init__"))
+    return found
+
+
+def wrong_lines(room: Path, lines: list[str]) -> list[str]:
+    """Files that the lines do not list, or that are not there, and imports from beside or above."""
+    line_of = {name: number for number, line in enumerate(lines) for name in line.split()}
+    paths = {path.relative_to(room).with_suffix("").as_posix(): path for path in room.rglob("*.py")}
+    files = {name for name in paths if not name.endswith("__init__")}
+    wrong = [f"{name} is listed or a file, and not both" for name in sorted(files ^ line_of.keys())]
+    for name in sorted(files & line_of.keys()):
+        below = {other for other, number in line_of.items() if number > line_of[name]}
+        wrong += [f"{name} imports from {x}" for x in sorted(imports_within(paths[name], room, files) - below)]
+    return wrong
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_files_of_a_large_room_then_they_import_from_lines_below(room):
+    assert wrong_lines(PACKAGE / room, LINES[room]) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from lightning_recsys.stores.low import x", []),
+        ("from lightning_recsys.stores import low", []),
+        ("from lightning_recsys.stores.inner.part import x", []),
+        ("from lightning_recsys.stores_of_others import x", []),
+        ("def f():\n    from lightning_recsys.stores import high", ["middle imports from high"]),
+        ("from lightning_recsys.stores.beside import x", ["middle imports from beside"]),
+        ("from lightning_recsys.stores import MappedStores", ["middle imports from __init__"]),
+    ],
+)
+def test_lines_when_a_file_imports_then_judged_by_where_it_stands(tmp_path, source, expected):
+    room = tmp_path / "stores"
+    (room / "inner").mkdir(parents=True)
+    for name in ("__init__", "high", "beside", "low", "inner/__init__", "inner/part"):
+        (room / f"{name}.py").write_text("from lightning_recsys.stores import high" if name == "__init__" else "")
+    (room / "middle.py").write_text(source)
+    assert wrong_lines(room, ["high", "middle beside", "low inner/part"]) == expected
+    (both,) = set(wrong_lines(room, ["high gone", "middle beside", "low inner/part"])) - set(expected)
+    assert both == "gone is listed or a file, and not both"
 
 
 ROOMS = [path.parent for path in sorted(PACKAGE.rglob("README.md"))]
