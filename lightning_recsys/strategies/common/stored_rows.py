@@ -12,7 +12,7 @@ from torch import nn
 from lightning_recsys.checkpoints import StoredRows, StoredTensor
 from lightning_recsys.embeddings import TableBackend
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.stores.dynamic_tables import IDS
+from lightning_recsys.stores.dynamic_tables import IDS, DynamicTables
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -31,21 +31,26 @@ def row_keys(model: nn.Module) -> set[str]:
     }
 
 
+def dynamic_rows_of(backend: TableBackend, dynamic: DynamicTables, *, rank: int = 0, world_size: int = 1) -> StoredRows:
+    """The rows of a backend's tables with dynamic rows, as one of the ranks that share them saves and loads them."""
+    return StoredRows(
+        tables=tuple(dynamic.tables),
+        row_shapes=backend.row_shapes,
+        live_ids=dynamic.live_ids,
+        read=dynamic.read,
+        write=dynamic.write,
+        clear=dynamic.clear,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
 def stored_tensors(model: nn.Module, *, rank: int, world_size: int) -> dict[str, StoredTensor | StoredRows]:
     """Rows and their optimizer state in stores, by their keys in the state dict, as one of several ranks saves them."""
     found: dict[str, StoredTensor | StoredRows] = {}
     for place, backend in _backends_of(model).items():
         if isinstance(backend, StoreBackend) and backend.dynamic is not None:
-            found[place] = StoredRows(
-                tables=tuple(backend.dynamic.tables),
-                row_shapes=backend.row_shapes,
-                live_ids=backend.dynamic.live_ids,
-                read=backend.dynamic.read,
-                write=backend.dynamic.write,
-                clear=backend.dynamic.clear,
-                rank=rank,
-                world_size=world_size,
-            )
+            found[place] = dynamic_rows_of(backend, backend.dynamic, rank=rank, world_size=world_size)
         elif isinstance(backend, StoreBackend):
             found |= {
                 f"{place}.{table.name}.{name}": StoredTensor(

@@ -23,6 +23,7 @@ from lightning_recsys.placement import FieldCost, FieldPlan
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.mapped import MappedStores
+from lightning_recsys.strategies.common.stored_rows import dynamic_rows_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -166,14 +167,7 @@ class CutModel:
             backend = collection.embedding_bags
             assert isinstance(backend, TableBackend)
             if isinstance(backend, OwnRows) and backend.dynamic is not None:
-                tensors[f"{place}.embedding_bags"] = StoredRows(
-                    tables=tuple(backend.dynamic.tables),
-                    row_shapes=backend.row_shapes,
-                    live_ids=backend.dynamic.live_ids,
-                    read=backend.dynamic.read,
-                    write=backend.dynamic.write,
-                    clear=backend.dynamic.clear,
-                )
+                tensors[f"{place}.embedding_bags"] = dynamic_rows_of(backend, backend.dynamic)
                 continue
             for table in collection.tables:
                 for name, row_shape in backend.row_shapes.items():
