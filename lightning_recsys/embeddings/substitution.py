@@ -22,7 +22,6 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
 
 _TABLE, _FEATURE = "rows", "ids"
-_Plain = nn.Embedding | nn.EmbeddingBag
 
 
 def substitute_embeddings(
