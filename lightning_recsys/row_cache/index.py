@@ -291,16 +291,21 @@ class CacheIndex:
         if policy not in get_args(CachePolicy):
             raise ValueError(f"strategy.policy must be one of {list(get_args(CachePolicy))}, got {policy!r}.")
         self.limit, self.policy = limit, policy
+        # Settings of the compiled loops: what a use adds to a row's count, the count from which on a row is no longer
+        # counted, and whether dropped rows keep theirs.
         self._step = 0 if policy == "lru" else 1
         self._bound = LIGHT_BOUND if policy == "light_lfu" else _NO_BOUND
         self._remembers = bool(self._step and limit)
-        self._numbers = np.zeros(5, dtype=np.int64)
+        self._numbers = np.zeros(5, dtype=np.int64)  # by _PLANS to _MEMORIES; the loops count in it
         kept = limit * (1 + REMEMBERED) if self._remembers else limit  # at 32 to 128 bytes each in a hash table
+        # All keys are below it, and have places in an array; None where they are in a hash table.
         self._bound_of_keys = num_keys if num_keys is not None and num_keys <= 8 * kept else None
         self._window = UpcomingBatches(self._bound_of_keys)
         self._make_room(0)
 
     def _make_room(self, num_slots: int) -> None:
+        # For each slot what is known of its row, and the row's key, valid where it is held; slots that are free again,
+        # as many as `_numbers` says; the order in which rows go, as linked lists; and the way from a key to its slot.
         self._slots = np.zeros((num_slots, order.SLOT_COLUMNS), dtype=np.int32)
         self._slot_keys = np.zeros(num_slots, dtype=np.int64)
         self._free = np.zeros(num_slots, dtype=np.int64)

@@ -241,7 +241,7 @@ class LookAhead:
         num_bytes: int = 1 << 27,
     ) -> None:
         self._trainer = trainer
-        self._prefetch, self._num_batches, self._num_bytes = prefetch, num_batches, num_bytes
+        self._prefetch, self._num_batches, self._num_bytes = prefetch, num_batches, num_bytes  # as given
         # What each collection will look up, next batch first.
         self._coming: dict[EmbeddingBagCollection, deque[SparseFeatures]] = {x: deque() for x in collections}
 
@@ -249,11 +249,13 @@ class LookAhead:
         def announce(collection: EmbeddingBagCollection, _: Any, pooled_BFD: Tensor) -> None:
             self._after_lookup(collection, pooled_BFD)
 
+        # After each collection's lookup, until `close`.
         self._hooks = [collection.register_forward_hook(announce) for collection in self._coming]
-        self._looked_up: set[EmbeddingBagCollection] = set()
+        self._looked_up: set[EmbeddingBagCollection] = set()  # what it needs of the present batch
         self._blind: set[EmbeddingBagCollection] = set()  # could not be told of a batch of this epoch
         self._num_ids = 0  # of all batches that collections were told of and have not looked up
-        self._batch_idx = -1
+        self._batch_idx = -1  # of the present batch; -1 before the first one
+        # No hook changes batches between the loader and the model, so what the loader gives is what is looked up.
         owners = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]  # set by a connector
         self._sees_batches = not any(
             is_overridden(hook, owner, parent)

@@ -90,7 +90,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lock = _lock(folder)
+        self._lock = _lock(folder)  # held until the store is closed: this process alone has it open
         self.arrays = arrays = MappedArrays(folder)
         dynamic = dynamic_from_plain(arrays.meta["dynamic"])
         assert dynamic is not None
@@ -98,6 +98,8 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         self.layout = layout = layout_from_plain(arrays.meta["tables"])
         self.optimizer = optimizer_from_plain(arrays.meta["optimizer"])
         self.row_shapes = row_shapes(layout, self.optimizer)
+        # What follows never changes while the store is open, up to the histogram. `_capacity` counts slots: what the
+        # mapped files could become. A kernel sees the slots as the rows of one large table.
         self._states = tuple(name for name in self.row_shapes if name != "weight")
         self._capacity = arrays["weight"].shape[0]
         features = tuple(feature for table in layout.tables for feature in table.feature_names)
@@ -106,7 +108,9 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         self._summing = NumbaKernel(slots, self.optimizer)  # of versioned rows
         self.normalization = normalization_from_plain(arrays.meta["normalization"])
         self._versions = row_versions(self.normalization, arrays)
-        self._observed = StalenessHistogram()
+        self._observed = StalenessHistogram()  # of pushes that this process has applied
+        # How rows are drawn, table by table: the number of its first row, the first key and the step of its rows' keys,
+        # and the standard deviation of their first values.
         starts = [*layout.table_starts.values()]
         self._starts = as_int64s(starts)
         self._first_keys = as_int64s(starts if dynamic.first_keys is None else dynamic.first_keys)
@@ -115,11 +119,12 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         self._stds = np.array([table.init_std for table in layout.tables], dtype=np.float64)
         self._seed = np.uint64(arrays.meta["seed"])
         tags = tag_arrays(self.normalization, 0)
+        # Of all files together, for each slot.
         self._slot_bytes = sum(arrays[name].stride(0) * arrays[name].itemsize for name in (_KEYS, CLOCK, *tags))
         self._slot_bytes += sum(arrays[name].stride(0) * 4 for name in self.row_shapes)
-        self._mutex = threading.RLock()
+        self._mutex = threading.RLock()  # held by every call that looks at rows or makes some
         self._make_room(1)
-        self._index = self._new_index()
+        self._index = self._new_index()  # from a row's number to its slot; made anew where all rows are cleared
         self._note_size()
 
     @classmethod

@@ -65,18 +65,23 @@ class SyntheticClicks:
         interaction_share: float,
         seed: int,
     ) -> None:
+        # Nothing here changes after construction. The features, in the order of a batch, with their numbers of ids; of
+        # those in `_multi_hot` the largest bag, the others are in `_single_hot`; how the ids of both are drawn.
         self._seed = seed
         self._fields = {f"c{i}": n for i, n in enumerate(cardinalities)}
         self._multi_hot = dict(multi_hot)
         self._single_hot = [name for name in self._fields if name not in multi_hot]
         self._samplers = {name: ZipfSampler([self._fields[name]], exponent=zipf_exponent) for name in multi_hot}
         self._single_sampler = ZipfSampler([self._fields[name] for name in self._single_hot], exponent=zipf_exponent)
+        # What a row's hash is combined with for a feature's id and for its dense values, and an id for its effects.
         self._draw_keys = self._keys("draw", self._single_hot)
         self._effect_keys = self._keys("effect", self._single_hot)
         self._dense_keys = self._keys("dense", range(num_dense))
+        # The effects of the dense features, and how large those of ids may be.
         dense_size = _size([_DENSE_IDS]) / np.sqrt(max(num_dense, 1))
         self._dense_effects_DC = _effects(self._keys("dense effect", range(num_dense)), dense_size[0])
         self._effect_size = _size([self._fields[name] for name in self._single_hot])
+        # Last, as it draws rows: the two parts' means, what they are scaled with, and the logit's bias.
         self._calibrate(base_rate, signal, interaction_share)
 
     def take(self, split: str, rows_B: Ids) -> Batch:
