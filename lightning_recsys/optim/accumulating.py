@@ -43,7 +43,7 @@ def check_additive(optimizer: RowOptimizer) -> None:
     """
     if not is_additive(optimizer):
         raise TypeError(
-            f"{type(optimizer).__name__} cannot train cached rows (strategy=het, algorithm=ps too): its state is no sum"
+            f"{type(optimizer).__name__} cannot train cached rows (strategy=het): its state is no sum"
             " of what each update adds, so updates of several workers cannot be added up. Use RowSGD, RowAdagrad or"
             " RowWiseAdagrad (optim=sgd, adagrad or rowwise_adagrad in the recipes), or algorithm=hybrid, which takes"
             " every rule, as its workers go in step."

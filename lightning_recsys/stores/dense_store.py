@@ -84,7 +84,9 @@ class MappedDenseStore(DenseStore):
         self._has_changes = self.normalization is not None and self.normalization.uses_changes
         plain = arrays.meta["optimizer"]
         self.optimizer = None if plain is None else optimizer_from_plain(plain)
-        self._state_names = tuple(_initial_state(self.optimizer, torch.zeros(1)))
+        state = {} if self.optimizer is None else self.optimizer.initial_state(torch.zeros(1, 1))
+        self._state_names = tuple(state)
+        self._of_parts = frozenset(name for name, tensor in state.items() if tensor.dim() == 1)  # one number each
 
     @classmethod
     def create(
@@ -124,7 +126,7 @@ class MappedDenseStore(DenseStore):
         }
         if isinstance(optimizer, RowWiseAdagrad):
             raise TypeError("RowWiseAdagrad keeps one number per row, and a dense store has no rows: use Adagrad.")
-        state = _initial_state(optimizer, initial.detach())
+        state = _initial_state(optimizer, initial.detach(), len(parts))
         shapes: Shapes = {
             "values": ("float32", tuple(initial.shape)),
             **{name: ("float32", tuple(tensor.shape)) for name, tensor in state.items()},
@@ -201,8 +203,8 @@ class MappedDenseStore(DenseStore):
             factors[places] = self.normalization.factor(staleness, None if changes is None else changes[places])
             gradient = gradient * factors.repeat_interleave(torch.tensor(self.parts))
         before = None if changes is None else self.pull()
-        for first, stop, step in self._stretches(parts.tolist(), steps.tolist()):
-            self._apply(gradient, first, stop, lr=lr, step=step)
+        for first, last, step in self._stretches(parts.tolist(), steps.tolist()):
+            self._apply(gradient, first, last, lr=lr, step=step)
         if changes is not None and before is not None:
             moved = self.values - before
             for part in parts.tolist():
@@ -211,18 +213,28 @@ class MappedDenseStore(DenseStore):
         return count_staleness(staleness)
 
     def _stretches(self, parts: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Neighbouring parts with the same number of steps, as one: first element, the one after the last, steps."""
+        """First part, last part and steps of what can be updated at once.
+
+        Neighbours with the same number of steps can, but for rules that keep a number for each part.
+        """
+        if self._of_parts:
+            yield from ((part, part, step) for part, step in zip(parts, steps, strict=True))
+            return
         numbered = zip(parts, steps, range(len(parts)), strict=True)
         for (step, _), run in groupby(numbered, key=lambda x: (x[1], x[0] - x[2])):
             members = [part for part, *_ in run]
-            yield self._bounds[members[0]][0], self._bounds[members[-1]][1], step
+            yield members[0], members[-1], step
 
-    def _apply(self, gradient: Tensor, first: int, stop: int, *, lr: float, step: int) -> None:
+    def _apply(self, gradient: Tensor, first_part: int, last_part: int, *, lr: float, step: int) -> None:
         assert self.optimizer is not None
+        first, stop = self._bounds[first_part][0], self._bounds[last_part][1]
         self.optimizer.update_(  # the stretch as a single row
             self.values[first:stop].unsqueeze(0),
             gradient[first:stop].unsqueeze(0),
-            {name: tensor[first:stop].unsqueeze(0) for name, tensor in self.state.items()},
+            {
+                name: tensor[first_part : last_part + 1] if name in self._of_parts else tensor[first:stop].unsqueeze(0)
+                for name, tensor in self.state.items()
+            },
             lr=lr,
             step=step,
         )
@@ -291,7 +303,9 @@ class MappedDenseStore(DenseStore):
         return type(self), (self._arrays.folder,)
 
 
-def _initial_state(optimizer: RowOptimizer | None, values: Tensor) -> dict[str, Tensor]:
+def _initial_state(optimizer: RowOptimizer | None, values: Tensor, num_parts: int) -> dict[str, Tensor]:
+    """The state of the vector as a single row; what a row has one number of, each part has one of."""
     if optimizer is None:
         return {}
-    return {name: tensor.squeeze(0) for name, tensor in optimizer.initial_state(values.unsqueeze(0)).items()}
+    state = optimizer.initial_state(values.unsqueeze(0))
+    return {name: x.squeeze(0) if x.dim() > 1 else x.expand(num_parts) for name, x in state.items()}

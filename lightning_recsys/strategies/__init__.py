@@ -13,15 +13,24 @@ from typing import TYPE_CHECKING, Any
 from lightning_fabric.strategies.registry import _StrategyRegistry
 
 if TYPE_CHECKING:
+    from lightning_recsys.strategies.async_ps import AsyncParameterServerStrategy
     from lightning_recsys.strategies.common.base import RecsysStrategy
     from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
     from lightning_recsys.strategies.des import DESStrategy
     from lightning_recsys.strategies.het import HETStrategy
     from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
 
-__all__ = ["DESStrategy", "ForkserverDDPStrategy", "HETStrategy", "RecsysStrategy", "ShadowSyncStrategy"]
+__all__ = [
+    "AsyncParameterServerStrategy",
+    "DESStrategy",
+    "ForkserverDDPStrategy",
+    "HETStrategy",
+    "RecsysStrategy",
+    "ShadowSyncStrategy",
+]
 
 _MODULES = {
+    "AsyncParameterServerStrategy": "async_ps",
     "DESStrategy": "des",
     "ForkserverDDPStrategy": "ddp",
     "HETStrategy": "het",
@@ -31,12 +40,11 @@ _MODULES = {
 
 # What ``Trainer(strategy=...)`` takes -> the class, and arguments that differ from its defaults.
 _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "async_ps": ("AsyncParameterServerStrategy", {}),
     "ddp_forkserver": ("ForkserverDDPStrategy", {}),
     "des": ("DESStrategy", {}),
     "het": ("HETStrategy", {}),
     "het_hybrid": ("HETStrategy", {"algorithm": "hybrid"}),
-    "het_ps": ("HETStrategy", {"algorithm": "ps"}),
-    "het_allreduce": ("HETStrategy", {"algorithm": "allreduce"}),
     "shadowsync": ("ShadowSyncStrategy", {}),
     "shadowsync_easgd": ("ShadowSyncStrategy", {"algorithm": "easgd"}),
     "shadowsync_ma": ("ShadowSyncStrategy", {"algorithm": "ma"}),

@@ -111,9 +111,8 @@ TABLE = (
     Row("factories:het_by_messages", 2, BASE | LOADERS | {"exact"}, task="recommendation"),
     Row("het", 2, BASE | {"test_best", "weights_only"}, task="recommendation"),
     Row("het_hybrid", 2, BASE | {"exact"}, task="recommendation"),
-    Row("het_ps", 1, BASE | {"exact", "resume", "accumulate", "clipping", "schedules", "fit_again"}, task="plain"),
-    Row("het_ps", 2, BASE | AVERAGES | {"test_best", "crash", "free"}, task="plain"),
-    Row("het_allreduce", 2, BASE | {"exact"}, task="recommendation"),
+    Row("async_ps", 1, BASE | {"exact", "resume", "accumulate", "clipping", "schedules", "fit_again"}, task="plain"),
+    Row("async_ps", 2, BASE | AVERAGES | {"test_best", "crash", "free"}, task="plain"),
     Row("factories:shadowsync_trainers", 2, LOADERS, **UNDER_TORCHRUN),
     Row("factories:het_by_messages", 2, LOADERS, **UNDER_TORCHRUN),
 )

@@ -141,7 +141,6 @@ def all_rows(values: torch.Tensor) -> torch.Tensor:
         },
         {"staleness": "inf", "policy": "light_lfu", "cache_fraction": 0.3, "transport": "tcp"},
         {"algorithm": "hybrid", "num_embedding_servers": 2},
-        {"algorithm": "ps", "transport": "tcp"},
     ],
     ids=str,
 )
@@ -152,7 +151,7 @@ def test_updates_when_two_workers_train_then_each_counts_once_at_validation_in_c
     trainer = make_trainer(
         HETStrategy(table_placement="size", **arguments), saving, TelemetryMonitor(), val_check_interval=2
     )
-    model = Counting(share=1.0 if trainer.strategy.algorithm == "ps" else 0.5)
+    model = Counting()
     trainer.fit(model)
     assert trainer.callback_metrics["world_size"] == 2
     torch.testing.assert_close(model.counted, all_rows(-model.share * counts(STEPS)), rtol=0, atol=0)
@@ -203,8 +202,6 @@ def test_checkpoint_when_other_numbers_of_workers_and_servers_go_on_then_all_upd
         [
             {"num_embedding_servers": 3, "table_placement": "size"},
             {"algorithm": "hybrid"},
-            {"algorithm": "ps"},
-            {"algorithm": "allreduce"},
         ]
     ):
         model = Counting(share=1.0)
@@ -232,17 +229,17 @@ class GoesBack(Callback):
             trainer.strategy.load_model_state_dict(trainer.strategy.load_checkpoint(self.path))
 
 
-@pytest.mark.parametrize(("algorithm", "by"), [("het", "strategy"), ("het", "module"), ("ps", "module")])
-def test_checkpoint_when_loaded_in_the_middle_then_no_worker_goes_on_with_what_it_had(tmp_path, algorithm, by):
+@pytest.mark.parametrize("by", ["strategy", "module"])
+def test_checkpoint_when_loaded_in_the_middle_then_no_worker_goes_on_with_what_it_had(tmp_path, by):
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    strategy = HETStrategy(algorithm=algorithm, staleness="inf", cache_rows=IDS, transport="tcp")
+    strategy = HETStrategy(staleness="inf", cache_rows=IDS, transport="tcp")
     trainer = make_trainer(strategy, saving, GoesBack(tmp_path / "step=3.ckpt", by), limit_val_batches=0)
-    model = Counting(share=1.0 if algorithm == "ps" else 0.5)
+    model = Counting()
     trainer.fit(model)
     assert trainer.callback_metrics["world_size"] == 2
     left_out = counts(5) - counts(3)
     torch.testing.assert_close(model.counted, all_rows(-model.share * (counts(STEPS) - left_out)), rtol=0, atol=0)
-    assert model.bias.item() == pytest.approx(-0.1 * (STEPS - 2) * (2 if algorithm == "ps" else 1))
+    assert model.bias.item() == pytest.approx(-0.1 * (STEPS - 2))
 
 
 class SetsBias(Callback):
@@ -253,13 +250,10 @@ class SetsBias(Callback):
         pl_module.bias.data.mul_(2.0 if trainer.is_global_zero else 0.0)
 
 
-@pytest.mark.parametrize("algorithm", ["het", "ps"])
-def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept(algorithm):
-    model = Counting(share=1.0 if algorithm == "ps" else 0.5)
-    make_trainer(HETStrategy(algorithm=algorithm, staleness=2, cache_rows=5), SetsBias(), limit_val_batches=0).fit(
-        model
-    )
-    assert model.bias.item() == pytest.approx(-2 * 0.1 * STEPS * (2 if algorithm == "ps" else 1))
+def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept():
+    model = Counting()
+    make_trainer(HETStrategy(staleness=2, cache_rows=5), SetsBias(), limit_val_batches=0).fit(model)
+    assert model.bias.item() == pytest.approx(-2 * 0.1 * STEPS)
 
 
 @pytest.mark.parametrize(("staleness", "warns"), [(STEPS, True), (STEPS - 1, False), ("inf", False)])
@@ -430,7 +424,7 @@ class OnTheGPU(Callback):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("algorithm", ["het", "hybrid", "ps"])
+@pytest.mark.parametrize("algorithm", ["het", "hybrid"])
 def test_updates_when_the_worker_has_a_gpu_then_each_counts_once(algorithm):
     model = Counting(share=1.0)
     strategy = HETStrategy(algorithm=algorithm, staleness=2, cache_rows=5)

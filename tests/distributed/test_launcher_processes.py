@@ -197,6 +197,6 @@ def test_package_when_imported_then_registers_its_strategies_and_nothing_else():
     assert result.stderr == ""
     imported, registered = map(ast.literal_eval, result.stdout.splitlines())
     assert imported == ["lightning_recsys"]  # no store, no compiled loop, no reader: they come with what is used
-    modes, algorithms = ("allreduce", "hybrid", "ps"), ("bmuf", "easgd", "ma")
-    names = ["ddp_forkserver", "des", "het", *(f"het_{mode}" for mode in modes)]
+    algorithms = ("bmuf", "easgd", "ma")
+    names = ["async_ps", "ddp_forkserver", "des", "het", "het_hybrid"]
     assert registered == [*names, "shadowsync", *(f"shadowsync_{algorithm}" for algorithm in algorithms)]

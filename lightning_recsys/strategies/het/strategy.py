@@ -24,12 +24,15 @@ from lightning_recsys.row_cache.look_ahead import LookAhead, peekable
 from lightning_recsys.row_cache.owners import sum_at_owners
 from lightning_recsys.row_cache.shared_index import SharedIndex
 from lightning_recsys.stores.interfaces import Stores
-from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
-from lightning_recsys.strategies.het.dense_servers import ServedDensePart, ServedStep
 from lightning_recsys.sync import ClockName, ClockRule
 
-Algorithm = Literal["het", "hybrid", "ps", "allreduce"]
+Algorithm = Literal["het", "hybrid"]
+
+_MOVED = {
+    "ps": "async_ps",
+    "allreduce": "ddp_forkserver (in the recipes: ddp)",
+}  # algorithms that are other strategies now
 
 DEFAULT_FRACTION = 0.1
 # With 10 % of the rows in the cache (Zipf 1.1, s = 100) so many points of the bytes are saved less than by Belady's
@@ -51,9 +54,8 @@ class HETStrategy(ServedStrategy):
     row is fetched again. Popular rows, which make up most of the traffic, so travel once in many steps.
 
     Args:
-        algorithm: ``het`` is the above. The others are what it is compared with: ``hybrid`` has no cache, every row is
-            fetched and pushed at every step; ``ps`` has the dense part on the servers as well, and workers run free;
-            ``allreduce`` has no servers, every worker has all rows, as in ``ddp_forkserver``.
+        algorithm: ``het`` is the above. ``hybrid``, which it is compared with, has no cache: every row is fetched and
+            pushed at every step.
         cache_rows: Rows that a worker keeps of each collection.
         cache_fraction: The same as a share of the collection's rows, in ``(0, 1]``; 0.1 where neither is given.
         staleness: :math:`s`, in updates of a row; 0 gives the result of no cache and of ``ddp``, ``None`` or ``"inf"``
@@ -107,9 +109,12 @@ class HETStrategy(ServedStrategy):
         lookahead_bytes: int = DEFAULT_LOOKAHEAD_BYTES,
         **kwargs: Any,
     ) -> None:
+        if algorithm in _MOVED:
+            raise ValueError(
+                f"strategy.algorithm={algorithm} is a strategy of its own: use strategy={_MOVED[algorithm]}."
+                f" HETStrategy has {', '.join(get_args(Algorithm))}."
+            )
         require_one_of("algorithm", algorithm, get_args(Algorithm))
-        self.asynchronous = algorithm == "ps"
-        self.wraps_model = algorithm != "ps"
         super().__init__(**kwargs)
         require_one_of("policy", policy, get_args(CachePolicy))
         require_positive("cache_rows", cache_rows)
@@ -122,11 +127,6 @@ class HETStrategy(ServedStrategy):
             raise ValueError(
                 f"strategy.cache_fraction must be in (0, 1], got {cache_fraction}. strategy.algorithm=hybrid has no"
                 " cache."
-            )
-        if algorithm == "allreduce" and self.dynamic_rows is not None:
-            raise ValueError(
-                "strategy.dynamic_rows are made by servers, and strategy.algorithm=allreduce has none: every worker has"
-                " all rows there. Choose another algorithm, or leave strategy.dynamic_rows out."
             )
         if algorithm == "het" and self.dynamic_rows is not None and cache_rows is None:
             raise ValueError(
@@ -152,27 +152,20 @@ class HETStrategy(ServedStrategy):
         self._reset()
 
     def _reset(self) -> None:
-        self._dense: ServedDensePart | None = None
         self._ahead: LookAhead | None = None
-        self._loads: Any = None
         self._indexes: dict[object, SharedIndex] = {}
         self._training = False
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
-            "_dense": None,
             "_ahead": None,
-            "_loads": None,
             "_indexes": {},
             "_training": False,
         }
 
     def server_specs(self) -> list[ServerSpec]:
-        """Servers for rows, but for ``allreduce``."""
-        return [
-            ServerSpec(EMBEDDING, index)
-            for index in range(0 if self.algorithm == "allreduce" else self.num_embedding_servers)
-        ]
+        """Servers for rows."""
+        return [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
 
     @property
     def in_step(self) -> bool:
@@ -190,7 +183,7 @@ class HETStrategy(ServedStrategy):
     @property
     def gradient_scale(self) -> float:
         """Workers that train together make one update with their mean gradient, as the dense part has it."""
-        return 1.0 if self.asynchronous else 1.0 / self.world_size
+        return 1.0 / self.world_size
 
     def make_backend(
         self,
@@ -253,21 +246,10 @@ class HETStrategy(ServedStrategy):
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Bring the dense part to the servers where they train it, and begin to look ahead."""
+        """Begin to look ahead."""
         super().on_train_start()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self.asynchronous:
-            refuse_clocks(trainer)
-            refuse_different_schedules(trainer)
-            self._dense = ServedDensePart(self.optimizers)
-            if self.is_global_zero:
-                self._dense.bind(self.stores(EMBEDDING), first=True)
-            self.barrier("the dense part is there")
-            if not self.is_global_zero:
-                self._dense.bind(self.stores(EMBEDDING), first=False)
-            self._dense.pull()
-            self._follow_loads()
         if self._peeks and self._tables is not None:
             pairs = [(x, x.embedding_bags) for x in self._tables.collections.values()]
             far = [x for x, backend in pairs if isinstance(backend, CachedBackend) and backend.asks_servers]
@@ -289,21 +271,6 @@ class HETStrategy(ServedStrategy):
                 steps,
             )
 
-    def _follow_loads(self) -> None:
-        """Bring what is loaded into the model in the middle of the run to the servers, which have its dense part."""
-        module = self.lightning_module
-        assert module is not None
-
-        def bring(loaded: nn.Module, _: object) -> None:  # a function, so that a copied module has no copied strategy
-            if self._dense is not None and loaded is self.lightning_module:
-                self._dense.flush()
-                self.barrier("everybody has loaded the model")
-                if self.is_global_zero:
-                    self._dense.assign()
-                self.barrier("the dense part is loaded")
-
-        self._loads = module.register_load_state_dict_post_hook(bring)  # type: ignore[no-untyped-call]
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the lookups of this batch be followed by word of those to come."""
         super().on_train_batch_start(batch, batch_idx)
@@ -317,9 +284,7 @@ class HETStrategy(ServedStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, on the servers where they train the dense part; wait for the others where workers go in step."""
-        if self._dense is not None:
-            optimizer = cast(Optimizer, ServedStep(optimizer, self._dense))
+        """Step, and wait for the others where workers go in step."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._update_in_step(waited=True)
         return output
@@ -358,19 +323,10 @@ class HETStrategy(ServedStrategy):
             self.barrier("every update of this step is in the stores")
 
     def _settle(self) -> None:
-        """Wait until every update of every rank is on the servers, and take the dense part that they have."""
+        """Wait until every update of every rank is on the servers."""
         if self._tables is not None:
             self._tables.flush()
-        if self._dense is not None:
-            self._dense.flush()
         self.barrier("every update is on the servers")
-        if self._dense is not None:
-            assert self.lightning_module is not None
-            self._dense.pull()
-            for buffer in self.lightning_module.buffers():  # each worker's own until now, as statistics of batch norms
-                dist.broadcast(buffer, src=0)
-            if self._averages is not None:
-                self._averages.meet()
 
     def on_validation_start(self) -> None:
         """Let validation see every update, and the same ones on all workers."""
@@ -398,12 +354,6 @@ class HETStrategy(ServedStrategy):
             self._settle()
         return super().lightning_module_state_dict()
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state, from the servers where they train the dense part."""
-        if self._dense is not None and self.is_global_zero:
-            self._dense.pull_state(optimizer)
-        return super().optimizer_state(optimizer)
-
     # --- Telemetry and the end ---------------------------------------------------------------------------------------
 
     def telemetry(self) -> dict[str, Any]:
@@ -421,8 +371,6 @@ class HETStrategy(ServedStrategy):
         """Look ahead no more; then all that the base class does."""
         if self._ahead is not None:
             self._ahead.close()
-        if self._loads is not None:
-            self._loads.remove()
         super().teardown()
         self._reset()
 

@@ -7,7 +7,7 @@ import torch
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, Ticket
 from lightning_recsys.embeddings.kernels import TableLayout
-from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowWiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowSWAP, RowWiseAdagrad
 from lightning_recsys.placement import TablePart
 from lightning_recsys.stores import DynamicRows, MappedStores
 from lightning_recsys.stores.backend import StoreBackend
@@ -131,7 +131,10 @@ def test_weight_change_when_used_then_is_the_root_mean_square_of_the_rows_last_u
     assert store.read(CHANGE, 7, 1).tolist() == pytest.approx([moved[0, 0].item()])
 
 
-@pytest.mark.parametrize("rule", [RowSGD(1.0), RowAdagrad(1.0), RowAdam(1.0)], ids=lambda x: type(x).__name__)
+PARTED = [RowSGD(1.0), RowAdagrad(1.0), RowAdam(1.0), RowSWAP(inner=RowAdam(1.0), period=2, discount=0.5)]
+
+
+@pytest.mark.parametrize("rule", PARTED, ids=lambda x: type(x).__name__)
 def test_dense_parts_when_pushed_apart_then_each_has_its_version_and_its_steps(stores, rule):
     initial = torch.randn(7)
     store = stores.create_dense_store("v", initial, optimizer=rule, normalization=IDENTITY, parts=(3, 4))

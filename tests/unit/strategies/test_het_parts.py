@@ -15,7 +15,7 @@ from lightning_recsys.optim import RowSGD
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.row_cache import SharedIndex
 from lightning_recsys.stores import DynamicRows, MappedStores
-from lightning_recsys.strategies import HETStrategy
+from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy
 from lightning_recsys.strategies.het.strategy import _lag_shares, _merged
 
 
@@ -24,9 +24,7 @@ def make_trainer(strategy, **arguments) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False, **settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "algorithm"), [("het", "het"), ("het_hybrid", "hybrid"), ("het_ps", "ps"), ("het_allreduce", "allreduce")]
-)
+@pytest.mark.parametrize(("name", "algorithm"), [("het", "het"), ("het_hybrid", "hybrid")])
 def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
     assert StrategyRegistry.get(name).algorithm == algorithm
     assert make_trainer(name).strategy.algorithm == algorithm
@@ -35,7 +33,12 @@ def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"algorithm": "async"}, r"strategy.algorithm must be one of het, hybrid, ps, allreduce, got 'async'"),
+        ({"algorithm": "async"}, r"strategy.algorithm must be one of het, hybrid, got 'async'"),
+        ({"algorithm": "ps"}, r"strategy.algorithm=ps is a strategy of its own: use strategy=async_ps\."),
+        (
+            {"algorithm": "allreduce"},
+            r"strategy.algorithm=allreduce .* use strategy=ddp_forkserver \(in the recipes: ddp",
+        ),
         ({"policy": "fifo"}, r"strategy.policy must be one of lru, lfu, light_lfu, got 'fifo'"),
         ({"clock": "min"}, r"strategy.clock must be one of \['max', 'sum'\], got 'min'"),
         ({"cache_rows": 0}, r"strategy.cache_rows must be at least 1, got 0"),
@@ -52,10 +55,6 @@ def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
         ({"lookahead_bytes": 0}, r"strategy.lookahead_bytes must be at least 1, got 0"),
         ({"dynamic_rows": DynamicRows()}, r"strategy.dynamic_rows needs strategy.cache_rows"),
         ({"dynamic_rows": DynamicRows(), "cache_fraction": 0.5}, r"strategy.dynamic_rows needs strategy.cache_rows"),
-        (
-            {"algorithm": "allreduce", "dynamic_rows": DynamicRows()},
-            r"strategy.dynamic_rows .* strategy.algorithm=allreduce has",
-        ),
         ({"num_embedding_servers": 0}, r"strategy.num_embedding_servers must be at least 1, got 0"),
         ({"min_rows": 0}, r"strategy.min_rows must be at least 1, got 0"),
         ({"table_placement": "best"}, r"strategy.table_placement must be one of .*, got 'best'"),
@@ -69,7 +68,7 @@ def test_argument_when_wrong_then_refused_by_its_place_in_the_config(arguments, 
 def test_arguments_of_ddp_when_the_dense_part_is_on_servers_then_refused():
     assert HETStrategy(find_unused_parameters=True)
     with pytest.raises(TypeError, match=r"does not use DistributedDataParallel.*find_unused_parameters"):
-        HETStrategy(algorithm="ps", find_unused_parameters=True)
+        AsyncParameterServerStrategy(find_unused_parameters=True)
 
 
 @pytest.mark.parametrize(("given", "kept"), [(3, 3), (0, 0), (None, None), ("inf", None), (math.inf, None)])
@@ -95,8 +94,6 @@ def test_cache_when_sized_then_holds_so_many_of_1001_rows(arguments, kept):
         ({"lookahead_batches": 0}, 2, False, True, True, 0.5),
         ({"lookahead_batches": 0, "prefetch": False}, 2, False, False, False, 0.5),
         ({"algorithm": "hybrid"}, 2, True, False, False, 0.5),
-        ({"algorithm": "ps"}, 2, False, False, False, 1.0),
-        ({"algorithm": "allreduce"}, 2, False, False, False, 0.5),
     ],
 )
 def test_workers_when_of_an_algorithm_then_wait_peek_and_scale_accordingly(
@@ -105,8 +102,8 @@ def test_workers_when_of_an_algorithm_then_wait_peek_and_scale_accordingly(
     strategy = make_trainer(HETStrategy(**arguments), devices=devices).strategy
     assert (strategy.in_step, strategy._prefetches, strategy._peeks) == (in_step, prefetches, peeks)
     assert strategy.gradient_scale == scale
-    assert strategy.asynchronous is (strategy.algorithm == "ps")
-    assert len(strategy.server_specs()) == (strategy.algorithm != "allreduce")
+    assert not strategy.asynchronous
+    assert len(strategy.server_specs()) == 1
 
 
 @pytest.mark.parametrize(("staleness", "shares"), [(3, True), (0, False)], ids=["in place", "in step"])
@@ -133,8 +130,8 @@ def test_index_when_collections_have_the_same_ids_then_is_made_once_and_only_whe
 
 
 def test_strategy_when_pickled_then_keeps_its_settings():
-    strategy = pickle.loads(pickle.dumps(HETStrategy(algorithm="ps", cache_rows=9, staleness=4)))
-    assert (strategy.asynchronous, strategy.wraps_model) == (True, False)
+    strategy = pickle.loads(pickle.dumps(HETStrategy(algorithm="hybrid", cache_rows=9, staleness=4)))
+    assert (strategy.algorithm, strategy.wraps_model) == ("hybrid", True)
     assert (strategy.cache_rows, strategy.staleness) == (9, 4)
 
 

@@ -44,7 +44,7 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
         "transport": "tcp",
         "table_placement": "size",
     },
-    ALL_REDUCE: {"name": "het", "algorithm": "allreduce"},
+    ALL_REDUCE: {"name": "ddp_forkserver"},
 }
 
 log = logging.getLogger("benchmark")

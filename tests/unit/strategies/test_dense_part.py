@@ -9,14 +9,18 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_recsys.optim.swap import swap
 from lightning_recsys.stores import MappedStores
-from lightning_recsys.strategies.het.dense_servers import STORE, ServedDensePart, ServedStep
+from lightning_recsys.strategies.async_ps.dense_part import STORE, ServedDensePart, ServedStep
+from lightning_recsys.sync import StalenessNormalization
 
 RULES = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "adagrad": partial(torch.optim.Adagrad, lr=0.1, eps=1e-7, initial_accumulator_value=0.2, fused=True),
     "adam": partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.95), eps=1e-6, fused=True),
 }
+
+IDENTITY = StalenessNormalization("identity")
 
 
 @pytest.fixture
@@ -52,8 +56,8 @@ def test_dense_part_when_served_then_trains_as_with_torchs_optimizer(servers, ru
     expected, served = (two_groups(model, RULES[rule]) for model in models)
     steps = []
     served.register_step_post_hook(lambda *_: steps.append(1))
-    dense = ServedDensePart([served])
-    dense.bind(servers, first=True)
+    dense = ServedDensePart([served], len(servers))
+    dense.create(servers, IDENTITY)
     schedules = [torch.optim.lr_scheduler.StepLR(x, 3, gamma=0.5) for x in (expected, served)]
     stand_in = ServedStep(served, dense)
     for _ in range(8):
@@ -84,8 +88,8 @@ def test_dense_part_when_it_starts_from_a_trained_optimizer_then_goes_on_from_it
     twin = copy.deepcopy(model)
     served = RULES[rule](twin.parameters())
     served.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    dense = ServedDensePart([served])
-    dense.bind(servers, first=True)
+    dense = ServedDensePart([served], len(servers))
+    dense.create(servers, IDENTITY)
     for _ in range(3):
         optimizer.step(partial(closure, model, optimizer, rows))
         dense.step(served, partial(closure, twin, served, rows))
@@ -102,7 +106,7 @@ def test_adam_when_a_parameter_never_had_a_gradient_then_the_others_keep_their_s
         optimizer.step(partial(closure, model, optimizer, rows))
     expected = copy.deepcopy(optimizer.state_dict()["state"])
     dense = ServedDensePart([optimizer])
-    dense.bind(servers, first=True)
+    dense.create(servers, IDENTITY)
     dense.pull_state(optimizer)
     kept = optimizer.state_dict()["state"]
     assert 0 not in expected, "the unused one, which comes first, has no state yet"
@@ -115,8 +119,8 @@ def test_two_workers_when_they_push_then_both_have_every_update(servers):
     models = [make_model(), make_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     parts = [ServedDensePart([optimizer]) for optimizer in optimizers]
-    for number, part in enumerate(parts):
-        part.bind(servers, first=number == 0)
+    parts[0].create(servers, IDENTITY)
+    parts[1].open(servers)
     before = nn.utils.parameters_to_vector(models[0].parameters()).detach().clone()
     for part, model, optimizer in zip(parts, models, optimizers, strict=True):
         for parameter in model.parameters():
@@ -131,8 +135,8 @@ def test_store_when_an_earlier_run_left_one_then_replaced(servers):
     servers[0].create_dense_store(f"{STORE}-0", torch.ones(3))
     model = make_model()
     dense = ServedDensePart([torch.optim.SGD(model.parameters(), lr=0.1)])
-    dense.bind(servers, first=True)
-    assert servers[0].embedding_store(f"{STORE}-0").layout.num_rows == 3  # 641 parameters
+    dense.create(servers, IDENTITY)
+    assert servers[0].dense_store(f"{STORE}-0").parts == (600, 20, 20, 1)
 
 
 def test_parameter_when_frozen_or_without_gradient_then_stays_as_it_is(servers):
@@ -140,7 +144,7 @@ def test_parameter_when_frozen_or_without_gradient_then_stays_as_it_is(servers):
     model[0].requires_grad_(False)
     before = copy.deepcopy(model)
     dense = ServedDensePart([optimizer := torch.optim.SGD(model.parameters(), lr=0.1)])
-    dense.bind(servers, first=True)
+    dense.create(servers, IDENTITY)
     model[2].bias.grad = torch.ones(1)
     dense.step(optimizer, lambda: None)
     assert torch.equal(model[0].weight, before[0].weight)
@@ -159,6 +163,52 @@ def test_parameter_when_frozen_or_without_gradient_then_stays_as_it_is(servers):
 )
 def test_optimizer_when_servers_have_no_such_rule_then_refused_by_name(make, name):
     with pytest.raises(
-        TypeError, match=f"strategy.algorithm=ps has the servers train.* got {name}. Choose one of these"
+        TypeError, match=f"strategy=async_ps trains the dense part where it is stored.* got {name}. Choose one of these"
     ):
         ServedDensePart([make(make_model().parameters())])
+
+
+def test_optimizer_when_a_hook_wants_to_change_its_state_then_refused_by_name():
+    optimizer = swap(make_model().parameters(), partial(torch.optim.Adagrad, lr=0.1), period=3, discount=0.5)
+    with pytest.raises(TypeError, match=r"hooks before the steps of Adagrad \(.*optim.swap\) would find"):
+        ServedDensePart([optimizer])
+
+
+def test_parameters_when_dealt_over_servers_then_each_is_whole_and_the_loads_are_alike(servers):
+    model = make_model()
+    dense = ServedDensePart([torch.optim.SGD(model.parameters(), lr=0.1)], 2)
+    dense.create(servers, IDENTITY)
+    parts = [server.dense_store(f"{STORE}-{number}").parts for number, server in enumerate(servers)]
+    assert parts == [(600,), (20, 20, 1)]
+    dense.pull()
+    for one, other in zip(make_model().parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_versions_when_workers_push_in_turns_then_are_counted_by_parameter_and_kept(servers):
+    """One worker pulls, the other pushes three times, the first pushes: its gradient is four updates old."""
+    models = [make_model(), make_model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    parts = [ServedDensePart([optimizer]) for optimizer in optimizers]
+    parts[0].create(servers, StalenessNormalization("linear"))
+    parts[1].open(servers)
+    for part in parts:
+        part.pull()
+    before = models[0][2].bias.item()
+
+    def step(worker: int, gradient: float, *, trains_first: bool = True) -> None:
+        for layer in (models[worker][0], models[worker][2]) if trains_first else (models[worker][2],):
+            for parameter in layer.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+        parts[worker].step(optimizers[worker], lambda: None)
+
+    for number in range(3):
+        step(1, 1.0, trains_first=number != 1)
+    step(0, 8.0)
+    assert models[0][2].bias.item() == pytest.approx(before - 3 * 1.0 - 8.0 / 4)
+    assert parts[1].versions() == [3, 3, 4, 4]  # weight and bias of the first layer, then of the second
+    assert parts[0].observed.counts == {3: 2, 4: 2}
+    assert parts[1].observed.counts == {1: 2 + 4 + 4}
+    again = ServedDensePart([optimizers[0]])
+    again.create(servers, IDENTITY, parts[1].versions())
+    assert again.versions() == [3, 3, 4, 4]

@@ -1,0 +1,298 @@
+"""The dense part of a model on servers: workers push gradients, and pull what all of them made of the parameters."""
+
+# Shape suffixes: N elements of a store's vector, P parameters in it.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowOptimizer, RowSGD
+from lightning_recsys.stores.interfaces import DenseStore, Stores
+from lightning_recsys.stores.versions import VERSION, StalenessHistogram
+from lightning_recsys.sync import StalenessNormalization
+
+STORE = "dense-part"  # no path of a module can be the same
+
+
+class ServedParameters:
+    """Parameters of one group of an optimizer, in one server's store with their versions and optimizer state.
+
+    Every worker's gradient is an update of its own, by the optimizer's rule, which the store applies to what it has
+    then; no lock, no order. A parameter without a gradient is left as it is, as the optimizer would leave it.
+
+    Args:
+        optimizer: Whose group it is.
+        group: The group, with the learning rate of the next push.
+        parameters: Those of the group that lie on this server.
+        name: The store's.
+    """
+
+    store: DenseStore
+
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter], name: str
+    ) -> None:
+        self._optimizer, self._group, self._name = optimizer, group, name
+        self.parameters = list(parameters)
+        self._rule = dense_rule(optimizer, group)
+        self._parts = [x.numel() for x in self.parameters]
+        self._versions_P = torch.zeros(len(self._parts), dtype=torch.int64)  # of what was pulled last
+
+    def create(
+        self, server: Stores, normalization: StalenessNormalization, versions: Mapping[nn.Parameter, int]
+    ) -> None:
+        """Make the store, with this worker's parameters and optimizer state, in place of an earlier run's.
+
+        Args:
+            server: Where.
+            normalization: What stale gradients count.
+            versions: Of parameters whose training goes on; the optimizer's own steps, where it counts them, go first.
+        """
+        with suppress(KeyError):
+            server.remove(self._name)
+        self.store = server.create_dense_store(
+            self._name, self._joined(), optimizer=self._rule, normalization=normalization, parts=self._parts
+        )
+        states = [self._optimizer.state.get(x, {}) for x in self.parameters]
+        for key in self._state_names:
+            if any(key in state for state in states):  # Adam has none of parameters that never had a gradient
+                pairs = zip(self.parameters, states, strict=True)
+                self.store.write(key, _joined([state.get(key, torch.zeros_like(x)) for x, state in pairs]))
+        steps = [int(state.get("step", versions.get(x, 0))) for x, state in zip(self.parameters, states, strict=True)]
+        self.store.write(VERSION, torch.tensor(steps))
+
+    def open(self, server: Stores) -> None:
+        """Find the store that another worker made."""
+        self.store = server.dense_store(self._name)
+
+    def assign(self) -> None:
+        """Let the server have this worker's parameters; the optimizer state and versions there stay."""
+        self.store.assign(self._joined())
+
+    def push(self) -> None:
+        """Send the gradients, with the versions that they were computed at, and let go of them."""
+        trained_P = torch.tensor([x.grad is not None for x in self.parameters])
+        if not trained_P.any():
+            return
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        marks = None if trained_P.all() else trained_P
+        lr = float(self._group["lr"])
+        self.store.push_gradient(_joined(grads), lr=lr, versions=self._versions_P, trained=marks)
+
+    def begin_pull(self) -> Callable[[], None]:
+        """Ask for what the server has, own updates included; returns what waits for it and takes it."""
+        answer = self.store.begin_versioned_pull()
+
+        def take() -> None:
+            values_N, self._versions_P = answer()
+            self._scatter(values_N, [x.data for x in self.parameters])
+
+        return take
+
+    def pull_state(self) -> None:
+        """Put the server's optimizer state into the optimizer, as if it had made all the updates itself."""
+        steps = self.versions()
+        for key in self._state_names:
+            values = [torch.empty_like(x) for x in self.parameters]
+            self._scatter(self.store.read(key), values)
+            for parameter, value in zip(self.parameters, values, strict=True):
+                if steps[parameter]:  # the optimizer has none of what it never trained
+                    own = {key: value, "step": torch.tensor(float(steps[parameter]))}
+                    self._optimizer.state[parameter] |= own
+
+    def versions(self) -> dict[nn.Parameter, int]:
+        """Updates of each parameter, by all workers."""
+        return dict(zip(self.parameters, self.store.read(VERSION).tolist(), strict=True))
+
+    @property
+    def _state_names(self) -> list[str]:
+        return list(self._rule.initial_state(torch.zeros(1, 1)))
+
+    def _joined(self) -> Tensor:
+        return _joined(self.parameters)
+
+    def _scatter(self, values_N: Tensor, tensors: Sequence[Tensor]) -> None:
+        for tensor, part in zip(tensors, torch.split(values_N, self._parts), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+class ServedDensePart:
+    """All that the optimizers of a run train, on servers.
+
+    Parameters are dealt out whole, the largest first, each to the server with the fewest elements so far.
+
+    Args:
+        optimizers: Torch's.
+        num_servers: Number of servers.
+
+    Raises:
+        TypeError: stores have no such rule.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], num_servers: int = 1) -> None:
+        self._optimizers = list(optimizers)
+        self._served: list[tuple[int, Optimizer, ServedParameters]] = []  # with the number of the server
+        servers = _deal(self._trained(), num_servers)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for server in range(num_servers):
+                    here = [x for x in _trained(group) if servers[x] == server]
+                    if here:
+                        name = f"{STORE}-{len(self._served)}"
+                        self._served.append((server, optimizer, ServedParameters(optimizer, group, here, name)))
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [x for optimizer in self._optimizers for group in optimizer.param_groups for x in _trained(group)]
+
+    def create(
+        self, servers: Sequence[Stores], normalization: StalenessNormalization, versions: Sequence[int] = ()
+    ) -> None:
+        """Make the stores from this worker's model and optimizers.
+
+        Args:
+            servers: As many as the class was told.
+            normalization: What stale gradients count.
+            versions: As :meth:`versions` told them, where training goes on.
+        """
+        parameters = self._trained()
+        known = dict(zip(parameters, versions, strict=True)) if len(versions) == len(parameters) else {}
+        for server, _, served in self._served:
+            served.create(servers[server], normalization, known)
+
+    def open(self, servers: Sequence[Stores]) -> None:
+        """Find the stores that another worker made."""
+        for server, _, served in self._served:
+            served.open(servers[server])
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Compute gradients, send them, and take what the servers have in return.
+
+        The optimizer itself steps without gradients: what waits for its step, such as embedding rows, has it.
+        """
+        output = closure()
+        for served in self._of(optimizer):
+            served.push()
+        optimizer.step()
+        self._pull(self._of(optimizer))
+        return output
+
+    def flush(self) -> None:
+        """Return when this worker's gradients are applied."""
+        for *_, served in self._served:
+            served.store.flush()
+
+    def pull(self) -> None:
+        """Take the parameters that the servers have."""
+        self._pull([served for *_, served in self._served])
+
+    def _pull(self, parts: Sequence[ServedParameters]) -> None:
+        for take in [served.begin_pull() for served in parts]:  # all are asked before one is waited for
+            take()
+
+    def assign(self) -> None:
+        """Let the servers have this worker's parameters; the optimizer state there stays."""
+        for *_, served in self._served:
+            served.assign()
+
+    def pull_state(self, optimizer: Optimizer) -> None:
+        """Take an optimizer's state from the servers, for a checkpoint."""
+        for served in self._of(optimizer):
+            served.pull_state()
+
+    def versions(self) -> list[int]:
+        """Updates of each parameter, by all workers, in the optimizers' order."""
+        found: dict[nn.Parameter, int] = {}
+        for *_, served in self._served:
+            found |= served.versions()
+        return [found[x] for x in self._trained()]
+
+    @property
+    def observed(self) -> StalenessHistogram:
+        """The staleness of this worker's gradients, as far as the stores have told of it."""
+        seen = StalenessHistogram()
+        for *_, served in self._served:
+            seen.update(served.store.observed)
+        return seen
+
+    def _of(self, optimizer: Optimizer) -> list[ServedParameters]:
+        return [served for _, owner, served in self._served if owner is optimizer]
+
+
+class ServedStep:
+    """Stands in for an optimizer during one step, so that Lightning's closure and hooks run as they always do."""
+
+    def __init__(self, optimizer: Optimizer, dense: ServedDensePart) -> None:
+        self._optimizer, self._dense = optimizer, dense
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        """The servers' step."""
+        return self._dense.step(self._optimizer, closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
+    """The update rule of a group of parameters, as stores know it; each push brings its own learning rate.
+
+    Raises:
+        TypeError: there is none.
+
+    >>> parameter = nn.Parameter(torch.zeros(3))
+    >>> optimizer = torch.optim.Adam([parameter], lr=0.01, betas=(0.8, 0.99))
+    >>> dense_rule(optimizer, optimizer.param_groups[0])
+    RowAdam(lr=1.0, beta1=0.8, beta2=0.99, eps=1e-08)
+    """
+    if optimizer._optimizer_step_pre_hooks:  # such as SWAP's: they would look at an optimizer that trains nothing
+        raise TypeError(
+            f"strategy=async_ps trains the dense part where it is stored, and hooks before the steps of"
+            f" {type(optimizer).__name__} (register_step_pre_hook, lightning_recsys.optim.swap) would find neither"
+            " gradients nor state. Leave them out, or use strategy=shadowsync, whose workers step themselves."
+        )
+    found = _RULES.get(type(optimizer))
+    extras = ("momentum", "weight_decay", "lr_decay", "amsgrad", "maximize")
+    used = {name: group[name] for name in extras if group.get(name)}
+    if found is None or used:
+        options = "".join(f", {name}={value}" for name, value in used.items())
+        raise TypeError(
+            f"strategy=async_ps trains the dense part where it is stored, by torch.optim.SGD, Adagrad or Adam without"
+            f" {', '.join(extras)}; got {type(optimizer).__name__}(lr={group['lr']}{options}). Choose one of these, or"
+            " strategy=shadowsync, whose workers train the dense part with any optimizer."
+        )
+    return found(group)
+
+
+_RULES: dict[type[Optimizer], Callable[[dict[str, Any]], RowOptimizer]] = {
+    torch.optim.SGD: lambda group: RowSGD(1.0),
+    torch.optim.Adagrad: lambda group: RowAdagrad(
+        1.0, eps=group["eps"], initial_accumulator=group["initial_accumulator_value"]
+    ),
+    torch.optim.Adam: lambda group: RowAdam(1.0, group["betas"][0], group["betas"][1], group["eps"]),
+}
+
+
+def _trained(group: dict[str, Any]) -> Iterator[nn.Parameter]:
+    return (x for x in group["params"] if x.requires_grad and x.numel())
+
+
+def _deal(parameters: Sequence[nn.Parameter], num_servers: int) -> dict[nn.Parameter, int]:
+    """The server of each parameter; the same on all ranks."""
+    loads, servers = [0] * num_servers, {}
+    for parameter in sorted(parameters, key=lambda x: -x.numel()):
+        server = loads.index(min(loads))
+        servers[parameter] = server
+        loads[server] += parameter.numel()
+    return servers
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors behind each other: float32 ``[N]``."""
+    return torch.cat([x.detach().reshape(-1).to("cpu", torch.float32) for x in tensors])

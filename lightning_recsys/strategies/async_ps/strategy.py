@@ -1,0 +1,264 @@
+"""Asynchronous SGD over parameter servers, with staleness counted and normalised where updates are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch.distributed as dist
+from lightning_fabric.utilities.types import _PATH
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.launchers import ServerSpec
+from lightning_recsys.placement import PlacementPlan
+from lightning_recsys.stores.backend import StoreBackend
+from lightning_recsys.stores.interfaces import Stores
+from lightning_recsys.stores.versions import StalenessHistogram
+from lightning_recsys.strategies.async_ps.dense_part import ServedDensePart, ServedStep
+from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
+from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
+from lightning_recsys.sync import StalenessNormalization, StalenessRule
+
+CHECKPOINT_KEY = "async_ps"
+
+
+class AsyncParameterServerStrategy(ServedStrategy):
+    r"""Dense parameters and rows on servers; each worker pulls, computes and pushes gradients, and waits for no other.
+
+    A step looks rows up, computes, pushes the gradients of rows and dense parameters with the versions that they were
+    computed at, and pulls the dense parameters as they then are. Each gradient is an update of its own, applied where
+    the parameter lies by the LightningModule's own optimizer rule with its present learning rate, and multiplied by
+    what its staleness leaves of it.
+
+    Args:
+        normalization: What a stale gradient counts: a rule's name, or
+            :class:`~lightning_recsys.sync.StalenessNormalization` with its numbers. The default leaves gradients alone
+            up to a staleness of 1 000, so that clusters of fewer workers train as plain asynchronous SGD does.
+        num_embedding_servers: Number of servers; rows and dense parameters are spread over them.
+        **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: as training starts, an optimizer with a rule that stores do not have.
+
+    Communication: per step, the batch's ids to the servers and its rows with their versions back; gradients of rows and
+    of all dense parameters to the servers, and all dense parameters back. Nobody waits for another worker. In shared
+    memory nothing is sent.
+    Reference: Liu & Zhao 2021, "Asynchronous stochastic gradient descent for extreme-scale recommender systems".
+    Differs from the paper: the dense part is pulled at the end of a step and not at the start of the next, so that
+    callbacks see it as it is.
+
+    >>> from pytorch_lightning import Trainer
+    >>> strategy = AsyncParameterServerStrategy(normalization="linear")
+    >>> Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False).world_size
+    2
+    """
+
+    strategy_name = "async_ps"
+    asynchronous = True
+    wraps_model = False
+
+    def __init__(
+        self,
+        *,
+        normalization: StalenessNormalization | StalenessRule = "relative",
+        num_embedding_servers: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        require_positive("num_embedding_servers", num_embedding_servers)
+        self.normalization = StalenessNormalization(normalization) if isinstance(normalization, str) else normalization
+        self.num_embedding_servers = num_embedding_servers
+        self._reset()
+
+    def _reset(self) -> None:
+        self._dense: ServedDensePart | None = None  # while training
+        self._loads: Any = None  # the hook that follows what is loaded meanwhile
+        self._saved: list[int] = []  # versions of the checkpoint that is being made
+        self._restored: Sequence[int] = ()  # versions of the checkpoint that the run goes on from
+        self._training = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = type(self).__new__(type(self))
+        fresh._reset()
+        return super().__getstate__() | fresh.__dict__
+
+    def server_specs(self) -> list[ServerSpec]:
+        """Servers for rows and dense parameters."""
+        return [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
+
+    def make_backend(
+        self,
+        name: str,
+        collection: EmbeddingBagCollection,
+        *,
+        servers: Sequence[Stores],
+        plan: PlacementPlan,
+        seed: int,
+    ) -> StoreBackend:
+        """The collection's stores, whose rows have versions."""
+        return StoreBackend.create(
+            name,
+            collection.layout,
+            collection.optimizer,
+            servers=servers,
+            plan=plan,
+            seed=seed,
+            dynamic=self.dynamic_rows_of(collection),
+            normalization=self.normalization,
+        )
+
+    # --- Training ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Bring the dense part to the servers.
+
+        Raises:
+            ValueError: a setting of the trainer, or a callback, does not go with workers that run free.
+            TypeError: stores have no rule such as an optimizer's.
+        """
+        super().on_train_start()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        refuse_clocks(trainer)
+        refuse_different_schedules(trainer)
+        servers = self.stores(EMBEDDING)
+        self._dense = ServedDensePart(self.optimizers, len(servers))
+        if self.is_global_zero:
+            self._dense.create(servers, self.normalization, self._restored)
+        self.barrier("the dense part is there")
+        if not self.is_global_zero:
+            self._dense.open(servers)
+        self._dense.pull()
+        self._follow_loads()
+        self._training = True
+
+    def _follow_loads(self) -> None:
+        """Bring what is loaded into the model in the middle of the run to the servers, which have its dense part."""
+        module = self.lightning_module
+        assert module is not None
+
+        def bring(loaded: nn.Module, _: object) -> None:  # a function, so that a copied module has no copied strategy
+            if self._dense is not None and loaded is self.lightning_module:
+                self._dense.flush()
+                self.barrier("everybody has loaded the model")
+                if self.is_global_zero:
+                    self._dense.assign()
+                self.barrier("the dense part is loaded")
+
+        self._loads = module.register_load_state_dict_post_hook(bring)  # type: ignore[no-untyped-call]
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Push the gradients, and pull what the servers have."""
+        if self._dense is not None:
+            optimizer = cast(Optimizer, ServedStep(optimizer, self._dense))
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _settle(self) -> None:
+        """Wait until every update of every rank is on the servers, and take the dense part that they have."""
+        if self._tables is not None:
+            self._tables.flush()
+        assert self._dense is not None
+        assert self.lightning_module is not None
+        self._dense.flush()
+        self.barrier("every update is on the servers")
+        self._dense.pull()
+        for buffer in self.lightning_module.buffers():  # each worker's own until now, as statistics of batch norms
+            dist.broadcast(buffer, src=0)
+        if self._averages is not None:
+            self._averages.meet()
+
+    def on_validation_start(self) -> None:
+        """Let validation see every update, and the same ones on all workers."""
+        super().on_validation_start()
+        if self._training:
+            self._settle()
+
+    def on_validation_end(self) -> None:
+        """Train on when all have seen what they are to: a worker that runs free would change it under the others."""
+        super().on_validation_end()
+        if self._training:
+            self.barrier("everybody has validated")
+
+    def finish_training(self) -> None:
+        """Let the trained model have every update."""
+        if self._training:
+            self._settle()
+            self._training = False
+
+    # --- Checkpoints -------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As the base class, with every update of every rank; all ranks call this."""
+        if self._training:
+            self._settle()
+            assert self._dense is not None
+            self._saved = self._dense.versions()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, from the servers."""
+        if self._dense is not None and self.is_global_zero:
+            self._dense.pull_state(optimizer)
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Save, with the versions of the dense parameters; those of rows go with the rows."""
+        if self._saved and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = {"versions": self._saved}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, and keep the versions for the start of training."""
+        self._restored = checkpoint.get(CHECKPOINT_KEY, {}).get("versions", ())
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    # --- Telemetry and the end ---------------------------------------------------------------------------------------
+
+    def telemetry(self) -> dict[str, Any]:
+        """Staleness and traffic of this process so far; see ``docs/async_ps.md`` for each name."""
+        values: dict[str, Any] = super().telemetry()
+        dense = StalenessHistogram() if self._dense is None else self._dense.observed
+        rows = StalenessHistogram()
+        for collection in () if self._tables is None else self._tables.collections.values():
+            if isinstance(collection.embedding_bags, StoreBackend):
+                rows.update(collection.embedding_bags.observed)
+        for name, seen in (("staleness", dense), ("staleness/rows", rows)):
+            if len(seen):
+                values |= {name: seen} | {f"{name}/share_{bin_}": share for bin_, share in shares(seen).items()}
+        return values
+
+    def teardown(self) -> None:
+        """Follow loads no more; then all that the base class does."""
+        if self._loads is not None:
+            self._loads.remove()
+        super().teardown()
+        self._reset()
+
+
+_BINS = (("1", 1), ("2_to_9", 9), ("10_to_99", 99), ("100_to_999", 999), ("from_1000", None))
+
+
+def shares(seen: StalenessHistogram) -> dict[str, float]:
+    """What part of all observations lies in each of five bins.
+
+    >>> seen = StalenessHistogram()
+    >>> seen.add(torch.tensor([[1, 6], [12, 3], [2000, 1]]))
+    >>> shares(seen)
+    {'1': 0.6, '2_to_9': 0.0, '10_to_99': 0.3, '100_to_999': 0.0, 'from_1000': 0.1}
+    """
+    found, lowest = {}, 1
+    for name, highest in _BINS:
+        inside = (n for x, n in seen.counts.items() if x >= lowest and (highest is None or x <= highest))
+        found[name] = sum(inside) / max(len(seen), 1)
+        lowest = (highest or 0) + 1
+    return found

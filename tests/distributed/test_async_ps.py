@@ -1,0 +1,182 @@
+"""Dense parameters and rows on servers, and workers that run free: every update counts once, with its staleness."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from test_het import IDS, STEPS, Batches, Counting, GoesBack, KillsServer, SetsBias, all_rows, counts, make_trainer
+from torch import nn
+
+from lightning_recsys.callbacks import TelemetryMonitor
+from lightning_recsys.checkpoints import read_checkpoint
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD
+from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy
+from lightning_recsys.sync import StalenessNormalization
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(200),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+
+def test_updates_when_two_workers_train_then_each_counts_once_at_validation_in_checkpoints_and_at_the_end(tmp_path):
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    strategy = AsyncParameterServerStrategy(num_embedding_servers=2, table_placement="size", transport="tcp")
+    trainer = make_trainer(strategy, saving, TelemetryMonitor(), val_check_interval=2)
+    model = Counting(share=1.0)
+    trainer.fit(model)
+    assert trainer.callback_metrics["world_size"] == 2
+    torch.testing.assert_close(model.counted, all_rows(-counts(STEPS)), rtol=0, atol=0)
+    assert model.bias.item() == pytest.approx(-0.1 * 2 * STEPS)
+    for step in (3, 6):
+        saved = read_checkpoint(tmp_path / f"step={step}.ckpt")
+        rows = saved["state_dict"]["rows.embedding_bags.t.weight"]
+        torch.testing.assert_close(rows, all_rows(-counts(step)), rtol=0, atol=0)
+        assert saved["state_dict"]["bias"].item() == pytest.approx(-0.1 * 2 * step)
+        assert saved["async_ps"]["versions"] == [2 * step]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    for name in ("staleness", "staleness/rows"):
+        assert 1 <= metrics[f"{name}/mean"] <= metrics[f"{name}/p99"] <= metrics[f"{name}/max"] < 2 * STEPS
+        assert sum(share for key, share in metrics.items() if key.startswith(f"{name}/share_")) == pytest.approx(1.0)
+    assert min(metrics["comm/sent_bytes"], metrics["comm/received_bytes"]) > 0
+
+
+class Holds(Callback):
+    """Rank 1 looks its first batch up, and computes until rank 0 has taken all its steps."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if trainer.global_rank == 1 and trainer.global_step == 0:
+            while not (self.folder / "done").exists():
+                pass
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_rank == 0 and batch_idx == STEPS - 1:
+            (self.folder / "done").touch()
+
+    def on_train_end(self, trainer, pl_module):
+        seen = trainer.strategy._dense.observed.counts
+        (self.folder / f"seen-{trainer.global_rank}").write_text(repr(seen))
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_staleness_when_one_worker_is_held_then_is_that_of_the_schedule_and_normalised(tmp_path, transport):
+    strategy = AsyncParameterServerStrategy(normalization="linear", transport=transport)
+    model = Counting(share=1.0)
+    trainer = make_trainer(strategy, Holds(tmp_path), limit_val_batches=0)
+    trainer.fit(model)
+    assert trainer.callback_metrics["world_size"] == 2
+    assert (tmp_path / "seen-0").read_text() == repr({1: STEPS})
+    # Its first gradient has missed all of rank 0's updates; the later ones nothing.
+    assert (tmp_path / "seen-1").read_text() == repr({1: STEPS - 1, STEPS + 1: 1})
+    assert model.bias.item() == pytest.approx(-0.1 * (STEPS + STEPS - 1 + 1 / (STEPS + 1)))
+
+
+def test_server_when_killed_in_the_middle_then_no_update_is_lost_and_none_counts_twice():
+    model, strategy = Counting(share=1.0), AsyncParameterServerStrategy(transport="tcp")
+    make_trainer(strategy, KillsServer(), limit_val_batches=0).fit(model)
+    torch.testing.assert_close(model.counted, all_rows(-counts(STEPS)), rtol=0, atol=0)
+    assert model.bias.item() == pytest.approx(-0.1 * 2 * STEPS)
+
+
+def test_checkpoint_when_loaded_in_the_middle_then_no_worker_goes_on_with_what_it_had(tmp_path):
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    goes_back = GoesBack(tmp_path / "step=3.ckpt", "module")
+    model = Counting(share=1.0)
+    make_trainer(AsyncParameterServerStrategy(transport="tcp"), saving, goes_back, limit_val_batches=0).fit(model)
+    left_out = counts(5) - counts(3)
+    torch.testing.assert_close(model.counted, all_rows(-(counts(STEPS) - left_out)), rtol=0, atol=0)
+    assert model.bias.item() == pytest.approx(-0.1 * (STEPS - 2) * 2)
+
+
+def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept():
+    model = Counting(share=1.0)
+    make_trainer(AsyncParameterServerStrategy(transport="tcp"), SetsBias(), limit_val_batches=0).fit(model)
+    assert model.bias.item() == pytest.approx(-2 * 0.1 * STEPS * 2)
+
+
+class Small(Counting):
+    """A small net beside rows, by one of three rules."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(share=1.0, rule={"sgd": RowSGD(0.1), "adagrad": RowAdagrad(0.1), "adam": RowAdam(0.05)}[rule])
+        torch.manual_seed(0)
+        table = EmbeddingBagConfig("t", IDS, 4, ("a", "b"), init_std=0.1)
+        self.rows = EmbeddingBagCollection([table], optimizer=self.rows.optimizer)
+        self.net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.rule = rule
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(self.rows(batch["sparse"]).flatten(1))
+        return (out - 1).square().mean() + self.bias.square().sum()
+
+    def configure_optimizers(self):
+        make = {
+            "sgd": partial(torch.optim.SGD, lr=0.1),
+            "adagrad": partial(torch.optim.Adagrad, lr=0.1),
+            "adam": partial(torch.optim.Adam, lr=0.05),
+        }[self.rule]
+        optimizer = make([*self.net.parameters(), self.bias])
+        self.rows.attach_to(optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def train_dataloader(self):
+        return Batches(0)
+
+
+def parameters_of(model: nn.Module) -> torch.Tensor:
+    state = {name: x for name, x in model.state_dict().items() if not name.endswith(".step")}
+    return torch.cat([x.flatten().float() for _, x in sorted(state.items())])
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+def test_one_worker_when_it_trains_or_goes_on_then_equals_a_single_device(tmp_path, rule):
+    expected = Small(rule)
+    make_trainer("auto", devices=1, max_epochs=2, limit_val_batches=0).fit(expected)
+    model, saving = Small(rule), ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    strategy = partial(AsyncParameterServerStrategy, normalization=StalenessNormalization("power"))
+    make_trainer(strategy(), saving, devices=1, max_epochs=2, limit_val_batches=0).fit(model)
+    torch.testing.assert_close(parameters_of(model), parameters_of(expected), rtol=1e-4, atol=1e-6)
+    path = tmp_path / "step=6.ckpt"  # within the first epoch
+    saved = read_checkpoint(path)
+    assert saved["async_ps"]["versions"] == [6] * 5
+    if rule == "adam":
+        assert {int(state["step"]) for state in saved["optimizer_states"][0]["state"].values()} == {6}
+    again = Small(rule)
+    make_trainer(strategy(num_embedding_servers=2), devices=1, max_epochs=2, limit_val_batches=0).fit(
+        again, ckpt_path=path
+    )
+    torch.testing.assert_close(parameters_of(again), parameters_of(expected), rtol=1e-4, atol=1e-6)
+
+
+def test_checkpoint_when_of_het_then_goes_on_here_and_back(tmp_path):
+    paths = []
+    for number, make in enumerate((HETStrategy, AsyncParameterServerStrategy, HETStrategy)):
+        saving = ModelCheckpoint(tmp_path / str(number), save_on_train_epoch_end=True)
+        model = Counting(share=1.0)
+        trainer = make_trainer(make(), saving, devices=1, max_epochs=number + 1, limit_val_batches=0)
+        trainer.fit(model, ckpt_path=paths[-1] if paths else None)
+        paths.append(saving.best_model_path)
+        assert trainer.global_step == (number + 1) * STEPS
+        expected = -(number + 1) * counts(STEPS, ranks=1)
+        torch.testing.assert_close(model.counted, all_rows(expected), rtol=0, atol=0)
+
+
+class Momentum(Counting):
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.bias], lr=0.1, momentum=0.9)
+
+
+def test_optimizer_when_stores_have_no_such_rule_then_refused_by_name():
+    with pytest.raises(TypeError, match=r"strategy=async_ps trains .* got SGD\(lr=0.1, momentum=0.9\)"):
+        make_trainer(AsyncParameterServerStrategy(), devices=1).fit(Momentum(share=1.0))
