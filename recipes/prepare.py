@@ -1,4 +1,7 @@
-"""Prepare data: ``python recipes/prepare.py data=... raw=... out=...``; ``--help`` for what there is to choose."""
+"""Prepare data: ``python recipes/prepare.py data=... raw=... out=...``; ``--help`` for what there is to choose.
+
+``prepare.py schema`` guesses a schema, ``prepare.py cache`` shows what ``data=tabular`` keeps.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe_tools.config_types import check_complete
 from recipe_tools.overrides import CONFIG_DIR, explained_overrides
 from recipe_tools.prepare_rows import prepare_rows
+from recipe_tools.row_cache import show_cache
 
 from lightning_recsys.data import guess_schema
 
@@ -38,6 +42,9 @@ def rows(cfg: DictConfig) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["cache"]:
+        show_cache(sys.argv[2:])
+        return
     name = "schema" if sys.argv[1:2] == ["schema"] else "rows"
     if name == "schema":
         del sys.argv[1]

@@ -33,6 +33,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 collect_ignore_glob = ["*_script.py"]  # run in processes of their own; looking for doctests would run them too
 
 
+# Prepared rows go into a cache of this run's own, in the processes that tests start too.
+_CACHE = tempfile.TemporaryDirectory(prefix="lightning-recsys-tests-", ignore_cleanup_errors=True)
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
+
+
 @pytest.fixture(scope="session")
 def data_root() -> Path:
     """The folder of real data sets (``ml-1m``, ``adult``); the test is skipped where there is none."""

@@ -12,16 +12,16 @@ from lightning_recsys.data.prepared import PreparedDataModule
 if TYPE_CHECKING:
     from lightning_recsys.data.tables.guessing import guess_schema
     from lightning_recsys.data.tables.schema import Schema
-    from lightning_recsys.data.tables.tabular import TabularDataModule
+    from lightning_recsys.data.tabular import TabularDataModule
 
 # What reads tables is imported when it is first asked for: it brings Arrow's functions, 10 MiB in every worker.
-_OF_TABLES = {"Schema": "schema", "TabularDataModule": "tabular", "guess_schema": "guessing"}
+_OF_TABLES = {"Schema": "tables.schema", "TabularDataModule": "tabular", "guess_schema": "tables.guessing"}
 
 
 def __getattr__(name: str) -> object:
     if name not in _OF_TABLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.tables.{_OF_TABLES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_OF_TABLES[name]}"), name)
 
 
 __all__ = [

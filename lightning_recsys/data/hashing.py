@@ -59,24 +59,3 @@ def uniform(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
     floats: NDArray[np.float64] = (hashes >> np.uint64(11)).astype(np.float64)
     floats *= 2.0**-53
     return floats
-
-
-def hash_strings(buffer: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Hash byte strings, whole columns at a time; the same in every process and on every platform.
-
-    A polynomial in an odd constant, modulo ``2**64``, then :func:`mix64`.
-
-    Args:
-        buffer: All strings' bytes, one after the other.
-        offsets: Where each string starts and the last one ends, shape ``[n + 1]``.
-
-    >>> hash_strings(np.frombuffer(b"abcab", dtype=np.uint8), np.array([0, 2, 3, 5, 5])).tolist()
-    [11698481724046877294, 5694221423795747153, 11698481724046877294, 0]
-    """
-    lengths = np.diff(offsets)
-    position = np.arange(offsets[0], offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    powers = np.cumprod(np.full(int(lengths.max(initial=0)) + 1, _GOLDEN, dtype=np.uint64))
-    terms = (buffer[offsets[0] : offsets[-1]].astype(np.uint64) + np.uint64(1)) * powers[position]
-    totals = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(terms)])  # wraps around, and so do differences
-    start = offsets - offsets[0]
-    return mix64(totals[start[1:]] - totals[start[:-1]] + lengths.astype(np.uint64))

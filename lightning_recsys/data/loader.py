@@ -1,8 +1,9 @@
-"""Whole batches in a seeded order, shared out over ranks, with a position that a checkpoint can hold."""
+"""Whole batches in a seeded order, shared out over ranks, with a position that any number of ranks can go on from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -11,6 +12,96 @@ from torch.utils.data import SequentialSampler
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.hashing import key64
+
+Shuffle = Literal["rows", "batches"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How the rows of an epoch, from a position on, are dealt out to ranks.
+
+    Step ``s`` covers the next ``world_size * batch_size`` rows, of which each rank takes its slice. So ``n`` ranks see
+    in one step what a single rank with ``n`` times the batch size sees, every rank has the same number of batches, and
+    no row is lost or seen twice. The last step is shared out evenly (sizes differ by at most one); a rest of fewer rows
+    than ranks joins the step before it, whose batches are then one row larger on some ranks.
+
+    Args:
+        start: Position of the first row that is left.
+        stop: Number of rows in the epoch.
+        batch_size: Rows per batch and rank.
+        world_size: Number of ranks.
+        drop_last: Leave out what does not fill a step.
+
+    >>> steps = Steps(0, 7, batch_size=2, world_size=2)
+    >>> len(steps), [steps.slice(s, rank=r) for s in range(2) for r in range(2)]
+    (2, [(0, 2), (2, 4), (4, 5), (5, 7)])
+    """
+
+    start: int
+    stop: int
+    batch_size: int
+    world_size: int
+    drop_last: bool = False
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.stop - self.start, self.batch_size * self.world_size)
+        if self.drop_last:
+            return full
+        return full + (rest >= self.world_size)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """The rows of all ranks in a step."""
+        size = self.batch_size * self.world_size
+        first = self.start + step * size
+        last = step == len(self) - 1 and not self.drop_last
+        return first, self.stop if last else first + size
+
+    def slice(self, step: int, *, rank: int) -> tuple[int, int]:
+        """The rows of a rank in a step."""
+        first, last = self.bounds(step)
+        size = last - first
+        return first + size * rank // self.world_size, first + size * (rank + 1) // self.world_size
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which batches of an epoch to make.
+
+    Args:
+        batch_size: Rows per batch and rank.
+        drop_last: Leave out what does not fill a step of all ranks.
+        rank: Whose batches.
+        world_size: How many ranks share the rows.
+        seed: Seed of the order.
+        epoch: Number of the epoch; each has another order, if there is any.
+        start: Position in the epoch where to begin.
+    """
+
+    batch_size: int
+    drop_last: bool = False
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    epoch: int = 0
+    start: int = 0
+
+    def steps(self, num_rows: int) -> Steps:
+        """How the rows are dealt out."""
+        return Steps(self.start, num_rows, self.batch_size, self.world_size, self.drop_last)
+
+
+class BatchSource(Protocol):
+    """Rows that make the batches of an epoch, in an order that hangs on the seed and the epoch."""
+
+    def __len__(self) -> int: ...
+
+    def batches(self, request: Request) -> Iterator[Batch]:
+        """The batches of one rank, from a position of the epoch on."""
+        ...
+
+    def order(self, request: Request) -> dict[str, int | str | None]:
+        """What the order hangs on beside the seed: a position means the same rows wherever this is the same."""
+        ...
 
 
 class RowSource(Protocol):
@@ -23,21 +114,66 @@ class RowSource(Protocol):
         ...
 
 
-class BatchLoader:
-    """Iterates over a :class:`RowSource` in whole batches; no row is touched one by one, and no worker process runs.
+@dataclass(frozen=True)
+class ShuffledRows:
+    """A :class:`RowSource` as a :class:`BatchSource`: rows are taken as they are asked for.
 
-    Ranks walk through one common order together: step ``s`` covers the next ``world_size * batch_size`` rows of it, of
-    which each rank takes its slice. So ``n`` ranks see in one step what a single rank with ``n`` times the batch size
-    sees, every rank has the same number of batches, and no row is lost or seen twice. The last step is shared out
-    evenly (sizes differ by at most one); a rest of fewer rows than ranks joins the step before it, whose batches are
-    then one row larger on some ranks.
+    Args:
+        rows: The rows.
+        shuffle: ``rows`` draws a new permutation of the rows for each epoch; ``batches`` permutes the steps only, which
+            costs no memory per row and is enough for rows that are independent by construction; ``None`` keeps the
+            order of the rows.
+        features: The categorical features that batches have; ``None`` for all.
+    """
+
+    rows: RowSource
+    shuffle: Shuffle | None = None
+    features: Sequence[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batches(self, request: Request) -> Iterator[Batch]:
+        """See the protocol."""
+        steps = request.steps(len(self))
+        size = request.batch_size * request.world_size
+        generator = torch.Generator().manual_seed(int(key64(request.seed, request.epoch) >> 1))
+        if self.shuffle == "rows":
+            order = torch.randperm(len(self), generator=generator)
+        elif self.shuffle == "batches":
+            whole = replace(request, start=0).steps(len(self))
+            last = whole.bounds(len(whole) - 1)
+            order = torch.randperm(len(whole) - (last[1] - last[0] != size), generator=generator)  # it stays the last
+        for step in range(len(steps)):
+            start, stop = steps.slice(step, rank=request.rank)
+            number = steps.bounds(step)[0] // size
+            if self.shuffle == "rows":
+                rows = order[start:stop]
+            else:
+                moved = int(order[number]) - number if self.shuffle and number < len(order) else 0
+                rows = torch.arange(start, stop) + moved * size
+            batch = self.rows.take(rows)
+            yield batch if self.features is None else batch.select(self.features)
+
+    def order(self, request: Request) -> dict[str, int | str | None]:
+        """See the protocol."""
+        steps = {"rows_per_step": request.batch_size * request.world_size} if self.shuffle == "batches" else {}
+        return {"shuffle": self.shuffle, **steps}
+
+
+class BatchLoader:
+    """Iterates over rows in whole batches; no row is touched one by one.
+
+    All ranks walk through one order that hangs on the seed and the epoch, and share each step's rows: see
+    :class:`Steps`. The position of the whole training is one number: rows of the epoch that were served. That is what
+    ``state_dict()`` holds, and what any number of ranks, with any batch size, can go on from (where steps are shuffled,
+    as many ranks with the same batch size only).
 
     Args:
         source: The rows.
         batch_size: Rows per batch and rank.
-        shuffle: ``rows`` draws a new permutation of the rows for each epoch, from ``(seed, epoch)``; ``batches``
-            permutes the steps only, which costs no memory per row and is enough for rows that are independent by
-            construction; ``None`` keeps the order of the source.
+        shuffle: Of a source that is a :class:`RowSource`; see :class:`ShuffledRows`. A :class:`BatchSource` has an
+            order of its own, and this says whether it is another one in each epoch.
         seed: Seed of the order.
         drop_last: Leave out what does not fill a step of ``world_size * batch_size`` rows.
         rank: Whose slices to yield.
@@ -60,10 +196,10 @@ class BatchLoader:
 
     def __init__(
         self,
-        source: RowSource,
+        source: RowSource | BatchSource,
         *,
         batch_size: int,
-        shuffle: Literal["rows", "batches"] | None = None,
+        shuffle: Shuffle | None = None,
         seed: int = 0,
         drop_last: bool = False,
         rank: int = 0,
@@ -71,95 +207,89 @@ class BatchLoader:
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"data.batch_size must be at least 1, got {batch_size}.")
-        self.source = source
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.rank, self.world_size = rank, world_size
-        self._step_size = batch_size * world_size
-        self._full_steps, rest = divmod(len(source), self._step_size)
-        self._num_rows = len(source) - rest if drop_last else len(source)
-        needed = self._step_size if drop_last else world_size
-        if len(source) < needed:
+        self._source: BatchSource = source if hasattr(source, "batches") else ShuffledRows(source, shuffle)  # type: ignore[assignment]
+        self._shuffled = shuffle is not None
+        self._request = Request(batch_size, drop_last, rank, world_size, seed)
+        self._length = len(self._steps(0, 0))
+        if not self._length:
+            needed = batch_size * world_size if drop_last else world_size
             raise ValueError(
                 f"{len(source)} rows are too few for {world_size} ranks"
                 f"{f' with data.batch_size={batch_size} and drop_last' if drop_last else ''}: at least {needed} are "
                 "needed, so that each rank gets a batch. Use fewer workers, a smaller batch or more rows."
             )
-        self._num_batches = self._full_steps + (not drop_last and rest >= world_size)
-        if self._num_batches == self._full_steps and self._num_rows % self._step_size:
-            self._full_steps -= 1  # the last step takes the rest, too small for a step of its own
-        self._current = self._next = (0, 0)  # (epoch, batches of it that were served)
+        self._current = self._next = (0, 0, 0)  # (epoch, rows of it that were served, batches)
+        self._finished = False  # whether those are all of the epoch
         self._resumed = self._identity()
 
     def __len__(self) -> int:
-        return self._num_batches
+        """Batches of the epoch, those served before it was resumed included."""
+        return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, first_step = self._next
-        if first_step:
-            self._check_position(epoch, first_step)
-        self._next = (epoch + 1, 0)
-        order = self._order(epoch)
-        for step in range(first_step, self._num_batches):
-            self._current = (epoch, step + 1)
-            yield self.source.take(self._rows_of(step, order))
+        epoch, start, served = self._next
+        if start:
+            self._check_position(epoch, start)
+        steps = self._steps(epoch, start)
+        self._length = served + len(steps)
+        self._next = (epoch + 1, 0, 0)
+        for step, batch in enumerate(self._source.batches(replace(self._request, epoch=epoch, start=start))):
+            self._current = (epoch, steps.bounds(step)[1], served + step + 1)
+            self._finished = step == len(steps) - 1
+            yield batch
+        self._length = len(self._steps(epoch + 1, 0))
 
     @property
     def sampler(self) -> BatchLoader | SequentialSampler:
         """What Lightning calls ``set_epoch`` on, and recognises an unshuffled loader by."""
-        return self if self.shuffle else SequentialSampler(range(self._num_rows))
+        return self if self._shuffled else SequentialSampler(range(len(self._source)))
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration run through ``epoch``; from its start, unless it is the epoch being resumed."""
         if epoch != self._next[0]:
-            self._next = (epoch, 0)
+            self._go_to(epoch, 0, 0)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position: the same on all ranks, so that rank 0's serves for all."""
-        epoch, batch = self._current
-        return {"epoch": epoch, "batch": batch, **self._identity()}
+        epoch, row, batch = self._current
+        return {"epoch": epoch, "row": row, "batch": batch, "finished": self._finished, **self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next iteration continue behind the last batch that was served.
+        """Make the next iteration continue behind the last row that was served.
 
-        That iteration raises ``ValueError`` if the position is inside an epoch of other rows, another seed or another
-        batch size, where it has no meaning.
+        That iteration raises ``ValueError`` if the position is inside an epoch of other rows or of another order, where
+        it has no meaning, or if too few rows of the epoch are left for so many ranks.
         """
-        self._resumed = {name: state_dict[name] for name in self._identity()}
-        self._current = (state_dict["epoch"], state_dict["batch"])
-        finished = state_dict["batch"] == self._resumed["num_batches"]
-        self._next = (self._current[0] + 1, 0) if finished else self._current
+        if "row" not in state_dict:
+            raise ValueError("the position of the data in this checkpoint was written by an earlier version.")
+        epoch, row, batch = state_dict["epoch"], state_dict["row"], state_dict["batch"]
+        self._resumed = {name: state_dict.get(name) for name in self._identity()}
+        self._current, self._finished = (epoch, row, batch), state_dict["finished"]
+        if self._finished:
+            self._go_to(epoch + 1, 0, 0)
+        else:
+            self._go_to(epoch, row, batch)
 
-    def _identity(self) -> dict[str, int]:
-        return {
-            "num_rows": self._num_rows,
-            "num_batches": self._num_batches,
-            "rows_per_step": self._step_size,
-            "seed": self.seed,
-        }
+    def _go_to(self, epoch: int, row: int, batch: int) -> None:
+        self._next = (epoch, row, batch)
+        self._length = batch + len(self._steps(epoch, row))
 
-    def _check_position(self, epoch: int, batch: int) -> None:
+    def _steps(self, epoch: int, start: int) -> Steps:
+        return replace(self._request, epoch=epoch, start=start).steps(len(self._source))
+
+    def _identity(self) -> dict[str, Any]:
+        return {"num_rows": len(self._source), "seed": self._request.seed, **self._source.order(self._request)}
+
+    def _check_position(self, epoch: int, row: int) -> None:
         if self._resumed != self._identity():
             raise ValueError(
-                f"the checkpoint stopped inside epoch {epoch}, after batch {batch} of a loader with {self._resumed}, "
-                f"and this one has {self._identity()}. Resume with the same data, seed, batch size and number of "
-                "workers, or from a checkpoint saved at the end of an epoch."
+                f"the checkpoint stopped inside epoch {epoch}, after row {row} of {self._resumed}, and this loader has "
+                f"{self._identity()}. Resume with the same rows, seed and order, or from a checkpoint saved at the end "
+                "of an epoch."
             )
-
-    def _order(self, epoch: int) -> Tensor | None:
-        if self.shuffle is None:
-            return None
-        generator = torch.Generator().manual_seed(int(key64(self.seed, epoch) >> 1))
-        count = len(self.source) if self.shuffle == "rows" else self._full_steps
-        return torch.randperm(count, generator=generator)
-
-    def _rows_of(self, step: int, order: Tensor | None) -> Tensor:
-        if order is not None and self.shuffle == "batches" and step < self._full_steps:
-            step = int(order[step])
-        start = step * self._step_size
-        stop = start + self._step_size if step < self._full_steps else self._num_rows
-        start, stop = (start + (stop - start) * (self.rank + i) // self.world_size for i in (0, 1))
-        if order is not None and self.shuffle == "rows":
-            return order[start:stop]
-        return torch.arange(start, stop)
+        left, ranks = len(self._source) - row, self._request.world_size
+        if not self._request.drop_last and 0 < left < ranks:
+            raise ValueError(
+                f"the checkpoint stopped inside epoch {epoch} with {left} rows left, too few for {ranks} ranks. Resume "
+                f"with at most {left} workers."
+            )

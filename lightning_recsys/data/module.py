@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
 
 from lightning_recsys.data.batch import Batch
-from lightning_recsys.data.loader import BatchLoader, RowSource
-from lightning_recsys.data.rows import select_features
+from lightning_recsys.data.loader import BatchLoader, BatchSource, RowSource, Shuffle, ShuffledRows
 
 Split = Literal["train", "validation", "test"]
 _LIMITS: dict[str, Split] = {
@@ -34,7 +33,7 @@ class CTRDataModule(pl.LightningDataModule, ABC):
         drop_last: Leave out the training rows that do not fill a batch on every rank. Evaluation never drops a row.
     """
 
-    _shuffle: Literal["rows", "batches"] = "rows"
+    _shuffle: Shuffle = "rows"
 
     def __init__(self, *, batch_size: int, seed: int | None, drop_last: bool) -> None:
         super().__init__()
@@ -43,6 +42,8 @@ class CTRDataModule(pl.LightningDataModule, ABC):
         self.drop_last = drop_last
         self.selected_fields: tuple[str, ...] | None = None
         self._limits: dict[str, int | float] = {}
+        self._train_loader: BatchLoader | None = None
+        self._position: dict[str, Any] | None = None  # where the next training loader begins, after a resume
 
     def setup(self, stage: str | None = None) -> None:
         """Make the trainer skip the splits that are not there; a subclass that overrides this calls it."""
@@ -107,7 +108,25 @@ class CTRDataModule(pl.LightningDataModule, ABC):
     def train_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """Batches of the training rows in a new order each epoch (always the same one under ``overfit_batches``)."""
         fixed = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
-        return self._loader("train", shuffle=None if fixed else self._shuffle, drop_last=self.drop_last)
+        loader = self._loader("train", shuffle=None if fixed else self._shuffle, drop_last=self.drop_last)
+        self._train_loader = loader if isinstance(loader, BatchLoader) else None
+        if self._position is not None and self._train_loader is not None:
+            usual = len(loader)
+            self._train_loader.load_state_dict(self._position)
+            if self.trainer is not None and len(loader) != usual:
+                # The epoch being resumed has another number of batches than those to come, and Lightning asks for the
+                # number only where it asks for the loader.
+                self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        self._position = None
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the training rows."""
+        return {} if self._train_loader is None else {"position": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make the next training loader begin at a position: before Lightning asks it for its number of batches."""
+        self._position = state_dict.get("position")
 
     def val_dataloader(self) -> BatchLoader | list[BatchLoader]:
         """Batches of the validation rows, in order."""
@@ -122,15 +141,15 @@ class CTRDataModule(pl.LightningDataModule, ABC):
         return self._loader("test")
 
     def _loader(
-        self, split: Split, *, shuffle: Literal["rows", "batches"] | None = None, drop_last: bool = False
+        self, split: Split, *, shuffle: Shuffle | None = None, drop_last: bool = False
     ) -> BatchLoader | list[BatchLoader]:
-        rows = self.rows(split)
-        if rows is None:
+        source = self._source(split, shuffle)
+        if source is None:
             return []
         # The strategy knows how many ranks get rows of their own; Lightning's samplers ask it the same question.
         share = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
         return BatchLoader(
-            select_features(rows, self.selected_fields),
+            source,
             batch_size=self.batch_size,
             shuffle=shuffle,
             seed=self.seed,
@@ -138,3 +157,8 @@ class CTRDataModule(pl.LightningDataModule, ABC):
             rank=share["rank"],
             world_size=share["num_replicas"],
         )
+
+    def _source(self, split: Split, shuffle: Shuffle | None) -> BatchSource | None:
+        """The rows of a split, in an order."""
+        rows = self.rows(split)
+        return None if rows is None else ShuffledRows(rows, shuffle, self.selected_fields)

@@ -66,13 +66,10 @@ def build_datamodule(config: Config, *, checkpoint: dict[str, Any] | None = None
     With a checkpoint it knows them from there, and no training rows are read.
     """
     datamodule: pl.LightningDataModule = build(config["data"])
-    datamodule.prepare_data()
-    if checkpoint is None:
-        datamodule.setup("fit")
-        return datamodule
-    if (state := checkpoint.get(type(datamodule).__qualname__)) is not None:
+    if checkpoint is not None and (state := checkpoint.get(type(datamodule).__qualname__)) is not None:
         datamodule.load_state_dict(state)
-    datamodule.setup("test")
+    datamodule.prepare_data()
+    datamodule.setup("fit" if checkpoint is None else "test")
     return datamodule
 
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from recipe_tools.build import Config, build
 from recipe_tools.overrides import CONFIG_DIR
 from recipe_tools.report import console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from lightning_recsys.data import guess_schema
 from lightning_recsys.data.preparation import Preparation, split_by_schema, split_rule
-from lightning_recsys.data.preparation import Progress as Report
+from lightning_recsys.data.preparation.progress import progress_bar
 from lightning_recsys.data.prepared import Manifest
 from lightning_recsys.data.raw import find_files
+from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.typed_yaml import load_yaml
 
-PHASES = {"survey": "Counting rows", "learn": "Reading the training rows", "write": "Writing shards"}
 GUESS = "guess"
 
 
@@ -30,7 +26,7 @@ def prepare_rows(config: Config) -> Manifest:
     out = Path(config["out"])
     raw_format = build(with_schema(config, out=out))
     files = raw_format.files("train") if config["raw"] is None else find_files(config["raw"])
-    with _progress_bar() as on_progress:
+    with progress_bar(console()) as on_progress:
         preparation = Preparation(
             out,
             raw_format=raw_format,
@@ -83,40 +79,12 @@ def print_manifest(manifest: Manifest, root: Path) -> None:
         table.add_row(split, f"{rows:,}", positive, str(len(shards)), f"{sum(shard.bytes for shard in shards):,}")
     output = console()
     output.print(table)
-    if statistics["skipped_rows"]:
-        output.print(f"{statistics['skipped_rows']:,} bad rows were skipped, such as:", highlight=False)
-        for message in statistics["skipped_examples"]:
-            output.print(f"  {message}", markup=False, highlight=False, soft_wrap=True)
+    for path, skipped in manifest.details["skipped"].items():
+        message = SkippedRows(**skipped).describe(path)
+        output.print(message, markup=False, highlight=False, soft_wrap=True)
     learned = manifest.details["learned"]
     if learned.get("raised"):
         output.print(
             f"Vocabularies hold values of at least {learned['min_count']} rows only: max_vocabulary was reached."
         )
     output.print(f"Train: python recipes/train.py data=prepared data.root={root}", markup=False, soft_wrap=True)
-
-
-class _RowsPerSecond(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        rows, seconds = task.fields["rows"], task.finished_time or task.elapsed or 0
-        return Text(f"{rows:,} rows, {rows / seconds if seconds else 0:,.0f}/s")
-
-
-@contextmanager
-def _progress_bar() -> Iterator[object]:
-    """Yields what :class:`Preparation` tells its progress; time is estimated from the bytes of the raw files."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        _RowsPerSecond(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    with Progress(*columns, console=console(), speed_estimate_period=60) as bar:
-        tasks = {}
-
-        def show(report: Report) -> None:
-            if report.phase not in tasks:
-                tasks[report.phase] = bar.add_task(PHASES[report.phase], total=report.total_bytes, rows=0)
-            bar.update(tasks[report.phase], completed=report.bytes, rows=report.rows)
-
-        yield show

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import pytorch_lightning as pl
 import torch
 
 from lightning_recsys.data import Batch, SyntheticDataModule, TabularDataModule
+from lightning_recsys.data.preparation import Preparation
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
@@ -68,12 +71,13 @@ def make_data(kind: str, folder: Path) -> pl.LightningDataModule:
 
 
 def fit(
-    kind: str, folder: Path, *, data=None, save_after=None, ckpt_path=None, **options
+    kind: str, folder: Path, *, data=None, save_after=None, ckpt_path=None, set_up=True, **options
 ) -> list[dict[str, list[list[float]]]]:
     """What each of two ranks was given."""
     folder.mkdir(exist_ok=True)
     data = data or make_data(kind, folder)
-    data.setup("fit")  # as a recipe does, so that the rows travel to the workers
+    if set_up:
+        data.setup("fit")  # as a recipe does
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy="ddp_forkserver",
@@ -88,6 +92,32 @@ def fit(
     )
     trainer.fit(Recorder(folder, save_after), datamodule=data, ckpt_path=ckpt_path)
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
+
+
+class Noting(TabularDataModule):
+    """Leaves a file for each time that rows are prepared, named by the rank."""
+
+    def _prepare(self, origin):
+        run, rank = Preparation.run, "main" if self.trainer is None else self.trainer.global_rank
+
+        def noted(job):
+            (self._root / f"{origin}-by-{rank}-{time.time_ns()}.note").touch()
+            return run(job)
+
+        with mock.patch.object(Preparation, "run", noted):
+            super()._prepare(origin)
+
+
+@pytest.mark.parametrize("set_up", [True, False])
+def test_rows_when_two_workers_train_then_they_are_prepared_once_by_the_first_who_needs_them(tmp_path, set_up):
+    """By the main process, where it asks what a model is built from; else by the first rank of the machine."""
+    plain = make_data("tabular", tmp_path)
+    data = Noting(schema=plain.schema, root=tmp_path, batch_size=BATCH, cache=tmp_path / "cache")
+    ranks = fit("tabular", tmp_path, data=data, set_up=set_up, max_epochs=1)
+    assert sorted(row for rank in ranks for batch in rank["train"] for row in batch) == list(range(NUM_TRAIN))
+    who = "main" if set_up else "0"
+    notes = sorted(path.name.rpartition("-")[0] for path in tmp_path.glob("*.note"))
+    assert notes == [f"train-by-{who}", f"validation-by-{who}"]
 
 
 @pytest.mark.parametrize("kind", ["synthetic", "tabular"])

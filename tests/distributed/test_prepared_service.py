@@ -54,7 +54,7 @@ def folder(tmp_path) -> Path:
 
 
 def request(rank: int = 0, world_size: int = 1, **changes) -> StreamRequest:
-    options = {"split": "train", "seed": 0, "epoch": 0, "window": 64, "start": 0, "batch_size": 16, "drop_last": False}
+    options = {"split": "train", "seed": 0, "epoch": 0, "window": 64, "batch_size": 16}
     return StreamRequest(**(options | changes), rank=rank, world_size=world_size)
 
 
@@ -129,7 +129,7 @@ def test_shared_reader_when_killed_then_the_worker_is_told(folder):
     data = module(folder, batch_size=1, reader="shared", prefetch_batches=1)  # more packs than wait in memory
     batches = iter(data.train_dataloader())
     next(batches)
-    data._reader._process.kill()
+    next(iter(data._readers.values()))._process.kill()
     with pytest.raises(RuntimeError, match=r"the reader process \(data.reader=shared\) has ended"):
         list(batches)
     data.teardown()
@@ -140,7 +140,7 @@ def test_shared_reader_when_its_owner_has_forked_then_ends_at_once_all_the_same(
     data = module(folder, batch_size=1, reader="shared", prefetch_batches=1)
     batches = iter(data.train_dataloader())
     next(batches)
-    reader = data._reader._process
+    reader = next(iter(data._readers.values()))._process
     forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
     forked.start()
     try:
@@ -157,7 +157,7 @@ def own_a_reader(folder: Path, told: Connection) -> None:
     data = module(folder, reader="shared")
     batches = iter(data.train_dataloader())
     next(batches)
-    told.send(data._reader._process.pid)
+    told.send(next(iter(data._readers.values()))._process.pid)
     time.sleep(100)
 
 
@@ -194,8 +194,8 @@ class Teller(LightningModule):
         self.told |= {
             "world_size": self.trainer.world_size,
             "node": self.trainer.node_rank,
-            "address": data._address,
-            "reader": data._reader._process.pid,
+            "address": next(iter(data._addresses.values())),
+            "reader": next(iter(data._readers.values()))._process.pid,
         }
 
     def training_step(self, batch, batch_idx):

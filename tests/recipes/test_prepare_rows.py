@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import json
@@ -12,11 +13,13 @@ import time
 import pytest
 from omegaconf import OmegaConf
 from recipe_helpers import train_here
-from recipe_tools import prepare_rows as recipe
 from recipe_tools.prepare_rows import prepare_rows
+from recipe_tools.row_cache import show_cache
 from rich.console import Console
 
+from lightning_recsys.data import TabularDataModule
 from lightning_recsys.data.preparation import Progress
+from lightning_recsys.data.preparation.progress import progress_bar
 
 
 def criteo_line(rng: random.Random) -> str:
@@ -51,10 +54,9 @@ def test_prepared_rows_when_trained_on_then_every_preprocessing_works(preprocess
     assert record.metrics["test/ne"] > 0
 
 
-def test_progress_bar_then_tells_share_rows_a_second_and_time_left(monkeypatch):
+def test_progress_bar_then_tells_share_rows_a_second_and_time_left():
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    monkeypatch.setattr(recipe, "console", lambda: console)
-    with recipe._progress_bar() as show:
+    with progress_bar(console) as show:
         for rows in (1000, 2000):
             show(Progress("write", rows=rows, bytes=rows, total_bytes=4000))
             time.sleep(0.01)
@@ -91,7 +93,7 @@ def test_command_line_when_a_row_is_bad_then_ends_with_a_sentence(composed, tmp_
         f"out={tmp_path / 'b'}",
     ]
     prepare(composed, tmp_path, path, *overrides)
-    assert "1 bad rows were skipped, such as:" in capsys.readouterr().out
+    assert ": skipped 1 of " in capsys.readouterr().out
 
 
 def write_table(folder, num_rows: int = 300) -> None:
@@ -138,3 +140,17 @@ def test_table_when_its_schema_is_guessed_or_known_then_needs_no_schema_file(com
     )
     config["data"]["root"] = str(data_root)
     assert sum(shard.rows for shard in prepare_rows(config).splits["test"]) == 16_281
+
+
+def test_cache_when_listed_and_cleared_then_says_what_is_in_it(tmp_path, capsys):
+    write_table(tmp_path)
+    cache = ["--folder", str(tmp_path / "cache")]
+    schema = {"files": "clicks.csv.gz", "label": "click", "dense": ["price"], "categorical": ["user"]}
+    data = TabularDataModule(schema=schema, root=tmp_path, cache=tmp_path / "cache")
+    data.setup("fit")
+    show_cache(cache)
+    assert re.search(r"300 .* in use .*clicks\.csv\.gz", capsys.readouterr().out)
+    del data
+    gc.collect()
+    show_cache([*cache, "--clear"])
+    assert re.search(r"removed 1 entries, [\d,]+ bytes.*is empty", capsys.readouterr().out, re.DOTALL)

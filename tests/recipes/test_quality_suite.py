@@ -18,8 +18,8 @@ from recipe_helpers import CONF
 from recipe_tools.quiet import be_quiet
 
 from lightning_recsys import models
-from lightning_recsys.data.rows import InMemoryRows
-from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.data import Batch
+from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 
 
 def adult_file(path: Path, *, rows: int, seed: int, dot: str) -> None:
@@ -206,10 +206,10 @@ def test_counterpart_then_as_many_parameters_as_ours(name, tmp_path):
 def test_columns_then_every_row_as_it_was_and_bags_filled_up_with_zeros():
     from benchmarks.peers.fuxictr_training import Loader, as_columns
 
-    bags = {"genres": (torch.tensor([0, 2, 2, 3]), torch.tensor([7, 8, 0]))}
-    dense, ids = torch.tensor([[0.5], [1.5], [2.5]]), torch.tensor([[4], [5], [6]])
-    rows = InMemoryRows(dense, ("user",), ids, bags, torch.tensor([1.0, 0.0, 1.0]))
-    loader = Loader(as_columns(rows), batch_size=2, shuffle=False)
+    lengths = torch.tensor([1, 1, 1, 2, 0, 1])
+    sparse = SparseFeatures(("user", "genres"), torch.tensor([4, 5, 6, 7, 8, 0]), lengths=lengths)
+    rows = Batch(torch.tensor([[0.5], [1.5], [2.5]]), sparse, torch.tensor([1.0, 0.0, 1.0]))
+    loader = Loader(as_columns(rows, bags=["genres"]), batch_size=2, shuffle=False)
     first, last = loader
     assert len(loader) == 2
     assert first["genres"].tolist() == [[8, 9], [0, 0]]

@@ -22,9 +22,9 @@ import pyarrow.compute as pc
 
 from lightning_recsys.__about__ import __version__
 from lightning_recsys.data.module import Split
-from lightning_recsys.data.preparation.learning import Learned, learn
+from lightning_recsys.data.preparation.learning import learn
 from lightning_recsys.data.preparation.parallel import ordered_map
-from lightning_recsys.data.preparation.preprocessing import ColumnRules, Summary
+from lightning_recsys.data.preparation.preprocessing import ColumnRules, Learned, Summary
 from lightning_recsys.data.preparation.schema_split import BySchema, survey_rows
 from lightning_recsys.data.preparation.segments import Records, Segment
 from lightning_recsys.data.preparation.shards import GROUP_ROWS, IdBags, Ids, Rows, shard_schema
@@ -141,12 +141,14 @@ class Preparation:
         with self._lock(), ThreadPoolExecutor(self._num_threads) as pool:
             self._begin()
             self._survey(pool)
-            learned = self._learn(pool) if self._rules.learns(self._format) else Learned()
+            learned = (
+                self._learn(pool) if self._rules.learns(self._format) else self._rules.known(self._out / VOCABULARY)
+            )
             records = Records(self._work)
             features = self._features(learned)
             self._write(pool, learned, records, features)
             manifest = self._manifest(learned, records, features)
-            if not manifest.splits["train"]:
+            if None in self._source.splits and not manifest.splits["train"]:
                 raise ValueError(f"{self._out}: no row is left for training. See split and on_bad_row.")
             manifest.save(self._out)
         shutil.rmtree(self._work)
@@ -203,7 +205,6 @@ class Preparation:
                 ahead=self._num_threads + 1,
                 report=self._reporter("survey", self._bytes(lambda split: split is None)),
             )
-            self._format.check_read()
             write_atomically(path, survey.to_json())
         self._source.survey, rule.bounds = survey, survey.bounds
 
@@ -220,7 +221,6 @@ class Preparation:
             ahead=self._num_threads + 1,
             report=self._reporter("learn", self._bytes(lambda split: split in (None, "train"))),
         )
-        self._format.check_read()
         learned.save(path)
         return learned
 
@@ -233,6 +233,8 @@ class Preparation:
         schema = shard_schema(self._rules.dense_names(self._format), features)
         summary_IK = learned.summary_IK
         file, position = records.position
+        whole = not len(records)  # else this process does not see all rows
+        self._source.begin_pass(last=True)
         report = self._reporter("write", sum(x.bytes for x in self._source.files))
         report(0, sum(x.bytes for x in self._source.files[:file]))
         while file < len(self._source.files):
@@ -241,14 +243,18 @@ class Preparation:
             work = partial(self._transform, file, tables, summary_IK)
             for first in blocks:
                 segment = islice(chain([first], blocks), self._blocks_per_segment)
-                with Segment(self._out, len(records), schema=schema, compression=self._compression) as shards:
+                path = Path(self._source.files[file].path)
+                with Segment(self._out, len(records), path, schema=schema, compression=self._compression) as shards:
                     for parsed, rows, missing in ordered_map(pool, work, segment, ahead=self._num_threads + 1):
+                        self._source.count(file, parsed.rows)
                         shards.write(parsed, rows, missing)
                         block = parsed.block
                         report(len(parsed.rows), block.consumed - consumed)
                         consumed = block.consumed
                     records.append({"position": (file, *block.next_position), **shards.finish()})
             file, position = file + 1, Position()
+        if whole:
+            self._source.end_pass(range(len(self._source.files)))
 
     def _transform(
         self, file: int, tables: Mapping[str, KeyTable], summary_IK: Summary, block: Block
@@ -322,6 +328,9 @@ class Preparation:
                     "raised": learned.raised,
                 },
                 "statistics": records.statistics(),
+                "skipped": {
+                    str(path): asdict(rows) for path, rows in (records.skipped() | dict(self._format.skipped())).items()
+                },
                 "versions": {
                     "lightning_recsys": __version__,
                     "python": platform.python_version(),

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from lightning_recsys.data.preparation.parallel import ordered_map
-from lightning_recsys.data.preparation.preprocessing import ColumnRules, Summary
-from lightning_recsys.data.preparation.source import RawSource
+from lightning_recsys.data.preparation.preprocessing import ColumnRules, Learned, Summary
+from lightning_recsys.data.preparation.source import ParsedBlock, RawSource
 from lightning_recsys.data.preparation.vocabulary import ValueCounter, count_values
-from lightning_recsys.data.prepared.manifest import write_atomically
 from lightning_recsys.data.raw import Block
 
 Report = Callable[[int, int], None]
 """Takes the rows and the bytes of raw files that were read since the last call."""
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What was learned from the training rows.
-
-    Args:
-        dense: What the rules keep of each dense feature, shape ``[I, K]``.
-        vocabulary_sizes: Values of each vocabulary; empty where ids are hashed.
-        min_count: How often the rarest value of a vocabulary occurs, at least.
-        raised: Whether that is more than was asked for, so that vocabularies are not too large.
-    """
-
-    dense: Sequence[Sequence[float]] = ()
-    vocabulary_sizes: Mapping[str, int] = field(default_factory=dict)
-    min_count: int = 0
-    raised: bool = False
-
-    @classmethod
-    def load(cls, path: Path) -> Learned:
-        """What :meth:`save` wrote."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
-
-    def save(self, path: Path) -> None:
-        """Write it whole or not at all."""
-        write_atomically(path, json.dumps(asdict(self)))
-
-    @property
-    def summary_IK(self) -> Summary:
-        """``dense`` as an array."""
-        return np.array(self.dense)
-
-
-def learning_files(source: RawSource) -> list[int]:
-    """Numbers of the files that hold training rows."""
-    return [i for i, split in enumerate(source.splits) if split in (None, "train")]
 
 
 def learn(
@@ -83,7 +43,7 @@ def learn(
     counter = ValueCounter(list(min_counts), folder=spill)
     summaries: list[Summary] = []
 
-    def look(task: tuple[int, Block]) -> tuple[Block, int, Summary, dict[str, pa.Table]]:
+    def look(task: tuple[int, Block]) -> tuple[ParsedBlock, Summary, dict[str, pa.Table]]:
         file, block = task
         parsed = source.parse(file, block)
         rows = parsed.rows.keep(parsed.split_N == 0)
@@ -92,16 +52,20 @@ def learn(
             columns = rules.categories(rows, source.format)
             columns |= {name: bags.values for name, bags in rows.bags.items()}
         counts = {name: count_values(columns[name]) for name in min_counts}
-        return block, len(parsed.rows), rules.summary(rows, source.format), counts
+        return parsed, rules.summary(rows, source.format), counts
 
-    for file in learning_files(source):
+    files = [i for i, split in enumerate(source.splits) if split in (None, "train")]
+    source.begin_pass()
+    for file in files:
         consumed = 0
         tasks = ((file, block) for block in source.read(file))
-        for block, num_rows, summary, counts in ordered_map(pool, look, tasks, ahead=ahead):
+        for parsed, summary, counts in ordered_map(pool, look, tasks, ahead=ahead):
+            source.count(file, parsed.rows)
             summaries = [rules.merged([*summaries, summary])]
             counter.add(counts)
-            report(num_rows, block.consumed - consumed)
-            consumed = block.consumed
+            report(len(parsed.rows), parsed.block.consumed - consumed)
+            consumed = parsed.block.consumed
+    source.end_pass(files)
     dense = rules.merged(summaries).tolist()
     if not min_counts:
         return Learned(dense)

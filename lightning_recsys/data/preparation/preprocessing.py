@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from lightning_recsys.data.prepared.manifest import write_atomically
 from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values, parse_keys
 
@@ -20,6 +23,37 @@ Ids = NDArray[np.int32] | NDArray[np.int64]
 Summary = NDArray[np.float64]
 
 _NO_BUCKET = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What was learned from the training rows.
+
+    Args:
+        dense: What the rules keep of each dense feature, shape ``[I, K]``.
+        vocabulary_sizes: Values of each vocabulary; empty where ids are hashed.
+        min_count: How often the rarest value of a vocabulary occurs, at least.
+        raised: Whether that is more than was asked for, so that vocabularies are not too large.
+    """
+
+    dense: Sequence[Sequence[float]] = ()
+    vocabulary_sizes: Mapping[str, int] = field(default_factory=dict)
+    min_count: int = 0
+    raised: bool = False
+
+    @classmethod
+    def load(cls, path: Path) -> Learned:
+        """What :meth:`save` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        write_atomically(path, json.dumps(asdict(self)))
+
+    @property
+    def summary_IK(self) -> Summary:
+        """``dense`` as an array."""
+        return np.array(self.dense)
 
 
 class ColumnRules(ABC):
@@ -44,6 +78,14 @@ class ColumnRules(ABC):
     @abstractmethod
     def learns(self, raw_format: RawFormat) -> bool:
         """Whether the training rows have to be read once before any row can be written."""
+
+    def known(self, folder: Path) -> Learned:
+        """What is known where nothing is learned; writes the vocabularies, if there are any.
+
+        Args:
+            folder: Where vocabularies go.
+        """
+        return Learned()
 
     @abstractmethod
     def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:

@@ -1,25 +1,26 @@
-"""What a schema says about columns, for rows that stream by: the same ids and numbers as in memory."""
+"""What a schema says about columns: strings to ids, numbers to features."""
 
 # Shape suffixes: N rows, I dense features, K numbers of a summary.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lightning_recsys.data.preparation.preprocessing import ColumnRules, Ids, Summary
+from lightning_recsys.data.preparation.encoding import FIRST_ID, MISSING_ID, Encoding, embedded
+from lightning_recsys.data.preparation.preprocessing import ColumnRules, Ids, Learned, Summary
+from lightning_recsys.data.preparation.vocabulary import write_values
 from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
-from lightning_recsys.data.tables.encoding import feature_name, standardize, transform
-from lightning_recsys.data.tables.schema import Schema
-from lightning_recsys.data.tables.schema_parts import Categorical
-from lightning_recsys.data.tables.vocabulary import HashBuckets, Vocabulary
+from lightning_recsys.data.tables.schema import Schema, feature_name
+from lightning_recsys.data.tables.schema_parts import Categorical, Dense
 
 _COUNT, _MEAN, _SQUARES = range(3)
 
@@ -28,19 +29,20 @@ _COUNT, _MEAN, _SQUARES = range(3)
 class SchemaRules(ColumnRules):
     """Follows the schema of a :class:`~lightning_recsys.data.raw.TabularFormat`.
 
-    Ids are those of the in-memory encoder; means and deviations are too, but for rounding, since they are put together
-    from those of blocks.
+    Means and deviations are put together from those of blocks of rows.
 
     Args:
         max_vocabulary: Values that all vocabularies together hold at most; beyond it the smallest ``min_count`` of the
             schema is raised until they fit, and the manifest says so.
+        given: What was learned from other rows: nothing is learned from these.
 
     Raises:
         ValueError: ``max_vocabulary`` is not positive.
     """
 
     max_vocabulary: int = 6_000_000
-    first_id: ClassVar[int] = Vocabulary.first_id  # type: ignore[misc]
+    given: Encoding | None = None
+    first_id: ClassVar[int] = FIRST_ID  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.max_vocabulary < 1:
@@ -56,11 +58,21 @@ class SchemaRules(ColumnRules):
 
     def options(self) -> dict[str, object]:
         """See the base class."""
-        return {"by": "schema", **asdict(self)}
+        given = None if self.given is None else self.given.digest
+        return {"by": "schema", "max_vocabulary": self.max_vocabulary, "given": given}
 
     def learns(self, raw_format: RawFormat) -> bool:
         """See the base class."""
-        return bool(raw_format.dense or self.vocabularies(raw_format))
+        return self.given is None and bool(raw_format.dense or self.vocabularies(raw_format))
+
+    def known(self, folder: Path) -> Learned:
+        """See the base class."""
+        if self.given is None:
+            return Learned()
+        for name, values in self.given.vocabularies.items():
+            write_values(folder, feature_name(name), values)
+        sizes = {feature_name(name): len(values) for name, values in self.given.vocabularies.items()}
+        return Learned([[1, mean, std**2] for mean, std in self.given.statistics.values()], sizes)
 
     def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
         """See the base class."""
@@ -73,7 +85,7 @@ class SchemaRules(ColumnRules):
     def num_hashed(self, raw_format: RawFormat) -> dict[str, int]:
         """See the base class."""
         buckets = {name: feature.hash_buckets for name, feature in _features(raw_format).items()}
-        return {name: HashBuckets(count).num_embeddings for name, count in buckets.items() if count}
+        return {name: count + 1 for name, count in buckets.items() if count}
 
     def vocabularies(self, raw_format: RawFormat) -> dict[str, int]:
         """See the base class."""
@@ -88,7 +100,7 @@ class SchemaRules(ColumnRules):
         """Count, mean and sum of squared differences from the mean of the transformed values that are there."""
         summary = np.zeros((len(raw_format.dense), 3))
         for i, (x_N, feature) in enumerate(zip(rows.dense_IN, _schema(raw_format).dense.values(), strict=True)):
-            known = transform(x_N[~np.isnan(x_N)], feature)
+            known = _transform(x_N[~np.isnan(x_N)], feature)
             if len(known):
                 summary[i] = len(known), known.mean(), known.var() * len(known)
         return summary
@@ -111,18 +123,18 @@ class SchemaRules(ColumnRules):
         features = np.empty(rows.dense_IN.shape, dtype=np.float32)
         options = _schema(raw_format).dense.values()
         for i, (x_N, feature, mean, std) in enumerate(zip(rows.dense_IN, options, *_moments(summary_IK), strict=True)):
-            features[i] = standardize(x_N, feature, mean=mean, std=std)
+            features[i] = _standardize(x_N, feature, mean=mean, std=std)
         return features
 
     def look_up(self, name: str, values: pa.DictionaryArray, table: KeyTable | None, raw_format: RawFormat) -> Ids:
         """See the base class."""
         hashes = hash_values(values.dictionary)
-        if table is None:
-            mapping = HashBuckets(self.num_hashed(raw_format)[name] - 1)
-            ids, missing = mapping.ids_of_hashes(hashes), mapping.missing_id
+        if table is None:  # the ids from 1 on; a value has the same one in every process and for ever
+            ids = (hashes % np.uint64(self.num_hashed(raw_format)[name] - 1)).astype(np.int64) + 1
+            missing = 0
         else:
             places = table.ids(hashes).astype(np.int64)  # from 1 on, 0 where unknown
-            ids, missing = np.where(places, places - 1 + self.first_id, 0), Vocabulary.missing_id
+            ids, missing = np.where(places, places - 1 + FIRST_ID, 0), MISSING_ID
         codes = values.indices.fill_null(len(ids)).to_numpy()
         found: Ids = np.append(ids, missing)[codes]
         return found
@@ -134,8 +146,27 @@ def _schema(raw_format: RawFormat) -> Schema:
 
 
 def _features(raw_format: RawFormat) -> dict[str, Categorical]:
-    schema = _schema(raw_format)
-    return {feature_name(name): x for name, x in {**schema.categorical, **schema.multi_valued}.items()}
+    return {feature_name(name): feature for name, feature in embedded(_schema(raw_format)).items()}
+
+
+def _transform(numbers: NDArray[np.float64], feature: Dense) -> NDArray[np.float64]:
+    """The numbers of a dense feature after its transform."""
+    if feature.transform == "log":
+        logarithms: NDArray[np.float64] = np.sign(numbers) * np.log1p(np.abs(numbers))
+        return logarithms
+    return numbers
+
+
+def _standardize(numbers: NDArray[np.float64], feature: Dense, *, mean: float, std: float) -> NDArray[np.float64]:
+    """A dense feature as models get it, from its numbers with NaN where one is missing.
+
+    ``mean`` and ``std`` are those of the transformed numbers of the training rows.
+    """
+    if feature.fill != "mean":
+        numbers = np.where(np.isnan(numbers), feature.fill, numbers)
+    numbers = _transform(numbers, feature)
+    numbers = np.where(np.isnan(numbers), mean, numbers)
+    return (numbers - mean) / std if feature.standardize else numbers
 
 
 def _merge(a_IK: Summary, b_IK: Summary) -> Summary:

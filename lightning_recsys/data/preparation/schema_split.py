@@ -1,4 +1,4 @@
-"""The split that a schema asks for, row by row as in memory; and the pass over all rows that it takes."""
+"""The split that a schema asks for, and the pass over all rows that it takes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recsys.data.hashing import key64, mix64
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.preparation.parallel import ordered_map
 from lightning_recsys.data.preparation.source import RawSource
 from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Survey, Times
 from lightning_recsys.data.raw import Block, RawColumns, RawFormat, TabularFormat
-from lightning_recsys.data.tables.splitting import drawing_keys, split_sizes
 
 _CHUNK = 1 << 20
 
@@ -22,18 +22,22 @@ Keys = NDArray[np.uint64]
 
 
 class BySchema(SplitRule):
-    """Parts rows as the schema says, which gives each row the split that it has in a ``TabularDataModule``.
+    """Parts rows as the schema says.
 
-    Rows are drawn by number, or held back from a time on: so that their number, and the times, have to be known first.
+    By share, the rows with the largest keys are held back, where a row's key is a hash of the seed and its number: the
+    same rows wherever and whenever the seed and the number of rows are the same. By time, the latest are; rows of one
+    time stay together, in the later split. So the number of rows, and the times, have to be known first.
 
     Args:
         raw_format: Has the schema.
+        own_files: Whether splits that have files of their own are prepared together with the training files.
     """
 
     by = "schema"
 
-    def __init__(self, raw_format: TabularFormat) -> None:
+    def __init__(self, raw_format: TabularFormat, *, own_files: bool = True) -> None:
         self._format = raw_format
+        self._own_files = own_files
         self._schema = raw_format.schema
         self._shares = {"validation": self._schema.share("validation"), "test": self._schema.share("test")}
         self.surveys = any(self._shares.values())
@@ -42,7 +46,8 @@ class BySchema(SplitRule):
 
     def files(self) -> list[tuple[Path, Split]]:
         """See the base class."""
-        return [(path, split) for split in SPLITS[1:] for path in self._format.files(split)]
+        splits = SPLITS[1:] if self._own_files else ()
+        return [(path, split) for split in splits for path in self._format.files(split)]
 
     def options(self) -> dict[str, object]:
         """See the base class; the schema stands among the options of the format."""
@@ -65,8 +70,8 @@ class BySchema(SplitRule):
             else:
                 yield from (self._drawn(i, min(_CHUNK, num_rows - i)) for i in range(0, num_rows, _CHUNK))
 
-        train, middle, _ = split_sizes(num_rows, **self._shares)
-        bounds = [smallest(keys, k) if k < num_rows else None for k in (train, train + middle)]
+        middle, last = (round(num_rows * share) for share in self._shares.values())
+        bounds = [smallest(keys, k) if k < num_rows else None for k in (num_rows - middle - last, num_rows - last)]
         found = np.zeros(3, dtype=np.int64)
         for key_N in keys():
             found += np.bincount(_assign(key_N, bounds), minlength=3)
@@ -88,7 +93,8 @@ class BySchema(SplitRule):
         return _assign(self._drawn(first_row, len(line_N)), self.bounds)
 
     def _drawn(self, first: int, count: int) -> Keys:
-        return drawing_keys(first, count, seed=self._schema.split.seed)
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        return mix64(numbers + key64(self._schema.split.seed, "split"))
 
 
 def survey_rows(
@@ -117,19 +123,24 @@ def survey_rows(
     num_rows = 0
 
     def look(task: tuple[int, Block]) -> tuple[Block, RawColumns]:
-        return task[1], source.rows(*task)[0]
+        return task[1], source.rows(*task)
 
+    surveyed = [i for i, split in enumerate(source.splits) if split is None]
+    source.begin_pass()
     with spill.open("wb") as times:
-        for file in (i for i, split in enumerate(source.splits) if split is None):
+        for file in surveyed:
             consumed, counts[file] = 0, []
             tasks = ((file, block) for block in source.read(file))
             for block, rows in ordered_map(pool, look, tasks, ahead=ahead):
+                source.count(file, rows)
                 counts[file].append((block.position.offset, num_rows))
                 num_rows += len(rows)
                 if rule.by_time and rows.time_N is not None:
                     rows.time_N.astype(np.float64).tofile(times)
                 report(len(rows), block.consumed - consumed)
                 consumed = block.consumed
+
+    source.end_pass(surveyed)
 
     def chunks() -> Iterator[Times]:
         with spill.open("rb") as file:

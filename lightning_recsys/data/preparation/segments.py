@@ -18,8 +18,7 @@ from lightning_recsys.data.preparation.source import ParsedBlock
 from lightning_recsys.data.preparation.splits import SPLITS
 from lightning_recsys.data.prepared.manifest import Shard, write_atomically
 from lightning_recsys.data.raw import Position
-
-_EXAMPLES = 5  # messages about bad lines that are kept
+from lightning_recsys.data.raw.columns import SkippedRows
 
 
 class Segment:
@@ -28,19 +27,20 @@ class Segment:
     Args:
         root: The folder of prepared rows.
         number: Of the segment; names its shards.
+        file: The raw file that it is from.
         schema: Columns of the shards.
         compression: Of the shards.
     """
 
-    def __init__(self, root: Path, number: int, *, schema: pa.Schema, compression: str) -> None:
+    def __init__(self, root: Path, number: int, file: Path, *, schema: pa.Schema, compression: str) -> None:
         self._root = root
+        self._file = file
         self._number = number
         self._schema = schema
         self._compression = compression
         self._writers: dict[Split, ShardWriter] = {}
         self._statistics = Counter[str]()
-        self._skipped = 0
-        self._examples: list[str] = []
+        self._skipped = SkippedRows()
 
     def __enter__(self) -> Segment:
         return self
@@ -66,8 +66,7 @@ class Segment:
             self._writers[split].write(part)
             self._statistics[f"positives/{split}"] += int(part.labels_N.sum())
         self._statistics.update({f"missing/{name}": count for name, count in missing.items() if count})
-        self._skipped += len(parsed.wrong)
-        self._examples += parsed.wrong[: _EXAMPLES - len(self._examples)]
+        self._skipped.add(self._file, len(parsed.rows), parsed.rows.bad, on_bad_row="skip")
 
     def finish(self) -> dict[str, Any]:
         """Complete the shards; what a record holds about them."""
@@ -76,8 +75,8 @@ class Segment:
         return {
             "shards": shards,
             "statistics": dict(self._statistics),
-            "skipped": self._skipped,
-            "examples": self._examples,
+            "file": str(self._file),
+            "skipped": asdict(self._skipped),
         }
 
 
@@ -124,9 +123,15 @@ class Records:
         for name, count in total.items():
             kind, _, column = name.partition("/")
             nested[kind][column] = count
-        skipped = sum(record["skipped"] for record in self)
-        examples = [message for record in self for message in record["examples"]][:_EXAMPLES]
-        return {**nested, "skipped_rows": skipped, "skipped_examples": examples}
+        return nested
+
+    def skipped(self) -> dict[Path, SkippedRows]:
+        """The rows that were skipped, by raw file."""
+        files: dict[Path, SkippedRows] = {}
+        for record in self:
+            path = Path(record["file"])
+            files[path] = files.get(path, SkippedRows()).merge(SkippedRows(**record["skipped"]))
+        return {path: rows for path, rows in files.items() if rows.bad}
 
     def _load(self) -> Iterator[dict[str, Any]]:
         number = 0

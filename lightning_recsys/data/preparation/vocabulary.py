@@ -85,10 +85,7 @@ class ValueCounter:
             table = pa.concat_tables([_SCHEMA.empty_table(), *frequent])
             del frequent
             table = table.sort_by([("count", "descending"), ("value", "ascending")])
-            path = folder / vocabulary_file(name)
-            temporary = path.with_name(f"{path.name}.tmp")
-            pq.write_table(table, temporary, compression="zstd", write_statistics=False)
-            publish(temporary, path)
+            _write(folder, name, table)
             sizes[name] = len(table)
         shutil.rmtree(self._folder, ignore_errors=True)
         return sizes, least
@@ -141,6 +138,13 @@ def count_values(values: pa.Array) -> pa.Table:
     return pa.Table.from_arrays([counts.field("values"), counts.field("counts")], schema=_SCHEMA)
 
 
+def write_values(folder: Path, name: str, values: pa.Array) -> None:
+    """Write the vocabulary of a feature from its values in order; how often they occur is not known."""
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = pa.nulls(len(values), pa.int64())
+    _write(folder, name, pa.Table.from_arrays([values.cast(pa.binary()), counts], schema=_SCHEMA))
+
+
 def vocabulary_file(name: str) -> str:
     """Name of the file that holds a feature's vocabulary."""
     return f"{quote(name, safe='')}.parquet"
@@ -151,6 +155,13 @@ def load_table(path: Path) -> KeyTable:
     column = pq.read_table(path, columns=["value"], use_threads=False)["value"]
     hashes: list[NDArray[np.uint64]] = [hash_values(chunk) for chunk in column.chunks]
     return KeyTable(np.concatenate([*hashes, np.empty(0, dtype=np.uint64)]))
+
+
+def _write(folder: Path, name: str, table: pa.Table) -> None:
+    path = folder / vocabulary_file(name)
+    temporary = path.with_name(f"{path.name}.tmp")
+    pq.write_table(table, temporary, compression="zstd", write_statistics=False)
+    publish(temporary, path)
 
 
 def _merged(tables: Sequence[pa.Table]) -> pa.Table:

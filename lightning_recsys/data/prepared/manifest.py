@@ -68,6 +68,16 @@ class Manifest:
     group_rows: int
     details: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def num_embeddings(self) -> dict[str, int]:
+        """Number of embeddings of each categorical feature, in the order of the batches."""
+        return {name: feature.num_embeddings for name, feature in self.features.items()}
+
+    def is_whole(self, root: Path) -> bool:
+        """Whether each shard is in the folder and has its size."""
+        shards = (shard for part in self.splits.values() for shard in part)
+        return all((path := root / shard.path).is_file() and path.stat().st_size == shard.bytes for shard in shards)
+
     @classmethod
     def load(cls, root: Path) -> Manifest:
         """Read the manifest of a folder.

@@ -1,9 +1,9 @@
-"""The data module over a folder of prepared rows."""
+"""The data module over folders of prepared rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 
 from lightning_recsys.data.batch import Batch
+from lightning_recsys.data.loader import Shuffle
 from lightning_recsys.data.module import CTRDataModule, Split
-from lightning_recsys.data.prepared.loader import PreparedLoader
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.rows import PreparedRows
 from lightning_recsys.data.prepared.service import Reader, receive_batches
-from lightning_recsys.data.prepared.stream import StreamRequest, read_batches, stream_batches
+from lightning_recsys.data.prepared.stream import PreparedSource, StreamRequest, read_batches, stream_batches
 
 _SPLITS: dict[str | None, tuple[Split, ...]] = {
     "fit": ("train", "validation"),
@@ -26,11 +26,10 @@ _SPLITS: dict[str | None, tuple[Split, ...]] = {
 }
 
 
-class PreparedDataModule(CTRDataModule):
-    """Rows that ``recipes/prepare.py`` wrote: any number of them, in memory only a window at a time.
+class PreparedReader(CTRDataModule):
+    """Base of the data modules whose rows are in Parquet shards: in memory only a window of them at a time.
 
     Args:
-        root: The folder that was written.
         batch_size: Rows per batch and rank.
         shuffle_window: Training rows are shuffled among at least so many, which are in memory together (156 bytes each
             for 13 dense and 26 single-valued features); the windows are made of row groups from all over the
@@ -48,6 +47,99 @@ class PreparedDataModule(CTRDataModule):
     def __init__(
         self,
         *,
+        batch_size: int,
+        shuffle_window: int,
+        reader: Literal["local", "shared"],
+        prefetch_batches: int,
+        seed: int | None,
+        drop_last: bool,
+    ) -> None:
+        super().__init__(batch_size=batch_size, seed=seed, drop_last=drop_last)
+        _check("batch_size", batch_size, "at least 1", ok=batch_size >= 1)
+        _check("shuffle_window", shuffle_window, "at least 0", ok=shuffle_window >= 0)
+        _check("prefetch_batches", prefetch_batches, "at least 1", ok=prefetch_batches >= 1)
+        _check("reader", reader, "local or shared", ok=reader in ("local", "shared"))
+        self.shuffle_window = shuffle_window
+        self.reader = reader
+        self.prefetch_batches = prefetch_batches
+        self._rows: dict[Split, PreparedRows] = {}
+        self._readers: dict[Path, Reader] = {}  # the processes that this rank has started, by the folder they read
+        self._addresses: dict[Path, str] = {}  # and where those of this machine listen
+
+    def folder(self, split: Split) -> tuple[Path, Manifest]:
+        """The folder that holds a split, and what is in it."""
+        raise NotImplementedError
+
+    def teardown(self, stage: str | None = None) -> None:
+        """End the reader processes that this rank has started; they would also end with this process."""
+        self._addresses.clear()
+        while self._readers:
+            self._readers.popitem()[1].close()
+        super().teardown(stage)
+
+    def rows(self, split: Split) -> PreparedRows | None:
+        """The rows of a split; ``None`` if it has none."""
+        if not self.has(split):
+            return None
+        if split not in self._rows:
+            root, manifest = self.folder(split)
+            self._rows[split] = PreparedRows(root, manifest, manifest.splits[split])
+        return self._rows[split]
+
+    def sample_batches(self, count: int) -> list[Batch]:
+        """The first rows of the first shard, read in this process."""
+        if (rows := self.rows("train")) is None:
+            return []
+        return list(islice(read_batches(StreamRequest(self.batch_size, seed=self.seed), rows), count))
+
+    def _source(self, split: Split, shuffle: Shuffle | None) -> PreparedSource | None:
+        if (rows := self.rows(split)) is None:
+            return None
+        root = self.folder(split)[0]
+        self._connect(root)
+        window = self.shuffle_window if shuffle else 0
+        return PreparedSource(len(rows), split, window, self.selected_fields, partial(self._stream, root, rows))
+
+    def _stream(self, root: Path, rows: PreparedRows, request: StreamRequest) -> Iterator[Batch]:
+        if self.reader == "local":
+            return stream_batches(request, rows, ahead=self.prefetch_batches)
+        return receive_batches(self._addresses[root], request, slots=self.prefetch_batches)
+
+    def _connect(self, root: Path) -> None:
+        """Agree on the reader process of this machine: the first rank on it starts one, the others are told."""
+        if self.reader == "local" or root in self._addresses:
+            return
+        address = None
+        if self.trainer is None or self.trainer.local_rank == 0:
+            self._readers[root] = Reader(root)
+            address = self._readers[root].address
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and self.trainer is not None:
+            known: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(known, (self.trainer.node_rank, address))
+            address = next(address for node, address in known if address and node == self.trainer.node_rank)
+        assert address is not None
+        self._addresses[root] = address
+
+
+class PreparedDataModule(PreparedReader):
+    """Rows that ``recipes/prepare.py`` wrote: any number of them, in memory only a window at a time.
+
+    Args:
+        root: The folder that was written.
+        batch_size: Rows per batch and rank.
+        shuffle_window: See :class:`PreparedReader`, as for all that follow.
+        reader: How they are read.
+        prefetch_batches: Batches that are made ahead.
+        seed: Seed of the order.
+        drop_last: Whether all training batches are full.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
         root: str | Path,
         batch_size: int = 2048,
         shuffle_window: int = 65_536,
@@ -56,19 +148,15 @@ class PreparedDataModule(CTRDataModule):
         seed: int | None = 0,
         drop_last: bool = False,
     ) -> None:
-        super().__init__(batch_size=batch_size, seed=seed, drop_last=drop_last)
-        _check("batch_size", batch_size, "at least 1", ok=batch_size >= 1)
-        _check("shuffle_window", shuffle_window, "at least 0", ok=shuffle_window >= 0)
-        _check("prefetch_batches", prefetch_batches, "at least 1", ok=prefetch_batches >= 1)
-        _check("reader", reader, "local or shared", ok=reader in ("local", "shared"))
+        super().__init__(
+            batch_size=batch_size,
+            shuffle_window=shuffle_window,
+            reader=reader,
+            prefetch_batches=prefetch_batches,
+            seed=seed,
+            drop_last=drop_last,
+        )
         self.root = Path(root)
-        self.shuffle_window = shuffle_window
-        self.reader = reader
-        self.prefetch_batches = prefetch_batches
-        self._train_loader: PreparedLoader | None = None
-        self._position: dict[str, Any] | None = None
-        self._reader: Reader | None = None
-        self._address: str | None = None
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -83,115 +171,23 @@ class PreparedDataModule(CTRDataModule):
     @property
     def fields(self) -> dict[str, int]:
         """Number of embeddings of each categorical feature, in the order of the batches."""
-        return {name: feature.num_embeddings for name, feature in self.manifest.features.items()}
+        return self.manifest.num_embeddings
+
+    def folder(self, split: Split) -> tuple[Path, Manifest]:
+        """See the base class."""
+        return self.root, self.manifest
 
     def setup(self, stage: str | None = None) -> None:
         """Check that the shards of the stage's splits are there and whole; those of others when they are asked for."""
         self._position = None
-        self._rows: dict[str, PreparedRows] = {}
+        self._rows.clear()
         for split in _SPLITS.get(stage, ("train", "validation", "test")):
             self.rows(split)
         super().setup(stage)
 
-    def teardown(self, stage: str | None = None) -> None:
-        """End the reader process, if this rank has started one; it would also end with this process."""
-        self._address = None
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-        super().teardown(stage)
-
     def has(self, split: Split) -> bool:
         """Whether there are rows of a split."""
         return any(shard.rows for shard in self.manifest.splits[split])
-
-    def rows(self, split: Split) -> PreparedRows | None:
-        """The rows of a split; ``None`` if it has none."""
-        if not self.has(split):
-            return None
-        if split not in self._rows:
-            self._rows[split] = PreparedRows(self.root, self.manifest, self.manifest.splits[split])
-        return self._rows[split]
-
-    def sample_batches(self, count: int) -> list[Batch]:
-        """The first rows of the first shard, read in this process."""
-        if (rows := self.rows("train")) is None:
-            return []
-        request = StreamRequest(
-            split="train",
-            seed=self.seed,
-            epoch=0,
-            window=0,
-            start=0,
-            batch_size=self.batch_size,
-            drop_last=False,
-            rank=0,
-            world_size=1,
-        )
-        return list(islice(read_batches(request, rows), count))
-
-    def train_dataloader(self) -> PreparedLoader | list[PreparedLoader]:  # type: ignore[override]
-        """Batches of the training rows in a new order each epoch (always the same one under ``overfit_batches``)."""
-        loader: PreparedLoader = super().train_dataloader()  # type: ignore[assignment]
-        self._train_loader = loader
-        if self._position is not None:
-            usual = len(loader)
-            loader.load_state_dict(self._position)
-            self._position = None
-            if self.trainer is not None and len(loader) != usual:
-                # The epoch being resumed has another number of batches than those to come, and Lightning asks for the
-                # number only where it asks for the loader.
-                self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-        return loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the training rows."""
-        return {} if self._train_loader is None else self._train_loader.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next training loader begin at a position: before Lightning asks it for its number of batches."""
-        self._position = state_dict
-
-    def _loader(  # type: ignore[override]
-        self, split: Split, *, shuffle: Literal["rows", "batches"] | None = None, drop_last: bool = False
-    ) -> PreparedLoader | list[PreparedLoader]:
-        rows = self.rows(split)
-        if rows is None:
-            return []
-        self._connect()
-        share = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
-        first = StreamRequest(
-            split=split,
-            seed=self.seed,
-            epoch=0,
-            window=self.shuffle_window if shuffle else 0,
-            start=0,
-            batch_size=self.batch_size,
-            drop_last=drop_last,
-            rank=share["rank"],
-            world_size=share["num_replicas"],
-            features=self.selected_fields,
-        )
-        return PreparedLoader(len(rows), first, stream=self._stream)
-
-    def _stream(self, request: StreamRequest) -> Iterator[Batch]:
-        if self.reader == "local":
-            return stream_batches(request, self._rows[request.split], ahead=self.prefetch_batches)
-        assert self._address is not None
-        return receive_batches(self._address, request, slots=self.prefetch_batches)
-
-    def _connect(self) -> None:
-        """Agree on the reader process of this machine: the first rank on it starts one, the others are told."""
-        if self.reader == "local" or self._address is not None:
-            return
-        local_rank = 0 if self.trainer is None else self.trainer.local_rank
-        if local_rank == 0:
-            self._reader = Reader(self.root)
-            self._address = self._reader.address
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and self.trainer is not None:
-            known: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(known, (self.trainer.node_rank, self._address))
-            self._address = next(address for node, address in known if address and node == self.trainer.node_rank)
 
 
 def _check(name: str, value: object, allowed: str, *, ok: bool) -> None:

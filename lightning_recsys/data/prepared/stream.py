@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from lightning_recsys.data.batch import Batch
-from lightning_recsys.data.prepared.order import EpochOrder, Positions, Steps
+from lightning_recsys.data.loader import Request
+from lightning_recsys.data.prepared.order import EpochOrder, Positions
 from lightning_recsys.data.prepared.rows import PreparedRows, Window
 from lightning_recsys.embeddings import SparseFeatures
 
@@ -25,36 +26,49 @@ _PACK_ROWS = 2048  # then what a hand-over between two threads of one interprete
 
 
 @dataclass(frozen=True)
-class StreamRequest:
-    """Which batches to make.
+class StreamRequest(Request):
+    """Which batches of an epoch to make, of which prepared rows.
 
     Args:
         split: Of the rows.
-        seed: Seed of the order.
-        epoch: Number of the epoch.
         window: Rows to shuffle among; 0 for none.
-        start: Position in the epoch where to begin.
-        batch_size: Rows per batch and rank.
-        drop_last: Leave out what does not fill a step of all ranks.
-        rank: Whose batches.
-        world_size: How many ranks share the rows.
         features: Categorical features to read; ``None`` for all.
     """
 
-    split: str
-    seed: int
-    epoch: int
-    window: int
-    start: int
-    batch_size: int
-    drop_last: bool
-    rank: int
-    world_size: int
+    split: str = "train"
+    window: int = 0
     features: tuple[str, ...] | None = None
 
-    def steps(self, num_rows: int) -> Steps:
-        """How the rows are dealt out."""
-        return Steps(self.start, num_rows, self.batch_size, self.world_size, self.drop_last)
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """The rows of a split, as a :class:`~lightning_recsys.data.loader.BatchLoader` asks for them.
+
+    Args:
+        num_rows: How many they are.
+        split: Their split.
+        window: See :class:`StreamRequest`.
+        features: See :class:`StreamRequest`.
+        stream: Makes the batches of a request.
+    """
+
+    num_rows: int
+    split: str
+    window: int
+    features: tuple[str, ...] | None
+    stream: Callable[[StreamRequest], Iterator[Batch]]
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def batches(self, request: Request) -> Iterator[Batch]:
+        """The batches of a rank, from a position of an epoch on."""
+        own = StreamRequest(**vars(request), split=self.split, window=self.window, features=self.features)
+        return self.stream(own)
+
+    def order(self, request: Request) -> dict[str, int | str | None]:
+        """What the order hangs on beside the seed."""
+        return {"shuffle_window": self.window}
 
 
 class Windows:

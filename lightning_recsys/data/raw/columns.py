@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -32,13 +33,79 @@ class BadLine:
     message: str
     place: str = ""
 
+    def describe(self, path: Path) -> str:
+        """What is wrong, and where."""
+        column = "" if self.column is None else f", column {self.column!r}"
+        return f"{path}, {self.place}{column}: {self.message}."
+
+    @property
+    def kind(self) -> str:
+        """The same for lines with the same mistake, whatever the value that stands there."""
+        return f"{self.column}: {self.message.partition(', got ')[0]}"
+
+
+@dataclass
+class SkippedRows:
+    """How many rows of a file were good, and what was wrong with the others.
+
+    Args:
+        good: Good rows.
+        examples: For each kind of mistake the first line that has it, and how many do.
+    """
+
+    good: int = 0
+    examples: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    @property
+    def bad(self) -> int:
+        """Bad rows."""
+        return sum(count for _, count in self.examples.values())
+
+    def add(self, path: Path, good: int, bad: Sequence[BadLine], *, on_bad_row: Literal["error", "skip"]) -> None:
+        """Count some rows of the file.
+
+        Raises:
+            ValueError: one is bad, and bad rows are errors.
+        """
+        self.good += good
+        for line in bad:
+            message = line.describe(path)
+            if on_bad_row == "error":
+                raise ValueError(f"{message} (on_bad_row=skip leaves out such rows and counts them.)")
+            example, count = self.examples.get(line.kind, (message, 0))
+            self.examples[line.kind] = example, count + 1
+
+    def merge(self, other: SkippedRows) -> SkippedRows:
+        """Both together; the first examples are this one's."""
+        examples = dict(self.examples)
+        for kind, (example, count) in other.examples.items():
+            first, before = examples.get(kind, (example, 0))
+            examples[kind] = first, before + count
+        return SkippedRows(self.good + other.good, examples)
+
+    def check(self, path: Path) -> None:
+        """Raise ``ValueError`` if the file has no rows, or no good ones."""
+        if not self.good:
+            raise ValueError(
+                f"{path}: all {self.bad} rows are bad: {self.kinds}" if self.bad else f"{path} has no rows."
+            )
+
+    def describe(self, path: str | Path) -> str:
+        """How many rows of the file were skipped, and why."""
+        return f"{path}: skipped {self.bad:,} of {self.good + self.bad:,} rows: {self.kinds}"
+
+    @property
+    def kinds(self) -> str:
+        """How many rows there are of each kind of mistake, with an example."""
+        return "; ".join(f"{count} like {example}" for example, count in self.examples.values())
+
 
 @dataclass(frozen=True)
 class Bags:
     """Lists of values.
 
     Args:
-        values: The values of all rows, one after the other; arrow binary.
+        values: The values of all rows, one after the other; arrow strings or binary, possibly dictionary-encoded.
         lengths_N: How many belong to each row, int64.
         weights: One weight for each value, float32.
     """
@@ -48,10 +115,17 @@ class Bags:
     weights: NDArray[np.float32] | None = None
 
     def keep(self, mask_N: NDArray[np.bool_]) -> Bags:
-        """Some of the rows."""
+        """Some of the rows, in order."""
         mask = np.repeat(mask_N, self.lengths_N)
         weights = None if self.weights is None else self.weights[mask]
         return Bags(self.values.filter(pa.array(mask)), self.lengths_N[mask_N], weights)
+
+    def take(self, rows: NDArray[np.int64]) -> Bags:
+        """Some of the rows; -1 among them gives an empty bag."""
+        lengths = np.append(self.lengths_N, 0)[rows]
+        starts = np.append(np.cumsum(self.lengths_N) - self.lengths_N, 0)[rows]
+        places = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        return Bags(self.values.take(pa.array(places)), lengths, None if self.weights is None else self.weights[places])
 
 
 @dataclass(frozen=True)
@@ -80,6 +154,13 @@ class RawColumns:
 
     def __len__(self) -> int:
         return len(self.labels_N)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the rows take."""
+        arrays = [self.lines_N, self.labels_N, self.dense_IN, *self.categories.values()]
+        arrays += [part for bags in self.bags.values() for part in (bags.values, bags.lengths_N, bags.weights)]
+        return sum(array.nbytes for array in (*arrays, self.time_N) if array is not None)
 
     def keep(self, mask_N: NDArray[np.bool_] | None) -> RawColumns:
         """Some of the rows; all if the mask is ``None``."""
@@ -159,11 +240,15 @@ class RawFormat(ABC):
         return replace(rows, lines_N=rows.lines_N + first_line, bad=bad)
 
     def check_read(self) -> None:  # noqa: B027 - most formats have nothing to say
-        """Raise ``ValueError`` if what was read, once all training files were, cannot be what was meant."""
+        """Raise ``ValueError`` if what was read, once all files of a pass were, cannot be what was meant."""
 
     def side_files(self) -> Sequence[Path]:
         """Files that are read beside the raw ones."""
         return ()
+
+    def skipped(self) -> Mapping[Path, SkippedRows]:
+        """The bad rows of those files."""
+        return {}
 
     def options(self) -> dict[str, object]:
         """What the format was told, for the manifest."""

@@ -1,1 +1,1 @@
-"""Anybody's tables: schemas, reading, encoding, and the data module that holds their rows in memory."""
+"""What anybody's tables mean: schemas, and how their files are written."""

@@ -143,7 +143,7 @@ class Schema:
                 f"column {column!r} stands under schema.{seen.get(column)} and under schema.{key}. Keep one.",
             )
             seen[column] = key
-        features = [name.replace(".", "_") for name in (*self.categorical, *self.multi_valued)]
+        features = list(map(feature_name, (*self.categorical, *self.multi_valued)))
         require(
             len(set(features)) == len(features),
             f"two of the columns {', '.join(sorted(features))} have the same name once dots become underscores. "
@@ -166,6 +166,11 @@ class Schema:
             self.split.by != "time" or self.time is not None,
             "schema.split.by is time, but schema.time names no column.",
         )
+
+
+def feature_name(column: str) -> str:
+    """A column's name as a feature: dots separate the parts of a state-dict key, so they become underscores."""
+    return column.replace(".", "_")
 
 
 def _parse(data: Any) -> Schema:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from recipe_tools.build import build_datamodule
 from recipe_tools.record import RunRecord
 from torch import Tensor
 
-from lightning_recsys.data.rows import InMemoryRows
+from lightning_recsys.data import Batch
 from lightning_recsys.metrics import LogLoss, NormalizedEntropy, StreamingAUROC
 from lightning_recsys.runtime import configure_worker
 
@@ -52,9 +52,13 @@ def train(config: dict[str, Any], record: RunRecord, *, model: str, learning_rat
     configure_worker()
     datamodule = build_datamodule(config)
     batch_size = config["data"]["batch_size"]
+    bags = [name for name, feature in datamodule.folder("train")[1].features.items() if feature.bag]
+    rows = {split: datamodule.rows(split) for split in ("train", "validation", "test")}
     loaders = {
-        split: Loader(as_columns(datamodule.rows(split)), batch_size=batch_size, shuffle=split == "train")
-        for split in ("train", "validation", "test")
+        split: Loader(
+            as_columns(own.take(torch.arange(len(own))), bags=bags), batch_size=batch_size, shuffle=split == "train"
+        )
+        for split, own in rows.items()
     }
     longest = {name: column.shape[1] for name, column in loaders["train"].columns.items() if column.dim() == 2}
     sizes = {name: config["model"][name] for name in SIZES if name in config["model"]}
@@ -80,22 +84,23 @@ def dense_names(num_dense: int) -> list[str]:
     return [f"d{i}" for i in range(num_dense)]
 
 
-def as_columns(rows: InMemoryRows) -> dict[str, Tensor]:
-    """A column for each feature, ``[N]`` or, of bags, ``[N, L]``, and the labels."""
-    dense = dict(zip(dense_names(rows.dense.shape[1]), rows.dense.t().contiguous(), strict=True))
-    single_hot = dict(zip(rows.single_hot, rows.ids.t().long().contiguous(), strict=True))
-    bags = {name: padded(offsets, ids) for name, (offsets, ids) in rows.bags.items()}
-    return dense | single_hot | bags | {LABEL: rows.labels}
+def as_columns(rows: Batch, *, bags: Collection[str]) -> dict[str, Tensor]:
+    """A column for each feature, ``[N]`` or, of those in ``bags``, ``[N, L]``, and the labels."""
+    columns = dict(zip(dense_names(rows.dense.shape[1]), rows.dense.t().contiguous(), strict=True))
+    lengths_FN = rows.sparse.bag_lengths().view(len(rows.sparse.keys), len(rows))
+    ids = rows.sparse.values.split(lengths_FN.sum(1).tolist())
+    for name, lengths_N, own in zip(rows.sparse.keys, lengths_FN, ids, strict=True):
+        columns[name] = padded(lengths_N, own) if name in bags else own
+    return columns | {LABEL: rows.labels}
 
 
-def padded(offsets: Tensor, ids: Tensor) -> Tensor:
+def padded(lengths: Tensor, ids: Tensor) -> Tensor:
     """Bags as a matrix ``[N, L]``: each id one higher, filled up with 0.
 
-    >>> padded(torch.tensor([0, 2, 2, 3]), torch.tensor([7, 8, 0])).tolist()
+    >>> padded(torch.tensor([2, 0, 1]), torch.tensor([7, 8, 0])).tolist()
     [[8, 9], [0, 0], [1, 0]]
     """
-    lengths = offsets.diff()
     present = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     matrix = torch.zeros(present.shape, dtype=torch.int64)
-    matrix[present] = ids.long() + 1
+    matrix[present] = ids + 1
     return matrix

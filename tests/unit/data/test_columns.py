@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recsys.data.tables.columns import Bags, Categories, parse_numbers, parse_times
+from lightning_recsys.data.raw.cleaning import as_bags, concatenate
+from lightning_recsys.data.raw.columns import Bags
+from lightning_recsys.data.tables.columns import as_categories, parse_numbers, parse_times
 
 WORDS = st.lists(st.sampled_from(["a", " a", "b ", "", "?", "ü", "ab", None]), max_size=30)
 MISSING = ("", "?")
@@ -20,13 +22,13 @@ def tidy(word: str | None) -> str | None:
     return None if word is None or word.strip() in MISSING else word.strip()
 
 
-def words_of(column: Categories) -> list[str | None]:
-    return [None if code < 0 else column.values[int(code)].as_py() for code in column.codes]
+def words_of(column: pa.DictionaryArray) -> list[str | None]:
+    return column.to_pylist()
 
 
-def bags_of(column: Bags) -> list[list[str | None]]:
-    items = words_of(column.items)
-    return [items[start:end] for start, end in zip(column.offsets[:-1], column.offsets[1:], strict=True)]
+def bags_of(bags: Bags) -> list[list[str | None]]:
+    items, ends = bags.values.to_pylist(), np.cumsum(bags.lengths_N)
+    return [items[end - length : end] for end, length in zip(ends, bags.lengths_N, strict=True)]
 
 
 def chunked(words: list[str | None], *, encode: bool) -> pa.ChunkedArray:
@@ -39,40 +41,34 @@ def chunked(words: list[str | None], *, encode: bool) -> pa.ChunkedArray:
 @settings(deadline=None)
 @given(words=WORDS, encode=st.booleans())
 def test_categories_when_made_from_strings_then_hold_them_tidied_once(words, encode):
-    column = Categories.from_strings(chunked(words, encode=encode), strip=True, missing=MISSING)
+    column = as_categories(chunked(words, encode=encode), strip=True, missing=MISSING)
     assert words_of(column) == [tidy(word) for word in words]
-    assert len(set(column.values.to_pylist())) == len(column.values)
-    assert dict(zip(column.values.to_pylist(), column.counts().tolist(), strict=True)) == {
-        word: words_of(column).count(word) for word in column.values.to_pylist()
-    }
+    assert column.type == pa.dictionary(pa.int32(), pa.string())
+    assert len(set(column.dictionary.to_pylist())) == len(column.dictionary)
+    assert None not in column.dictionary.to_pylist()
 
 
 @settings(deadline=None)
 @given(parts=st.lists(WORDS, min_size=1, max_size=3))
 def test_categories_when_joined_then_follow_each_other(parts):
-    columns = [Categories.from_strings(chunked(part, encode=True), strip=True, missing=MISSING) for part in parts]
-    joined = Categories.concatenate(columns)
+    columns = [as_categories(chunked(part, encode=True), strip=True, missing=MISSING) for part in parts]
+    joined = concatenate(columns)
     assert words_of(joined) == [word for column in columns for word in words_of(column)]
-    assert len(set(joined.values.to_pylist())) == len(joined.values)
+    assert len(set(joined.dictionary.to_pylist())) == len(joined.dictionary)
 
 
 @settings(deadline=None)
 @given(lists=st.lists(st.one_of(st.none(), WORDS), max_size=8), data=st.data())
 def test_bags_when_made_taken_and_joined_then_are_lists(lists, data):
-    bags = Bags.from_lists(pa.chunked_array([pa.array(lists, pa.list_(pa.string()))]), strip=True, missing=MISSING)
+    bags = as_bags(pa.chunked_array([pa.array(lists, pa.list_(pa.string()))]), strip=True, missing=MISSING)
     expected = [[tidy(word) for word in words or [] if tidy(word) is not None] for words in lists]
     assert bags_of(bags) == expected
     rows = data.draw(st.lists(st.integers(-1, len(lists) - 1), max_size=8))
     taken = bags.take(np.array(rows, dtype=np.int64))
     assert bags_of(taken) == [expected[row] if row >= 0 else [] for row in rows]
-    assert bags_of(Bags.concatenate([bags, taken])) == expected + bags_of(taken)
-
-
-def test_bags_when_split_from_strings_then_drop_what_is_empty_or_missing():
-    words = pa.chunked_array([["a|b", " b | a ", "", "?", "||a", "a|?", None, "a|b"]])
-    column = Categories.from_strings(words, strip=True, missing=MISSING)
-    bags = Bags.from_categories(column, separator="|", strip=True, missing=MISSING)
-    assert bags_of(bags) == [["a", "b"], ["b", "a"], [], [], ["a"], ["a"], [], ["a", "b"]]
+    assert bags_of(concatenate([bags, taken])) == expected + bags_of(taken)
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(lists), max_size=len(lists))), dtype=bool)
+    assert bags_of(bags.keep(mask)) == [bag for bag, kept in zip(expected, mask, strict=True) if kept]
 
 
 @pytest.mark.parametrize("word", ["1", "-1.5", "+2", ".5", "3.", "1e5", "-2.5E-3", "007"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 
-from lightning_recsys.data.hashing import hash_strings, key64, mix64, uniform
+from lightning_recsys.data.hashing import key64, mix64, uniform
+from lightning_recsys.data.raw.kernels import hash_values
 
 
 def splitmix64_outputs(seed: int, count: int) -> list[int]:
@@ -57,8 +59,7 @@ def test_uniform_when_given_mixed_counters_then_is_uniform():
 
 
 def hash_list(strings: list[bytes]) -> list[int]:
-    offsets = np.cumsum([0] + [len(s) for s in strings])
-    return hash_strings(np.frombuffer(b"".join(strings), dtype=np.uint8), offsets).tolist()
+    return hash_values(pa.array(strings, pa.binary())).tolist()
 
 
 def test_hash_strings_when_strings_repeat_then_position_and_neighbours_do_not_matter():

@@ -194,7 +194,7 @@ def test_share_when_a_bad_row_is_skipped_then_the_others_keep_their_split(criteo
         assert not rest - whole
         lost += (whole - rest).total()
     assert lost == 1
-    assert manifest.details["statistics"]["skipped_rows"] == 1
+    assert [skipped["good"] for skipped in manifest.details["skipped"].values()] == [599]
 
 
 def test_files_when_they_make_the_splits_then_vocabularies_know_training_files_only(tmp_path):
@@ -312,11 +312,9 @@ def test_bad_rows_when_skipped_then_are_counted_and_quoted(criteo, tmp_path):
         lines[i] = f"bad {i}"
     criteo.write_text("\n".join(lines))
     manifest = prepare(tmp_path / "out", [criteo], on_bad_row="skip")
-    statistics = manifest.details["statistics"]
-    assert statistics["skipped_rows"] == 3
-    assert statistics["skipped_examples"] == [
-        f"{criteo}, row {i + 1} (line {i + 1}): 40 columns expected, got 1." for i in (0, 250, 599)
-    ]
+    (example,) = manifest.details["skipped"][str(criteo)].pop("examples").values()
+    assert tuple(example) == (f"{criteo}, row 1 (line 1): 40 columns expected, got 1.", 3)
+    assert manifest.details["skipped"] == {str(criteo): {"good": 597}}
     assert len(read(tmp_path / "out")["label"]) == 597
 
 
@@ -325,7 +323,7 @@ def test_input_when_empty_or_without_training_rows_then_raises(criteo, tmp_path)
     with pytest.raises(ValueError, match=r"empty is empty"):
         prepare(tmp_path / "out", [tmp_path / "empty"])
     (tmp_path / "bad").write_text("bad\n")
-    with pytest.raises(ValueError, match="no row is left for training"):
+    with pytest.raises(ValueError, match=r"bad: all 1 rows are bad: 1 like .*/bad, row 1"):
         prepare(tmp_path / "out", [tmp_path / "bad"], on_bad_row="skip")
 
 

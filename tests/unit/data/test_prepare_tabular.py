@@ -1,10 +1,13 @@
-"""Tables that stream into shards by their schema: the same rows, row by row, that the in-memory data module holds."""
+"""Tables that stream into shards by their schema: row by row what it says, as ``data=tabular`` prepares them too."""
 
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import random
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from table_oracle import Table, split_of
 
 from lightning_recsys.data import Batch, Schema, TabularDataModule
 from lightning_recsys.data.preparation import BySchema, ByShare, ByTime, Preparation, Preprocessing, SchemaRules
@@ -101,34 +105,64 @@ def whole(data, split: str) -> Batch | None:
     return None if rows is None else rows.take(torch.arange(len(rows)))
 
 
-def assert_same(folder: Path, schema: dict = SCHEMA, *, out: str = "out", on_bad_row: str = "error") -> None:
-    memory = TabularDataModule(schema=schema, root=folder, on_bad_row=on_bad_row)
-    memory.setup()
-    streamed = PreparedDataModule(root=folder / out)
-    streamed.setup()
-    assert (streamed.num_dense, streamed.fields) == (memory.num_dense, memory.fields)
-    assert list(streamed.fields) == list(memory.fields)
-    for split in ("train", "validation", "test"):
-        ours, theirs = whole(streamed, split), whole(memory, split)
-        if theirs is None:
-            assert ours is None
+def rows_of(folder: Path, *, good: Callable[[dict[str, str]], bool] = lambda row: True) -> list[dict[str, str]]:
+    """The good rows of rows.csv with the columns of users.csv, as the standard library reads them."""
+    with (folder / "users.csv").open(newline="") as file:
+        users = {row["id"]: row for row in csv.DictReader(file, delimiter=";")}
+    nobody = dict.fromkeys(("country", "visits", "likes"), "")
+    with (folder / "rows.csv").open(newline="", encoding="utf-8-sig") as file:
+        rows = [row for row in csv.DictReader(file) if good(row)]
+    return [row | {name: users.get(row["user"], nobody)[name] for name in nobody} for row in rows]
+
+
+def assert_same(
+    folder: Path, schema: dict = SCHEMA, *, out: str | None = "out", rows=None, splits=None, **options
+) -> None:
+    """Every row of every split is what a scalar version of the schema makes of it.
+
+    Args:
+        folder: Where the files are.
+        schema: The schema.
+        out: Rows that were prepared; ``None`` for those of the data module that prepares by itself.
+        rows: The rows, if not those of :func:`rows_of`.
+        splits: The split of each.
+        options: Of the data module.
+    """
+    rows = rows_of(folder) if rows is None else rows
+    if splits is None:
+        how = schema["split"]
+        shares = {name: how.get(name, 0.1) for name in ("validation", "test")}
+        splits = split_of(rows, **shares, seed=how.get("seed", 0), time="when" if how.get("by") == "time" else None)
+    parts = [[row for row, part in zip(rows, splits, strict=True) if part == i] for i in range(3)]
+    table = Table(schema, parts[0])
+    data = PreparedDataModule(root=folder / out) if out else TabularDataModule(schema=schema, root=folder, **options)
+    data.setup()
+    assert data.fields == table.fields
+    assert list(data.fields) == list(table.fields)
+    assert data.num_dense == len(schema["dense"])
+    for split, part in zip(("train", "validation", "test"), parts, strict=True):
+        batch = whole(data, split)
+        if batch is None:
+            assert not part
             continue
-        assert torch.equal(ours.labels, theirs.labels)
-        assert ours.sparse.keys == theirs.sparse.keys
-        assert torch.equal(ours.sparse.values, theirs.sparse.values)
-        assert torch.equal(ours.sparse.bag_lengths(), theirs.sparse.bag_lengths())
-        # Means and deviations are summed up in another order, in double precision.
-        torch.testing.assert_close(ours.dense, theirs.dense, rtol=2e-7, atol=2e-7)
+        assert batch.labels.tolist() == [float(float(row["click"]) >= 4) for row in part]
+        bags = [table.ids(name, row) for name in table.fields for row in part]
+        assert batch.sparse.keys == tuple(table.fields)
+        assert batch.sparse.bag_lengths().tolist() == list(map(len, bags))
+        assert batch.sparse.values.tolist() == list(chain.from_iterable(bags))
+        expected = [[table.dense(name, row) for name in schema["dense"]] for row in part]
+        np.testing.assert_allclose(batch.dense.numpy(), np.array(expected), rtol=2e-6, atol=2e-6)  # float32
 
 
-# --- the same rows as in memory --------------------------------------------------------------------------------------
+# --- row by row as the schema says ------------------------------------------------------------------------------------
 
 
-def test_rows_when_streamed_then_are_those_of_the_in_memory_module(folder):
+def test_rows_when_prepared_then_are_what_the_schema_says_and_the_data_module_does_the_same_by_itself(folder):
     manifest = prepare(folder)
     assert len(manifest.splits["train"]) > 5
     assert_same(folder)
-    assert manifest.details["statistics"]["skipped_rows"] == 0
+    assert_same(folder, out=None)
+    assert manifest.details["skipped"] == {}
     assert sum(manifest.details["statistics"]["positives"].values()) == sum(int(x[0]) >= 4 for x in values(400))
     assert manifest.details["statistics"]["missing"]["city"] == sum(x[5] in ("", "NA") for x in values(400))
     names = {Path(file["path"]).name for file in manifest.details["inputs"]}
@@ -150,6 +184,7 @@ def test_split_when_the_schema_draws_or_holds_back_then_is_the_same_row_by_row(f
     schema = SCHEMA | {"split": split}
     prepare(folder, schema, num_threads=1)
     assert_same(folder, schema)
+    assert_same(folder, schema, out=None)
 
 
 def test_split_when_there_are_files_for_it_then_they_are_used(folder):
@@ -158,7 +193,15 @@ def test_split_when_there_are_files_for_it_then_they_are_used(folder):
     schema = SCHEMA | {"files": {"train": "train-*.csv", "test": "test.csv"}, "split": {"validation": 0.25}}
     manifest = prepare(folder, schema)
     assert sum(shard.rows for shard in manifest.splits["test"]) == 63
-    assert_same(folder, schema)
+    parts = []
+    for name in ("train-1.csv", "train-2.csv", "test.csv"):
+        (folder / name).rename(folder / "rows.csv")
+        parts.append(rows_of(folder))
+        (folder / "rows.csv").rename(folder / name)
+    drawn = split_of([*parts[0], *parts[1]], validation=0.25, test=0)
+    rows, splits = list(chain(*parts)), [*drawn, *[2] * 63]
+    assert_same(folder, schema, rows=rows, splits=splits)
+    assert_same(folder, schema, rows=rows, splits=splits, out=None)
 
 
 ROWS = [HEADER, *values(150)]
@@ -185,8 +228,7 @@ def test_file_when_compressed_encoded_or_separated_otherwise_then_rows_are_the_s
     (folder / "rows.csv").write_bytes(PLAIN)
     schema = SCHEMA | {"files": name} | change
     prepare(folder, schema)
-    assert_same(folder, schema)
-    assert_same(folder)  # and so of the plain file
+    assert_same(folder, schema)  # those of the plain file
 
 
 def test_files_when_the_separator_is_long_then_rows_are_the_same(folder):
@@ -196,11 +238,11 @@ def test_files_when_the_separator_is_long_then_rows_are_the_same(folder):
     schema = SCHEMA | {"files": "rows.dat", "separator": "::"}
     prepare(folder, schema)
     assert_same(folder, schema)
-    assert_same(folder)
 
 
 def test_files_when_their_columns_are_in_another_order_then_each_goes_by_its_own_header(folder):
     rows = [HEADER, *values(200)]
+    (folder / "rows.csv").write_text(text(rows))
     (folder / "part-1.csv").write_text(text(rows[:100]))
     (folder / "part-2.csv").write_text(text([rows[0][::-1], *(row[::-1] for row in rows[100:])]))
     schema = SCHEMA | {"files": "part-*.csv"}
@@ -223,6 +265,7 @@ def test_parquet_when_streamed_then_rows_are_the_same(folder, group):
     for split in ({"validation": 0.2}, {"by": "time"}):
         schema = SCHEMA | {"files": "rows.parquet", "split": split}
         prepare(folder, schema, out=f"out-{len(split)}-{split.get('by')}")
+        (folder / "rows.csv").write_text(text([HEADER, *values(300)]))
         assert_same(folder, schema, out=f"out-{len(split)}-{split.get('by')}")
 
 
@@ -281,16 +324,31 @@ def spoiled(folder: Path) -> list[str]:
     return sorted(told, key=lambda message: int(message.split("row ")[1].split()[0]))
 
 
+def good(row: dict[str, str]) -> bool:
+    """Whether a row of :func:`spoiled` makes sense."""
+    return (
+        None not in row.values()
+        and row["click"].isdigit()
+        and row["age"] != "old"
+        and row["when"] != "soon"
+        and (row["price"] != "inf")
+    )
+
+
 def test_bad_rows_when_skipped_then_the_rest_is_as_in_memory_and_they_are_named(folder):
     told = spoiled(folder)
     manifest = prepare(folder, on_bad_row="skip", shard_bytes=100_000)
-    statistics = manifest.details["statistics"]
-    assert statistics["skipped_rows"] == len(told) == 5
-    for message, expected in zip(statistics["skipped_examples"], told, strict=True):
+    (skipped,) = manifest.details["skipped"].values()
+    assert (skipped["good"], len(told)) == (295, 5)
+    for (message, count), expected in zip(skipped["examples"].values(), told, strict=True):
         assert message.startswith(f"{folder}/{expected}")
-    assert_same(folder, on_bad_row="skip")
-    prepare(folder, on_bad_row="skip", shard_bytes=700, out="small")
-    assert_same(folder, on_bad_row="skip", out="small")
+        assert count == 1
+    rows = rows_of(folder, good=good)
+    assert_same(folder, rows=rows)
+    small = prepare(folder, on_bad_row="skip", shard_bytes=700, out="small")
+    assert small.details["skipped"] == manifest.details["skipped"]
+    assert_same(folder, rows=rows, out="small")
+    assert_same(folder, rows=rows, out=None, on_bad_row="skip")
 
 
 def test_bad_row_when_it_is_an_error_then_is_named_by_file_row_line_and_column(folder):
@@ -316,8 +374,10 @@ def test_block_when_all_its_rows_are_bad_then_the_others_are_read(folder):
     lines[50:50] = ["nothing\n"] * 300
     lines[20:20] = ["x" + lines[0][1:].replace("\n", " ") + "\n"] * 200
     (folder / "rows.csv").write_text(quoted(HEADER) + "\n" + "".join(lines))
-    assert prepare(folder, on_bad_row="skip", shard_bytes=500).details["statistics"]["skipped_rows"] == 500
-    assert_same(folder, on_bad_row="skip")
+    (skipped,) = prepare(folder, on_bad_row="skip", shard_bytes=500).details["skipped"].values()
+    assert sorted(count for _, count in skipped["examples"].values()) == [200, 300]
+    (folder / "rows.csv").write_text(text([HEADER, *rows]))
+    assert_same(folder)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -351,7 +411,7 @@ def test_input_when_it_does_not_fit_the_schema_then_says_how(folder, change, mes
 
 
 def test_row_when_a_quote_is_never_closed_then_says_so_instead_of_reading_on(folder, monkeypatch):
-    monkeypatch.setattr("lightning_recsys.data.raw.tabular._LONGEST_ROW", 1 << 14)
+    monkeypatch.setattr("lightning_recsys.data.raw.table_file._LONGEST_ROW", 1 << 14)
     rows = values(3000)
     rows[40][5] = "x"
     content = text([HEADER, *rows[:40]]) + '4,2026-01-01,1,1,u,"open,x,\n' + text(rows[41:]).replace('"', "")

@@ -13,8 +13,8 @@ import torch
 from prepared_folder import write_folder
 from torch.utils.data import SequentialSampler
 
+from lightning_recsys.data import BatchLoader
 from lightning_recsys.data.prepared import Manifest, PreparedDataModule
-from lightning_recsys.data.prepared.loader import PreparedLoader
 from lightning_recsys.data.prepared.stream import StreamRequest, prefetched, read_packs
 
 UNEVEN = [5, 1, 17, 2, 30, 9]  # rows of the shards, 64 in all
@@ -31,15 +31,15 @@ def module(folder, **options) -> PreparedDataModule:
     return data
 
 
-def loaders(folder, *, world_size: int = 1, **options) -> list[PreparedLoader]:
+def loaders(folder, *, world_size: int = 1, **options) -> list[BatchLoader]:
     """A loader for each rank, as each rank's process would make it."""
     made = []
     for rank in range(world_size):
         data = module(folder, **options)
-        first = StreamRequest(
-            "train", data.seed, 0, data.shuffle_window, 0, data.batch_size, data.drop_last, rank, world_size
-        )
-        made.append(PreparedLoader(len(data.rows("train")), first, stream=data._stream))
+        source = data._source("train", "rows")
+        options_of_all = {"batch_size": data.batch_size, "seed": data.seed, "drop_last": data.drop_last}
+        shuffle = "rows" if data.shuffle_window else None
+        made.append(BatchLoader(source, shuffle=shuffle, rank=rank, world_size=world_size, **options_of_all))
     return made
 
 
@@ -47,7 +47,7 @@ def numbers(batch) -> list[int]:
     return batch.sparse.values[: len(batch)].tolist()
 
 
-def epoch_of(ranks: list[PreparedLoader]) -> list[list[list[int]]]:
+def epoch_of(ranks: list[BatchLoader]) -> list[list[list[int]]]:
     """For each step, the rows of each rank."""
     steps = [[numbers(batch) for batch in step] for step in zip(*ranks, strict=True)]
     assert all(len(loader) >= len(steps) for loader in ranks)
@@ -73,7 +73,7 @@ def test_batch_when_read_then_every_column_is_the_row_s_own(folder):
 @pytest.mark.parametrize("bags", [False, True])
 def test_small_batches_when_read_in_packs_then_are_those_read_one_by_one(tmp_path, monkeypatch, bags):
     rows = module(write_folder(tmp_path, train=[100] * 5, bags=bags)).rows("train")
-    request = StreamRequest("train", 0, 0, 150, 0, 3, False, 1, 2)
+    request = StreamRequest(3, rank=1, world_size=2, window=150)
     packs = list(read_packs(request, rows))
     monkeypatch.setattr("lightning_recsys.data.prepared.stream._PACK_ROWS", 1)
     alone = list(read_packs(request, rows))
@@ -206,18 +206,21 @@ def test_resume_when_fewer_rows_are_left_than_ranks_then_raises(folder):
     (old,) = loaders(folder, batch_size=62)
     next(iter(old))
     new = loaders(folder, world_size=5)[0]
+    new.load_state_dict(old.state_dict())
     with pytest.raises(ValueError, match=r"inside epoch 0 with 2 rows left, too few for 5 ranks.*at most 2 workers"):
-        new.load_state_dict(old.state_dict())
+        next(iter(new))
 
 
 def test_resume_when_inside_an_epoch_of_another_order_then_raises(folder):
     (old,) = loaders(folder)
     next(iter(old))
     (new,) = loaders(folder, seed=1)
+    new.load_state_dict(old.state_dict())
     with pytest.raises(ValueError, match=r"inside epoch 0, after row 4 .*'seed': 0.*'seed': 1.*Resume with the same"):
-        new.load_state_dict(old.state_dict())
+        next(iter(new))
     state = {**old.state_dict(), "finished": True}
     new.load_state_dict(state)  # at the end of an epoch the order does not matter
+    assert len(flat(epoch_of([new]))) == 64
 
 
 def test_set_epoch_when_it_is_the_next_then_order_is_that_epoch_s(folder):
@@ -228,7 +231,7 @@ def test_set_epoch_when_it_is_the_next_then_order_is_that_epoch_s(folder):
 
 
 def test_loader_when_there_are_too_few_rows_then_raises(folder):
-    with pytest.raises(ValueError, match=r"64 train rows are too few for 65 ranks: at least 65 are needed"):
+    with pytest.raises(ValueError, match=r"64 rows are too few for 65 ranks: at least 65 are needed"):
         loaders(folder, world_size=65)
     with pytest.raises(ValueError, match=r"2 ranks with data.batch_size=40 and drop_last: at least 80"):
         loaders(folder, world_size=2, batch_size=40, drop_last=True)

@@ -406,7 +406,7 @@ def test_batches_when_they_cannot_be_foretold_then_no_more_are_taken_ahead(kind)
 
 def test_coming_batches_when_limited_then_none_is_foretold_that_will_not_be_trained_on():
     loader = peekable(batches := batch_loader())
-    loader.source.take = lambda rows: SparseFeatures(("x",), rows)
+    loader._source.rows.take = lambda rows: SparseFeatures(("x",), rows)
     log = train(Foretells(), loader, limit_train_batches=3, max_epochs=2)
     assert sum("foretell" in line for line in log) == 4
     assert batches.state_dict()["batch"] == 3

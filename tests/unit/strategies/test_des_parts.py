@@ -17,7 +17,6 @@ from torch import nn
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
 from lightning_recsys.data import Batch, SyntheticDataModule
 from lightning_recsys.data.prepared import PreparedDataModule
-from lightning_recsys.data.rows import InMemoryRows, select_features
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.models import DeepFM, LogisticRegression
 from lightning_recsys.models.layers import FirstOrder
@@ -305,15 +304,6 @@ def test_synthetic_data_when_fields_are_selected_then_batches_have_those_only():
     for wrong in ([], ["c3"]):
         with pytest.raises(ValueError, match=r"has the fields \['c0', 'c1', 'c2'\]: select one or more of them"):
             data.select_fields(wrong)
-
-
-def test_rows_in_memory_when_features_are_selected_then_others_are_not_held():
-    bags = {"genres": (torch.tensor([0, 2, 2]), torch.tensor([7, 8]))}
-    rows = InMemoryRows(torch.rand(2, 1), ("a", "b", "c"), torch.arange(6).view(2, 3), bags, torch.ones(2))
-    selected = select_features(rows, ("c", "genres"))
-    assert selected.ids.shape == (2, 1)
-    same(selected.take(torch.tensor([1, 0])), rows.take(torch.tensor([1, 0])), ("c", "genres"))
-    same(select_features(rows, ("b",)).take(torch.tensor([0])), rows.take(torch.tensor([0])), ("b",))
 
 
 @pytest.mark.parametrize("reader", ["local", "shared"])

@@ -64,7 +64,7 @@ def run(
         readers = {name: stack.enter_context(closing(Reader(root))) for name, root in roots.items()}
         for batch_size in batch_sizes:
             for world_size in workers:
-                first = StreamRequest("train", 0, 0, 0, 0, batch_size, False, 0, world_size)
+                first = StreamRequest(batch_size, world_size=world_size)
                 variants: dict[str, Any] = {
                     name: variant(
                         replace(first, window=window), roots[stored], readers[stored] if how == "shared" else None

@@ -1,50 +1,41 @@
-"""The files of a schema as examples: paths, columns that may stand in side tables, joins."""
+"""The files of a schema: their paths, the columns to read from each, and side tables joined to the rows."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from lightning_recsys.data.tables.bad_rows import BadRows, OnBadRow
-from lightning_recsys.data.tables.columns import MISSING, Categories
-from lightning_recsys.data.tables.examples import Examples, clean
-from lightning_recsys.data.tables.reading import column_names, read_table
+from lightning_recsys.data.raw.cleaning import Column, concatenate, take
+from lightning_recsys.data.raw.columns import SkippedRows
+from lightning_recsys.data.raw.table_file import TableFile
+from lightning_recsys.data.tables.reading import column_names
 from lightning_recsys.data.tables.schema import Schema
-from lightning_recsys.data.tables.schema_parts import Join, TableFormat
+from lightning_recsys.data.tables.schema_parts import Join
+
+OnBadRow = Literal["error", "skip"]
 
 
 class TableReader:
-    """Reads the splits of a schema.
+    """Finds the files of a schema, and joins its side tables.
 
     Args:
         schema: Files and columns.
         root: Where relative paths start.
-        on_bad_row: ``error`` or ``skip``.
-
-    ``skipped`` counts the rows that were skipped, by file.
+        on_bad_row: What happens to bad rows of side tables: ``error`` or ``skip``.
     """
 
     def __init__(self, schema: Schema, *, root: Path, on_bad_row: OnBadRow) -> None:
         self.schema = schema
         self.root = root
         self.on_bad_row: OnBadRow = on_bad_row
-        self.skipped: dict[str, int] = {}
-
-    def read(self, split: Literal["train", "validation", "test"]) -> Examples:
-        """All rows of a split's files.
-
-        Raises:
-            FileNotFoundError: a file is not there.
-            ValueError: a file, column or row is not as the schema says.
-        """
-        return Examples.concatenate([self._read_file(path) for path in self.paths(split)])
 
     def paths(self, split: Literal["train", "validation", "test"]) -> list[Path]:
         """The files of a split.
@@ -58,13 +49,18 @@ class TableReader:
             raise ValueError(f"schema.files has no {split}, so there are no rows for it. Name their file there.")
         return [path for pattern in patterns for path in self._paths(pattern, f"schema.files.{split}")]
 
-    @property
+    @cached_property
     def side_paths(self) -> list[Path]:
         """The files of the side tables."""
-        return [side.path for side in self._side_tables]
+        return [self._paths(join.file, f"schema.joins[{i}].file")[0] for i, join in enumerate(self.schema.joins)]
 
-    def own_columns(self, path: Path) -> list[str]:
-        """The columns to read from a file of rows; the others stand in side tables.
+    @property
+    def skipped(self) -> dict[Path, SkippedRows]:
+        """The bad rows of the side tables, by file."""
+        return {side.path: side.skipped for side in self._side_tables if side.skipped.bad}
+
+    def file(self, path: Path) -> TableFile:
+        """A file of rows, of which the columns are read that the schema speaks of and no side table has alone.
 
         Raises:
             ValueError: a column of the schema is in none of them.
@@ -78,33 +74,30 @@ class TableReader:
         for column, use in self.schema.uses():
             if use != "ignore" and not any(column in known for known in (names, *(side.columns for side in sides))):
                 raise ValueError(self._unknown_column(use, column, [path, *(side.path for side in sides)], names))
-        return [name for name in dict.fromkeys([*used, *self.keys]) if name in names]
+        own = [name for name in dict.fromkeys([*used, *self.keys]) if name in names]
+        return TableFile(path, self.schema.table, columns=own, plain=self._plain(own))
 
     @property
     def keys(self) -> list[str]:
         """Columns that refer to side tables."""
         return [join.column for join in self.schema.joins]
 
-    def plain_columns(self, columns: Sequence[str]) -> list[str]:
-        """Those columns that hold numbers, mostly distinct."""
-        return [name for name in columns if name in self.schema.dense or name == self.schema.time]
-
-    def join(self, examples: Examples) -> tuple[Examples, list[bool]]:
+    def join(self, columns: Mapping[str, Column]) -> tuple[dict[str, Column], list[bool]]:
         """The rows of a file with the columns of the side tables.
 
         Args:
-            examples: The columns of the file, with ``key:<name>`` for each of :attr:`keys`.
+            columns: Those of the file, with ``key:<name>`` for each of :attr:`keys`.
 
         Returns:
-            The rows, and for each side table whether any row refers to a row of it.
+            The columns, and for each side table whether any row refers to a row of it.
         """
-        columns = {name: column for name, column in examples.columns.items() if not name.startswith("key:")}
-        own, matched = set(columns), []
+        joined = {name: column for name, column in columns.items() if not name.startswith("key:")}
+        own, matched = set(joined), []
         for side in self._side_tables:
-            joined, matches = side.look_up(examples.categories(f"key:{side.join.column}"))
-            columns |= {name: joined.columns[name] for name in side.columns if name not in own}
+            found, matches = side.look_up(columns[f"key:{side.join.column}"])
+            joined |= {name: column for name, column in found.items() if name not in own}
             matched.append(matches)
-        return Examples(columns, examples.num_rows), matched
+        return joined, matched
 
     def check_joins(self, matched: Sequence[bool], path: Path) -> None:
         """Raise ``ValueError`` if no row of a file refers to a row of some side table."""
@@ -112,29 +105,15 @@ class TableReader:
             if not matches:
                 raise ValueError(
                     f"no value of column {side.join.column!r} of {path} is in column {side.join.key!r} of {side.path}, "
-                    f"which has {', '.join(map(repr, side.key.values[:3].to_pylist()))} and so on. Check schema.joins."
+                    f"which has {', '.join(map(repr, side.key.dictionary[:3].to_pylist()))} and so on. Check "
+                    "schema.joins."
                 )
-
-    def _read_file(self, path: Path) -> Examples:
-        examples = self._clean(path, self.schema.table, self.own_columns(path), self.keys)
-        examples, matched = self.join(examples)
-        self.check_joins(matched, path)
-        return examples
-
-    def _clean(self, path: Path, table: TableFormat, columns: list[str], keys: list[str]) -> Examples:
-        raw, misshapen = read_table(path, table, columns=columns, plain=self.plain_columns(columns))
-        bad_rows = BadRows(raw, misshapen, on_bad_row=self.on_bad_row)
-        examples = clean(raw, self.schema, table, bad_rows, keys=keys)
-        if bad_rows.num_bad:
-            self.skipped[str(path)] = bad_rows.num_bad
-        return examples
 
     @cached_property
     def _side_tables(self) -> list[_SideTable]:
         sides = []
         found: list[str] = []
-        for i, join in enumerate(self.schema.joins):
-            (path,) = self._paths(join.file, f"schema.joins[{i}].file")
+        for i, (join, path) in enumerate(zip(self.schema.joins, self.side_paths, strict=True)):
             names = column_names(path, join.table)
             if join.key not in names:
                 raise ValueError(
@@ -144,13 +123,29 @@ class TableReader:
             used = [column for column, use in self.schema.uses() if use != "ignore" and column != join.key]
             columns = [name for name in used if name in names and name not in found]
             found += columns
-            examples = self._clean(path, join.table, [join.key, *columns], [join.key])
-            key = examples.categories(f"key:{join.key}")
-            if (key.counts() > 1).any() or (key.codes < 0).any():
-                twice = next((str(key.values[int(i)]) for i in np.flatnonzero(key.counts() > 1)), "a missing value")
+            side = self._read_side(join, path, columns)
+            indices = side.key.indices
+            counts = np.bincount(indices.drop_null().to_numpy(), minlength=1)
+            if indices.null_count or (counts > 1).any():
+                twice = "a missing value" if indices.null_count else side.key.dictionary[int(counts.argmax())]
                 raise ValueError(f"{path}: each value of the key {join.key!r} must stand once, but {twice} does not.")
-            sides.append(_SideTable(join, path, columns, examples))
+            sides.append(side)
         return sides
+
+    def _read_side(self, join: Join, path: Path, columns: list[str]) -> _SideTable:
+        file = TableFile(path, join.table, columns=[join.key, *columns], plain=self._plain(columns))
+        parts, skipped = [], SkippedRows()
+        for block in file.blocks():
+            part, rows_N, bad = file.rows(block, self.schema, keys=[join.key])
+            skipped.add(path, len(rows_N), bad, on_bad_row=self.on_bad_row)
+            parts.append(part)
+        skipped.check(path)
+        whole = {name: concatenate([part[name] for part in parts]) for name in (f"key:{join.key}", *columns)}
+        return _SideTable(join, path, columns, whole, skipped)
+
+    def _plain(self, columns: Sequence[str]) -> list[str]:
+        """Those columns that hold numbers, mostly distinct."""
+        return [name for name in columns if name in self.schema.dense or name == self.schema.time]
 
     def _paths(self, pattern: str, where: str) -> list[Path]:
         path = self.root / Path(pattern).expanduser()
@@ -181,21 +176,23 @@ class _SideTable:
     join: Join
     path: Path
     columns: list[str]
-    examples: Examples
+    whole: Mapping[str, Column]
+    skipped: SkippedRows
 
     @property
-    def key(self) -> Categories:
+    def key(self) -> pa.DictionaryArray:
         """The column that rows refer to."""
-        return self.examples.categories(f"key:{self.join.key}")
+        return self.whole[f"key:{self.join.key}"]
 
-    def look_up(self, column: Categories) -> tuple[Examples, bool]:
+    def look_up(self, column: pa.DictionaryArray) -> tuple[dict[str, Column], bool]:
         """This table's row for each row that refers to it, one where everything is missing if there is none.
 
         Also whether there is any.
         """
         key = self.key
-        row_of_key = np.full(len(key.values), MISSING)
-        row_of_key[key.codes] = np.arange(len(key.codes))
-        place = pc.fill_null(pc.index_in(column.values, value_set=key.values), MISSING).to_numpy()
-        row_of_value = np.where(place >= 0, row_of_key[place], MISSING)
-        return self.examples.take(np.append(row_of_value, MISSING)[column.codes]), bool((row_of_value >= 0).any())
+        row_of_key = np.full(len(key.dictionary), -1)
+        row_of_key[key.indices.to_numpy()] = np.arange(len(key))
+        place = pc.fill_null(pc.index_in(column.dictionary, value_set=key.dictionary), -1).to_numpy()
+        row_of_value = np.append(np.where(place >= 0, row_of_key[place], -1), -1)  # the last one is for a missing value
+        rows = row_of_value[column.indices.fill_null(len(column.dictionary)).to_numpy()]
+        return {name: take(self.whole[name], rows) for name in self.columns}, bool((row_of_value >= 0).any())

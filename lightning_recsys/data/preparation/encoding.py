@@ -1,0 +1,142 @@
+"""What is learned from the training rows of a table: vocabularies, means and deviations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from lightning_recsys.data.preparation.vocabulary import vocabulary_file
+from lightning_recsys.data.prepared.manifest import Manifest
+from lightning_recsys.data.tables.schema import Schema, feature_name
+from lightning_recsys.data.tables.schema_parts import Categorical
+
+FIRST_ID = 2
+"""Id of the first value of a vocabulary, the most frequent one; 0 is for unknown values."""
+
+MISSING_ID = 1
+"""Id of a missing value, where there is a vocabulary; it is 0 where values are hashed."""
+
+
+class Encoding:
+    """Vocabularies of the categorical features, mean and deviation of the dense ones.
+
+    Args:
+        schema: The columns.
+        vocabularies: The values of all features that are not hashed, by column: arrow strings, the most frequent first.
+        statistics: Mean and standard deviation of each dense feature after its transform, by column.
+    """
+
+    def __init__(
+        self, schema: Schema, *, vocabularies: Mapping[str, pa.Array], statistics: Mapping[str, tuple[float, float]]
+    ) -> None:
+        self._schema = schema
+        self.vocabularies = dict(vocabularies)
+        self.statistics = dict(statistics)
+
+    @classmethod
+    def load(cls, schema: Schema, root: Path, manifest: Manifest) -> Encoding:
+        """What a preparation has learned."""
+        files = {
+            name: root / "vocabulary" / vocabulary_file(feature_name(name))
+            for name, feature in embedded(schema).items()
+            if not feature.hash_buckets
+        }
+        tables = {name: pq.read_table(path, columns=["value"], use_threads=False) for name, path in files.items()}
+        learned = manifest.details["learned"]
+        return cls(
+            schema,
+            vocabularies={name: table["value"].combine_chunks().cast(pa.string()) for name, table in tables.items()},
+            statistics={
+                name: (learned["mean"][feature_name(name)], learned["deviation"][feature_name(name)])
+                for name in schema.dense
+            },
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Encoding)
+            and self.statistics == other.statistics
+            and self.vocabularies.keys() == other.vocabularies.keys()
+            and all(values.equals(other.vocabularies[name]) for name, values in self.vocabularies.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds whole vocabularies
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Number of embeddings of each feature, in the order of the batches."""
+        return {
+            feature_name(name): feature.hash_buckets + 1
+            if feature.hash_buckets
+            else len(self.vocabularies[name]) + FIRST_ID
+            for name, feature in embedded(self._schema).items()
+        }
+
+    @property
+    def digest(self) -> str:
+        """A checksum: another one for whatever would be encoded otherwise."""
+        digest = hashlib.blake2b(repr(sorted(self.statistics.items())).encode(), digest_size=16)
+        for name, values in sorted(self.vocabularies.items()):
+            digest.update(f"{name} {len(values)} ".encode())
+            for tensor in _as_tensors(values).values():
+                digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, in tensors and numbers."""
+        return {
+            "vocabularies": {name: _as_tensors(values) for name, values in self.vocabularies.items()},
+            "statistics": {name: list(numbers) for name, numbers in self.statistics.items()},
+        }
+
+    @classmethod
+    def from_state_dict(cls, schema: Schema, state: Mapping[str, Any]) -> Encoding:
+        """What :meth:`state_dict` came from.
+
+        Raises:
+            ValueError: it was learned for other columns.
+        """
+        wanted = {name for name, feature in embedded(schema).items() if not feature.hash_buckets}
+        for kind, names in (("vocabularies", wanted), ("statistics", set(schema.dense))):
+            saved = set(state[kind])
+            if saved != names:
+                raise ValueError(
+                    f"the checkpoint has {kind} of {', '.join(sorted(saved))}, but the schema wants "
+                    f"{', '.join(sorted(names))}. Evaluate with the schema that it was trained with."
+                )
+        vocabularies = {name: _from_tensors(saved) for name, saved in state["vocabularies"].items()}
+        statistics = {name: (mean, std) for name, (mean, std) in state["statistics"].items()}
+        return cls(schema, vocabularies=vocabularies, statistics=statistics)
+
+
+def embedded(schema: Schema) -> dict[str, Categorical]:
+    """The features that have ids, by column, in the order of the batches."""
+    return {**schema.categorical, **schema.multi_valued}
+
+
+def _as_tensors(strings: pa.Array) -> dict[str, Tensor]:
+    """Strings as UTF-8 bytes, and where each starts: tensors, so that a checkpoint holds them as they are."""
+    large = strings.cast(pa.large_string())
+    _, offsets, data = large.buffers()
+    if offsets is None or data is None:
+        text, ends = np.zeros(0, dtype=np.uint8), np.zeros(len(strings) + 1, dtype=np.int64)
+    else:
+        starts = np.frombuffer(offsets, dtype=np.int64)[large.offset : large.offset + len(large) + 1]
+        first, last = int(starts[0]), int(starts[-1])
+        text, ends = np.frombuffer(data, dtype=np.uint8)[first:last], starts - first
+    return {"bytes": torch.from_numpy(text.copy()), "offsets": torch.from_numpy(ends.copy())}
+
+
+def _from_tensors(state: Mapping[str, Tensor]) -> pa.Array:
+    """The strings that :func:`_as_tensors` wrote."""
+    buffers = [None, *(pa.py_buffer(state[name].numpy()) for name in ("offsets", "bytes"))]
+    strings = pa.Array.from_buffers(pa.large_string(), len(state["offsets"]) - 1, buffers)
+    return strings.cast(pa.string())

@@ -1,0 +1,246 @@
+"""A file of a table, CSV, TSV or Parquet: read a block at a time."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from lightning_recsys.data.raw.cleaning import Column, clean
+from lightning_recsys.data.raw.columns import BadLine
+from lightning_recsys.data.raw.kernels import find_records
+from lightning_recsys.data.raw.text import Block, Position
+from lightning_recsys.data.tables.reading import (
+    BLOCK_BYTES,
+    MisshapenRow,
+    explain,
+    is_parquet,
+    lines_to_skip,
+    parse_block,
+    separator_of,
+)
+from lightning_recsys.data.tables.schema import Schema
+from lightning_recsys.data.tables.schema_parts import TableFormat
+
+_LONGEST_ROW = BLOCK_BYTES
+_ROW_BYTES = 64  # of a Parquet file, for want of knowing
+_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}  # those that pyarrow detects
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class TableBlock:
+    """Some rows of a table.
+
+    Args:
+        data: Text in UTF-8 without header, or columns.
+        lines: Line of each row of text, from 0; empty for columns.
+        position: Where they start.
+        next_position: Where the next block starts.
+        consumed: Bytes of the file that were read up to here.
+    """
+
+    data: bytes | pa.RecordBatch
+    lines: NDArray[np.int64]
+    position: Position
+    next_position: Position
+    consumed: int
+
+
+class TableFile:
+    """A file of a table.
+
+    Text is compressed (``.gz``, ``.bz2``, ``.zst`` and so on) or plain, in any encoding, with rows of 16 MiB at most.
+
+    Args:
+        path: The file.
+        table: How it is written.
+        columns: Columns to read; all are in the file.
+        plain: Those of them that are mostly distinct, so that storing distinct values once is no use.
+    """
+
+    def __init__(self, path: Path, table: TableFormat, *, columns: Sequence[str], plain: Sequence[str]) -> None:
+        self.path = path
+        self._table = table
+        self._columns = columns
+        self._plain = plain
+
+    # --- from the file to blocks -------------------------------------------------------------------------------------
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES, position: Position = Position()) -> Iterator[Block]:  # noqa: B008
+        """The file in blocks: the same ones from the position of any of them on.
+
+        Raises:
+            ValueError: the file is empty, damaged, not in the encoding that the schema says, or has a row without end.
+        """
+        if is_parquet(self.path, self._table):
+            return self._column_blocks(num_rows=max(1, block_bytes // _ROW_BYTES), position=position)
+        return self._text_blocks(block_bytes=block_bytes, position=position)
+
+    def _text_blocks(self, *, block_bytes: int, position: Position) -> Iterator[Block]:
+        """A block is what is whole in ``block_bytes`` from its start on, or in twice as much where nothing is."""
+        path, table = self.path, self._table
+        separator = separator_of(path, table)
+        quote = table.quote if len(separator) == 1 else None
+        with path.open("rb") as raw:
+            try:
+                stream = _text_stream(path, raw, encoding=table.encoding)
+                rest = b""
+                if position == Position():
+                    rest, position = _skip_lines(stream, lines_to_skip(path, table))
+                else:
+                    _skip(stream, position.offset)
+                size = block_bytes
+                while True:
+                    while len(rest) <= size and (more := stream.read(size + 1 - len(rest))):
+                        rest += more
+                    if not rest:
+                        return
+                    text = np.frombuffer(rest, dtype=np.uint8, count=min(size, len(rest)))
+                    lines, end, num_lines = find_records(
+                        text, delimiter=separator, quote=quote, whole=len(rest) <= size
+                    )
+                    if not end:
+                        if size >= _LONGEST_ROW:
+                            raise ValueError(_no_end(path, position))
+                        size = min(2 * size, _LONGEST_ROW)
+                        continue
+                    following = Position(position.offset + end, position.line + num_lines, position.row + len(lines))
+                    if len(lines):
+                        yield TableBlock(rest[:end], lines, position, following, raw.tell())
+                    rest, position, size = rest[end:], following, block_bytes
+            except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+                raise ValueError(explain(error, path, table)) from error
+            except OSError as error:
+                raise ValueError(f"{path}, after row {position.row - 1}: the file is damaged ({error}).") from error
+
+    def _column_blocks(self, *, num_rows: int, position: Position) -> Iterator[Block]:
+        """``num_rows`` each, fewer at the end of a row group."""
+        size, start = self.path.stat().st_size, 0
+        with pq.ParquetFile(self.path, memory_map=True, pre_buffer=False) as file:
+            for group in range(file.num_row_groups):
+                stop = start + file.metadata.row_group(group).num_rows
+                if stop > position.offset:
+                    for batch in file.iter_batches(num_rows, row_groups=[group], columns=self._columns):
+                        first, start = start, start + len(batch)
+                        if first >= position.offset:
+                            consumed = size * start // file.metadata.num_rows
+                            yield TableBlock(batch, np.empty(0, np.int64), _at_row(first), _at_row(start), consumed)
+                start = stop
+
+    # --- from blocks to rows -----------------------------------------------------------------------------------------
+
+    def rows(
+        self, block: Block, schema: Schema, *, keys: Sequence[str]
+    ) -> tuple[dict[str, Column], NDArray[np.int64], list[BadLine]]:
+        """The good rows of a block, the number of each in the file, and the bad ones.
+
+        Args:
+            block: Some rows of this file.
+            schema: What the columns mean.
+            keys: See :func:`~lightning_recsys.data.raw.cleaning.clean`.
+
+        Raises:
+            ValueError: a column has a type that does not fit, or the text is in another encoding.
+        """
+        assert isinstance(block, TableBlock)
+        misshapen: list[MisshapenRow] = []
+        values: Mapping[str, pa.ChunkedArray]
+        if isinstance(block.data, bytes):
+            values, misshapen = parse_block(
+                block.data, self.path, self._table, columns=self._columns, plain=self._plain
+            )
+        else:
+            values = {name: pa.chunked_array([block.data[name]]) for name in self._columns}
+        num_rows = block.next_position.row - block.position.row
+        found = len(misshapen) + len(next(iter(values.values())))
+        if found != num_rows:
+            raise ValueError(
+                f"{self.path}, rows {block.position.row} to {block.next_position.row - 1}: the quotes make {found} "
+                f"rows or {num_rows}. Are they ordinary letters? Then write quote: null in the schema."
+            )
+        judge = _BlockRows(block, num_rows, misshapen)
+        columns = clean(self.path, values, schema, self._table, judge, keys=keys)
+        return columns, judge.rows_N[judge.good] + block.position.row, judge.bad
+
+
+class _BlockRows:
+    """The judge of a block's rows: notes the bad ones.
+
+    Args:
+        block: The block.
+        num_rows: How many it has, those in ``misshapen`` too.
+        misshapen: Rows that could not be split into columns.
+    """
+
+    def __init__(self, block: TableBlock, num_rows: int, misshapen: Sequence[MisshapenRow]) -> None:
+        self._block = block
+        self.rows_N = np.setdiff1d(np.arange(num_rows), [row.row - 1 for row in misshapen], assume_unique=True)
+        self.good = np.ones(len(self.rows_N), dtype=np.bool_)
+        self._bad = [self._line(row.row - 1, None, row.problem) for row in misshapen]
+
+    @property
+    def bad(self) -> list[BadLine]:
+        """All bad rows, in the order of the file."""
+        return sorted(self._bad, key=lambda line: line.line)
+
+    def flag(self, bad: NDArray[np.bool_], *, column: str, problem: str, values: pa.ChunkedArray) -> None:
+        for place in np.flatnonzero(bad & self.good).tolist():
+            message = f"{problem}, got {values[place].as_py()!r}"
+            self._bad.append(self._line(int(self.rows_N[place]), column, message))
+        self.good &= ~bad
+
+    def _line(self, row: int, column: str | None, message: str) -> BadLine:
+        start, lines = self._block.position, self._block.lines
+        line = f" (line {start.line + lines[row]})" if len(lines) else ""
+        return BadLine(row, column, message, place=f"row {start.row + row}{line}")
+
+
+def _at_row(row: int) -> Position:
+    return Position(row, 1, row + 1)
+
+
+def _no_end(path: Path, position: Position) -> str:
+    return (
+        f"{path}: row {position.row} (line {position.line}) has no end within {_LONGEST_ROW >> 20} MiB. Is there a "
+        "quote too many? With quote: null in the schema, quotes are ordinary letters."
+    )
+
+
+def _text_stream(path: Path, raw: IO[bytes], *, encoding: str) -> Any:
+    """A file's text in UTF-8, uncompressed."""
+    stream: Any = raw
+    if path.suffix in _COMPRESSION:
+        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), _COMPRESSION[path.suffix])
+    if codecs.lookup(encoding).name != "utf-8":
+        stream = pa.transcoding_input_stream(pa.PythonFile(stream, mode="r"), encoding, "utf-8")
+    return stream
+
+
+def _skip(stream: Any, offset: int) -> None:
+    if isinstance(stream, io.BufferedReader):
+        stream.seek(offset)
+        return
+    while offset and (skipped := len(stream.read(min(offset, BLOCK_BYTES)))):
+        offset -= skipped
+
+
+def _skip_lines(stream: Any, count: int) -> tuple[bytes, Position]:
+    """Leave out the first lines, and a byte order mark; what was read behind them, and where that is."""
+    start = b""
+    while more := stream.read(BLOCK_BYTES // 16):
+        start += more
+        if len(ends := list(islice(re.finditer(rb"\r\n|\n|\r", start), count + 1))) > count:
+            break
+    end = ends[count - 1].end() if count else len(_BYTE_ORDER_MARK) * start.startswith(_BYTE_ORDER_MARK)
+    return start[end:], Position(end, count + 1)

@@ -1,0 +1,252 @@
+"""Anybody's own rows, in CSV, TSV or Parquet, by a schema alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml  # type: ignore[import-untyped]
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.trainer.states import TrainerFn
+from rich.console import Console
+
+from lightning_recsys.__about__ import __version__
+from lightning_recsys.data.module import Split
+from lightning_recsys.data.preparation import ByFile, BySchema, Preparation, SchemaRules, SplitRule
+from lightning_recsys.data.preparation.cache import Lease, RowCache
+from lightning_recsys.data.preparation.encoding import Encoding
+from lightning_recsys.data.preparation.progress import progress_bar
+from lightning_recsys.data.prepared.manifest import Manifest
+from lightning_recsys.data.prepared.module import PreparedReader
+from lightning_recsys.data.raw import InputFile, TabularFormat
+from lightning_recsys.data.raw.columns import SkippedRows
+from lightning_recsys.data.raw.table_reader import OnBadRow
+from lightning_recsys.data.tables.schema import Schema
+
+_VERSION = 1  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
+_ALL = 1 << 31  # values of the vocabularies; more do not fit into their tables
+_PATIENCE = 2.0  # seconds until a progress bar is shown
+
+log = logging.getLogger(__name__)
+
+
+class TabularDataModule(PreparedReader):
+    """Rows of one's own files: what the columns mean is said by a schema.
+
+    The rows are prepared when they are first asked for, into a cache folder where later runs find them, and are read
+    from there: in memory only a window of them at a time. Which rows those are hangs on the schema, ``on_bad_row``, and
+    path, size, time of change and content (of both ends) of each file; a file that changed is prepared anew.
+
+    Vocabularies, means and deviations are learned from the training rows alone. They are part of a checkpoint, so that
+    a model can be evaluated on new files without the rows that it was trained on: hand the checkpoint's entry to
+    :meth:`load_state_dict`, or ``ckpt_path`` to the trainer.
+
+    Args:
+        schema: Path of a schema file, or its content; see ``docs/data.md``.
+        root: Where the schema's relative paths start; the schema file's own folder if absent, else the current one.
+        batch_size: Rows per batch and rank.
+        on_bad_row: ``error`` stops at the first row that does not fit the schema, and says where it is; ``skip`` leaves
+            such rows out, counts them in :attr:`skipped_rows` and logs what was wrong.
+        cache: Folder for prepared rows; ``None`` for ``~/.cache/lightning_recsys`` (or below ``$XDG_CACHE_HOME``).
+            Machines of one run may share it, and then prepare once; else each prepares into its own.
+        cache_gigabytes: Once the folder takes more, rows that were not used for longest are removed from it.
+        shuffle_window: See :class:`~lightning_recsys.data.prepared.module.PreparedReader`, as for all that follow. By
+            default a table of up to a million rows is shuffled as a whole.
+        reader: How rows are read.
+        prefetch_batches: Batches that are made ahead.
+        seed: Order of the training rows; a new order each epoch. ``None`` counts as 0.
+        drop_last: Leave out the training rows that do not fill a batch on every rank.
+
+    Raises:
+        FileNotFoundError: there is no such schema file.
+        ValueError: the schema has a mistake, which the message names.
+    """
+
+    def __init__(
+        self,
+        *,
+        schema: str | Path | Mapping[str, Any] | Schema,
+        root: str | Path | None = None,
+        batch_size: int = 2048,
+        on_bad_row: OnBadRow = "error",
+        cache: str | Path | None = None,
+        cache_gigabytes: float = 50.0,
+        shuffle_window: int = 1 << 20,
+        reader: Literal["local", "shared"] = "local",
+        prefetch_batches: int = 4,
+        seed: int | None = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            shuffle_window=shuffle_window,
+            reader=reader,
+            prefetch_batches=prefetch_batches,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        if on_bad_row not in get_args(OnBadRow):
+            raise ValueError(f"data.on_bad_row must be {' or '.join(get_args(OnBadRow))}, got {on_bad_row!r}.")
+        self._cache = RowCache(cache, max_bytes=1e9 * cache_gigabytes)
+        if root is None and isinstance(schema, str | Path):
+            root = Path(schema).parent
+        self._root = Path(root or "").expanduser().absolute()
+        self.schema = TabularFormat(schema=schema, root=self._root).schema
+        self._on_bad_row: OnBadRow = on_bad_row
+        self.skipped_rows: dict[str, int] = {}
+        self._encoding: Encoding | None = None  # that of a checkpoint, or what was learned, once it is asked for
+        self._given = False  # whether it is that of a checkpoint: nothing is learned then
+        self._folders: dict[Split, tuple[Path, Manifest]] = {}  # by the split whose files they were made from
+        self._leases: dict[Split, Lease] = {}
+
+    def prepare_data(self) -> None:
+        """Prepare the rows that the trainer's stage needs, as far as that is known before a checkpoint is loaded."""
+        stage = None if self.trainer is None else self.trainer.state.fn
+        if stage == TrainerFn.FITTING or (stage is None and not self._given):
+            wanted: list[Split] = ["train", "validation"]
+        elif stage is not None and (self._given or "train" in self._folders):
+            wanted = ["validation"] if stage == TrainerFn.VALIDATING else ["test"]
+        else:
+            return  # what is to be learned from may not be at hand, and not be needed
+        for split in wanted:
+            if self.has(split):
+                self.folder(split)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open what training needs; what only evaluation needs is opened once it is asked for.
+
+        Because a trainer sets up data before it loads the checkpoint that may hold what was learned.
+        """
+        if stage in (None, "fit"):
+            self.rows("train")
+            self.rows("validation")
+        if stage is None:
+            self.rows("test")
+        super().setup(stage)
+
+    @property
+    def num_dense(self) -> int:
+        """Number of dense features."""
+        return len(self.schema.dense)
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Number of embeddings of each categorical feature, in the order of the batches."""
+        return self._encoding.fields if self._encoding is not None else self.folder("train")[1].num_embeddings
+
+    def has(self, split: Split) -> bool:
+        """Whether there is such a split."""
+        return split == "train" or split in self.schema.files or self.schema.share(split) > 0
+
+    def folder(self, split: Split) -> tuple[Path, Manifest]:
+        """The folder in the cache that holds a split, prepared at first use."""
+        origin: Split = split if split in self.schema.files else "train"
+        if origin not in self._folders:
+            self._prepare(origin)
+        return self._folders[origin]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned from the training rows, and the position in them."""
+        if self._encoding is None and "train" not in self._folders:
+            return {}
+        return {"encoder": self._learned().state_dict(), **super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Encode rows, from now on, as the run did that this state is from, and go on where it was.
+
+        Raises:
+            ValueError: that run had other columns.
+        """
+        super().load_state_dict(state_dict)
+        encoding = Encoding.from_state_dict(self.schema, state_dict["encoder"])
+        known = self._encoding is not None or "train" in self._folders
+        if not known or encoding != self._learned():
+            self._encoding, self._given = encoding, True
+            self._rows.clear()
+            self._folders.clear()
+            self._leases.clear()
+
+    def _learned(self) -> Encoding:
+        if self._encoding is None:
+            self._encoding = Encoding.load(self.schema, *self.folder("train"))
+        return self._encoding
+
+    def _prepare(self, origin: Split) -> None:
+        """Find the rows that come from the files of a split, or prepare them."""
+        raw_format = TabularFormat(schema=self.schema, root=self._root, on_bad_row=self._on_bad_row)
+        files = raw_format.files(origin)
+        given = self._learned() if origin != "train" or self._given else None
+        split: SplitRule = BySchema(raw_format, own_files=False)
+        if origin != "train":
+            split = ByFile(**{origin: tuple(map(str, files))})
+        identities = partial(_identities, [*files, *raw_format.side_files()])
+        before = identities()
+
+        def prepare(folder: Path) -> None:
+            log.info("Preparing %s in %s", ", ".join(map(str, files)), folder)
+            console = Console(stderr=True)
+            with progress_bar(console, delay=_PATIENCE, transient=True) as show:
+                Preparation(
+                    folder,
+                    raw_format=raw_format,
+                    files=files if origin == "train" else [],
+                    split=split,
+                    preprocessing=SchemaRules(max_vocabulary=_ALL, given=given),
+                    on_bad_row=self._on_bad_row,
+                    num_threads=min(4, os.cpu_count() or 1),
+                    on_progress=show if console.is_terminal else None,
+                ).run()
+            if identities() != before:
+                raise ValueError(f"{', '.join(map(str, files))}: a file has changed while it was read. Start again.")
+
+        schema = yaml.safe_load(self.schema.to_yaml())
+        content = {
+            "versions": [_VERSION, __version__],
+            "schema": {key: value for key, value in schema.items() if key not in ("files", "split")},
+            "split": [asdict(self.schema.split), self.schema.share("validation"), self.schema.share("test")],
+            "origin": origin,
+            "files": before,
+            "on_bad_row": self._on_bad_row,
+            "given": None if given is None else given.digest,
+        }
+        key = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+        root, lease = self._cache.look_up(key, prepare)
+        manifest = Manifest.load(root)
+        if given is None:
+            self._check_labels(manifest)
+        self._folders[origin], self._leases[origin] = (root, manifest), lease
+        for path, skipped in manifest.details["skipped"].items():
+            rows = SkippedRows(**skipped)
+            self.skipped_rows[path] = rows.bad
+            _log_once(rows.describe(path))
+
+    def _check_labels(self, manifest: Manifest) -> None:
+        num_rows = sum(shard.rows for shard in manifest.splits["train"])
+        positives = manifest.details["statistics"]["positives"].get("train", 0)
+        if positives in (0, num_rows):
+            rule = f" under the rule {self.schema.label.rule!r}" if self.schema.label.rule else ""
+            raise ValueError(
+                f"all {num_rows} training rows have the label {min(positives, 1)}{rule} on column "
+                f"{self.schema.label.column!r}. There is nothing to learn; check schema.label."
+            )
+
+
+def _identities(paths: list[Path]) -> list[Any]:
+    """What tells whether files are those that they were: reading all of them would take as long as preparing them.
+
+    A file that is written in place within one tick of the clock has the same time, but another content at its ends; a
+    copy that keeps the time is the same file, on another machine too.
+    """
+    return [[asdict(InputFile.of(path)), path.stat().st_mtime_ns] for path in paths]
+
+
+@rank_zero_only
+def _log_once(message: str) -> None:
+    log.info(message)
