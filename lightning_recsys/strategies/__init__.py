@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_fabric.strategies.registry import _StrategyRegistry
 
 if TYPE_CHECKING:
+    from lightning_recsys.launchers import ServerSpec
     from lightning_recsys.strategies.async_ps import AsyncParameterServerStrategy
     from lightning_recsys.strategies.common.base import RecsysStrategy
+    from lightning_recsys.strategies.common.served import ServedStrategy
     from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
     from lightning_recsys.strategies.des import DESStrategy
     from lightning_recsys.strategies.het import HETStrategy
@@ -26,6 +28,8 @@ __all__ = [
     "ForkserverDDPStrategy",
     "HETStrategy",
     "RecsysStrategy",
+    "ServedStrategy",
+    "ServerSpec",
     "ShadowSyncStrategy",
 ]
 
@@ -35,6 +39,8 @@ _MODULES = {
     "ForkserverDDPStrategy": "ddp",
     "HETStrategy": "het",
     "RecsysStrategy": "common.base",
+    "ServedStrategy": "common.served",
+    "ServerSpec": "common.base",  # of `lightning_recsys.launchers`
     "ShadowSyncStrategy": "shadowsync",
 }
 

@@ -10,7 +10,7 @@ from served_strategy import Model, Ratings, ServedStrategy, make_trainer, say
 
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.strategies import ShadowSyncStrategy
-from lightning_recsys.strategies.common import base
+from lightning_recsys.strategies.common import meeting
 
 
 class Counting(Model):
@@ -79,7 +79,7 @@ class Synchronised(Ratings):
         strategy = self.trainer.strategy
         stores = [opened for kind in ("embedding", "sync") for opened in strategy.stores(kind)]
         say("shadowsync-types", *(type(x).__name__ for x in stores))
-        say("shadowsync-keys", strategy._node_servers.keys is not None)
+        say("shadowsync-keys", strategy._run_servers._started.keys is not None)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         deadline = time.monotonic() + 30
@@ -94,7 +94,7 @@ class Synchronised(Ratings):
 
 def train_over_the_wire(num_nodes):
     """Two runs in one job: servers and nothing else, then ShadowSync."""
-    base.MEETING_TIME = timedelta(seconds=5)  # for connections; others may be waited for longer
+    meeting.MEETING_TIME = timedelta(seconds=5)  # for connections; others may be waited for longer
     fit(Late(), num_nodes)
     options = {"num_embedding_servers": 2, "num_sync_servers": 2, "min_rows": 60, "transport": "tcp"}
     make_trainer(strategy=ShadowSyncStrategy(num_trainers=2, **options), devices=1, num_nodes=num_nodes).fit(
@@ -104,7 +104,7 @@ def train_over_the_wire(num_nodes):
 
 
 def meet(num_nodes):
-    base.MEETING_TIME = timedelta(seconds=5)  # in which machines connect, once all ranks are there
+    meeting.MEETING_TIME = timedelta(seconds=5)  # in which machines connect, once all ranks are there
     fit(Model(), num_nodes)
 
 

@@ -165,8 +165,8 @@ class AsyncParameterServerStrategy(ServedStrategy):
 
     def _settle(self) -> None:
         """Wait until every update of every rank is on the servers, and take the dense part that they have."""
-        if self._tables is not None:
-            self._tables.flush()
+        if self.tables is not None:
+            self.tables.flush()
         assert self._dense is not None
         assert self.lightning_module is not None
         self._dense.flush()
@@ -174,8 +174,8 @@ class AsyncParameterServerStrategy(ServedStrategy):
         self._dense.pull()
         for buffer in self.lightning_module.buffers():  # each worker's own until now, as statistics of batch norms
             dist.broadcast(buffer, src=0)
-        if self._averages is not None:
-            self._averages.meet()
+        if self.averages is not None:
+            self.averages.meet()
 
     def on_validation_start(self) -> None:
         """Let validation see every update, and the same ones on all workers."""
@@ -229,7 +229,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
         values: dict[str, Any] = super().telemetry()
         dense = StalenessHistogram() if self._dense is None else self._dense.observed
         rows = StalenessHistogram()
-        for collection in () if self._tables is None else self._tables.collections.values():
+        for collection in () if self.tables is None else self.tables.collections.values():
             if isinstance(collection.embedding_bags, StoreBackend):
                 rows.update(collection.embedding_bags.observed)
         for name, seen in (("staleness", dense), ("staleness/rows", rows)):

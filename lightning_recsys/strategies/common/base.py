@@ -2,73 +2,48 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.strategies.registry import _StrategyRegistry
-from lightning_fabric.utilities.distributed import _init_dist_connection
-from lightning_fabric.utilities.seed import reset_seed
 from lightning_fabric.utilities.types import _PATH
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
-from torch.distributed.constants import default_pg_timeout
-from torchmetrics import Metric
 
-from lightning_recsys.checkpoints import (
-    FolderCheckpointIO,
-    StoredRows,
-    StoredTensor,
-    is_folder,
-    read_checkpoint,
-    read_stored,
-    save_folder,
-)
-from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
-from lightning_recsys.launchers import ForkserverLauncher, NodeServers, ServerSpec, Sidecars
+from lightning_recsys.checkpoints import FolderCheckpointIO, StoredRows, StoredTensor
+from lightning_recsys.launchers import ForkserverLauncher, ServerSpec
 from lightning_recsys.strategies.common.averaged_copies import (
     AveragedCopies,
     averaging_callbacks,
-    copies_without_rows,
     refuse_statistics_after_averaging,
 )
-from lightning_recsys.strategies.common.meeting import (
-    await_all_ranks,
-    extend_timeout,
-    launcher_keeps_store,
-    loopback_store,
+from lightning_recsys.strategies.common.meeting import ending_soon, join_on_loopback
+from lightning_recsys.strategies.common.own_values import OwnValues
+from lightning_recsys.strategies.common.refusals import (
+    refuse_other_namespace,
+    refuse_other_namespace_in,
+    refuse_tuners,
+    refuse_useless_arguments,
 )
 from lightning_recsys.strategies.common.run_changes import RunChanges
-from lightning_recsys.strategies.common.stored_rows import (
-    dense_parameters,
-    row_keys,
-    rows_left_out,
-    rows_replaced,
-    stored_tensors,
-)
-from lightning_recsys.strategies.common.tuners import refuse_tuners
+from lightning_recsys.strategies.common.run_checkpoints import RunCheckpoints
+from lightning_recsys.strategies.common.run_servers import RunServers, check_endpoints
+from lightning_recsys.strategies.common.schedules import refuse_metrics_of_all_ranks, refuse_rows_of_all_ranks
+from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
-    from lightning_recsys.parameter_server.lease import RunLease
     from lightning_recsys.stores.interfaces import Stores
 
 Transport = Literal["auto", "tcp"]
 
-log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
-
-MEETING_TIME = timedelta(seconds=60)  # for the connections between machines, once all ranks are there
 PATIENCE = timedelta(days=7)  # of a worker that has finished early; those that die are noticed at once
 
 
@@ -102,6 +77,9 @@ class RecsysStrategy(DDPStrategy):
             parameters and buffers are broadcast from rank 0 at the start, and gradients stay where they are. A subclass
             where an argument decides either of the two sets it before it calls ``super().__init__()``.
         endpoints: Servers by kind, in index order; in workers, from :meth:`setup_environment` on.
+        changes: Temporary patches to Lightning, from :meth:`setup` to :meth:`teardown` of a run that fits.
+        averages: What callbacks that average weights keep, in such a run with one of them.
+        launches: Whether workers are processes of our launcher, on this machine; there from the start.
 
     Raises:
         ValueError: ``max_restarts`` is negative, ``transport`` is unknown, ``servers`` are no endpoints, or a
@@ -131,22 +109,20 @@ class RecsysStrategy(DDPStrategy):
         if transport not in ("auto", "tcp"):
             raise ValueError(f"strategy.transport must be 'auto' or 'tcp', got {transport!r}.")
         if servers is not None:
-            _check_endpoints(servers)
+            check_endpoints(servers)
         elif key_file is not None:
             raise ValueError(
                 f"strategy.key_file={key_file} is for strategy.servers, of which there are none. Servers that are"
                 " started here get keys of their own: leave it out, or name the servers that it belongs to."
             )
-        _refuse_other_namespace(*kwargs.values())
+        refuse_other_namespace(*kwargs.values())
         if self.asynchronous:
             kwargs.setdefault("timeout", PATIENCE)
         if kwargs.get("checkpoint_io") is None:
             kwargs["checkpoint_io"] = FolderCheckpointIO()
         super().__init__(start_method="forkserver", **kwargs)
-        if not self.wraps_model and (useless := self._useless_arguments()):
-            raise TypeError(
-                f"{type(self).__name__} does not use DistributedDataParallel, so it has no use for {useless}."
-            )
+        if not self.wraps_model:
+            refuse_useless_arguments(self)
         self.num_threads = num_threads
         self.servers = None if servers is None else tuple(servers)
         self.transport: Transport = transport
@@ -154,18 +130,13 @@ class RecsysStrategy(DDPStrategy):
         self.store_folder = store_folder
         self.max_restarts = max_restarts
         self.endpoints: dict[str, list[str]] = {}
-        self._node_servers: NodeServers | None = None
-        self._stores: dict[str, list[Stores]] = {}
-        self._changes: RunChanges | None = None
-        self._lease: RunLease | None = None  # on `servers`, in rank 0, from the first use of a store on
-        self._launches = False  # workers are processes of our launcher, on this machine
-        self._borrows = False  # this run may use `servers`; the same on all ranks
-        self._said_own = False  # that logged values are each worker's own
-        self._being_logged: str | None = None  # the call of self.log that is under way in the training loop
+        self.changes: RunChanges | None = None
+        self.averages: AveragedCopies | None = None
+        self.launches = False
+        self._run_servers = RunServers(self)
+        self._checkpoints = RunCheckpoints(self)
+        self._own_values = OwnValues(self)
         self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
-        self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
-        self._waiting = ExitStack()  # while they wait, the model is loaded without them
-        self._averages: AveragedCopies | None = None  # what callbacks average, while a run trains
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -196,8 +167,7 @@ class RecsysStrategy(DDPStrategy):
     def finish_training(self) -> None:
         """Bring the trained model into this process's memory, where the callbacks' ``on_train_end`` may change it.
 
-        Every rank calls this before those, and again in :meth:`on_train_end`. What rank 0 has in the end is what the
-        main process gets.
+        Every rank calls this once, before those. What rank 0 has in the end is what the main process gets.
         """
 
     def telemetry(self) -> Mapping[str, Any]:
@@ -216,71 +186,48 @@ class RecsysStrategy(DDPStrategy):
             KeyError: the strategy has no servers of this kind.
             ServerInUseError: the servers run already, and another run has them.
         """
-        if kind not in self.endpoints:
-            raise KeyError(f"{type(self).__name__} has no servers of kind {kind!r}; it has {sorted(self.endpoints)}.")
-        if kind not in self._stores:
-            from lightning_recsys.parameter_server.connect import connect
+        return self._run_servers.connect(kind)
 
-            keys = self._node_servers.keys if self._node_servers is not None else self.key_file
-            self._borrow_servers()
-            transport: Transport = "auto" if self.maps_stores else "tcp"
-            self._stores[kind] = [
-                connect(endpoint, keys=keys, transport=transport, cancelled=self._is_asked_to_end)
-                for endpoint in self.endpoints[kind]
-            ]
-            if self.is_global_zero:
-                for endpoint, stores in zip(self.endpoints[kind], self._stores[kind], strict=True):
-                    log.info("Server for %s at %s: by %s.", kind, endpoint, stores.route)
-        return self._stores[kind]
-
-    def _borrow_servers(self) -> None:
-        """Take the lease on servers that outlive the run: rank 0, which is the first to change anything there."""
-        if self.servers is None or not self.is_global_zero or self._lease is not None:
-            return
-        from lightning_recsys.parameter_server.connect import client_keys
-        from lightning_recsys.parameter_server.lease import RunLease
-        from lightning_recsys.strategies.common.run_identity import run_id, run_in_words
-
-        self._lease = RunLease(
-            self.servers,
-            keys=client_keys(self.key_file),
-            run=run_id(launched_by_others=not self._launches),
-            holder=run_in_words(),
-            cancelled=self._is_asked_to_end,
-        )
-
-    def _return_servers(self) -> None:
-        """Give the lease back, once no rank needs the servers any more."""
-        if self._borrows and self._succeeded():
-            self.barrier("the servers are needed by nobody")
-        self._borrows = False
-        if self._lease is not None:
-            self._lease.give_back()
-            self._lease = None
-
-    def _is_asked_to_end(self) -> bool:
-        """Whether this process got a SIGTERM: it does not wait for a server that is gone, then."""
+    @property
+    def succeeded(self) -> bool:
+        """Whether the run has not failed: only then may :meth:`teardown` talk to other ranks."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        return trainer is not None and trainer.received_sigterm
+        return trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
+
+    def stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:
+        """What a checkpoint takes from elsewhere than this process's model, by its keys in the state dict."""
+        if self.lightning_module is None:
+            return {}
+        return stored_tensors(self.lightning_module, rank=self.global_rank, world_size=self.world_size)
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether a checkpoint is a folder at the moment: there is something that rank 0 does not have."""
+        return bool(self.stored_tensors())
+
+    def checkpoint_extras(self) -> dict[str, Any] | None:
+        """What this rank adds to a folder checkpoint, in plain containers and tensors; every rank is asked."""
+        return None
+
+    @property
+    def sees_own_examples(self) -> bool:
+        """Whether this rank's batches are its own; where several ranks see the same, those of one count."""
+        return True
+
+    @contextmanager
+    def counting_once(self) -> Iterator[None]:
+        """Meanwhile metrics that are summed over the ranks count what several ranks have seen once, after a run too."""
+        yield
 
     # --- Life --------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launches = True
-            self._launcher = ForkserverLauncher(self, num_threads=self.num_threads, serving=self.serving)
-
-    @contextmanager
-    def serving(self) -> Iterator[Sidecars]:
-        """Servers for the workers that the main process of a single machine launches."""
-        specs = self.server_specs() if self.servers is None and self.num_nodes == 1 else ()
-        with Sidecars(specs, store_folder=self.store_folder, max_restarts=self.max_restarts) as sidecars:
-            self.endpoints = sidecars.endpoints
-            try:
-                yield sidecars
-            finally:
-                self.endpoints = {}
+            self.launches = True
+            self._launcher = ForkserverLauncher(
+                self, num_threads=self.num_threads, serving=self._run_servers.beside_workers
+            )
 
     def setup_environment(self) -> None:
         """Join the process group and find the servers; start them if no launcher of ours has.
@@ -292,7 +239,7 @@ class RecsysStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         specs = self.server_specs()
         if self.lightning_module is not None:
-            _refuse_other_namespace_in(self.lightning_module.trainer)
+            refuse_other_namespace_in(self.lightning_module.trainer)
         if self.servers is not None and not specs:
             raise ValueError(
                 f"strategy.servers={list(self.servers)}: {type(self).__name__} keeps nothing on servers. Leave"
@@ -304,21 +251,7 @@ class RecsysStrategy(DDPStrategy):
                 f" trainer.devices={self.num_processes} is {asked}. Set both to what the processes' launcher was told."
             )
         super().setup_environment()
-        if self.servers is not None:
-            self.endpoints = {spec.kind: list(self.servers) for spec in specs}
-            self._borrows = True
-        elif specs and not self.endpoints:
-            self._node_servers = NodeServers(
-                specs,
-                node=self.node_rank,
-                num_nodes=self.num_nodes,
-                rank=self.global_rank,
-                is_starter=self.local_rank == 0,
-                main_address=self.cluster_environment.main_address,
-                store_folder=self.store_folder,
-                max_restarts=self.max_restarts,
-            )
-            self.endpoints = self._node_servers.start()
+        self._run_servers.find(specs)
 
     def setup_distributed(self) -> None:
         """Join the process group, on one machine where no other reaches it.
@@ -328,47 +261,13 @@ class RecsysStrategy(DDPStrategy):
         Raises:
             RuntimeError: they cannot.
         """
-        environment, patience = self.cluster_environment, self._timeout
-        if self._launches and self.num_nodes == 1 and not torch.distributed.is_initialized():
-            self._join_on_loopback()
-            return
-        if self.num_nodes == 1 or torch.distributed.is_initialized() or environment is None or patience is None:
+        if torch.distributed.is_initialized() or (self.num_nodes == 1 and not self.launches):
             super().setup_distributed()
-            return
-        bounded = isinstance(environment, TorchElasticEnvironment) and launcher_keeps_store()
-        if bounded:
-            await_all_ranks(environment, patience)
-            self._timeout = min(patience, MEETING_TIME)
-        try:
-            super().setup_distributed()
-        except RuntimeError as error:
-            interface = os.environ.get("GLOO_SOCKET_IFNAME", "the one of this machine's own name")
-            raise RuntimeError(
-                f"rank {environment.global_rank()} of {environment.world_size()} could not connect to the others (main"
-                f" node {environment.main_address}:{environment.main_port}). Name the network interface on each machine"
-                f" (GLOO_SOCKET_IFNAME=eth0; it is {interface}), and see that a firewall lets machines connect to any"
-                f" port of each other. What was tried: {error}"
-            ) from error
-        finally:
-            self._timeout = patience
-        if bounded:
-            extend_timeout(patience)
-
-    def _join_on_loopback(self) -> None:
-        """As ``DDPStrategy`` joins, by a store of our own: the one that torch would make listens to everybody."""
-        assert self.cluster_environment is not None
-        reset_seed()
-        self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
-        store = loopback_store(
-            self.cluster_environment.main_port,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self._timeout or default_pg_timeout,
-        )
-        device = self.root_device if self.root_device.type != "cpu" else None
-        options: dict[str, Any] = {"timeout": self._timeout, "device_id": device, "store": store}
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+        elif self.num_nodes == 1:
+            join_on_loopback(self)
+        else:
+            with ending_soon(self):
+                super().setup_distributed()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Bind backends, then all that Lightning does.
@@ -385,16 +284,18 @@ class RecsysStrategy(DDPStrategy):
                 refuse_tuners(trainer, strategy=type(self).__name__)
             if self.asynchronous:
                 refuse_statistics_after_averaging(trainer)
-            self._changes = RunChanges(trainer)
-            self._changes.before_train_end(self.finish_training)
-            self._changes.end_by_signal(free=self.asynchronous)
+            self.changes = RunChanges(trainer)
+            self.changes.before_train_end(self.finish_training)
+            self.changes.end_by_signal(free=self.asynchronous)
             if self.asynchronous:
-                _refuse_metrics_of_all_ranks(trainer.lightning_module)
-                self._changes.log_through(self._log_in_training)
+                refuse_metrics_of_all_ranks(trainer.lightning_module)
+                self.changes.log_through(self._own_values.log)
         self.bind_backends()
-        self._load_waiting_rows()
+        self._checkpoints.load_rows()
         if trainer.state.fn == TrainerFn.FITTING and averaging_callbacks(trainer):
-            self._averages = AveragedCopies(trainer)
+            self.averages = AveragedCopies(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self.asynchronous:
+            refuse_rows_of_all_ranks(trainer.lightning_module, strategy=type(self).__name__)
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -437,10 +338,7 @@ class RecsysStrategy(DDPStrategy):
         Raises:
             ValueError: a parameter is trained that was frozen when workers agreed on what they share.
         """
-        if self._lease is not None:
-            self._lease.check()
-        if self._node_servers is not None:
-            self._node_servers.check()
+        self._run_servers.check()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise ValueError(
@@ -451,65 +349,29 @@ class RecsysStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         """Wait for workers that are behind: the first one's process holds what lets them find each other."""
-        self.finish_training()
         if self.asynchronous:
             self.barrier("all workers have finished")
 
     def teardown(self) -> None:
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
-        self._rows_to_load = None
         self._frozen = []
-        self._said_own, self._being_logged = False, None
-        self._waiting.close()
+        self._own_values = OwnValues(self)
+        self._checkpoints.close()
         self.unbind_backends()
-        if self._averages is not None:
-            self._averages.release()
-            self._averages = None
+        if self.averages is not None:
+            self.averages.release()
+            self.averages = None
         try:
-            self._close_stores()
+            self._run_servers.disconnect()
         finally:
-            self._undo_environment()
-
-    def _close_stores(self) -> None:
-        """All of them, whatever one has to say; where the run has failed its own error says it."""
-        quiet = () if self._succeeded() else (ServerUnreachableError, RequestRefusedError)
-        with ExitStack() as closing:
-            for stores in self._stores.values():
-                for opened in stores:
-                    closing.enter_context(suppress(*quiet))
-                    closing.callback(opened.close)
-            self._stores = {}
-
-    def _undo_environment(self) -> None:
-        if self._changes is not None:
-            self._changes.undo()
-            self._changes = None
-        if self._node_servers is not None:
-            if self._succeeded():
-                self.barrier("servers are needed by nobody")
-            self._node_servers.stop()
-            self._node_servers, self.endpoints = None, {}
-        self._return_servers()
-        super().teardown()
-
-    def _succeeded(self) -> bool:
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        return trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
+            if self.changes is not None:
+                self.changes.undo()
+                self.changes = None
+            self._run_servers.leave(self.barrier)
+            super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_stores": {},
-            "_node_servers": None,
-            "_changes": None,
-            "_lease": None,
-            "_borrows": False,
-            "_averages": None,
-            "_waiting": ExitStack(),
-            "_rows_to_load": None,
-            "_frozen": [],
-            "_said_own": False,
-            "_being_logged": None,
-        }
+        return vars(self) | {"changes": None, "averages": None, "_own_values": OwnValues(self), "_frozen": []}
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 
@@ -526,34 +388,9 @@ class RecsysStrategy(DDPStrategy):
             tensor = tensor.to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
 
-    def _log_in_training(self, log_value: Callable[..., None], fx: str, name: str, value: Any, **options: Any) -> None:
-        """Stand in for ``log_value`` of Lightning, by which ``self.log`` of any hook of the training loop goes.
-
-        With ``sync_dist=True`` that reduces the value of a step over all ranks within the call, and the others are at
-        other steps or have finished. Here each worker that runs free keeps its own. The value of an epoch is reduced
-        when the epoch is over, where all ranks meet.
-        """
-        self._being_logged = f"self.log({name!r}, ..., sync_dist=True) in {fx}"
-        try:
-            log_value(fx, name, value, **{**options, "sync_dist_fn": self._reduce_logged})
-        finally:
-            self._being_logged = None
-
-    def _reduce_logged(self, value: Tensor, **options: Any) -> Tensor:
-        if self._being_logged is None:
-            return self.reduce(value, **options)
-        if not self._said_own and self.is_global_zero:
-            log.warning(
-                "%s: workers run free, so the value of a step is that of rank 0 alone. With on_epoch=True the value of"
-                " an epoch is that of all workers.",
-                self._being_logged,
-            )
-        self._said_own = True
-        return value
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's tensors, without the rows that are in stores; :meth:`save_checkpoint` takes those from there."""
-        if not self._stored_tensors():
+        if not self.stored_tensors():
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
         with rows_left_out(self.lightning_module):
@@ -568,129 +405,16 @@ class RecsysStrategy(DDPStrategy):
         Raises:
             TypeError: ``storage_options`` for a folder.
         """
-        if isinstance(self.launcher, ForkserverLauncher) and self.launcher.failed:
-            rank_zero_warn(
-                f"{filepath} was not written: the run failed in its workers, and the main process has the weights from"
-                " before it only. `ModelCheckpoint(every_n_train_steps=...)` saves while the workers run."
-            )
-            return
-        self._say_that_optimizers_are_gone(checkpoint, filepath)
-        if not self.saves_folders:
+        if not self._checkpoints.save(checkpoint, filepath, storage_options):
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if storage_options is not None:
-            raise TypeError(f"{filepath} becomes a folder, which takes no storage_options, got {storage_options}.")
-        whole = checkpoint | {"state_dict": checkpoint["state_dict"] | self._stored_tensors()}
-        save_folder(self.broadcast(str(filepath)), whole, extras=self.checkpoint_extras())
-
-    def _say_that_optimizers_are_gone(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:
-        """After a run the main process has weights and progress; optimizers and schedulers were the workers'."""
-        has_stepped = bool(checkpoint.get("global_step"))  # steps of optimizers: none before a run, or without any
-        if isinstance(self.launcher, ForkserverLauncher) and checkpoint.get("optimizer_states") == [] and has_stepped:
-            rank_zero_warn(
-                f"{path} has no state of optimizers and schedulers: it ended with the worker processes of the run."
-                " To go on with training take a checkpoint that was written in the run, by a `ModelCheckpoint`;"
-                " `trainer.save_checkpoint(path, weights_only=True)` leaves out the state without this warning."
-            )
-
-    @property
-    def saves_folders(self) -> bool:
-        """Whether a checkpoint is a folder at the moment: there is something that rank 0 does not have."""
-        return bool(self._stored_tensors())
-
-    def checkpoint_extras(self) -> dict[str, Any] | None:
-        """What this rank adds to a folder checkpoint, in plain containers and tensors; every rank is asked."""
-        return None
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file or a folder; a folder's rows wait for :meth:`bind_backends` where that brings them elsewhere."""
-        assert self.lightning_module is not None
-        keys = row_keys(self.lightning_module)
-        if not (keys and self.binds_rows() and is_folder(checkpoint_path)):
-            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-            return loaded
-        self._rows_to_load = Path(checkpoint_path)
-        self._waiting.close()
-        self._waiting.enter_context(copies_without_rows(self.lightning_module.trainer))
-        return read_checkpoint(checkpoint_path, without=keys, weights_only=weights_only is not False)
+        loaded = self._checkpoints.load(checkpoint_path, weights_only=weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only) if loaded is None else loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, and the rows as well where they are in stores already; every rank calls this."""
         super().load_model_state_dict(checkpoint, strict=strict)
-        if self._stored_tensors():  # in the middle of a run
-            self._load_waiting_rows()
-
-    def _load_waiting_rows(self) -> None:
-        """Bring the rows of a folder to the stores, each rank its share."""
-        if self._rows_to_load is None:
-            return
-        assert self.lightning_module is not None
-        self._waiting.close()
-        with rows_replaced(self.lightning_module):
-            targets = self._stored_tensors()
-            for rows in targets.values():
-                if isinstance(rows, StoredRows):
-                    rows.clear()
-            self.barrier("the rows from before are gone")
-            read_stored(self._rows_to_load, targets)
-            self._rows_to_load = None
-            self.barrier("all rows are loaded")
-
-    @property
-    def sees_own_examples(self) -> bool:
-        """Whether this rank's batches are its own; where several ranks see the same, those of one count."""
-        return True
-
-    @contextmanager
-    def counting_once(self) -> Iterator[None]:
-        """Meanwhile metrics that are summed over the ranks count what several ranks have seen once, after a run too."""
-        yield
-
-    def _stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:
-        if self.lightning_module is None:
-            return {}
-        return stored_tensors(self.lightning_module, rank=self.global_rank, world_size=self.world_size)
-
-    def _useless_arguments(self) -> list[str]:
-        named = {
-            "ddp_comm_state": self._ddp_comm_state,
-            "ddp_comm_hook": self._ddp_comm_hook,
-            "ddp_comm_wrapper": self._ddp_comm_wrapper,
-            "model_averaging_period": self._model_averaging_period,
-        }
-        return [*self._ddp_kwargs, *(name for name, value in named.items() if value is not None)]
-
-
-def _check_endpoints(servers: Sequence[str]) -> None:
-    """Before workers start: each of them would say what is wrong with one endpoint at a time."""
-    listed = () if isinstance(servers, str) else servers
-    if not listed or not all(re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*|ipc:///.+", endpoint) for endpoint in listed):
-        raise ValueError(
-            f"strategy.servers must be a list of endpoints such as [tcp://10.0.0.7:5790], got {servers!r}. Leave it out"
-            " to have servers started."
-        )
-
-
-def _refuse_metrics_of_all_ranks(module: pl.LightningModule) -> None:
-    found = [path for path, x in module.named_modules() if isinstance(x, Metric) and x.dist_sync_on_step]
-    if found:
-        raise ValueError(
-            f"{found[0]} has dist_sync_on_step=True, which makes every worker wait for all others at every step. Leave"
-            " it out: a metric's value of an epoch is that of all workers."
-        )
-
-
-def _refuse_other_namespace(*objects: object) -> None:
-    """Classes of ``lightning.pytorch`` are not those of ``pytorch_lightning``, and half of what they do gets lost."""
-    for thing in objects:
-        if any(base.__module__.partition(".")[0] == "lightning" for base in type(thing).__mro__):
-            raise TypeError(
-                f"{type(thing).__name__} is built on lightning.pytorch, this package and your trainer on"
-                " pytorch_lightning; they do not mix. Import it from pytorch_lightning instead."
-            )
-
-
-def _refuse_other_namespace_in(trainer: pl.Trainer) -> None:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # all set by connectors
-    data, profiler = trainer.datamodule, trainer.profiler  # type: ignore[attr-defined]
-    _refuse_other_namespace(*callbacks, *trainer.loggers, data, profiler)
+        if self.stored_tensors():  # in the middle of a run
+            self._checkpoints.load_rows()

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning_fabric.utilities.distributed import _init_dist_connection
+from lightning_fabric.utilities.seed import reset_seed
+from pytorch_lightning.strategies import DDPStrategy
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 LOOPBACK = "127.0.0.1"
+MEETING_TIME = timedelta(seconds=60)  # for the connections between machines, once all ranks are there
 
 
 def loopback_store(port: int, *, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
@@ -59,3 +68,49 @@ def extend_timeout(timeout: timedelta) -> None:
     """What the default process group, and groups made of it, wait for from now on."""
     _set_pg_timeout(timeout)
     _get_default_store().set_timeout(timeout)
+
+
+def join_on_loopback(strategy: DDPStrategy) -> None:
+    """Join the process group as ``DDPStrategy`` does, by :func:`loopback_store`: torch's own listens to everybody."""
+    assert strategy.cluster_environment is not None
+    reset_seed()
+    strategy.set_world_ranks()
+    strategy._process_group_backend = strategy._get_process_group_backend()
+    store = loopback_store(
+        strategy.cluster_environment.main_port,
+        rank=strategy.global_rank,
+        world_size=strategy.world_size,
+        timeout=strategy._timeout or default_pg_timeout,
+    )
+    device = strategy.root_device if strategy.root_device.type != "cpu" else None
+    options: dict[str, Any] = {"timeout": strategy._timeout, "device_id": device, "store": store}
+    _init_dist_connection(strategy.cluster_environment, strategy._process_group_backend, **options)
+
+
+@contextmanager
+def ending_soon(strategy: DDPStrategy) -> Iterator[None]:
+    """Meanwhile machines that cannot reach each other end soon, instead of one waiting for the other.
+
+    Raises:
+        RuntimeError: they cannot; the error says what to look at.
+    """
+    environment, patience = strategy.cluster_environment, strategy._timeout
+    assert environment is not None
+    bounded = patience is not None and isinstance(environment, TorchElasticEnvironment) and launcher_keeps_store()
+    if bounded and patience is not None:
+        await_all_ranks(environment, patience)
+        strategy._timeout = min(patience, MEETING_TIME)
+    try:
+        yield
+    except RuntimeError as error:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "the one of this machine's own name")
+        raise RuntimeError(
+            f"rank {environment.global_rank()} of {environment.world_size()} could not connect to the others (main"
+            f" node {environment.main_address}:{environment.main_port}). Name the network interface on each machine"
+            f" (GLOO_SOCKET_IFNAME=eth0; it is {interface}), and see that a firewall lets machines connect to any"
+            f" port of each other. What was tried: {error}"
+        ) from error
+    finally:
+        strategy._timeout = patience
+    if bounded and patience is not None:
+        extend_timeout(patience)

@@ -1,4 +1,4 @@
-"""What is otherwise than Lightning has it while a strategy of this package fits."""
+"""Temporary patches to Lightning during `fit`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler 
 
 
 class RunChanges:
-    """Changes to a trainer, one after another, until :meth:`undo`.
+    """Patches to a trainer that fits, one after another, until :meth:`undo`.
 
     Args:
-        trainer: That fits.
+        trainer: The trainer of the run.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:

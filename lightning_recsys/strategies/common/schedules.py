@@ -9,6 +9,11 @@ from dataclasses import dataclass
 import pytorch_lightning as pl
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint, Timer
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, LocalBackend
+from lightning_recsys.embeddings.replication import num_replicas
 
 
 def refuse_clocks(trainer: pl.Trainer) -> None:
@@ -33,6 +38,42 @@ def refuse_clocks(trainer: pl.Trainer) -> None:
             f"{found[0]} makes every worker wait for all others at every batch. Count epochs or steps instead"
             " (trainer.max_epochs, trainer.max_steps, every_n_epochs); a Timer with interval='epoch' does no harm."
         )
+
+
+def refuse_metrics_of_all_ranks(module: nn.Module) -> None:
+    """A metric with ``dist_sync_on_step`` reduces over all ranks at every step.
+
+    Raises:
+        ValueError: the module has one.
+    """
+    found = [path for path, x in module.named_modules() if isinstance(x, Metric) and x.dist_sync_on_step]
+    if found:
+        raise ValueError(
+            f"{found[0]} has dist_sync_on_step=True, which makes every worker wait for all others at every step. Leave"
+            " it out: a metric's value of an epoch is that of all workers."
+        )
+
+
+def refuse_rows_of_all_ranks(module: nn.Module, *, strategy: str) -> None:
+    """Tables in the workers' memory gather the gradients of all ranks at every update.
+
+    Args:
+        module: The model, its tables bound to what a run trains them in.
+        strategy: Name of its class, for the message.
+
+    Raises:
+        ValueError: the module trains such a table.
+    """
+    trained = {path: x for path, x in module.named_modules() if isinstance(x, EmbeddingBagCollection) and x.trainable}
+    for path, collection in trained.items():
+        backend = collection.embedding_bags
+        if isinstance(backend, LocalBackend) and num_replicas(backend.replica_group) > 1:
+            raise ValueError(
+                f"{strategy} is asynchronous, and the rows of {path} are in every worker's memory, where each update"
+                " gathers the gradients of all ranks: no worker could run ahead of another. Keep them on servers"
+                " (derive the strategy from ServedStrategy, and name embedding servers in server_specs), bind them to"
+                " a backend of your own in bind_backends, or freeze them (requires_grad_(False))."
+            )
 
 
 def refuse_saving_by_steps(trainer: pl.Trainer, *, setting: str) -> None:

@@ -71,10 +71,10 @@ class ServedStrategy(RecsysStrategy):
         self.row_optimizer = row_optimizer or RowWiseAdagrad()
         self.dynamic_rows = dynamic_rows
         self.plan: PlacementPlan | None = None
-        self._tables: ServedTables | None = None
+        self.tables: ServedTables | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_tables": None}
+        return super().__getstate__() | {"tables": None}
 
     @property
     def gradient_scale(self) -> float:
@@ -118,9 +118,9 @@ class ServedStrategy(RecsysStrategy):
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if not self.binds_rows() or EMBEDDING not in self.endpoints:
             return  # every rank has all rows
-        if not fits and self._rows_to_load is None:
+        if not fits and not self._checkpoints.rows_wait:
             return  # nor has the checkpoint any, if there is one: the first lookup says that there are none
-        self._tables = tables = ServedTables(
+        self.tables = tables = ServedTables(
             self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
         )
         self._refuse_needless_dynamic_rows()
@@ -152,32 +152,32 @@ class ServedStrategy(RecsysStrategy):
         self.barrier("rows are where they belong")
 
     def _refuse_needless_dynamic_rows(self) -> None:
-        assert self._tables is not None
-        collections = self._tables.collections.values()
+        assert self.tables is not None
+        collections = self.tables.collections.values()
         if self.dynamic_rows is not None and not any(self.dynamic_rows_of(x) for x in collections):
             raise ValueError(
                 'strategy.dynamic_rows makes the rows of collections that have none (device="meta"), and each one of'
-                f' the model has its own: {sorted(self._tables.collections)}. Make them with device="meta"'
+                f' the model has its own: {sorted(self.tables.collections)}. Make them with device="meta"'
                 " (+embeddings.device=meta in the recipes), or leave strategy.dynamic_rows out."
             )
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Let the rows of plain modules follow the first optimizer's steps and schedules."""
         super().setup_optimizers(trainer)
-        if self._tables is not None and self.optimizers:
-            self._tables.attach_to(self.optimizers[0])
+        if self.tables is not None and self.optimizers:
+            self.tables.attach_to(self.optimizers[0])
 
     def unbind_backends(self) -> None:
         """Give the model its own rows again, the trained ones if the run succeeded."""
-        if self._tables is not None:
-            self._tables.release(copy_rows=self._succeeded())
-            self._tables = None
+        if self.tables is not None:
+            self.tables.release(copy_rows=self.succeeded)
+            self.tables = None
 
     def telemetry(self) -> dict[str, Any]:
         """Bytes and requests between this process and its servers so far; shared memory counts as none."""
         traffic = {
             f"{kind}-{index}": stores.connection.traffic
-            for kind, servers in self._stores.items()
+            for kind, servers in self._run_servers.connected.items()
             for index, stores in enumerate(servers)
             if isinstance(stores, RemoteStores)
         }

@@ -169,7 +169,7 @@ class DESStrategy(RecsysStrategy):
 
     def _end_groups(self) -> None:
         """Gloo keeps a thread awake for each group."""
-        if self._group is None or not self._succeeded() or not dist.is_initialized():
+        if self._group is None or not self.succeeded or not dist.is_initialized():
             return
         self.barrier("nobody talks to a group any more")
         for group in (self._group, self._counterparts):
@@ -265,7 +265,7 @@ class DESStrategy(RecsysStrategy):
         self._remove_lookup_hooks()
         if self._cut is not None:
             assert self.lightning_module is not None
-            self._cut.make_whole(complete=self._succeeded() and dist.is_initialized())
+            self._cut.make_whole(complete=self.succeeded and dist.is_initialized())
             del self.lightning_module._ddp_params_and_buffers_to_ignore
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
             self._cut = None
@@ -461,7 +461,7 @@ class DESStrategy(RecsysStrategy):
     def saves_folders(self) -> bool:  # noqa: D102 - inherited
         return self._cut is not None and bool(self._cut.collections)
 
-    def _stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:
+    def stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:  # noqa: D102 - inherited
         return {} if self._cut is None else self._cut.stored_tensors()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:

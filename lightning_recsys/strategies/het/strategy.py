@@ -250,8 +250,8 @@ class HETStrategy(ServedStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self._peeks and self._tables is not None:
-            pairs = [(x, x.embedding_bags) for x in self._tables.collections.values()]
+        if self._peeks and self.tables is not None:
+            pairs = [(x, x.embedding_bags) for x in self.tables.collections.values()]
             far = [x for x, backend in pairs if isinstance(backend, CachedBackend) and backend.asks_servers]
             window = {"num_batches": self.lookahead_batches, "num_bytes": self.lookahead_bytes}
             self._ahead = LookAhead(trainer, far, prefetch=self._prefetches, **window)
@@ -303,9 +303,9 @@ class HETStrategy(ServedStrategy):
         Communication: that of :func:`sum_at_owners`, a push to each server, and a barrier; where nobody has gradients,
         a few numbers.
         """
-        if self._tables is None or not self.in_step:
+        if self.tables is None or not self.in_step:
             return
-        collections = [x for x in self._tables.collections.values() if x.waits_for_step == waited]
+        collections = [x for x in self.tables.collections.values() if x.waits_for_step == waited]
         backends = [cast(CachedBackend, x.embedding_bags) for x in collections]
         if not backends:
             return
@@ -324,8 +324,8 @@ class HETStrategy(ServedStrategy):
 
     def _settle(self) -> None:
         """Wait until every update of every rank is on the servers."""
-        if self._tables is not None:
-            self._tables.flush()
+        if self.tables is not None:
+            self.tables.flush()
         self.barrier("every update is on the servers")
 
     def on_validation_start(self) -> None:
@@ -359,8 +359,8 @@ class HETStrategy(ServedStrategy):
     def telemetry(self) -> dict[str, Any]:
         """Cache, clocks and traffic of this process so far; see ``docs/het.md`` for each name."""
         values = super().telemetry()
-        if self._tables is not None:
-            backends = [x.embedding_bags for x in self._tables.collections.values()]
+        if self.tables is not None:
+            backends = [x.embedding_bags for x in self.tables.collections.values()]
             cache = _merged([x.telemetry() for x in backends if isinstance(x, CachedBackend)])
             if cache:
                 cache["cache/eviction_rate"] = cache["cache/evictions"] / max(cache["cache/reads"], 1)

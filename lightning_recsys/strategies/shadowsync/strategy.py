@@ -242,7 +242,7 @@ class ShadowSyncStrategy(ServedStrategy):
         """Share the optimizer state and begin to synchronise."""
         super().on_train_start()
         assert self.lightning_module is not None
-        assert self._changes is not None
+        assert self.changes is not None
         refuse_clocks(self.lightning_module.trainer)
         refuse_different_schedules(self.lightning_module.trainer)
         run = self._run
@@ -261,8 +261,8 @@ class ShadowSyncStrategy(ServedStrategy):
         elif self.rounds == "background":
             run.start(ShadowThread(rounds, interval=self.interval))
         else:
-            self._changes.before_train_epoch_end(run.stop_before_others)
-            self._changes.before_validation_data(run.stop_before_others)
+            self.changes.before_train_epoch_end(run.stop_before_others)
+            self.changes.before_validation_data(run.stop_before_others)
             schedule = RoundSchedule(gap=self.gap, interval=self.interval, steps=run.team.own_since_round)
             run.start(ForegroundHook(rounds, schedule=schedule, alone=run.team.alone))
 
@@ -309,8 +309,8 @@ class ShadowSyncStrategy(ServedStrategy):
     def _show_average(self) -> None:
         """From now on the average of the replicas is the model, where training is under way."""
         if self._run is not None:
-            flush = None if self._tables is None else self._tables.flush
-            self._run.show_average(flush=flush, meet=None if self._averages is None else self._averages.meet)
+            flush = None if self.tables is None else self.tables.flush
+            self._run.show_average(flush=flush, meet=None if self.averages is None else self.averages.meet)
 
     def on_validation_start(self) -> None:
         """Swap the average of the replicas in, and rank 0's buffers; nothing is synchronised meanwhile."""
@@ -399,7 +399,7 @@ class ShadowSyncStrategy(ServedStrategy):
     def teardown(self) -> None:
         """Stop the shadow thread and leave the shared memory; then all that the base class does."""
         if self._run is not None:
-            self._run.close(succeeded=self._succeeded())
+            self._run.close(succeeded=self.succeeded)
             self._run = None
         super().teardown()
         self._restored, self._saved = _Kept(), _Kept()

@@ -3,7 +3,6 @@
 import pickle
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
@@ -115,15 +114,16 @@ def test_strategy_when_pickled_then_keeps_what_workers_need():
 
 
 def of_a_run(strategy):
-    return strategy._said_own, strategy._being_logged, strategy._frozen, strategy._rows_to_load
+    checkpoints, servers = strategy._checkpoints, strategy._run_servers
+    return strategy._own_values._warned, strategy._frozen, checkpoints.rows_wait, servers.connected
 
 
 def test_strategy_when_a_run_is_over_or_it_is_pickled_then_has_nothing_of_the_run():
     strategy = connected(Served())
     fresh = of_a_run(strategy)
-    strategy._said_own, strategy._being_logged, strategy._frozen = True, "self.log('x')", [("x", torch.zeros(1))]
-    strategy._rows_to_load = Path("last.ckpt")
-    assert of_a_run(SimpleNamespace(**strategy.__getstate__())) == fresh
+    strategy._own_values._warned, strategy._frozen = True, [("x", torch.zeros(1))]
+    strategy._checkpoints._rows_to_load = Path("last.ckpt")
+    assert of_a_run(pickle.loads(pickle.dumps(strategy))) == fresh
     strategy.teardown()
     assert of_a_run(strategy) == fresh
 
@@ -131,9 +131,11 @@ def test_strategy_when_a_run_is_over_or_it_is_pickled_then_has_nothing_of_the_ru
 def test_checkpoint_when_the_main_process_saves_before_or_without_steps_then_there_is_no_warning_of_lost_optimizers():
     strategy = connected(Served())
     strategy._configure_launcher()
-    strategy._say_that_optimizers_are_gone({"optimizer_states": [], "global_step": 0}, "a.ckpt")  # warnings are errors
+    strategy._checkpoints.warn_of_lost_optimizers(
+        {"optimizer_states": [], "global_step": 0}, "a.ckpt"
+    )  # warnings are errors
     with pytest.warns(UserWarning, match=r"a\.ckpt has no state of optimizers and schedulers"):
-        strategy._say_that_optimizers_are_gone({"optimizer_states": [], "global_step": 3}, "a.ckpt")
+        strategy._checkpoints.warn_of_lost_optimizers({"optimizer_states": [], "global_step": 3}, "a.ckpt")
 
 
 def test_teardown_when_nothing_was_set_up_then_does_nothing_any_number_of_times():
@@ -154,10 +156,10 @@ def test_stores_when_they_fail_to_close_after_a_failed_run_then_its_own_error_st
     closed = []
     for succeeded in (False, True):
         strategy = connected(Served())
-        strategy._stores = {"embedding": [Failing(), Failing()]}
-        monkeypatch.setattr(strategy, "_succeeded", lambda succeeded=succeeded: succeeded)
+        strategy._run_servers._connected = {"embedding": [Failing(), Failing()]}
+        monkeypatch.setattr(Served, "succeeded", succeeded)
         with pytest.raises(type(error)) if succeeded else nullcontext():
-            strategy._close_stores()
+            strategy._run_servers.disconnect()
     assert len(closed) == 4
 
 
@@ -177,7 +179,7 @@ def test_value_when_logged_in_a_step_of_free_workers_then_is_the_workers_own(hoo
     strategy, results = Served(), _ResultCollection(training=True)
     options = {"on_step": True, "on_epoch": True, "reduce_fx": "sum", "sync_dist": True, "batch_size": 1}
     for _ in range(2):
-        strategy._log_in_training(results.log, hook, "loss", torch.tensor(3.0), sync_dist_fn=strategy.reduce, **options)
+        strategy._own_values.log(results.log, hook, "loss", torch.tensor(3.0), sync_dist_fn=strategy.reduce, **options)
         assert results.metrics(on_step=True)["callback"] == {"loss": 3.0, "loss_step": 3.0}
     assert reduced == []
     assert results.metrics(on_step=False)["callback"]["loss_epoch"] == 12.0

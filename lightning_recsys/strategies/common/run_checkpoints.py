@@ -1,0 +1,111 @@
+"""Checkpoints of a run whose rows, or a part of them, are not in rank 0's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_fabric.utilities.types import _PATH
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_recsys.checkpoints import StoredRows, is_folder, read_checkpoint, read_stored, save_folder
+from lightning_recsys.launchers import ForkserverLauncher
+from lightning_recsys.strategies.common.averaged_copies import copies_without_rows
+from lightning_recsys.strategies.common.stored_rows import row_keys, rows_replaced
+
+if TYPE_CHECKING:
+    from lightning_recsys.strategies.common.base import RecsysStrategy
+
+
+class RunCheckpoints:
+    """Saves folders, and loads them in two parts: the dense part at once, rows when the stores are there.
+
+    Args:
+        strategy: Whose model this is.
+    """
+
+    def __init__(self, strategy: RecsysStrategy) -> None:
+        self._strategy = strategy
+        self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
+        self._waiting = ExitStack()  # while they wait, the model and its averaged copies are loaded without them
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(type(self)(self._strategy))
+
+    @property
+    def rows_wait(self) -> bool:
+        """Whether a folder was loaded whose rows are not in the stores yet."""
+        return self._rows_to_load is not None
+
+    def save(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None) -> bool:
+        """Save a folder where the strategy's :attr:`saves_folders`, each rank a share of the rows.
+
+        Returns:
+            Whether that is all; otherwise a file is to be saved.
+
+        Raises:
+            TypeError: ``storage_options`` for a folder.
+        """
+        strategy = self._strategy
+        if isinstance(strategy.launcher, ForkserverLauncher):
+            # Lightning runs `on_exception` of the callbacks in the main process, and some of them save checkpoints.
+            if strategy.launcher.failed:
+                rank_zero_warn(
+                    f"{path} was not written: the run failed in its workers, and the main process has the weights from"
+                    " before it only. `ModelCheckpoint(every_n_train_steps=...)` saves while the workers run."
+                )
+                return True
+            self.warn_of_lost_optimizers(checkpoint, path)
+        if not strategy.saves_folders:
+            return False
+        if storage_options is not None:
+            raise TypeError(f"{path} becomes a folder, which takes no storage_options, got {storage_options}.")
+        whole = checkpoint | {"state_dict": checkpoint["state_dict"] | strategy.stored_tensors()}
+        save_folder(strategy.broadcast(str(path)), whole, extras=strategy.checkpoint_extras())
+        return True
+
+    def warn_of_lost_optimizers(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:
+        """After a run the main process has weights and progress; optimizers and schedulers were the workers'."""
+        has_stepped = bool(checkpoint.get("global_step"))  # steps of optimizers: none before a run, or without any
+        if checkpoint.get("optimizer_states") == [] and has_stepped:
+            rank_zero_warn(
+                f"{path} has no state of optimizers and schedulers: it ended with the worker processes of the run."
+                " To go on with training take a checkpoint that was written in the run, by a `ModelCheckpoint`;"
+                " `trainer.save_checkpoint(path, weights_only=True)` leaves out the state without this warning."
+            )
+
+    def load(self, path: _PATH, *, weights_only: bool | None) -> dict[str, Any] | None:
+        """Load a folder whose rows wait for the stores; ``None`` where the whole is to be loaded at once."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        keys = row_keys(module)
+        if not (keys and self._strategy.binds_rows() and is_folder(path)):
+            return None
+        self._rows_to_load = Path(path)
+        self._waiting.close()
+        self._waiting.enter_context(copies_without_rows(module.trainer))
+        return read_checkpoint(path, without=keys, weights_only=weights_only is not False)
+
+    def load_rows(self) -> None:
+        """Bring the rows that wait to the stores, each rank its share; every rank calls this."""
+        if self._rows_to_load is None:
+            return
+        module = self._strategy.lightning_module
+        assert module is not None
+        self._waiting.close()
+        with rows_replaced(module):
+            targets = self._strategy.stored_tensors()
+            for rows in targets.values():
+                if isinstance(rows, StoredRows):
+                    rows.clear()
+            self._strategy.barrier("the rows from before are gone")
+            read_stored(self._rows_to_load, targets)
+            self._rows_to_load = None
+            self._strategy.barrier("all rows are loaded")
+
+    def close(self) -> None:
+        """Keep nothing of a run that is over."""
+        self._rows_to_load = None
+        self._waiting.close()

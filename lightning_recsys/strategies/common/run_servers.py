@@ -1,0 +1,165 @@
+"""The servers of a run: who starts them, who may use those that run already, and the connections to them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
+from lightning_recsys.launchers import NodeServers, ServerSpec, Sidecars
+
+if TYPE_CHECKING:  # importing strategies is quick; stores and their kernels come with the first use
+    from lightning_recsys.parameter_server.connect import Transport
+    from lightning_recsys.parameter_server.lease import RunLease
+    from lightning_recsys.stores.interfaces import Stores
+    from lightning_recsys.strategies.common.base import RecsysStrategy
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+class RunServers:
+    """What one process of a run knows of its servers. It travels to workers without anything of a run.
+
+    Args:
+        strategy: Whose settings and endpoints these are.
+    """
+
+    def __init__(self, strategy: RecsysStrategy) -> None:
+        self._strategy = strategy
+        self._forget()
+
+    def _forget(self) -> None:
+        self._started: NodeServers | None = None  # by the ranks of this node, from `find` to `leave`
+        self._connected: dict[str, list[Stores]] = {}  # by kind, from the first use of each to `disconnect`
+        self._lease: RunLease | None = None  # on `strategy.servers`: in rank 0, from the first use of a store on
+        self._borrows = False  # this run may use `strategy.servers`; the same on all ranks
+
+    def __getstate__(self) -> dict[str, object]:
+        fresh = type(self)(self._strategy)
+        return vars(fresh)
+
+    @contextmanager
+    def beside_workers(self) -> Iterator[Sidecars]:
+        """Servers for the workers that the main process of a single machine launches."""
+        strategy = self._strategy
+        specs = strategy.server_specs() if strategy.servers is None and strategy.num_nodes == 1 else ()
+        with Sidecars(specs, store_folder=strategy.store_folder, max_restarts=strategy.max_restarts) as sidecars:
+            strategy.endpoints = sidecars.endpoints
+            try:
+                yield sidecars
+            finally:
+                strategy.endpoints = {}
+
+    def find(self, specs: Sequence[ServerSpec]) -> None:
+        """Learn where the servers are; start those of this node if no launcher of ours has. All ranks call this."""
+        strategy = self._strategy
+        if strategy.servers is not None:
+            strategy.endpoints = {spec.kind: list(strategy.servers) for spec in specs}
+            self._borrows = True
+        elif specs and not strategy.endpoints:
+            assert strategy.cluster_environment is not None
+            self._started = NodeServers(
+                specs,
+                node=strategy.node_rank,
+                num_nodes=strategy.num_nodes,
+                rank=strategy.global_rank,
+                is_starter=strategy.local_rank == 0,
+                main_address=strategy.cluster_environment.main_address,
+                store_folder=strategy.store_folder,
+                max_restarts=strategy.max_restarts,
+            )
+            strategy.endpoints = self._started.start()
+
+    @property
+    def connected(self) -> dict[str, list[Stores]]:
+        """The connections that are open, by kind."""
+        return self._connected
+
+    def connect(self, kind: str) -> list[Stores]:
+        """The servers of a kind, in index order, connected on first use and until :meth:`disconnect`."""
+        strategy = self._strategy
+        if kind not in strategy.endpoints:
+            has = sorted(strategy.endpoints)
+            raise KeyError(f"{type(strategy).__name__} has no servers of kind {kind!r}; it has {has}.")
+        if kind not in self._connected:
+            from lightning_recsys.parameter_server.connect import connect
+
+            keys = self._started.keys if self._started is not None else strategy.key_file
+            self._borrow()
+            transport: Transport = "auto" if strategy.maps_stores else "tcp"
+            self._connected[kind] = [
+                connect(endpoint, keys=keys, transport=transport, cancelled=self._is_asked_to_end)
+                for endpoint in strategy.endpoints[kind]
+            ]
+            if strategy.is_global_zero:
+                for endpoint, stores in zip(strategy.endpoints[kind], self._connected[kind], strict=True):
+                    log.info("Server for %s at %s: by %s.", kind, endpoint, stores.route)
+        return self._connected[kind]
+
+    def _borrow(self) -> None:
+        """Take the lease on servers that outlive the run: rank 0, which is the first to change anything there."""
+        strategy = self._strategy
+        if strategy.servers is None or not strategy.is_global_zero or self._lease is not None:
+            return
+        from lightning_recsys.parameter_server.connect import client_keys
+        from lightning_recsys.parameter_server.lease import RunLease
+        from lightning_recsys.strategies.common.run_identity import run_id, run_in_words
+
+        self._lease = RunLease(
+            strategy.servers,
+            keys=client_keys(strategy.key_file),
+            run=run_id(launched_by_others=not strategy.launches),
+            holder=run_in_words(),
+            cancelled=self._is_asked_to_end,
+        )
+
+    def _is_asked_to_end(self) -> bool:
+        """Whether this process got a SIGTERM: it does not wait for a server that is gone, then."""
+        module = self._strategy.lightning_module
+        return module is not None and module._trainer is not None and module._trainer.received_sigterm
+
+    def check(self) -> None:
+        """Raise where a server is gone for good, or was lent to another run."""
+        if self._lease is not None:
+            self._lease.check()
+        if self._started is not None:
+            self._started.check()
+
+    def disconnect(self) -> None:
+        """Close all connections, whatever one has to say; where the run has failed its own error says it."""
+        quiet = () if self._strategy.succeeded else (ServerUnreachableError, RequestRefusedError)
+        with ExitStack() as closing:
+            for stores in self._connected.values():
+                for opened in stores:
+                    closing.enter_context(suppress(*quiet))
+                    closing.callback(opened.close)
+            self._connected = {}
+
+    def leave(self, meet: Callable[[str], None]) -> None:
+        """End the servers of this node, and give borrowed ones back, once no rank needs them any more.
+
+        Args:
+            meet: The barrier of all ranks; not called after a failed run.
+        """
+        if self._strategy.succeeded and (self._started is not None or self._borrows):
+            meet("servers are needed by nobody")
+        self._borrows = False
+        if self._started is not None:
+            self._started.stop()
+            self._started, self._strategy.endpoints = None, {}
+        if self._lease is not None:
+            self._lease.give_back()
+            self._lease = None
+
+
+def check_endpoints(servers: Sequence[str]) -> None:
+    """Before workers start: each of them would say what is wrong with one endpoint at a time."""
+    listed = () if isinstance(servers, str) else servers
+    if not listed or not all(re.fullmatch(r"tcp://[^/]+:[1-9][0-9]*|ipc:///.+", endpoint) for endpoint in listed):
+        raise ValueError(
+            f"strategy.servers must be a list of endpoints such as [tcp://10.0.0.7:5790], got {servers!r}. Leave it out"
+            " to have servers started."
+        )
