@@ -18,7 +18,15 @@ from lightning_recsys.simulation.events import Meeting, Process, Signal, Virtual
 from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least
 from lightning_recsys.simulation.replica import Gradient, end_replicas, make_replicas
 from lightning_recsys.simulation.results import Results
-from lightning_recsys.sync import StalenessNormalization, SyncAlgorithm, Topology, make_algorithm
+from lightning_recsys.sync import (
+    ReplicaRounds,
+    RoundSchedule,
+    ShadowPace,
+    StalenessNormalization,
+    SyncAlgorithm,
+    Topology,
+    make_algorithm,
+)
 
 Evaluate = Callable[[pl.LightningModule], dict[str, float]]
 
@@ -93,6 +101,8 @@ class VirtualCluster:
         workers_per_replica: Workers that train one copy, without locks.
         dense_on_servers: Whether the dense part is pulled and pushed with every batch. If not, workers share it in
             memory and it costs nothing to read; rows travel in either case.
+        dense_bytes: What the dense part weighs on the network, where that is another model's than the one that is
+            trained; ``None``: as many bytes as it has.
         workers: What workers are like.
         link: Of each worker to the network. (Workers that share a machine's port have their part of it.)
         servers: Of the rows, and with ``dense_on_servers`` of the dense part.
@@ -106,6 +116,7 @@ class VirtualCluster:
     num_replicas: int = 1
     workers_per_replica: int = 1
     dense_on_servers: bool = True
+    dense_bytes: int | None = None
     workers: Workers = field(default_factory=Workers)
     link: Link = field(default_factory=Link)
     servers: Servers = field(default_factory=Servers)
@@ -115,6 +126,7 @@ class VirtualCluster:
     def __post_init__(self) -> None:
         check_at_least("num_replicas", self.num_replicas, 1)
         check_at_least("workers_per_replica", self.workers_per_replica, 1)
+        check_at_least("dense_bytes", self.dense_bytes or 0, 0)
         if self.num_replicas > 1 and self.synchronization is None:
             raise ValueError(
                 f"cluster.synchronization: {self.num_replicas} replicas need one, else each goes its own way."
@@ -145,10 +157,9 @@ class VirtualCluster:
             evaluate: What a point says of the module besides, by name. It gets the first replica's.
             watch: Called after every push.
         """
-        replicas = make_replicas(module, self.num_replicas)
         try:
             return self.simulate(
-                replicas,
+                make_replicas(module, self.num_replicas),
                 batches,
                 seed=seed,
                 mark_every=mark_every,
@@ -189,21 +200,22 @@ class _Run:
         self.clock = clock = VirtualClock()
         self.random = np.random.default_rng(seed)
         self.queues = ServerQueues(cluster.servers, cluster.link, clock, self.random)
+        self.dense_bytes = replicas[0].dense_bytes if cluster.dense_bytes is None else cluster.dense_bytes
         self._lost: list[Batch] = []  # batches of workers that failed, to be dealt again
         self._working = cluster.num_workers
         self._computing_seconds = 0.0
         self._last_push = 0.0
         self._all_have_work = True
         self.rule = rule = cluster.synchronization
-        self._round_due = 0.0
+        self.rounds: list[ReplicaRounds] = []
         if rule is not None:
             self.sync_queues = ServerQueues(rule.servers, cluster.link, clock, self.random)
-            self.algorithms = [rule.make() for _ in replicas]
-            for algorithm, replica in zip(self.algorithms, replicas, strict=True):
+            for replica in replicas:
+                algorithm = rule.make()
                 algorithm.start(replica.flat)
+                self.rounds.append(ReplicaRounds(algorithm, replica.flat, num_trainers=len(replicas)))
             self._center = replicas[0].flat.clone()
             self._everyone = Meeting(clock, cluster.num_workers, self._average)
-            self._round_due = rule.interval or 0.0
 
     def run(self) -> Results:
         cluster, results = self.cluster, self.results
@@ -212,10 +224,10 @@ class _Run:
         for number, factor in enumerate(slowness):
             self.clock.start(self._work(number // cluster.workers_per_replica, factor))
         if (rule := self.rule) is not None and rule.rounds == "background":
-            centres = rule.make().topology is Topology.CENTRAL
-            rounds = [partial(self._ask_center, i) for i in range(cluster.num_replicas)] if centres else [self._average]
-            for one_round in rounds:
-                self.clock.start(self._shadow(rule.interval or 0.0, one_round))
+            centres = self.rounds[0].algorithm.topology is Topology.CENTRAL
+            one_rounds = [partial(self._ask_center, i) for i in range(len(self.rounds))] if centres else [self._average]
+            for one_round in one_rounds:
+                self.clock.start(self._shadow(ShadowPace(interval=rule.interval or 0.0), one_round))
         self.clock.run()
         if results.examples:
             results.mark(self._last_push, **self.evaluate())
@@ -226,9 +238,12 @@ class _Run:
 
     def _work(self, number: int, slowness: float) -> Process:
         workers, replica = self.cluster.workers, self.replicas[number]
-        yield self.random.random() * slowness * workers.compute.mean  # so that they do not all begin in step
-        fails_at = self._draw_failure()
-        steps = 0
+        cycle = slowness * (workers.compute.mean + workers.elsewhere.mean)
+        yield self.random.random() * cycle  # else they would be in step for a long time
+        fails_at, settled = self._draw_failure(), False
+        schedule = None
+        if (rule := self.rule) is not None and rule.rounds == "foreground":
+            schedule = RoundSchedule(gap=rule.gap, interval=rule.interval)
         while (batch := self._next_batch()) is not None:
             gradient = yield from self._pull(replica, batch)
             seconds = workers.compute.draw(self.random) * slowness
@@ -240,12 +255,12 @@ class _Run:
                 continue
             self._computing_seconds += seconds
             yield seconds
-            yield from self._push(replica, gradient)
+            yield from self._push(replica, gradient, settled=settled)
+            settled = True
             del gradient  # while the worker waits for others it holds no memory
-            steps += 1
             if wait := workers.elsewhere.draw(self.random) * slowness:
                 yield wait
-            yield from self._synchronize(number, steps)
+            yield from self._synchronize(number, schedule)
         self._working -= 1
         if self.rule is not None:
             self._everyone.leave()
@@ -267,18 +282,18 @@ class _Run:
         if wait := self.queues.work(self.cluster.servers.pull):
             yield wait
         gradient = replica.gradient(batch)
-        if wait := self.queues.answer(self._count("pulled", replica, gradient)):
+        if wait := self.queues.answer(self._count("pulled", gradient)):
             yield wait
         return gradient
 
-    def _push(self, replica: Learner, gradient: Gradient) -> Process:
-        if wait := self.queues.send(self._count("pushed", replica, gradient)):
+    def _push(self, replica: Learner, gradient: Gradient, *, settled: bool) -> Process:
+        if wait := self.queues.send(self._count("pushed", gradient)):
             yield wait
         if wait := self.queues.work(self.cluster.servers.push):
             yield wait
         dense, rows = replica.apply(gradient, self.cluster.staleness)
         results = self.results
-        if self._all_have_work:  # from then on there are fewer and fewer workers
+        if settled and self._all_have_work:  # before a worker's first push others have not begun, later some have ended
             results.staleness["dense"].add(dense)
             for of_collection in rows:
                 results.staleness["rows"].add_all(of_collection)
@@ -290,18 +305,18 @@ class _Run:
             self._next_mark += self.mark_every
         self.watch(results)
 
-    def _count(self, way: str, replica: Learner, gradient: Gradient) -> int:
-        row_bytes, dense_bytes = gradient.row_bytes, replica.dense_bytes if self.cluster.dense_on_servers else 0
+    def _count(self, way: str, gradient: Gradient) -> int:
+        row_bytes, dense_bytes = gradient.row_bytes, self.dense_bytes if self.cluster.dense_on_servers else 0
         self.results.traffic[f"rows {way}"] += row_bytes
         self.results.traffic[f"dense {way}"] += dense_bytes
         return row_bytes + dense_bytes
 
     # --- Synchronisation ---------------------------------------------------------------------------------------------
 
-    def _shadow(self, interval: float, one_round: Callable[[], Process]) -> Process:
+    def _shadow(self, pace: ShadowPace, one_round: Callable[[], Process]) -> Process:
         while self._working:
             before = self.clock.now
-            yield interval
+            yield pace.pause_after(0.0)
             yield from one_round()
             if self.clock.now == before:
                 raise ValueError(
@@ -309,37 +324,32 @@ class _Run:
                     " or the workers' link a bandwidth or a delay, or set an interval."
                 )
 
-    def _synchronize(self, number: int, steps: int) -> Process:
-        rule = self.rule
-        if rule is None or rule.rounds == "background":
+    def _synchronize(self, number: int, schedule: RoundSchedule | None) -> Process:
+        """What a worker does for it after a step, in the foreground."""
+        if schedule is None or not schedule.is_due_after_step(self.clock.now):
             return
-        due = steps % rule.gap == 0 if rule.interval is None else self.clock.now >= self._round_due
-        if due and self.algorithms[number].topology is Topology.CENTRAL:
+        if self.rounds[number].algorithm.topology is Topology.CENTRAL:
             yield from self._ask_center(number)
-        elif due:
+        else:
             yield from self._everyone.wait()
+        schedule.finish_round(self.clock.now)
 
     def _ask_center(self, number: int) -> Process:
-        replica, algorithm = self.replicas[number], self.algorithms[number]
+        replica, rounds = self.replicas[number], self.rounds[number]
         sent = replica.flat.clone()
-        yield self.sync_queues.send(replica.dense_bytes)
-        self._center.lerp_(sent, algorithm.alpha)
+        yield self.sync_queues.send(self.dense_bytes)
+        self._center.lerp_(sent, rounds.algorithm.alpha)
         answer = self._center.clone()
-        yield self.sync_queues.answer(replica.dense_bytes)
-        algorithm.fold(replica.flat, answer)
-        self.results.traffic["synchronisation"] += 2 * replica.dense_bytes
-        self.results.counts["rounds"] += 1
+        yield self.sync_queues.answer(self.dense_bytes)
+        rounds.finish(answer)
+        self.results.traffic["synchronisation"] += 2 * self.dense_bytes
 
     def _average(self) -> Process:
-        count, num_bytes = len(self.replicas), self.replicas[0].dense_bytes
         mean = torch.stack([replica.flat for replica in self.replicas]).mean(0)
-        yield self.cluster.link.all_reduce_seconds(num_bytes, count)
-        for algorithm, replica in zip(self.algorithms, self.replicas, strict=True):
-            algorithm.fold(replica.flat, mean.clone())
-        self.results.traffic["synchronisation"] += 2 * (count - 1) * num_bytes
-        self.results.counts["rounds"] += count
-        assert self.rule is not None
-        self._round_due = self.clock.now + (self.rule.interval or 0.0)
+        yield self.cluster.link.all_reduce_seconds(self.dense_bytes, len(self.replicas))
+        for rounds in self.rounds:
+            rounds.finish(mean.clone())
+        self.results.traffic["synchronisation"] += 2 * (len(self.replicas) - 1) * self.dense_bytes
 
     def _take_stock(self) -> None:
         results, seconds = self.results, self.results.seconds or math.inf
@@ -347,7 +357,7 @@ class _Run:
         queues = {"servers": self.queues}
         if self.rule is not None:
             queues["sync servers"] = self.sync_queues
-            rounds = results.counts["rounds"]
+            results.counts["rounds"] = rounds = sum(each.count for each in self.rounds)
             results.metrics |= {"sync/rounds": rounds, "sync/gap": results.counts["pushes"] / max(rounds, 1)}
         for name, queue in queues.items():
             stations = {"in": queue.inward, "out": queue.outward, "processor": queue.processor}

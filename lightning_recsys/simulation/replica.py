@@ -141,7 +141,10 @@ def make_replicas(module: pl.LightningModule, count: int) -> list[Replica]:
 
 
 def end_replicas(module: pl.LightningModule) -> None:
-    """Give a module the rows that its replicas have trained."""
+    """Give a module the rows that its replicas have trained, and its parameters memory of their own again."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.clone()
     for collection in module.modules():
         if isinstance(collection, EmbeddingBagCollection):
             collection.unbind()

@@ -76,7 +76,8 @@ class Results:
         metrics: Numbers under the names that strategies log: ``eps``, ``train/ne``, ``val/ne``, ``sync/gap``, ...
         curve: At every mark the examples and seconds so far, the normalized entropy of the predictions since the last
             mark, each made before its example was trained on, and what evaluation said.
-        staleness: Of the pushes of the dense part, and of every row of every push.
+        staleness: Of the pushes of the dense part, and of every row of every push, while all workers are at work: from
+            each one's second push on, until the batches end.
         traffic: Bytes by kind.
         utilization: Share of the time that each kind of machine was busy.
         counts: Of what happened: pushes, failures, rounds.

@@ -98,20 +98,20 @@ class RunRecord:
             **self._fixed,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_finite(content), indent=2, allow_nan=False, default=str)
+        text = json.dumps(finite(content), indent=2, allow_nan=False, default=str)
         temporary = self.path.with_suffix(".json.part")
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(self.path)  # whoever reads meanwhile sees a whole file
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

@@ -15,7 +15,7 @@ from recipe_tools.config_types import check_types
 
 from lightning_recsys.data import SyntheticDataModule
 
-OWNER = {"suite": "benchmark"}  # groups of other recipes than train
+OWNER = {"suite": "benchmark", "cluster": "simulate", "figure": "simulate"}  # groups of other recipes than train
 ROOTS = (CONF, CONF / "prepare")  # each is a configuration folder of its own
 LEAVES = sorted(
     (root.relative_to(CONF.parent).as_posix(), path.relative_to(root).with_suffix("").as_posix())
