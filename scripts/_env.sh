@@ -1,6 +1,6 @@
 # Sourced by the other scripts: makes the repository's .venv when it is missing or outdated, then sets $root and $venv_python.
 #
-#   PYTHON=/path/to/python3.11   the interpreter for a new .venv, where `python3.11` is not on the PATH
+#   PYTHON=/path/to/python3.12   the interpreter for a new .venv: 3.11, 3.12 or 3.13; without it the first on the PATH
 #
 # pip's own variables work as ever. On Linux the default wheel of torch is built for CUDA and several gigabytes large;
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -15,24 +15,24 @@ torch_version=2.13.0 # exact, and first: a looser range would let pip fetch ever
 
 say() { printf 'lightning_recsys: %s\n' "$*" >&2; }
 
-is_python() { # PYTHON MODULES: it is Python 3.11 and has these modules
-    [ "$("$1" -c "import sys, $2; print(*sys.version_info[:2])" 2>/dev/null)" = "3 11" ]
+is_python() { # PYTHON MODULES: it is Python 3.11 to 3.13 and has these modules
+    "$1" -c "import sys, $2; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" 2>/dev/null
 }
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3 python; do
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3 python; do
         if is_python "$candidate" "venv, ensurepip"; then
             command -v "$candidate"
             return
         fi
         if [ -n "${PYTHON:-}" ]; then
-            say "PYTHON=$PYTHON is not a Python 3.11 with venv."
+            say "PYTHON=$PYTHON is not a Python 3.11, 3.12 or 3.13 with venv."
             return 1
         fi
     done
-    say "needs Python 3.11 with venv (Debian and Ubuntu: apt install python3.11-venv)." \
-        "If it is not on the PATH, name it: PYTHON=/path/to/python3.11 $0"
+    say "needs Python 3.11, 3.12 or 3.13 with venv (Debian and Ubuntu: apt install python3.11-venv)." \
+        "If it is not on the PATH, name it: PYTHON=/path/to/python3.12 $0"
     return 1
 }
 
