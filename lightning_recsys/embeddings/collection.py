@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBackend
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
-from lightning_recsys.embeddings.id_check import bags_cover_ids, ids_are_inside
 from lightning_recsys.embeddings.int64_ids import NUM_IDS, are_below, as_int64, as_int64s
 from lightning_recsys.embeddings.kernels import KernelName, TableLayout
-from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.embeddings.sparse_features import SparseFeatures, bags_cover_ids, ids_are_inside
 from lightning_recsys.embeddings.ticket import Ticket
 from lightning_recsys.optim import RowOptimizer, RowWiseAdagrad
 

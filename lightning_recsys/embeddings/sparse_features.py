@@ -1,5 +1,7 @@
 """Categorical ids of a batch, in the layout that every lookup takes."""
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
 # Shape suffixes: B batch, F features (fields), N ids of the whole batch.
 
 from __future__ import annotations
@@ -9,8 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_recsys.compiled.loops import compile_loop
+from lightning_recsys.embeddings.int64_ids import are_below
 
 T = TypeVar("T")
 
@@ -253,3 +259,73 @@ class SparseFeatures:
 def _interleave(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     """Join per-feature pieces of several batches, feature by feature."""
     return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces])
+
+
+# --- Checks before any memory is touched with ids ------------------------------------------------------------------
+
+
+@compile_loop
+def all_below(ids, bounds, limits):  # noqa: ANN001, ANN201
+    """Whether the ids of each feature, taken as unsigned, are below its limit.
+
+    Args:
+        ids: int64 ``[N]``, feature by feature.
+        bounds: Where each feature's ids begin and end, int64 ``[F + 1]``.
+        limits: int64 ``[F]``, unsigned as well.
+    """
+    for f in range(limits.shape[0]):
+        highest = np.uint64(0)
+        for position in range(bounds[f], bounds[f + 1]):
+            highest = max(highest, np.uint64(ids[position]))  # a negative id is a large one here
+        if highest >= np.uint64(limits[f]):
+            return False
+    return True
+
+
+@compile_loop
+def _rise(offsets):  # noqa: ANN001, ANN202
+    lowest = offsets[0] * 0
+    for bag in range(1, offsets.shape[0]):
+        lowest = min(lowest, offsets[bag] - offsets[bag - 1])
+    return lowest >= 0
+
+
+def bags_cover_ids(sparse: SparseFeatures) -> bool:
+    """Whether the offsets rise from 0 to the number of ids, so that each id is in one bag.
+
+    >>> lengths = torch.tensor([2, 0, 1])
+    >>> bags_cover_ids(SparseFeatures(("a",), torch.tensor([3, 1, 2]), lengths=lengths))
+    True
+    >>> bags_cover_ids(SparseFeatures(("a",), torch.tensor([3, 1]), lengths=lengths))
+    False
+    """
+    offsets = sparse.bag_offsets()
+    if int(offsets[0]) != 0 or int(offsets[-1]) != sparse.values.numel():
+        return False
+    if sparse.device.type == "cpu":
+        return bool(_rise(offsets.numpy()))
+    return not bool((offsets.diff() < 0).any())
+
+
+def ids_are_inside(sparse: SparseFeatures, limits_F: Tensor) -> bool:
+    """Whether every id is at least 0 and below its feature's limit.
+
+    Args:
+        sparse: Bags that cover its ids.
+        limits_F: Ids of each feature's table, int64 on the CPU; unsigned, as ids are (:mod:`.int64_ids`).
+
+    In one pass of a compiled loop on the CPU, where torch's operators took a quarter of a millisecond for a batch of
+    128: as long as a matrix product of the dense part.
+
+    >>> sparse = SparseFeatures(("a", "b"), torch.tensor([4, 0, 9, 8]))
+    >>> ids_are_inside(sparse, torch.tensor([5, 10])), ids_are_inside(sparse, torch.tensor([5, 9]))
+    (True, False)
+    """
+    if not sparse.values.numel():
+        return True
+    if sparse.device.type == "cpu":
+        bounds = np.array(sparse.feature_bounds(), dtype=np.int64)
+        return bool(all_below(sparse.values.numpy(), bounds, limits_F.numpy()))
+    bounds_F = torch.tensor(sparse.feature_bounds(), device=sparse.device)
+    limits_N = limits_F.to(sparse.device).repeat_interleave(bounds_F.diff())
+    return bool(are_below(sparse.values, limits_N).all())

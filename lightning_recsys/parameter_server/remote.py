@@ -17,8 +17,7 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.client import Connection, Pending
-from lightning_recsys.parameter_server.exchange_parts import cut_exchange, join_answers
-from lightning_recsys.parameter_server.exchange_wire import pack_request, unpack_reply
+from lightning_recsys.parameter_server.exchange_wire import cut_exchange, join_answers, pack_request, unpack_reply
 from lightning_recsys.parameter_server.requests.checks import GENERATION
 from lightning_recsys.parameter_server.wire import Limits, Reply
 from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain

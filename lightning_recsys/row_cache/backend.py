@@ -24,7 +24,6 @@ from lightning_recsys.optim.accumulating import is_additive
 from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.placement import TablePart
 from lightning_recsys.row_cache.copies import RowCache, RowUpdates
-from lightning_recsys.row_cache.copy_loops import find_outrun, sort_copies
 from lightning_recsys.row_cache.index import BatchPlan, CachePolicy
 from lightning_recsys.row_cache.messages import NO_KEYS, RowMessages
 from lightning_recsys.row_cache.owners import RowGradients
@@ -149,7 +148,6 @@ class CachedBackend(StoreBackend):
         self._gradients: list[tuple[BatchPlan, Tensor]] = []
         self._lr = 0.0  # of the update with those gradients
         self._updates: int | None = None  # that the tables have seen, where the rule asks; None: to be asked for
-        self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
         self._counts: Counter[str] = Counter()
         self._lags_U = np.empty(0, dtype=np.int32)
         self._may_owe = False  # whether a copy here may have updates that the stores lack
@@ -406,7 +404,9 @@ class CachedBackend(StoreBackend):
         if not validate or self.staleness is None:
             fetch, check, refresh = np.flatnonzero(plan.new_U), NO_KEYS, NO_KEYS
         else:
-            fetch, check, refresh = self._sorted(plan, self.staleness)
+            # Without any slack it is no use to refresh a copy ahead of the update at hand: it is refreshed behind it.
+            training = [waiting.plan.slots_U for waiting in self._waiting] if self.staleness else []
+            fetch, check, refresh = cache.sort(plan, self._rule.bound, np.concatenate([NO_KEYS, *training]))
         if validate:
             self._counts["reads"] += len(plan.keys_U)
             self._counts["misses"] += len(fetch)
@@ -432,19 +432,6 @@ class CachedBackend(StoreBackend):
         for answer in self._messages.send(check_C=self._cache.keys(slots), clocks_C=self._cache.current[slots]):
             batch.answers.append((answer.wait, NO_KEYS, NO_KEYS))
 
-    def _sorted(self, plan: BatchPlan, staleness: int) -> tuple[Integers, Integers, Integers]:
-        """Positions in a plan of the rows to fetch, to check and to refresh."""
-        clocks, training = self._cache.clocks, NO_KEYS
-        if len(self._marks) < len(clocks):
-            self._marks = np.zeros(len(clocks), dtype=np.bool_)
-        # A copy that the update at hand takes too far is refreshed ahead of it; without any slack that is no use.
-        if staleness and self._waiting:
-            training = np.concatenate([waiting.plan.slots_U for waiting in self._waiting])
-        positions = np.empty((3, len(plan.slots_U)), dtype=np.int64)
-        sizes = sort_copies(plan.slots_U, plan.new_U, training, clocks, self._marks, staleness, positions)
-        fetch, check, refresh = (row[:size] for row, size in zip(positions, sizes, strict=True))
-        return fetch, check, refresh
-
     def _announcement_of(self, features: SparseFeatures) -> int | None:
         """The number of a batch's announcement, which it uses up, and all before it."""
         for index, (coming, number) in enumerate(islice(self._coming, _OUT_OF_ORDER)):
@@ -456,12 +443,10 @@ class CachedBackend(StoreBackend):
 
     def _refresh(self, batch: CachedTicket) -> None:
         """Second message of a batch whose first was answered: push and fetch what may not be used as it is."""
-        slots_U = batch.plan.slots_U
-        self._lags_U, again_U = np.empty(len(slots_U), dtype=np.int32), np.empty(len(slots_U), dtype=np.bool_)
-        num_outrun = find_outrun(slots_U, self._cache.clocks, self._rule.bound, self._lags_U, again_U)
-        if not num_outrun and not any(map(len, batch.stale)):
+        self._lags_U, again_U = self._cache.find_outrun(batch.plan, self._rule.bound)
+        if not again_U.any() and not any(map(len, batch.stale)):
             return
-        self._counts["refreshes"] += num_outrun
+        self._counts["refreshes"] += int(again_U.sum())
         for positions in batch.stale:
             self._counts["stale"] += len(positions)
             again_U[positions] = True

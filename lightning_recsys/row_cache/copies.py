@@ -31,7 +31,7 @@ from lightning_recsys.optim.accumulating import (
     is_additive,
 )
 from lightning_recsys.row_cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
-from lightning_recsys.sync.clocks import ClockRule, advance
+from lightning_recsys.sync.clocks import ClockRule, advance, is_too_far
 
 Clocks = NDArray[np.int32]
 
@@ -111,6 +111,61 @@ def _take_unsent(slots, clocks, taken, current, unsent):  # noqa: ANN001, ANN202
     return count
 
 
+@compile_loop
+def _sort_copies(slots, is_new, in_training, clocks, marks, staleness, positions):  # noqa: ANN001, ANN202
+    """Sort a batch's rows by what has to be asked for them; returns how many are to be fetched, checked, refreshed.
+
+    Args:
+        slots: Theirs, int64 ``[U]``.
+        is_new: Which of the slots hold nothing yet, bool ``[U]``.
+        in_training: Slots of copies that get another update before this batch reads them, int64 ``[W]``.
+        clocks: Of all copies, int32 ``[C, 4]``.
+        marks: For each slot a place to write to, bool ``[C]``; all ``False``, before and afterwards.
+        staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
+        positions: Result, int64 ``[3, U]``: positions of those to fetch, to check and to refresh.
+    """
+    for slot in in_training:
+        marks[slot] = True
+    fetched, checked, refreshed, last = 0, 0, 0, slots.shape[0] - 1
+    for u in range(slots.shape[0]):
+        prefetch_row(clocks, slots[min(u + AHEAD, last)])
+        slot = slots[u]
+        if is_new[u]:
+            positions[0, fetched] = u
+            fetched += 1
+        elif is_too_far(advance(clocks[slot, CURRENT], marks[slot]), clocks[slot, START], staleness):
+            positions[2, refreshed] = u
+            refreshed += 1
+        else:
+            positions[1, checked] = u
+            checked += 1
+    for slot in in_training:
+        marks[slot] = False
+    return fetched, checked, refreshed
+
+
+@compile_loop
+def _find_outrun(slots, clocks, staleness, lags, is_outrun):  # noqa: ANN001, ANN202
+    """Find copies that went too far ahead after they had been asked for.
+
+    A row that is as it was fetched is fit for use, even where its clock has come to its end.
+
+    Args:
+        slots: Of a batch's rows, int64 ``[U]``.
+        clocks: Of all copies, int32 ``[C, 4]``.
+        staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
+        lags: Result, int32 ``[U]``: by how much each copy is ahead of what was fetched.
+        is_outrun: Result, bool ``[U]``.
+    """
+    last = slots.shape[0] - 1
+    for u in range(slots.shape[0]):
+        prefetch_row(clocks, slots[min(u + AHEAD, last)])
+        start, current = clocks[slots[u], START], clocks[slots[u], CURRENT]
+        lags[u] = current - start
+        is_as_fetched = current == start and clocks[slots[u], UNSENT] == 0
+        is_outrun[u] = not is_as_fetched and is_too_far(current, start, staleness)
+
+
 class RowCache:
     """A bounded set of rows with optimizer state and clocks, trained here and sent later.
 
@@ -172,7 +227,8 @@ class RowCache:
         self.row_state = optimizer.initial_state(self.rows)
         self.owed = {name: torch.empty_like(x) for name, x in {"weight": self.rows, **self.row_state}.items()}
         self.clocks: Clocks = np.zeros((0, CLOCK_COLUMNS), dtype=np.int32)
-        self._sums = self.rows
+        self._sums = self.rows  # room for the gradients of a batch's rows, kept from batch to batch
+        self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
 
     def __len__(self) -> int:
         """Rows held."""
@@ -256,6 +312,29 @@ class RowCache:
             again = self._indices(slots_M[self.unsent[slots_M] > 0])
             for name, tensor in {"weight": self.rows, **self.row_state}.items():
                 tensor.index_add_(0, again, self.owed[name].index_select(0, again), alpha=-1 if name == "weight" else 1)
+
+    def sort(self, plan: BatchPlan, staleness: int, training: Integers) -> tuple[Integers, Integers, Integers]:
+        """Positions in a plan of the rows to fetch, of the copies to check, and of those to push and fetch again.
+
+        Args:
+            plan: The batch's.
+            staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
+            training: Slots of copies that get another update before the batch reads them. One that this update takes
+                too far is refreshed ahead of it.
+        """
+        if len(self._marks) < len(self.clocks):
+            self._marks = np.zeros(len(self.clocks), dtype=np.bool_)
+        positions = np.empty((3, len(plan.slots_U)), dtype=np.int64)
+        there = self.clocks, self._marks, staleness
+        sizes = _sort_copies(plan.slots_U, plan.new_U, training, *there, positions)
+        fetch, check, refresh = (row[:size] for row, size in zip(positions, sizes, strict=True))
+        return fetch, check, refresh
+
+    def find_outrun(self, plan: BatchPlan, staleness: int) -> tuple[Clocks, NDArray[np.bool_]]:
+        """By how much each copy of a batch is ahead of what was fetched, and which of them went too far since then."""
+        lags_U, is_outrun_U = np.empty(len(plan.slots_U), dtype=np.int32), np.empty(len(plan.slots_U), dtype=np.bool_)
+        _find_outrun(plan.slots_U, self.clocks, staleness, lags_U, is_outrun_U)
+        return lags_U, is_outrun_U
 
     def keep(self, slots: Integers) -> None:
         """In place of :meth:`install`: nobody else has changed the rows, so they are what a fetch would bring.

@@ -8,7 +8,6 @@ from typing import Protocol
 from weakref import ref
 
 import numpy as np
-from torch import Tensor
 
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.row_cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
@@ -42,32 +41,14 @@ class _Planned:
     """A plan that may serve another cache.
 
     Attributes:
-        bags: Ids, lengths and offsets that it was made for; of the ids ``version`` tells changes in place, -1 where
-            nothing does. The features themselves are not kept: their owner may wait for their end.
-        keys_N: Their keys.
+        keys_N: A copy of the keys that it was made for, which tells a batch that was changed in place from that one.
         plan: The plan.
         used_by: Who has it, by identity.
     """
 
-    bags: tuple[Tensor | None, ...]
-    version: int
     keys_N: Integers
     plan: BatchPlan
     used_by: set[int]
-
-    def is_of(self, features: SparseFeatures) -> bool:
-        """Whether these are the same features, which one can tell without a look at their ids."""
-        same = all(one is other for one, other in zip(_bags(features), self.bags, strict=True))
-        return same and self.version == _version(features) >= 0
-
-
-def _bags(features: SparseFeatures) -> tuple[Tensor | None, ...]:
-    return features.values, features.lengths, features.offsets
-
-
-def _version(features: SparseFeatures) -> int:
-    values = features.values
-    return -1 if values.is_inference() else values._version
 
 
 class SharedIndex:
@@ -102,19 +83,14 @@ class SharedIndex:
             sharer: Which cache asks. It gets each plan once.
             features: Of the batch, on the CPU.
         """
-        keys_N = None
+        keys_N = sharer.keys_of(features)
         for known in self._plans:
-            if id(sharer) not in known.used_by:
-                if not known.is_of(features):
-                    keys_N = sharer.keys_of(features) if keys_N is None else keys_N
-                    if not np.array_equal(known.keys_N, keys_N):
-                        continue
+            if id(sharer) not in known.used_by and np.array_equal(known.keys_N, keys_N):
                 known.used_by.add(id(sharer))
                 return known.plan
         self.evict()
-        keys_N = sharer.keys_of(features) if keys_N is None else keys_N
         plan = self.index.plan(keys_N)
-        self._plans.append(_Planned(_bags(features), _version(features), keys_N, plan, {id(sharer)}))
+        self._plans.append(_Planned(keys_N, plan, {id(sharer)}))
         if self.index.num_slots > self._num_slots:
             self._num_slots = self.index.num_slots * 5 // 4
             for each in self._living():

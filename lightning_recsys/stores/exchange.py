@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_recsys.stores.exchange_loops import all_within
+from lightning_recsys.embeddings.sparse_features import all_below
 from lightning_recsys.sync.clocks import ClockName
 
 _MAX_STEPS = 2**31
@@ -94,9 +94,10 @@ class RowExchange:
             raise ValueError(f"staleness must be None or from 0 to 2**62, got {self.staleness}")
         if not 0 <= self.num_steps < _MAX_STEPS:
             raise ValueError(f"num_steps must be in [0, {_MAX_STEPS}), got {self.num_steps}")
+        limit = np.array([num_rows], dtype=np.uint64).view(np.int64)
         for name, rows in (("push", self.push_rows), ("fetch", self.fetch_rows), ("check", self.check_rows)):
             _check_array(f"{name}_rows", rows, torch.int64, (rows.numel(),))
-            if not all_within(rows.contiguous().numpy(), np.uint64(num_rows)):
+            if not all_below(rows.contiguous().numpy(), np.array([0, rows.numel()]), limit):
                 raise IndexError(f"{name}_rows must be in [0, {num_rows}), got {int(rows.min())} to {int(rows.max())}")
         _check_array("check_clocks", self.check_clocks, torch.int32, (self.check_rows.numel(),))
         self._check_pushes(row_shapes if self.push_rows.numel() else {})

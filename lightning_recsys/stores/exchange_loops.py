@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
-import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -48,15 +47,6 @@ def _read_before(typing_context, array, position):  # noqa: ANN001, ANN202
 
 
 _read: Any = intrinsic(_read_before)
-
-
-@compile_loop
-def all_within(numbers, bound):  # noqa: ANN001, ANN201
-    """Whether all int64 numbers, taken as unsigned, are below a bound, a uint64."""
-    high = np.uint64(0)
-    for number in numbers:
-        high = max(high, np.uint64(number))
-    return numbers.shape[0] == 0 or high < bound
 
 
 @compile_loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
+import lightning_recsys
 from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.checkpoints import is_folder, read_checkpoint, to_file
 from lightning_recsys.data import SyntheticDataModule
@@ -35,6 +37,7 @@ pytestmark = [
 ]
 
 STEPS, IDS = 8, 40
+PACKAGE = str(Path(lightning_recsys.__file__).parent)
 # Few ids are in most batches, as in life; the same for every step of a rank.
 BATCHES_RSB = (torch.rand(2, STEPS, 16, generator=torch.Generator().manual_seed(0)) ** 3 * IDS).long()
 
@@ -482,3 +485,37 @@ def test_rowwise_adagrad_when_two_workers_train_then_its_state_is_saved_and_come
     # The square of each step's gradient: a row's count in a worker's batch, halved.
     each = torch.stack([torch.bincount(ids, minlength=IDS) for ids in BATCHES_RSB.flatten(0, 1)]) / 2
     torch.testing.assert_close(state, each.square().sum(0))
+
+
+# --- How much code a step passes through -----------------------------------------------------------------------------
+
+
+class PackageFiles(pl.Callback):
+    """Notes the files of the package whose functions run in one step, and refuses more than so many."""
+
+    def __init__(self, *, step: int, limit: int) -> None:
+        self.step, self.limit, self.files = step, limit, set()
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == self.step:
+            sys.setprofile(self.note)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == self.step:
+            sys.setprofile(None)
+            assert {"/embeddings/collection.py", "/row_cache/backend.py"} <= self.files, sorted(self.files)
+            assert len(self.files) <= self.limit, f"{len(self.files)} files: {sorted(self.files)}"
+            module.log("num_files", len(self.files))
+
+    def note(self, frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.files.add(frame.f_code.co_filename.removeprefix(PACKAGE))
+
+
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_steady_step_when_followed_then_it_passes_through_20_files_of_the_package_at_most(transport):
+    """By messages and in shared memory, with a batch announced and another one prefetched meanwhile."""
+    strategy = HETStrategy(cache_rows=10, staleness=2, lookahead_batches=2, transport=transport)
+    trainer = make_trainer(strategy, PackageFiles(step=5, limit=20))
+    trainer.fit(Counting())
+    assert trainer.callback_metrics["num_files"] > 10

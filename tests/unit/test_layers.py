@@ -62,7 +62,7 @@ LINES: dict[str, list[str]] = {
         "requests/stores connect lease",
         "requests/served requests/operations remote",
         "client exchange_wire",
-        "connections exchange_parts journal links requests/checks",
+        "connections journal links requests/checks",
         "keys loopback own_files wire",
     ],
     "stores": [
