@@ -214,14 +214,14 @@ class StoreBackend(TableBackend):
         device, local = sparse.device, sparse.to("cpu")
         if self._only is not None:
             pooled_BFD, versions_N = self._only.begin_versioned_lookup(local)()
-            return pooled_BFD.to(device), Ticket(sparse, versions_N)
+            return pooled_BFD.to(device), Ticket(local, versions_N)  # both where the stores are
         striped = self._striped(local)
         pending = [share.store.begin_versioned_lookup(share.select(striped)) for share in self._shares]
         answers = [answer() for answer in pending]
         versions_N = torch.zeros_like(local.values)
         for share, (_, versions) in zip(self._shares, answers, strict=True):
             versions_N[share.positions(striped)] = versions
-        return self._joined([pooled for pooled, _ in answers]).to(device), Ticket(sparse, versions_N)
+        return self._joined([pooled for pooled, _ in answers]).to(device), Ticket(local, versions_N)
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         device, sparse = sparse.device, sparse.to("cpu")
