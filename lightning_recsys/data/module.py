@@ -68,6 +68,11 @@ class CTRDataModule(pl.LightningDataModule, ABC):
     def fields(self) -> dict[str, int]:
         """Number of embeddings of each categorical feature, in the order of the batches."""
 
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """What a model for these data must know of them."""
+        return {"num_dense": self.num_dense, "fields": self.fields}
+
     def select_fields(self, names: Sequence[str] | None) -> None:
         """Let the batches of loaders that are made from now on have some of the categorical features only.
 

@@ -1,0 +1,227 @@
+"""Data modules of graphs: nodes to classify."""
+
+# Shape suffixes: B seeds of a batch.
+
+from __future__ import annotations
+
+import shutil
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recsys.data.graph.batch import NODE_FIELD, GraphBatch, NodeFeatures, SampledBatches, SampledRows
+from lightning_recsys.data.graph.csr import Ids
+from lightning_recsys.data.graph.nodes import NodeData
+from lightning_recsys.data.graph.readers import Format, read_nodes
+from lightning_recsys.data.graph.sampling import NeighborSampler
+from lightning_recsys.data.loader import Shuffle
+from lightning_recsys.data.module import CTRDataModule, Split
+
+
+class GraphDataModule(CTRDataModule):
+    """What data modules of graphs share: sampled batches of the seeds that a subclass names.
+
+    Args:
+        num_neighbors: Neighbours that a node gets messages of, for each hop; -1 is all of them.
+        eval_num_neighbors: The same for validation and test; ``None`` for as many as in training.
+        replacement: Draw each neighbour from all of them, so that one may come twice.
+        prefetch_batches: Training and evaluation batches that are sampled ahead, in a thread; 0 for none.
+        **options: As for :class:`~lightning_recsys.data.CTRDataModule`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_neighbors: Sequence[int],
+        eval_num_neighbors: Sequence[int] | None,
+        replacement: bool,
+        prefetch_batches: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if prefetch_batches < 0:
+            raise ValueError(f"data.prefetch_batches must be at least 0, got {prefetch_batches}.")
+        if eval_num_neighbors is not None and len(eval_num_neighbors) != len(num_neighbors):
+            raise ValueError(
+                f"data.eval_num_neighbors must have a number for each hop of data.num_neighbors={list(num_neighbors)}, "
+                f"got {list(eval_num_neighbors)}."
+            )
+        self.num_neighbors = tuple(num_neighbors)
+        self.eval_num_neighbors = self.num_neighbors if eval_num_neighbors is None else tuple(eval_num_neighbors)
+        self.replacement = replacement
+        self.prefetch_batches = prefetch_batches
+
+    @property
+    @abstractmethod
+    def num_classes(self) -> int | None:
+        """Classes of nodes; ``None`` where pairs of nodes are scored."""
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:  # noqa: D102 - inherited
+        return {**super().model_arguments, "num_classes": self.num_classes}
+
+    def _sampler(self, nodes: NodeData, split: Split) -> NeighborSampler:
+        fan_outs = self.num_neighbors if split == "train" else self.eval_num_neighbors
+        return NeighborSampler(nodes.graph, fan_outs, replacement=self.replacement)
+
+    def _source(self, split: Split, shuffle: Shuffle | None) -> Any:
+        rows: Any = self.rows(split)
+        return None if rows is None else SampledBatches(rows, shuffle is not None, self.prefetch_batches)
+
+
+@dataclass(frozen=True)
+class SeedNodes(SampledRows):
+    """The labelled nodes of a split."""
+
+    nodes: NodeData
+    seeds: Ids
+    features: NodeFeatures
+    sampler: NeighborSampler
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def take(self, rows: Tensor, *, key: int = 0) -> GraphBatch:
+        """The seeds with these numbers, int64 ``[B]``, first among the nodes around them."""
+        seeds_B = self.seeds[rows.numpy()]
+        neighborhood = self.sampler.sample(seeds_B, key=key)
+        labels_B = torch.from_numpy(self.nodes.labels[seeds_B])
+        return GraphBatch(neighborhood, **self.features.take(neighborhood.n_id), labels=labels_B, size=len(seeds_B))
+
+
+class NodeDataModule(GraphDataModule):
+    """Nodes of one graph, to be classified from their own and their neighbours' features.
+
+    Args:
+        nodes: The nodes, or ``None`` to read ``file``.
+        file: A file or folder to read, relative to ``root``.
+        root: Where ``file`` is looked for.
+        format: Of the file, as in :func:`~lightning_recsys.data.graph.read_nodes`.
+        mapped: A folder that gets the graph as plain arrays when it is first read; later runs, and all processes of
+            this machine, map those. ``None`` reads ``file`` into memory.
+        split: ``{"validation": 0.1, "test": 0.1, "seed": 0}``: shares of the labelled nodes that are drawn; ``None``
+            takes the file's own splits.
+        node_ids: Give every node a row to train, as the feature ``node``.
+        features: Use the features in the file.
+        batch_size: Seeds per batch and rank.
+        num_neighbors: As in :class:`GraphDataModule`, like the three below.
+        eval_num_neighbors: See there.
+        replacement: See there.
+        prefetch_batches: See there.
+        seed: Seed of the order of the training seeds and of their neighbours.
+        drop_last: Leave out the training seeds that do not fill a batch on every rank.
+
+    Raises:
+        ValueError: an argument is out of its range, the graph is bad, there are no splits, or nodes have no feature.
+    """
+
+    def __init__(
+        self,
+        nodes: NodeData | None = None,
+        *,
+        file: str = "",
+        root: str = ".",
+        format: Format = "npz",
+        mapped: str | None = None,
+        split: Mapping[str, float] | None = None,
+        node_ids: bool = True,
+        features: bool = True,
+        batch_size: int = 128,
+        num_neighbors: Sequence[int] = (25, 10),
+        eval_num_neighbors: Sequence[int] | None = None,
+        replacement: bool = False,
+        prefetch_batches: int = 2,
+        seed: int | None = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            num_neighbors=num_neighbors,
+            eval_num_neighbors=eval_num_neighbors,
+            replacement=replacement,
+            prefetch_batches=prefetch_batches,
+            batch_size=batch_size,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        if (nodes is None) == (not file):
+            raise ValueError("data needs nodes, or data.file to read them from, and not both.")
+        self._given, self._format = nodes, format
+        self._path, self._mapped = Path(root).expanduser() / file, None if mapped is None else Path(mapped).expanduser()
+        self._split = None if split is None else dict(split)
+        self._node_ids, self._features = node_ids, features
+
+    def prepare_data(self) -> None:
+        """Write the arrays that are to be mapped, unless they are there."""
+        if self._mapped is not None and not self._mapped.exists():
+            unfinished = self._mapped.with_name(f"{self._mapped.name}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            self._read().save(unfinished)
+            unfinished.rename(self._mapped)  # whole, or not there
+
+    def _read(self) -> NodeData:
+        return read_nodes(self._path, self._format) if self._given is None else self._given
+
+    @cached_property
+    def nodes(self) -> NodeData:
+        """The nodes, with splits."""
+        mapped = self._mapped is not None and self._mapped.exists()
+        nodes = NodeData.open(self._mapped) if mapped and self._mapped is not None else self._read()
+        if self._split is not None:
+            shares = {"validation": 0.0, "test": 0.0, "seed": 0} | self._split
+            nodes = nodes.split(**shares)  # type: ignore[arg-type]
+        if not len(nodes.splits.get("train", ())):
+            raise ValueError(f"{self._path} says of no node that it is for training: draw some with data.split.")
+        if not self._node_ids and not (self._features and (nodes.bags or nodes.dense is not None)):
+            raise ValueError("nodes have no features: set data.node_ids=true, so that each has a row to train.")
+        return nodes
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the nodes."""
+        _ = self.nodes
+        super().setup(stage)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process maps or reads the nodes itself."""
+        state = dict(self.__dict__)
+        state.pop("nodes", None)
+        return state
+
+    @cached_property
+    def _chosen(self) -> NodeFeatures:
+        nodes = self.nodes
+        return NodeFeatures(
+            self._node_ids, nodes.bags if self._features else {}, nodes.dense if self._features else None
+        )
+
+    @property
+    def num_dense(self) -> int:
+        """Number of dense features."""
+        return 0 if self._chosen.dense is None else self._chosen.dense.shape[1]
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Number of embeddings of each sparse feature; ``node`` is the nodes' own numbers."""
+        own = {NODE_FIELD: self.nodes.graph.num_nodes} if self._node_ids else {}
+        return own | {name: bags.num_embeddings for name, bags in self._chosen.bags.items()}
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return self.nodes.num_classes
+
+    def has(self, split: Split) -> bool:
+        """Whether the split has nodes."""
+        return len(self.nodes.splits.get(split, ())) > 0
+
+    def rows(self, split: Split) -> Any:
+        """The nodes of a split; ``None`` if it has none."""
+        if not self.has(split):
+            return None
+        nodes = self.nodes
+        return SeedNodes(nodes, nodes.splits[split], self._chosen, self._sampler(nodes, split))

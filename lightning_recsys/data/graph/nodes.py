@@ -1,0 +1,148 @@
+"""A graph whose nodes have features and labels."""
+
+# Shape suffixes: N nodes, C dense features.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_recsys.data.graph.csr import CSRGraph, Ids, save_arrays
+from lightning_recsys.data.module import Split
+
+UNLABELED = -1
+"""The label of a node that has none: it is in no split, and its neighbours see it like any other."""
+
+
+@dataclass(frozen=True)
+class Bags:
+    """A sparse feature: some ids for each node, such as the words of its text.
+
+    Args:
+        offsets: Where each node's ids begin and the last one's end, int64 ``[N + 1]``.
+        ids: All of them, int32 or int64.
+        num_embeddings: They are below this.
+
+    Raises:
+        ValueError: the offsets do not cover the ids, or an id is outside.
+    """
+
+    offsets: Ids
+    ids: NDArray[Any]
+    num_embeddings: int
+
+    def __post_init__(self) -> None:
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.ids) or (np.diff(self.offsets) < 0).any():
+            raise ValueError(f"offsets of a node feature must rise from 0 to the number of its ids, {len(self.ids)}.")
+        if len(self.ids) and not 0 <= self.ids.min() <= self.ids.max() < self.num_embeddings:
+            raise ValueError(
+                f"ids of a node feature must be from 0 to {self.num_embeddings - 1}, got {self.ids.min()} to "
+                f"{self.ids.max()}."
+            )
+
+    @classmethod
+    def of_pairs(cls, nodes: Ids, ids: NDArray[Any], num_nodes: int, num_embeddings: int) -> Bags:
+        """From pairs of a node and one of its ids, in any order."""
+        offsets = np.concatenate([[0], np.bincount(nodes, minlength=num_nodes).cumsum()])
+        return cls(offsets, ids[np.argsort(nodes, kind="stable")], num_embeddings)
+
+
+@dataclass(frozen=True)
+class NodeData:
+    """Nodes of a graph, in memory or mapped (:meth:`open`).
+
+    Args:
+        graph: Their edges.
+        labels: Classes, int64 ``[N]``, :data:`UNLABELED` where there is none.
+        bags: Sparse features, by name.
+        dense: Numeric features, float32 ``[N, C]``.
+        splits: Labelled nodes for training, validation and test, where the data say so.
+
+    Raises:
+        ValueError: something has not ``N`` nodes, a dense feature is no number, a split names a node without a label.
+    """
+
+    graph: CSRGraph
+    labels: Ids
+    bags: Mapping[str, Bags] = field(default_factory=dict)
+    dense: NDArray[np.float32] | None = None
+    splits: Mapping[Split, Ids] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        num_nodes = self.graph.num_nodes
+        counts = {"labels": len(self.labels)} | {name: len(bags.offsets) - 1 for name, bags in self.bags.items()}
+        counts |= {} if self.dense is None else {"dense": len(self.dense)}
+        if wrong := {name: count for name, count in counts.items() if count != num_nodes}:
+            raise ValueError(f"the graph has {num_nodes} nodes, and so must its features and labels, got {wrong}.")
+        if self.dense is not None and not np.isfinite(self.dense).all():
+            raise ValueError("dense features of nodes must be finite numbers: fill or leave out what is missing.")
+        if len(self.labels) and self.labels.min() < UNLABELED:
+            raise ValueError(f"labels must be classes from 0, or {UNLABELED} for none, got {self.labels.min()}.")
+        for split, nodes in self.splits.items():
+            if len(nodes) and not 0 <= nodes.min() <= nodes.max() < num_nodes:
+                raise ValueError(f"the {split} split names nodes outside 0 to {num_nodes - 1}.")
+            if len(missing := nodes[self.labels[nodes] == UNLABELED]):
+                raise ValueError(f"the {split} split has {len(missing)} nodes without a label, such as {missing[0]}.")
+
+    @property
+    def num_classes(self) -> int:
+        """One more than the highest label."""
+        return int(self.labels.max(initial=-1)) + 1
+
+    def split(self, *, validation: float, test: float, seed: int = 0) -> NodeData:
+        """The same nodes with other splits: these shares of the labelled ones, drawn at random, and the rest to train.
+
+        Raises:
+            ValueError: nothing is left to train on.
+        """
+        if not (validation >= 0 and test >= 0 and validation + test < 1):
+            raise ValueError(
+                f"data.split must leave some nodes for training, got validation={validation} and test={test}."
+            )
+        nodes = np.random.default_rng(seed).permutation(np.flatnonzero(self.labels != UNLABELED))
+        first, second = (round(share * len(nodes)) for share in (test, test + validation))
+        parts: dict[Split, Ids] = {"test": nodes[:first], "validation": nodes[first:second], "train": nodes[second:]}
+        return replace(self, splits={name: np.sort(part) for name, part in parts.items() if len(part)})
+
+    def save(self, folder: str | Path) -> None:
+        """Write everything, for :meth:`open`."""
+        path = Path(folder)
+        self.graph.save(path)
+        arrays: dict[str, NDArray[Any]] = {
+            "labels": self.labels,
+            **({} if self.dense is None else {"dense": self.dense}),
+        }
+        arrays |= {f"split_{name}": nodes for name, nodes in self.splits.items()}
+        for name, bags in self.bags.items():
+            arrays |= {f"bag_{name}_offsets": bags.offsets, f"bag_{name}_ids": bags.ids}
+        save_arrays(path, arrays)
+        bags_of = {name: bags.num_embeddings for name, bags in self.bags.items()}
+        (path / "nodes.json").write_text(json.dumps({"bags": bags_of, "splits": list(self.splits)}))
+
+    @classmethod
+    def open(cls, folder: str | Path) -> NodeData:
+        """Nodes that were saved; arrays are mapped, so that processes of a machine share them.
+
+        Raises:
+            FileNotFoundError: there are none.
+        """
+        path = Path(folder)
+        about = json.loads((path / "nodes.json").read_text())
+
+        def load(name: str) -> NDArray[Any]:
+            array: NDArray[Any] = np.load(path / f"{name}.npy", mmap_mode="c")
+            return array
+
+        return cls(
+            CSRGraph.open(path),
+            load("labels"),
+            {name: Bags(load(f"bag_{name}_offsets"), load(f"bag_{name}_ids"), n) for name, n in about["bags"].items()},
+            load("dense") if (path / "dense.npy").exists() else None,
+            {split: load(f"split_{split}") for split in about["splits"]},
+        )

@@ -1,0 +1,244 @@
+"""Graphs in the files that people share them in."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow.csv as pacsv
+from numpy.typing import NDArray
+
+from lightning_recsys.data.graph.csr import CSRGraph, Ids
+from lightning_recsys.data.graph.nodes import UNLABELED, Bags, NodeData
+from lightning_recsys.data.module import Split
+
+WORDS = "words"
+"""What a sparse feature is called that has no name in its file."""
+
+Format = Literal["npz", "planetoid", "reddit", "graphsaint", "ogb"]
+
+
+def read_nodes(path: str | Path, format: Format) -> NodeData:
+    """Nodes with labels, and splits where the files have them.
+
+    Args:
+        path: A file (``npz``) or a folder.
+        format: ``npz``: arrays ``adj_indptr, adj_indices, adj_shape`` and ``labels``, features in ``attr_*`` likewise.
+            ``planetoid``: ``ind.<name>.{x,tx,allx,y,ty,ally,graph,test.index}`` of one graph. ``reddit``:
+            ``reddit_graph.npz`` and ``reddit_data.npz``. ``graphsaint``: ``adj_full.npz``, ``feats.npy``,
+            ``class_map.json``, ``role.json``. ``ogb``: the folder of a node property prediction set, with ``raw`` and
+            ``split``; of several node types the labelled one is read, edges to others become sparse features.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the format is unknown, or the graph is bad (:class:`NodeData`, :class:`CSRGraph`).
+    """
+    if format not in READERS:
+        raise ValueError(f"data.format must be one of {', '.join(READERS)}, got {format!r}.")
+    try:
+        return READERS[format](Path(path))
+    except (KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is not in the format {format!r}: {error} is missing or of another kind.") from error
+    except ValueError as error:
+        error.add_note(f"Raised while reading {path} as data.format={format}.")
+        raise
+
+
+def read_npz(path: Path) -> NodeData:
+    """A file of the shared sets; rows of neighbours need not be sorted."""
+    with np.load(path) as arrays:
+        num_nodes = _square(arrays["adj_shape"])
+        graph = CSRGraph(arrays["adj_indptr"].astype(np.int64), arrays["adj_indices"])
+        if graph.num_nodes != num_nodes:
+            raise ValueError(f"adj_shape says {num_nodes} nodes, adj_indptr {graph.num_nodes}.")
+        if "attr_indptr" not in arrays:
+            return NodeData(graph, arrays["labels"].astype(np.int64))
+        matrix = _Matrix(
+            arrays["attr_indptr"], arrays["attr_indices"], arrays.get("attr_data"), int(arrays["attr_shape"][1])
+        )
+        return NodeData(graph, arrays["labels"].astype(np.int64), **matrix.features())
+
+
+def read_planetoid(folder: Path) -> NodeData:
+    """Cora, Citeseer and Pubmed as published; only arrays, lists and matrices are taken out of their pickles."""
+    names = sorted({path.name.split(".")[1] for path in folder.glob("ind.*.graph")})
+    if len(names) != 1:
+        raise FileNotFoundError(f"{folder} must have the files ind.<name>.graph and so on of one graph, got {names}.")
+
+    def load(what: str) -> Any:
+        with (folder / f"ind.{names[0]}.{what}").open("rb") as file:
+            return _ArraysOnly(file, encoding="latin1").load()
+
+    test = np.loadtxt(folder / f"ind.{names[0]}.test.index", dtype=np.int64, ndmin=1)
+    train_labels, known, tested = (np.asarray(load(what)) for what in ("y", "ally", "ty"))
+    num_nodes = max(len(known) + len(test), int(test.max()) + 1)
+    one_hot = np.zeros((num_nodes, known.shape[1]), known.dtype)
+    one_hot[: len(known)], one_hot[test] = known, tested
+    labels = np.where(one_hot.any(1), one_hot.argmax(1), UNLABELED)
+    neighbors: Mapping[int, list[int]] = load("graph")
+    targets = np.repeat(np.array(list(neighbors)), [len(x) for x in neighbors.values()])
+    sources = np.array([node for nodes in neighbors.values() for node in nodes])
+    graph = CSRGraph.from_edge_index(np.stack([sources, targets]), num_nodes=num_nodes, undirected=True)
+    splits: dict[Split, Ids] = {
+        "train": np.arange(len(train_labels)),
+        "validation": np.arange(len(train_labels), min(len(train_labels) + 500, len(known))),
+        "test": np.sort(test[labels[test] != UNLABELED]),
+    }
+    known_x, tested_x = (_Matrix.of(load(what)) for what in ("allx", "tx"))
+    rows = np.concatenate([np.arange(len(known)), test])  # some nodes between them may have no features at all
+    return NodeData(graph, labels, splits=splits, **known_x.behind(tested_x, rows, num_nodes).features())
+
+
+def read_reddit(folder: Path) -> NodeData:
+    """Posts of Reddit, as GraphSAGE's authors prepared them."""
+    with np.load(folder / "reddit_graph.npz") as adjacency, np.load(folder / "reddit_data.npz") as data:
+        num_nodes = _square(adjacency["shape"])
+        graph = CSRGraph.from_edge_index(np.stack([adjacency["row"], adjacency["col"]]), num_nodes=num_nodes)
+        kinds: dict[Split, int] = {"train": 1, "validation": 2, "test": 3}
+        splits = {split: np.flatnonzero(data["node_types"] == kind) for split, kind in kinds.items()}
+        dense = data["feature"].astype(np.float32)
+        return NodeData(graph, data["label"].astype(np.int64), dense=dense, splits=splits)
+
+
+def read_graphsaint(folder: Path) -> NodeData:
+    """A folder of GraphSAINT, with the edges of all nodes (``adj_full.npz``) in training, too."""
+    with np.load(folder / "adj_full.npz") as adjacency:
+        graph = CSRGraph(adjacency["indptr"].astype(np.int64), adjacency["indices"])
+        if graph.num_nodes != _square(adjacency["shape"]):
+            raise ValueError(f"adj_full.npz says {adjacency['shape'][0]} nodes, its indptr {graph.num_nodes}.")
+    classes = json.loads((folder / "class_map.json").read_text())
+    if any(isinstance(label, list) for label in classes.values()):
+        raise ValueError("class_map.json has several classes for a node; NodeClassificationTask learns one.")
+    labels = np.full(graph.num_nodes, UNLABELED)
+    labels[np.array(list(classes), np.int64)] = list(classes.values())
+    role = json.loads((folder / "role.json").read_text())
+    keys: dict[Split, str] = {"train": "tr", "validation": "va", "test": "te"}
+    splits = {split: np.sort(np.array(role[key], np.int64)) for split, key in keys.items()}
+    return NodeData(graph, labels, dense=np.load(folder / "feats.npy").astype(np.float32), splits=splits)
+
+
+def read_ogb(folder: Path) -> NodeData:
+    """A set of the Open Graph Benchmark, for node property prediction, as its CSV files; edges go both ways."""
+    raw = folder / "raw"
+    target = _labelled_type(raw)
+    counts = raw / ("num-node-list.csv.gz" if target is None else "num-node-dict.csv.gz")
+    table = pacsv.read_csv(counts, read_options=pacsv.ReadOptions(autogenerate_column_names=target is None))
+    num_nodes = {target if name == "f0" else name: int(table[name][0].as_py()) for name in table.column_names}
+    edges, bags = [], {}
+    if target is None:
+        edges.append(_csv(raw / "edge.csv.gz").T)
+    for relation in sorted((raw / "relations").glob("*___*___*")):
+        (source, _, end), (sources, targets) = relation.name.split("___"), _csv(relation / "edge.csv.gz").T
+        if source == end == target:
+            edges.append(np.stack([sources, targets]))
+        elif target in (source, end):
+            other, nodes, ids = (end, sources, targets) if source == target else (source, targets, sources)
+            bags[other] = Bags.of_pairs(nodes, ids, num_nodes[target], num_nodes[other])
+    if not edges:
+        raise ValueError(f"{raw} has no edges between nodes of the type {target!r}, which has the labels.")
+    graph = CSRGraph.from_edge_index(np.concatenate(edges, 1), num_nodes=num_nodes[target], undirected=True)
+    own = () if target is None else (target,)
+    labels = _csv(raw.joinpath(*(() if target is None else ("node-label", target)), "node-label.csv.gz"))
+    if labels.shape[1] != 1:
+        raise ValueError(
+            f"node-label.csv.gz has {labels.shape[1]} labels for a node; NodeClassificationTask learns one."
+        )
+    features = raw.joinpath(*(() if target is None else ("node-feat", target)), "node-feat.csv.gz")
+    dense = _csv(features).astype(np.float32) if features.exists() else None
+    (scheme,) = (path for path in (folder / "split").iterdir() if path.is_dir())
+    names: dict[Split, str] = {"train": "train", "validation": "valid", "test": "test"}
+    splits = {split: np.sort(_csv(scheme.joinpath(*own, f"{name}.csv.gz"))[:, 0]) for split, name in names.items()}
+    classes = np.where(np.isnan(labels[:, 0]), UNLABELED, labels[:, 0]).astype(np.int64)
+    return NodeData(graph, classes, bags, dense, splits)
+
+
+def _labelled_type(raw: Path) -> str | None:
+    if not (raw / "relations").is_dir():
+        return None
+    types = sorted(path.name for path in (raw / "node-label").iterdir() if path.is_dir())
+    if len(types) != 1:
+        raise ValueError(f"{raw / 'node-label'} must have the labels of one type of node, got {types}.")
+    return types[0]
+
+
+def _csv(path: Path) -> NDArray[Any]:
+    table = pacsv.read_csv(path, read_options=pacsv.ReadOptions(autogenerate_column_names=True))
+    return np.stack([column.to_numpy() for column in table.columns], 1)
+
+
+def _square(shape: NDArray[Any]) -> int:
+    if len(shape) != 2 or shape[0] != shape[1]:
+        raise ValueError(f"the matrix of a graph must be square, got {list(shape)}.")
+    return int(shape[0])
+
+
+class _Matrix:
+    """A sparse matrix in compressed rows; what stands for SciPy's in a pickle."""
+
+    def __init__(
+        self, indptr: NDArray[Any], indices: NDArray[Any], data: NDArray[Any] | None, num_columns: int
+    ) -> None:
+        self.indptr, self.indices, self.data, self._shape = indptr, indices, data, (len(indptr) - 1, num_columns)
+
+    @classmethod
+    def of(cls, unpickled: Any) -> _Matrix:
+        """What was in a pickle: as it is, or a plain array."""
+        if isinstance(unpickled, _Matrix):
+            return unpickled
+        rows, columns = np.nonzero(unpickled)
+        indptr = np.concatenate([[0], np.bincount(rows, minlength=len(unpickled)).cumsum()])
+        return cls(indptr, columns, unpickled[rows, columns], unpickled.shape[1])
+
+    def behind(self, other: _Matrix, rows: Ids, num_rows: int) -> _Matrix:
+        """This matrix's rows and those of another, at these places among others that are empty."""
+        lengths = np.concatenate([np.diff(self.indptr), np.diff(other.indptr)])
+        indptr = np.zeros(num_rows + 1, np.int64)
+        indptr[rows + 1] = lengths
+        indptr = indptr.cumsum()
+        order = np.repeat(indptr[rows] - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
+        indices = np.empty(len(order), np.int64)
+        indices[order] = np.concatenate([self.indices, other.indices])
+        data = None
+        if self.data is not None and other.data is not None:
+            data = np.empty(len(order), np.float32)
+            data[order] = np.concatenate([self.data, other.data])
+        return _Matrix(indptr, indices, data, self._shape[1])
+
+    def features(self) -> dict[str, Any]:
+        """Sparse features where every number is 1, else dense ones."""
+        if self.data is None or (self.data == 1).all():
+            return {"bags": {WORDS: Bags(self.indptr.astype(np.int64), self.indices, self._shape[1])}}
+        dense = np.zeros(self._shape, np.float32)
+        np.add.at(dense, (np.repeat(np.arange(self._shape[0]), np.diff(self.indptr)), self.indices), self.data)
+        return {"dense": dense}
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Unpickles lists, dictionaries, arrays and SciPy's matrices, and nothing that could do something."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in ("csr_matrix", "csr_array") and module.startswith("scipy.sparse"):
+            return _Matrix
+        if (module, name) == ("collections", "defaultdict"):
+            return defaultdict
+        if name in ("list", "int", "object") and module in ("builtins", "__builtin__"):
+            return {"list": list, "int": int, "object": object}[name]
+        if (module, name) in (("copy_reg", "_reconstructor"), ("copyreg", "_reconstructor"), ("_codecs", "encode")):
+            return super().find_class(module, name)
+        if module.startswith("numpy") and name in ("_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+READERS: dict[str, Callable[[Path], NodeData]] = {
+    "npz": read_npz,
+    "planetoid": read_planetoid,
+    "reddit": read_reddit,
+    "graphsaint": read_graphsaint,
+    "ogb": read_ogb,
+}
