@@ -1,5 +1,7 @@
 """LightningModules: what is optimised, and what is logged."""
 
+from lightning_recsys.tasks.base import Task
 from lightning_recsys.tasks.ctr import CTRTask
+from lightning_recsys.tasks.graph import LinkPredictionTask, NodeClassificationTask
 
-__all__ = ["CTRTask"]
+__all__ = ["CTRTask", "LinkPredictionTask", "NodeClassificationTask", "Task"]

@@ -4,27 +4,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import pytorch_lightning as pl
-import torch
 import torch.nn.functional as F
-from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
-from lightning_recsys.checkpoints import ReadsFolders
 from lightning_recsys.data import Batch
-from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.metrics import Calibration, LogLoss, StreamingAUROC
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-SchedulerFactory = Callable[[Optimizer], LRScheduler]
+from lightning_recsys.tasks.base import Task
 
 
 class StepOutput(TypedDict):
@@ -34,12 +24,8 @@ class StepOutput(TypedDict):
     logits: Tensor
 
 
-class CTRTask(ReadsFolders):
+class CTRTask(Task):
     """Trains any model ``(dense, sparse) -> logits`` on :class:`Batch` with binary cross entropy.
-
-    The dense part is trained by the optimizer given here. The embedding rows are trained by their collections' fused
-    row optimizers, which follow this one: a scheduler drives both learning rates, gradient accumulation holds for
-    both, and the rows' rate stands in the optimizer's last parameter groups, one for each collection.
 
     Logs ``val/auc``, ``val/logloss`` and ``val/calibration``, and the same under ``test/``; adds
     :class:`NormalizedEntropyMonitor` for the normalized entropy unless the trainer has one.
@@ -61,32 +47,14 @@ class CTRTask(ReadsFolders):
     [0.01, 0.01]
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        optimizer: OptimizerFactory | None = None,
-        scheduler: SchedulerFactory | None = None,
-        scheduler_config: Mapping[str, Any] | None = None,
-        config: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        self.save_hyperparameters("config")
-        self.model = model
-        self._make_optimizer = optimizer or partial(torch.optim.Adagrad, lr=0.01, fused=True)
-        self._make_scheduler = scheduler
-        self._scheduler_config = {"interval": "step", **(scheduler_config or {})}
-        self.val_metrics, self.test_metrics = _evaluation_metrics(), _evaluation_metrics()
+    shown_metric = "auc"
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; the name of Lightning's current hook, which changes 40 times a step, in a plain way.
-
-        A module asks first of each value whether it is a parameter: 2 % of a step of 5 milliseconds.
-        """
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
+    def make_metrics(self) -> dict[str, Metric]:  # noqa: D102 - inherited
+        return {
+            "auc": StreamingAUROC(from_logits=True),
+            "logloss": LogLoss(from_logits=True),
+            "calibration": Calibration(from_logits=True),
+        }
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B]``, float32 under mixed precision too."""
@@ -118,38 +86,6 @@ class CTRTask(ReadsFolders):
             metric.update(output["logits"], batch.labels)
         return output
 
-    def on_validation_epoch_end(self) -> None:  # noqa: D102 - inherited
-        self._log_all("val", self.val_metrics)
-
-    def on_test_epoch_end(self) -> None:  # noqa: D102 - inherited
-        self._log_all("test", self.test_metrics)
-
-    def _log_all(self, stage: str, metrics: nn.ModuleDict) -> None:
-        for name, metric in metrics.items():
-            assert isinstance(metric, Metric)
-            self.log(f"{stage}/{name}", metric, prog_bar=name == "auc")
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The dense optimizer, which the embedding rows follow, and its scheduler.
-
-        Raises:
-            ValueError: the trainer scales the loss, as ``16-mixed`` does on a GPU: the rows would train with gradients
-                that were never scaled back.
-        """
-        if self._trainer is not None and getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"trainer.precision={self.trainer.precision!r} scales the loss, which embedding rows do not undo. "
-                "Use 'bf16-mixed' or '32'."
-            )
-        optimizer = self._make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
-        for module in self.modules():
-            if isinstance(module, EmbeddingBagCollection):
-                module.attach_to(optimizer)
-        if self._make_scheduler is None:
-            return optimizer
-        scheduler: Any = {"scheduler": self._make_scheduler(optimizer), **self._scheduler_config}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
     def configure_callbacks(self) -> list[pl.Callback]:
         """The normalized-entropy monitor, where the trainer has none."""
         given = any(isinstance(callback, NormalizedEntropyMonitor) for callback in self._trainer_callbacks())
@@ -157,13 +93,3 @@ class CTRTask(ReadsFolders):
 
     def _trainer_callbacks(self) -> list[pl.Callback]:
         return [] if self._trainer is None else list(self.trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def _evaluation_metrics() -> nn.ModuleDict:
-    return nn.ModuleDict(
-        {
-            "auc": StreamingAUROC(from_logits=True),
-            "logloss": LogLoss(from_logits=True),
-            "calibration": Calibration(from_logits=True),
-        }
-    )

@@ -1,0 +1,175 @@
+"""Tasks on graphs under Lightning's single-device strategy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_recsys.data.graph import CSRGraph, InteractionDataModule, Interactions, NodeData, NodeDataModule
+from lightning_recsys.models import GraphSAGE
+from lightning_recsys.optim import RowAdam
+from lightning_recsys.tasks import LinkPredictionTask, NodeClassificationTask
+
+
+def communities(num_nodes=120, classes=3):
+    """Most edges stay within a class; what a node says of its own is mostly noise."""
+    random = np.random.default_rng(0)
+    labels = np.arange(num_nodes) % classes
+    sources = random.integers(0, num_nodes, 1200)
+    near = random.integers(0, num_nodes // classes, 1200) * classes + labels[sources]
+    targets = np.where(random.random(1200) < 0.9, near, random.integers(0, num_nodes, 1200))
+    graph = CSRGraph.from_edge_index(np.stack([sources, targets]), num_nodes=num_nodes, undirected=True)
+    dense = (np.eye(classes)[labels] + random.normal(size=(num_nodes, classes))).astype(np.float32)
+    return NodeData(graph, labels, dense=dense).split(validation=0.2, test=0.2)
+
+
+def tastes():
+    """40 users, 30 items; users of either half take items of the same half."""
+    users, items = (x.ravel() for x in np.meshgrid(np.arange(40), np.arange(30), indexing="ij"))
+    chosen = (users < 20) == (items < 15)
+    keep = chosen & (np.random.default_rng(0).random(len(users)) < 0.5)
+    return Interactions(users[keep], items[keep], 40, 30)
+
+
+def fit(task, data, epochs=12):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, datamodule=data)
+    (metrics,) = trainer.test(task, datamodule=data, verbose=False)
+    return trainer, metrics
+
+
+def make_model(data, **options):
+    pl.seed_everything(0, verbose=False)
+    return GraphSAGE(
+        data.num_dense,
+        data.fields,
+        num_classes=data.num_classes,
+        embedding_dim=8,
+        hidden=8,
+        row_optimizer=RowAdam(lr=0.05),
+        **options,
+    )
+
+
+def optimizer(parameters):
+    return torch.optim.Adam(parameters, lr=0.02)
+
+
+@pytest.mark.parametrize("aggregator", ["mean", "max"])
+def test_classes_when_neighbors_tell_them_then_are_learned(aggregator):
+    data = NodeDataModule(communities(), batch_size=24, num_neighbors=[5, 5], eval_num_neighbors=[-1, -1])
+    task = NodeClassificationTask(make_model(data, aggregator=aggregator), optimizer=optimizer)
+    trainer, metrics = fit(task, data)
+    assert metrics["test/accuracy"] > 0.8  # a third by chance
+    assert metrics["test/macro_f1"] > 0.8
+    probabilities = torch.cat(trainer.predict(task, datamodule=data))
+    assert probabilities.sum(1).tolist() == pytest.approx([1] * 24)
+    wanted = data.nodes.labels[data.nodes.splits["test"]]
+    assert metrics["test/accuracy"] == pytest.approx((probabilities.argmax(1).numpy() == wanted).mean())
+
+
+@pytest.mark.parametrize(("loss", "num_candidates"), [("bpr", None), ("logistic", 10)])
+def test_items_when_users_are_alike_then_are_ranked_first(loss, num_candidates):
+    data = InteractionDataModule(
+        tastes(), batch_size=64, num_neighbors=[5, 5], num_negatives=2, num_candidates=num_candidates
+    )
+    task = LinkPredictionTask(make_model(data), link_loss=loss, top_k=5, optimizer=optimizer)
+    before = fit(LinkPredictionTask(make_model(data), top_k=5), data, epochs=0)[1] if num_candidates is None else {}
+    _, metrics = fit(task, data)
+    assert metrics["test/ndcg"] > before.get("test/ndcg", 0.3) + 0.1
+    assert metrics["test/recall"] > before.get("test/recall", 0.3)
+
+
+def test_bpr_when_scores_are_known_then_is_the_closed_form():
+    data = InteractionDataModule(tastes(), batch_size=2, num_negatives=2, num_neighbors=[1])
+    batch = next(iter(data.train_dataloader()))
+    task = LinkPredictionTask(make_model(data, num_layers=1))
+    scores = torch.tensor([1.0, 2.0, 0.5, 2.5, -1.0, 0.0])  # of two positives, then of two negatives for each
+    pairs = [(1.0, 0.5), (2.0, 2.5), (1.0, -1.0), (2.0, 0.0)]
+    expected = sum(math.log(1 + math.exp(negative - positive)) for positive, negative in pairs) / 4
+    assert task.loss(scores, batch).item() == pytest.approx(expected)
+
+
+def test_pairs_when_made_to_train_then_positives_are_known_and_negatives_are_not():
+    taken = tastes()
+    data = InteractionDataModule(taken, batch_size=16, num_negatives=3, num_neighbors=[2])
+    known = set(zip(taken.users.tolist(), taken.items.tolist(), strict=True))
+    train = data.parts["train"]
+    of_train = set(zip(train.users.tolist(), train.items.tolist(), strict=True))
+    seen = 0
+    for batch in data.train_dataloader():
+        users, items = batch.neighborhood.n_id[batch.pairs].numpy()
+        drawn = list(zip(users.tolist(), (items - 40).tolist(), strict=True))
+        assert len(drawn) == 4 * batch.size
+        assert batch.labels.tolist() == [1.0] * batch.size + [0.0] * 3 * batch.size
+        assert of_train.issuperset(drawn[: batch.size])
+        assert not known.intersection(drawn[batch.size :])
+        seen += batch.size
+    assert seen == len(train.users)
+
+
+def test_candidates_when_all_are_ranked_then_those_of_training_are_left_out_and_those_held_out_are_in():
+    data = InteractionDataModule(tastes(), batch_size=7, num_neighbors=[2])
+    train, test = data.parts["train"], data.parts["test"]
+    pairs, labels = [], []
+    for batch in data.test_dataloader():
+        users, items = batch.neighborhood.n_id[batch.pairs].numpy()
+        assert users.tolist() == batch.groups.tolist()
+        pairs += zip(users.tolist(), (items - 40).tolist(), strict=True)
+        labels += batch.labels.tolist()
+    assert not set(zip(train.users.tolist(), train.items.tolist(), strict=True)).intersection(pairs)
+    held_out = {pair for pair, label in zip(pairs, labels, strict=True) if label}
+    assert held_out == set(zip(test.users.tolist(), test.items.tolist(), strict=True))
+    assert len(pairs) == len(set(pairs))
+
+
+def test_graph_when_interactions_are_held_out_then_has_none_of_them():
+    data = InteractionDataModule(tastes(), num_neighbors=[2])
+    assert data.nodes.graph.num_edges == 2 * len(data.parts["train"].users)
+    assert data.fields == {"node": 70}
+
+
+def test_interactions_when_read_then_names_become_numbers_and_pairs_count_once(tmp_path):
+    (tmp_path / "a.csv").write_text("who,what\nzoe,9\nann,7\nzoe,7\nzoe,9\n")
+    taken = Interactions.read(tmp_path / "a.csv", user="who", item="what")
+    assert (taken.users.tolist(), taken.items.tolist(), taken.num_users, taken.num_items) == (
+        [0, 1, 1],
+        [0, 0, 1],
+        2,
+        2,
+    )
+    with pytest.raises(ValueError, match=r"no column \['item'\]; it has \['who', 'what'\]"):
+        Interactions.read(tmp_path / "a.csv", user="who", item="item")
+    (tmp_path / "b.csv").write_text("who,what\n1,9\n,7\n")
+    with pytest.raises(ValueError, match=r"rows without a value in the columns \['who'\]"):
+        Interactions.read(tmp_path / "b.csv", user="who", item="what")
+
+
+def test_interactions_when_bad_then_say_what_is_wrong():
+    with pytest.raises(ValueError, match="items must be from 0 to 2, got 0 to 3"):
+        Interactions(np.array([0, 1]), np.array([0, 3]), 2, 3)
+    with pytest.raises(ValueError, match=r"data\.split must leave interactions"):
+        InteractionDataModule(tastes(), split={"validation": 0.9, "test": 0.1}).setup()
+    with pytest.raises(ValueError, match=r"data\.num_negatives must be at least 1"):
+        InteractionDataModule(tastes(), num_negatives=0)
+
+
+def test_tasks_when_arguments_are_wrong_then_say_which():
+    data = InteractionDataModule(tastes())
+    with pytest.raises(ValueError, match="needs a model with num_classes"):
+        NodeClassificationTask(make_model(data))
+    with pytest.raises(ValueError, match=r"task\.link_loss must be bpr or logistic"):
+        LinkPredictionTask(make_model(data), link_loss="hinge")
