@@ -10,14 +10,15 @@ from typing import Any
 
 import pytorch_lightning as pl
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from pytorch_lightning.callbacks import ProgressBar
 from torch import nn
 
+from lightning_recsys.callbacks import NormalizedEntropyMonitor
 from lightning_recsys.checkpoints import FolderCheckpointIO, is_folder
 from lightning_recsys.data.typed_yaml import load_yaml
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
-from lightning_recsys.tasks import CTRTask
+from lightning_recsys.tasks import CTRTask, Task
 
 Config = dict[str, Any]
 
@@ -53,11 +54,17 @@ def build_all(nodes: Config) -> list[Any]:
 
 
 def build_callbacks(config: Config) -> list[pl.Callback]:
-    """The callbacks; the progress bar only where ``trainer.enable_progress_bar`` is on, else Lightning refuses it."""
-    callbacks = build_all(config["callbacks"])
-    if config["trainer"]["enable_progress_bar"]:
-        return callbacks
-    return [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    """The callbacks that this run can use.
+
+    The progress bar only where ``trainer.enable_progress_bar`` is on, else Lightning refuses it; normalized entropy
+    only of clicks.
+    """
+    callbacks, unused = build_all(config["callbacks"]), []
+    if not config["trainer"]["enable_progress_bar"]:
+        unused.append(ProgressBar)
+    if not issubclass(get_object(config["task"]["_target_"]), CTRTask):
+        unused.append(NormalizedEntropyMonitor)
+    return [callback for callback in callbacks if not isinstance(callback, tuple(unused))]
 
 
 def build_datamodule(config: Config, *, checkpoint: dict[str, Any] | None = None) -> pl.LightningDataModule:
@@ -73,20 +80,32 @@ def build_datamodule(config: Config, *, checkpoint: dict[str, Any] | None = None
     return datamodule
 
 
-def build_task(config: Config, datamodule: Any) -> CTRTask:
-    """The model for these fields, and the task that trains it. The checkpoint will carry ``config``."""
-    optim = config["optim"]
+def build_task(config: Config, datamodule: Any) -> Task:
+    """The model for these data, and the task that trains it. The checkpoint will carry ``config``.
+
+    Raises:
+        ValueError: the model is for graphs and the data are none, or the other way round.
+    """
+    optim, arguments = config["optim"], datamodule.model_arguments
+    if not arguments.keys() <= inspect.signature(get_object(config["model"]["_target_"])).parameters.keys():
+        raise ValueError(f"model: {config['model']['_target_']} cannot be trained on a graph: use model=graphsage.")
+    if "num_classes" not in arguments and "num_classes" in _required(config["model"]["_target_"]):
+        raise ValueError(
+            f"data: {config['model']['_target_']} needs a graph, and {config['data']['_target_']} has none: use "
+            "data=cora, amazon_computers, graph or movielens_graph."
+        )
     options = {"row_optimizer": build(optim["rows"]), **config["embeddings"]}
     if optim["first_order_rows"] is not None:
         options["first_order_optimizer"] = build(optim["first_order_rows"])
     make_model = build(config["model"], partial=True)
-    return CTRTask(
-        make_model(num_dense=datamodule.num_dense, fields=datamodule.fields, **options),
+    task: Task = build(config["task"], partial=True)(
+        make_model(**arguments, **options),
         optimizer=build_dense_optimizer(optim["dense"]),
         scheduler=build(optim["scheduler"]) if optim["scheduler"] is not None else None,
         scheduler_config=optim["scheduler_config"],
         config=config,
     )
+    return task
 
 
 def build_dense_optimizer(node: Config) -> Any:
@@ -96,6 +115,11 @@ def build_dense_optimizer(node: Config) -> Any:
         options = {name: value for name, value in make.keywords.items() if name != "fused"}
         return functools.partial(make.func, *make.args, **options)
     return make
+
+
+def _required(target: str) -> set[str]:
+    parameters = inspect.signature(get_object(target)).parameters.values()
+    return {x.name for x in parameters if x.default is x.empty and x.kind is x.KEYWORD_ONLY}
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -125,7 +149,7 @@ def build_trainer(config: Config, **arguments: Any) -> pl.Trainer:
 
 
 def test_on_one_device(
-    config: Config, task: CTRTask, datamodule: pl.LightningDataModule, *, ckpt_path: str | None, **arguments: Any
+    config: Config, task: Task, datamodule: pl.LightningDataModule, *, ckpt_path: str | None, **arguments: Any
 ) -> dict[str, float]:
     """Metrics on the test rows, each row counted exactly once: several workers would have to share them evenly.
 

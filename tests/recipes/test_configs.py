@@ -24,7 +24,8 @@ LEAVES = sorted(
     if root != CONF or ROOTS[1] not in path.parents
 )
 NEEDS = {"hparams_search/optuna": "hydra_plugins.hydra_optuna_sweeper"}
-NEEDS_DATA = ("movielens", "adult")
+NEEDS_DATA = ("movielens", "adult", "amazon", "cora")
+GRAPH_MODELS = ("graphsage",)  # tested with the data that they are for
 
 
 def leaves(group: str) -> list[str]:
@@ -69,7 +70,7 @@ def datamodule():
     return data
 
 
-@pytest.mark.parametrize("name", leaves("model"))
+@pytest.mark.parametrize("name", [name for name in leaves("model") if name not in GRAPH_MODELS])
 def test_model_scores_a_batch(name, composed, datamodule):
     task = build_task(plain(composed("train", f"model={name}")), datamodule)
     batch = next(iter(datamodule.train_dataloader()))
@@ -151,10 +152,33 @@ def test_data_reads_a_batch(name, composed, request):
         pytest.skip("needs a file of the user's own")
     if name.startswith(NEEDS_DATA):
         request.getfixturevalue("data_root")
-    datamodule = build_datamodule(plain(composed("train", f"data={name}")))
+    config = plain(composed("train", f"data={name}"))
+    datamodule = build_datamodule(config)
     batch = next(iter(datamodule.train_dataloader()))
     assert batch.dense.shape[1] == datamodule.num_dense
-    assert batch.sparse.keys == tuple(datamodule.fields)
+    if "num_classes" not in datamodule.model_arguments:
+        assert batch.sparse.keys == tuple(datamodule.fields)
+        return
+    assert (*batch.nodes.keys, *batch.sparse.keys) == tuple(datamodule.fields)
+    config |= {"model": plain(composed("train", "model=graphsage"))["model"]}
+    task = build_task(config, datamodule)
+    assert task.training_step(batch, 0)["loss"].isfinite()
+    assert config["monitor"]["metric"] in [f"val/{metric}" for metric in task.val_metrics]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        ("dlrm", "cora", r"model: lightning_recsys\.models\.DLRM cannot be trained on a graph: use model=graphsage"),
+        ("graphsage", "synthetic", r"data: .*GraphSAGE needs a graph.*use data=cora"),
+    ],
+)
+def test_model_when_it_does_not_fit_the_data_then_says_so(model, data, message, composed, request):
+    if data.startswith(NEEDS_DATA):
+        request.getfixturevalue("data_root")
+    config = plain(composed("train", f"model={model}", f"data={data}"))
+    with pytest.raises(ValueError, match=message):
+        build_task(config, build_datamodule(config))
 
 
 @pytest.mark.parametrize("name", leaves("experiment"))
@@ -166,7 +190,8 @@ def test_experiment_runs_one_batch(name, composed, tmp_path, request):
     overrides = [f"experiment={name}", "trainer=cpu", "trainer.fast_dev_run=true", "callbacks/progress_bar=none"]
     record = train_here(composed("train", *overrides), tmp_path)
     assert json.loads((tmp_path / "metrics.json").read_text())["status"] == "completed"
-    assert "test/ne" in record.metrics
+    metric = plain(composed("train", f"experiment={name}"))["monitor"]["metric"].removeprefix("val/")
+    assert f"test/{metric}" in record.metrics
 
 
 @pytest.mark.parametrize("name", ["default", "fast", "overfit", "profiler"])
