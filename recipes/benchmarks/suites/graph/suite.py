@@ -1,0 +1,46 @@
+"""Suite ``graph``: sampling, the cache of nodes' rows, and quality beside PyG's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from benchmarks.harness.choices import check_choices
+from benchmarks.harness.parts import measure_parts
+from benchmarks.harness.report import Result
+from benchmarks.suites.graph.cache import misses as measure_misses
+from benchmarks.suites.graph.sampling import measure as measure_sampling
+
+from lightning_recsys.row_cache import CachePolicy
+
+Part = Literal["sampling", "misses", "quality"]
+
+
+def run(
+    *,
+    parts: list[Part],
+    sampling: Mapping[str, Any],
+    misses: Mapping[str, Any],
+    quality: Mapping[str, Any],
+    data: str,
+) -> list[Result]:
+    """Measure the parts that are asked for; see ``conf/suite/graph.yaml`` for the arguments.
+
+    Raises:
+        ValueError: a part or a policy that there is not.
+    """
+    check_choices("suite.misses.policies", misses["policies"], get_args(CachePolicy))
+
+    def measure_quality() -> Any:
+        from benchmarks.suites.graph.quality import measure  # PyG need not be installed for the others
+
+        return measure(**quality, root=data)
+
+    return measure_parts(
+        parts,
+        {
+            "sampling": lambda: measure_sampling(**sampling),
+            "misses": lambda: measure_misses(**misses),
+            "quality": measure_quality,
+        },
+    )
