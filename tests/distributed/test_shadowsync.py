@@ -457,6 +457,7 @@ class OneSetOfWeights(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.before = parameters(pl_module)
+        self.statistics = pl_module.layers[2].running_mean.clone()
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         if batch_idx == 0:
@@ -464,6 +465,9 @@ class OneSetOfWeights(Callback):
             assert all(torch.equal(other, seen[0]) for other in seen)
             buffers = over_ranks([buffer.clone() for buffer in pl_module.buffers()])
             assert all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
+            own = over_ranks(self.statistics)
+            assert not torch.equal(own[0], own[1]), "each worker has its own while it trains"
+            torch.testing.assert_close(pl_module.layers[2].running_mean, torch.stack(own).mean(0))
             if trainer.strategy.rounds == "foreground":  # in the background a replica moves after the last batch
                 assert not torch.equal(replicas[0], replicas[1])
                 torch.testing.assert_close(seen[0], torch.stack(replicas).mean(0))

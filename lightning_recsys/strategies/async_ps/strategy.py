@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import pytorch_lightning as pl
-import torch.distributed as dist
 from lightning_fabric.utilities.types import _PATH
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.stores.versions import StalenessHistogram
 from lightning_recsys.strategies.async_ps.dense_part import ServedDensePart, ServedStep
+from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
 from lightning_recsys.sync import StalenessNormalization, StalenessRule
@@ -172,8 +172,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
         self._dense.flush()
         self.barrier("every update is on the servers")
         self._dense.pull()
-        for buffer in self.lightning_module.buffers():  # each worker's own until now, as statistics of batch norms
-            dist.broadcast(buffer, src=0)
+        meet_buffers(self.lightning_module)
         if self.averages is not None:
             self.averages.meet()
 

@@ -34,6 +34,7 @@ from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.strategies.common.averaged_copies import averaging_callbacks
 from lightning_recsys.strategies.common.base import RecsysStrategy
+from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.samples import sample_features
 from lightning_recsys.strategies.des.cut_model import INSTEAD, CutModel, NewRows, field_costs, partitionable
 from lightning_recsys.strategies.des.fingerprints import Prints, differences, fingerprint, fingerprints
@@ -407,7 +408,7 @@ class DESStrategy(RecsysStrategy):
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
     def _keep_equal(self) -> None:
-        """Compare what every process has as a whole; take rank 0's where it differs."""
+        """Compare what every process has as a whole; take rank 0's weights and the mean of buffers if it differs."""
         if self._cut is None:
             return
         assert self.lightning_module is not None
@@ -422,9 +423,11 @@ class DESStrategy(RecsysStrategy):
                 " processors of this run do not round alike, a callback draws random numbers on some ranks only, or"
                 " a method partition(fields, group) of the model leaves out a layer that sees a process's own fields."
             )
-        if len(set(prints)) > 1 or self.num_replicas > 1:
-            for tensor in [*(shared if len(set(prints)) > 1 else ()), *buffers]:
+        if len(set(prints)) > 1:
+            for tensor in shared:
                 dist.broadcast(tensor, src=0)
+        if len(set(prints)) > 1 or self.num_replicas > 1:
+            meet_buffers(self.lightning_module)
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 

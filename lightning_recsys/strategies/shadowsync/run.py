@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook
 from lightning_recsys.strategies.shadowsync.rounds import CENTER, CenterRounds
 from lightning_recsys.strategies.shadowsync.team import Team
@@ -110,7 +111,7 @@ class TrainerRun:
                 flat.copy_(mean.div_(self.num_trainers))
         if meet is not None:
             meet()
-        self._take_buffers()
+        meet_buffers(self._module)
         self.is_averaged = True
         # Workers other than the first read the average from the memory that their trainer's first one writes to.
         self._barrier("the average is in place")
@@ -125,11 +126,6 @@ class TrainerRun:
         self.is_averaged, self._own_weights = False, None
         self._barrier("all replicas are back")
         self._start_driver()
-
-    def _take_buffers(self) -> None:
-        """Buffers, such as the statistics of batch norms, are each worker's own until now: take rank 0's."""
-        for buffer in self._module.buffers():
-            dist.broadcast(buffer, src=0)
 
     def detach(self) -> None:
         """Let callbacks find the average, which is in place, in memory of this rank's own."""
@@ -152,7 +148,7 @@ class TrainerRun:
         replica.attach(seen)
         self.is_training = self._is_finished = self.is_averaged = False
         self._own_weights = None
-        self._take_buffers()
+        meet_buffers(self._module)
         self._barrier("all replicas are the final model")
 
     # --- What checkpoints keep, and telemetry ------------------------------------------------------------------------
