@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from pytorch_lightning.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,21 +29,20 @@ class ServedParameters:
 
     Args:
         optimizer: Whose group it is.
-        group: The group, with the learning rate of the next push.
+        index: Which of its groups, with the learning rate of the next push. The group itself may be another one later:
+            an optimizer that loads a state makes new ones.
         parameters: Those of the group that lie on this server.
         name: The store's.
     """
 
     store: DenseStore
 
-    def __init__(
-        self, optimizer: Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter], name: str
-    ) -> None:
-        self._optimizer, self._group, self._name = optimizer, group, name
+    def __init__(self, optimizer: Optimizer, index: int, parameters: Sequence[nn.Parameter], name: str) -> None:
+        self._optimizer, self._index, self._name = optimizer, index, name
         self.parameters = list(parameters)
-        self._rule = dense_rule(optimizer, group)
+        self._rule = dense_rule(optimizer, optimizer.param_groups[index])
         self._parts = [x.numel() for x in self.parameters]
-        self._versions_P = torch.zeros(len(self._parts), dtype=torch.int64)  # of what was pulled last
+        self._versions_P: Tensor | None = None  # that the next gradients are computed at, once something was pulled
 
     def create(
         self, server: Stores, normalization: StalenessNormalization, versions: Mapping[nn.Parameter, int]
@@ -76,7 +76,11 @@ class ServedParameters:
         self.store.assign(self._joined())
 
     def push(self) -> None:
-        """Send the gradients, with the versions that they were computed at, and let go of them."""
+        """Send the gradients, with the versions that they were computed at, and let go of them.
+
+        Raises:
+            ValueError: more than the learning rate has changed since the store was made.
+        """
         trained_P = torch.tensor([x.grad is not None for x in self.parameters])
         if not trained_P.any():
             return
@@ -84,15 +88,34 @@ class ServedParameters:
         for parameter in self.parameters:
             parameter.grad = None
         marks = None if trained_P.all() else trained_P
-        lr = float(self._group["lr"])
-        self.store.push_gradient(_joined(grads), lr=lr, versions=self._versions_P, trained=marks)
+        self.store.push_gradient(_joined(grads), lr=self._lr(), versions=self._versions_P, trained=marks)
+
+    def _lr(self) -> float:
+        group = self._optimizer.param_groups[self._index]
+        rule = dense_rule(self._optimizer, group)
+        if rule != self._rule:
+            raise ValueError(
+                f"strategy=async_ps: servers train by the rule that an optimizer had when training started, and only"
+                f" its lr may change. Group {self._index} of {type(self._optimizer).__name__} had {self._rule} and has"
+                f" {rule} now. Schedulers that move betas or momentum (OneCycleLR, CyclicLR) take"
+                " cycle_momentum=False, which leaves them alone."
+            )
+        return float(group["lr"])
 
     def begin_pull(self) -> Callable[[], None]:
-        """Ask for what the server has, own updates included; returns what waits for it and takes it."""
+        """Ask for what the server has, own updates included; returns what waits for it and takes it.
+
+        A parameter that has a gradient already, as in the midst of an accumulation, keeps the version that this was
+        computed at: the gradient is as stale as the oldest of its summands.
+        """
         answer = self.store.begin_versioned_pull()
 
         def take() -> None:
-            values_N, self._versions_P = answer()
+            values_N, versions_P = answer()
+            if self._versions_P is not None:
+                waiting_P = torch.tensor([x.grad is not None for x in self.parameters])
+                versions_P = torch.where(waiting_P, self._versions_P, versions_P)
+            self._versions_P = versions_P
             self._scatter(values_N, [x.data for x in self.parameters])
 
         return take
@@ -132,22 +155,50 @@ class ServedDensePart:
     Args:
         optimizers: Torch's.
         num_servers: Number of servers.
+        num_workers: Number of workers that train it.
+        names: The parameters' names in the model, for messages.
 
     Raises:
         TypeError: stores have no such rule.
+        ValueError: a parameter is in two optimizers.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], num_servers: int = 1) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        num_servers: int = 1,
+        *,
+        num_workers: int = 1,
+        names: Mapping[nn.Parameter, str] | None = None,
+    ) -> None:
         self._optimizers = list(optimizers)
+        self._num_workers, self._names = num_workers, names or {}
         self._served: list[tuple[int, Optimizer, ServedParameters]] = []  # with the number of the server
+        self._refuse_shared()
         servers = _deal(self._trained(), num_servers)
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
+            for index, group in enumerate(optimizer.param_groups):
                 for server in range(num_servers):
                     here = [x for x in _trained(group) if servers[x] == server]
                     if here:
                         name = f"{STORE}-{len(self._served)}"
-                        self._served.append((server, optimizer, ServedParameters(optimizer, group, here, name)))
+                        self._served.append((server, optimizer, ServedParameters(optimizer, index, here, name)))
+
+    def _refuse_shared(self) -> None:
+        """Two optimizers would each train a copy on the servers, and each pull take the updates of one of them back."""
+        owners: dict[nn.Parameter, int] = {}
+        for number, optimizer in enumerate(self._optimizers):
+            for parameter in (x for group in optimizer.param_groups for x in _trained(group)):
+                if parameter in owners:
+                    raise ValueError(
+                        f"strategy=async_ps: {self._name_of(parameter)} is in the optimizers {owners[parameter]} and"
+                        f" {number} of configure_optimizers, and servers keep one rule and one state for a parameter."
+                        " Leave it to one of them."
+                    )
+                owners[parameter] = number
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return self._names.get(parameter, f"a parameter of shape {list(parameter.shape)}")
 
     def _trained(self) -> list[nn.Parameter]:
         return [x for optimizer in self._optimizers for group in optimizer.param_groups for x in _trained(group)]
@@ -176,13 +227,31 @@ class ServedDensePart:
         """Compute gradients, send them, and take what the servers have in return.
 
         The optimizer itself steps without gradients: what waits for its step, such as embedding rows, has it.
+
+        Raises:
+            ValueError: there are gradients of parameters that are on no server, with several workers; or more than an
+                optimizer's learning rate has changed.
         """
         output = closure()
         for served in self._of(optimizer):
             served.push()
+        self._refuse_unserved(optimizer)
         optimizer.step()
         self._pull(self._of(optimizer))
         return output
+
+    def _refuse_unserved(self, optimizer: Optimizer) -> None:
+        """The optimizer would train them in this worker alone, and every worker its own."""
+        if self._num_workers == 1:
+            return
+        for parameter in (x for group in optimizer.param_groups for x in group["params"]):
+            if parameter.grad is not None and parameter.numel():
+                raise ValueError(
+                    f"strategy=async_ps: {self._name_of(parameter)} has a gradient, and is on no server: it came to"
+                    f" {type(optimizer).__name__}, or was frozen, when training started. Give the optimizer all that it"
+                    " is to train from the start, with requires_grad=True (a learning rate of 0 leaves it as it is),"
+                    " or use strategy=shadowsync."
+                )
 
     def flush(self) -> None:
         """Return when this worker's gradients are applied."""
@@ -240,6 +309,20 @@ class ServedStep:
         return getattr(self._optimizer, name)
 
 
+def refuse_gradient_scaler(precision: Precision) -> None:
+    """A scaler looks at the gradients that an optimizer steps with, and here they are on their way to the servers.
+
+    Raises:
+        ValueError: the precision has one.
+    """
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            f"strategy=async_ps does not go with trainer.precision={getattr(precision, 'precision', '16-mixed')}, which"
+            " scales the loss and takes the scale from the gradients within the optimizer's step, and here the servers"
+            " make that step. Use trainer.precision=bf16-mixed, which needs no scale, or 32-true."
+        )
+
+
 def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
     """The update rule of a group of parameters, as stores know it; each push brings its own learning rate.
 
@@ -294,5 +377,6 @@ def _deal(parameters: Sequence[nn.Parameter], num_servers: int) -> dict[nn.Param
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors behind each other: float32 ``[N]``."""
-    return torch.cat([x.detach().reshape(-1).to("cpu", torch.float32) for x in tensors])
+    """Tensors behind each other, sparse ones with their zeros: float32 ``[N]``."""
+    dense = (x.detach().to_dense() for x in tensors)
+    return torch.cat([x.reshape(-1).to("cpu", torch.float32) for x in dense])

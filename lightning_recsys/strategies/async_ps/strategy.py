@@ -16,7 +16,7 @@ from lightning_recsys.placement import PlacementPlan
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.stores.versions import StalenessHistogram
-from lightning_recsys.strategies.async_ps.dense_part import ServedDensePart, ServedStep
+from lightning_recsys.strategies.async_ps.dense_part import ServedDensePart, ServedStep, refuse_gradient_scaler
 from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
@@ -117,7 +117,8 @@ class AsyncParameterServerStrategy(ServedStrategy):
         """Bring the dense part to the servers.
 
         Raises:
-            ValueError: a setting of the trainer, or a callback, does not go with workers that run free.
+            ValueError: a setting of the trainer, or a callback, does not go with workers that run free, or a parameter
+                is in two optimizers.
             TypeError: stores have no rule such as an optimizer's.
         """
         super().on_train_start()
@@ -125,8 +126,15 @@ class AsyncParameterServerStrategy(ServedStrategy):
         trainer = self.lightning_module.trainer
         refuse_clocks(trainer)
         refuse_different_schedules(trainer)
+        refuse_gradient_scaler(self.precision_plugin)
+        self._saved = []
         servers = self.stores(EMBEDDING)
-        self._dense = ServedDensePart(self.optimizers, len(servers))
+        self._dense = ServedDensePart(
+            self.optimizers,
+            len(servers),
+            num_workers=self.world_size,
+            names={parameter: name for name, parameter in self.lightning_module.named_parameters()},
+        )
         if self.is_global_zero:
             self._dense.create(servers, self.normalization, self._restored)
         self.barrier("the dense part is there")

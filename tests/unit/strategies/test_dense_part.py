@@ -7,11 +7,17 @@ from functools import partial
 
 import pytest
 import torch
+from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
 from lightning_recsys.optim.swap import swap
 from lightning_recsys.stores import MappedStores
-from lightning_recsys.strategies.async_ps.dense_part import STORE, ServedDensePart, ServedStep
+from lightning_recsys.strategies.async_ps.dense_part import (
+    STORE,
+    ServedDensePart,
+    ServedStep,
+    refuse_gradient_scaler,
+)
 from lightning_recsys.sync import StalenessNormalization
 
 RULES = {
@@ -212,3 +218,118 @@ def test_versions_when_workers_push_in_turns_then_are_counted_by_parameter_and_k
     again = ServedDensePart([optimizers[0]])
     again.create(servers, IDENTITY, parts[1].versions())
     assert again.versions() == [3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("momentum", [True, False])
+def test_schedule_when_it_moves_betas_then_refused_by_name_and_without_them_trains_as_torch_does(servers, momentum):
+    models = [make_model(), make_model()]
+    expected, served = (RULES["adam"](model.parameters()) for model in models)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(x, max_lr=0.1, total_steps=6, cycle_momentum=momentum)
+        for x in (expected, served)
+    ]
+    dense = ServedDensePart([served], len(servers))
+    dense.create(servers, IDENTITY)
+    rows = torch.randn(6, 30)
+
+    def step() -> None:
+        expected.step(partial(closure, models[0], expected, rows))
+        dense.step(served, partial(closure, models[1], served, rows))
+        for schedule in schedules:
+            schedule.step()
+
+    step()
+    if momentum:
+        with pytest.raises(ValueError, match=r"Group 0 of Adam had RowAdam\(.*and has RowAdam.*cycle_momentum=False"):
+            step()
+        return
+    for _ in range(4):
+        step()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_optimizer_when_it_loads_a_state_in_the_midst_then_pushes_have_its_new_learning_rate(servers):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dense = ServedDensePart([optimizer])
+    dense.create(servers, IDENTITY)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.param_groups[0]["lr"] = 0.5
+    before = model[2].bias.item()
+    model[2].bias.grad = torch.ones(1)
+    dense.step(optimizer, lambda: None)
+    assert model[2].bias.item() == pytest.approx(before - 0.5)
+
+
+def test_parameter_when_in_two_optimizers_then_refused_by_name():
+    model = make_model()
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (model, model[2])]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"2\.weight is in the optimizers 0 and 1 of configure_optimizers"):
+        ServedDensePart(optimizers, names=names)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_gradient_when_of_a_parameter_on_no_server_then_refused_by_name_with_several_workers(servers, frozen):
+    for num_workers in (1, 2):
+        model = make_model()
+        model.register_parameter("late", nn.Parameter(torch.ones(3), requires_grad=not frozen))
+        optimizer = torch.optim.SGD(model.parameters() if frozen else model[0].parameters(), lr=0.1)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        dense = ServedDensePart([optimizer], num_workers=num_workers, names=names)
+        dense.create(servers, IDENTITY)
+        if frozen:
+            model.late.requires_grad_(True)
+        else:
+            optimizer.add_param_group({"params": [model.late]})
+        model.late.grad = torch.ones(3)
+        if num_workers == 1:
+            dense.step(optimizer, lambda: None)
+            assert model.late.tolist() == pytest.approx([0.9] * 3)
+            continue
+        with pytest.raises(ValueError, match=r"late has a gradient, and is on no server"):
+            dense.step(optimizer, lambda: None)
+
+
+def test_sparse_gradient_when_pushed_then_trains_as_torchs_does(servers):
+    torch.manual_seed(0)
+    models = [nn.Embedding(5, 3), nn.Embedding(5, 3, sparse=True)]
+    models[1].load_state_dict(models[0].state_dict())
+    expected, served = (torch.optim.Adagrad(model.parameters(), lr=0.1) for model in models)
+    dense = ServedDensePart([served])
+    dense.create(servers, IDENTITY)
+    for ids in ([1, 1, 4], [4, 0, 1]):
+        for model, optimizer in zip(models, (expected, partial(dense.step, served)), strict=True):
+            model.zero_grad()
+            model(torch.tensor(ids)).square().sum().backward()
+            assert model.weight.grad.is_sparse == model.sparse
+            optimizer.step() if optimizer is expected else optimizer(lambda: None)
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
+def test_pull_when_gradients_are_accumulated_then_they_keep_the_version_that_they_were_computed_at(servers):
+    models = [make_model(), make_model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    parts = [ServedDensePart([optimizer]) for optimizer in optimizers]
+    parts[0].create(servers, IDENTITY)
+    parts[1].open(servers)
+    for part in parts:
+        part.pull()
+    models[0][2].bias.grad = torch.ones(1)  # of the first of two micro-batches
+    for parameter in models[1].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    parts[1].step(optimizers[1], lambda: None)
+    parts[0].pull()  # validation, or a checkpoint
+    for parameter in models[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    parts[0].step(optimizers[0], lambda: None)
+    assert parts[0].observed.counts == {1: 3, 2: 1}
+
+
+def test_precision_when_it_scales_gradients_then_refused_by_name():
+    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match=r"trainer\.precision=16-mixed.*bf16-mixed"):
+        refuse_gradient_scaler(scaled)
+    for precision in (Precision(), MixedPrecision("bf16-mixed", "cpu")):
+        refuse_gradient_scaler(precision)
