@@ -35,9 +35,12 @@ class RowSWAP(RowOptimizer):
         v \leftarrow \max(\lambda_t v, v_0) + g^2
 
     Within a period all samples count alike; each period's end makes the older ones count less. ``t`` counts the updates
-    of the whole table, by all workers, and not those of a row. Adagrad's and rowwise Adagrad's sum does not fall below
+    of the whole table, by all workers, and not those of a row. A row that was last updated in a later period than the
+    present one, as after a resume with a longer ``period``, counts as one of the present: it keeps its accumulator, and
+    is discounted from the next period's end on. (Where workers update without a lock, one that is late by a period's
+    end may so have a row discounted twice.) Adagrad's and rowwise Adagrad's sum does not fall below
     its start value :math:`v_0`. Adam discounts its second moment. FTRL discounts :math:`n` and rescales :math:`z` so
-    that the weights stay as they are.
+    that the weights stay as they are; at a learning rate of 0 it changes nothing, and the discount waits.
 
     Args:
         inner: The rule: ``RowAdagrad``, ``RowWiseAdagrad``, ``RowAdam`` or ``RowFTRL``.
@@ -75,6 +78,8 @@ class RowSWAP(RowOptimizer):
         self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, lr: float, step: int
     ) -> None:
         own = {name: values for name, values in state.items() if name != PERIOD}
+        if _stands_still(self.inner, lr):
+            return
         current = step // self.period
         factors_U = self.discount ** (current - state[PERIOD]).clamp_(min=0)
         state[PERIOD].fill_(current)
@@ -89,7 +94,7 @@ def discount_state_(rule: RowOptimizer, state: dict[str, Tensor], factors_U: Ten
         rule: One that :class:`RowSWAP` takes.
         state: The rows' state, ``[U]`` or ``[U, D]``, as the rule names it.
         factors_U: What stays of each row's accumulator, in ``(0, 1]``.
-        lr: The step size at which FTRL's weights are to stay.
+        lr: The step size at which FTRL's weights are to stay, above 0.
     """
     match rule:
         case RowAdagrad(initial_accumulator=start):
@@ -97,8 +102,6 @@ def discount_state_(rule: RowOptimizer, state: dict[str, Tensor], factors_U: Ten
         case RowAdam():
             state["exp_avg_sq"].mul_(_like(factors_U, state["exp_avg_sq"]))
         case RowFTRL(beta=beta, l1=l1, l2=l2):
-            if lr == 0:
-                return
             accumulator, linear = state["accumulator"], state["linear"]
             before = (accumulator.sqrt() + beta) / lr + l2
             accumulator.mul_(_like(factors_U, accumulator))
@@ -121,27 +124,29 @@ def catch_up(
         step: Updates that the table has seen, the coming one included.
     """
     own = {name: values for name, values in state.items() if name != PERIOD}
+    if _stands_still(optimizer.inner, lr):
+        return own
     periods, current = state[PERIOD].numpy(), float(step // optimizer.period)
-    behind = np.empty_like(touched)
-    count = _behind(touched, periods, np.float32(current), behind)
+    elsewhere = np.empty_like(touched)
+    count = _elsewhere(touched, periods, np.float32(current), elsewhere)
     if count:
-        late = torch.from_numpy(behind[:count])
-        factors = optimizer.discount ** (current - state[PERIOD][late])
-        rows = {name: values[late] for name, values in own.items()}
+        moved = torch.from_numpy(elsewhere[:count])
+        factors = optimizer.discount ** (current - state[PERIOD][moved]).clamp_(min=0)
+        rows = {name: values[moved] for name, values in own.items()}
         discount_state_(optimizer.inner, rows, factors, lr=lr)
         for name, values in rows.items():
-            own[name][late] = values
-        state[PERIOD][late] = current
+            own[name][moved] = values
+        state[PERIOD][moved] = current
     return own
 
 
 @compile_loop
-def _behind(touched, periods, current, behind):  # noqa: ANN001, ANN202
-    """The touched rows whose last update was in an earlier period; mostly none, and one pass finds that out."""
+def _elsewhere(touched, periods, current, elsewhere):  # noqa: ANN001, ANN202
+    """The touched rows whose last update was in another period; mostly none, and one pass finds that out."""
     count = 0
     for row in touched:
-        if periods[row] < current:
-            behind[count] = row
+        if periods[row] != current:
+            elsewhere[count] = row
             count += 1
     return count
 
@@ -162,7 +167,7 @@ def swap(
 
     Raises:
         ValueError: ``period`` or ``discount`` is out of range.
-        TypeError: the optimizer has no accumulator to discount.
+        TypeError: the optimizer has no accumulator to discount, or divides by another one (``amsgrad``).
 
     Reference: Liu and Zhao, Asynchronous SGD for Extreme-Scale Recommender Systems, Algorithm 2.
 
@@ -180,6 +185,11 @@ def swap(
         raise TypeError(
             f"swap discounts what an optimizer accumulates, and {type(optimizer).__name__} is none of"
             f" {sorted(known.__name__ for known in _ACCUMULATORS)}."
+        )
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise TypeError(
+            f"swap discounts exp_avg_sq, and {type(optimizer).__name__}(amsgrad=True) divides by its largest value so"
+            " far, which would forget nothing. Leave amsgrad out."
         )
     optimizer.register_step_pre_hook(_Discount(period, discount))
     return optimizer
@@ -206,6 +216,11 @@ _ACCUMULATORS: dict[type[Optimizer], str] = {
     torch.optim.Adam: "exp_avg_sq",
     torch.optim.AdamW: "exp_avg_sq",
 }
+
+
+def _stands_still(rule: RowOptimizer, lr: float) -> bool:
+    """Whether an update changes nothing: FTRL's weights have no value at a learning rate of 0."""
+    return isinstance(rule, RowFTRL) and lr == 0
 
 
 def check_period(period: int, discount: float) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.compiled.loops import compile_loop
-from lightning_recsys.optim import RowOptimizer, RowWiseAdagrad
+from lightning_recsys.optim import RowOptimizer, RowSWAP, RowWiseAdagrad
 from lightning_recsys.stores.interfaces import DenseStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.plain import (
@@ -124,8 +124,8 @@ class MappedDenseStore(DenseStore):
             "normalization": normalization_to_plain(normalization),
             "parts": list(parts),
         }
-        if isinstance(optimizer, RowWiseAdagrad):
-            raise TypeError("RowWiseAdagrad keeps one number per row, and a dense store has no rows: use Adagrad.")
+        if isinstance(optimizer.inner if isinstance(optimizer, RowSWAP) else optimizer, RowWiseAdagrad):
+            raise TypeError("RowWiseAdagrad keeps one number per row, and a dense store has no rows: use RowAdagrad.")
         state = _initial_state(optimizer, initial.detach(), len(parts))
         shapes: Shapes = {
             "values": ("float32", tuple(initial.shape)),

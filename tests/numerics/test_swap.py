@@ -131,6 +131,46 @@ def test_rows_when_touched_now_and_then_then_equal_the_eager_form(name, compiled
     torch.testing.assert_close(rows, torch.from_numpy(expected).float(), **TOLERANCE)
 
 
+def update_one(rule, compiled, state, rows, *, lr=LR, step):
+    """An update of a single row by either form."""
+    if compiled:
+        apply_update(rule, np.array([0]), np.full((1, DIM), 0.5, dtype=np.float32), rows, state, lr=lr, step=step)
+    else:
+        rule.update_(rows, torch.full((1, DIM), 0.5), state, lr=lr, step=step)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_row_when_the_period_became_longer_then_it_counts_as_of_the_present_one(name, compiled):
+    rule = RowSWAP(inner=RULES[name][0], period=10, discount=DISCOUNT)
+    rows = torch.full((1, DIM), 0.1)
+    state = rule.initial_state(rows)
+    update_one(rule, compiled, state, rows, step=19)
+    expected_rows, expected = rows.clone(), {key: value.clone() for key, value in state.items()}
+    state["period"].fill_(9)  # of a period of 2
+    for step in (19, 20, 29, 30):  # discounts at 20 and 30
+        update_one(rule, compiled, state, rows, step=step)
+        update_one(rule, compiled, expected, expected_rows, step=step)
+        assert state["period"].tolist() == [step // 10]
+    torch.testing.assert_close(rows, expected_rows, rtol=0, atol=0)
+    for key, value in expected.items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ftrl_when_the_learning_rate_is_zero_at_a_periods_end_then_the_discount_waits(compiled):
+    rule = RowSWAP(inner=RULES["ftrl"][0], period=PERIOD, discount=DISCOUNT)
+    rows = torch.full((1, DIM), 0.1)
+    state = rule.initial_state(rows)
+    update_one(rule, compiled, state, rows, step=1)
+    before = {key: value.clone() for key, value in state.items()}
+    update_one(rule, compiled, state, rows, lr=0.0, step=PERIOD)
+    assert all(torch.equal(state[key], value) for key, value in before.items())
+    update_one(rule, compiled, state, rows, step=PERIOD + 1)
+    torch.testing.assert_close(state["accumulator"], before["accumulator"] * DISCOUNT + 0.25)
+    assert state["period"].tolist() == [1]
+
+
 def test_discount_then_makes_a_difference():
     """The comparison above would pass with a discount that does nothing, if that of the eager form did nothing too."""
     rows = np.ones((ROWS, DIM))
@@ -182,6 +222,8 @@ def test_rule_without_an_accumulator_then_refused_by_name():
         check_additive(RowSWAP(inner=RowAdagrad(), period=2, discount=0.5))
     with pytest.raises(TypeError, match="SGD is none of"):
         swap([torch.nn.Parameter(torch.ones(1))], partial(torch.optim.SGD, lr=0.1), period=2, discount=0.5)
+    with pytest.raises(TypeError, match=r"Adam\(amsgrad=True\) divides by its largest value"):
+        swap([torch.nn.Parameter(torch.ones(1))], partial(torch.optim.Adam, amsgrad=True), period=2, discount=0.5)
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5])

@@ -305,8 +305,9 @@ def test_dense_store_when_given_what_it_cannot_hold_then_it_says_so(stores):
         stores.create_dense_store("v", torch.zeros(2, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"at least one element"):
         stores.create_dense_store("v", torch.zeros(0))
-    with pytest.raises(TypeError, match=r"RowWiseAdagrad .* use Adagrad"):
-        stores.create_dense_store("v", torch.zeros(2), optimizer=RowWiseAdagrad())
+    for rule in (RowWiseAdagrad(), RowSWAP(inner=RowWiseAdagrad(), period=2, discount=0.5)):
+        with pytest.raises(TypeError, match=r"RowWiseAdagrad .* use RowAdagrad"):
+            stores.create_dense_store("v", torch.zeros(2), optimizer=rule)
     store = stores.create_dense_store("v", torch.zeros(2))
     with pytest.raises(ValueError, match=r"holds 2 elements, got a tensor of shape \[3\]"):
         store.elastic_average(torch.zeros(3), alpha=0.5)
