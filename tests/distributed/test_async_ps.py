@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from des_runs import free_port, join
+from forked import run_processes
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from test_het import IDS, STEPS, Batches, Counting, GoesBack, KillsServer, SetsBias, all_rows, counts, make_trainer
 from torch import nn
@@ -170,6 +172,30 @@ def test_checkpoint_when_of_het_then_goes_on_here_and_back(tmp_path):
         assert trainer.global_step == (number + 1) * STEPS
         expected = -(number + 1) * counts(STEPS, ranks=1)
         torch.testing.assert_close(model.counted, all_rows(expected), rtol=0, atol=0)
+
+
+def save_after_the_run(rank: int, port: int, folder: str) -> None:
+    """As under torchrun: the process that trained saves once more, when the run and its servers are gone."""
+    join(rank, 2, port)
+    saving = ModelCheckpoint(folder, filename="within", save_on_train_epoch_end=True)
+    trainer = make_trainer(AsyncParameterServerStrategy(), saving, limit_val_batches=0)
+    trainer.fit(Small("adam"))
+    assert trainer.world_size == torch.distributed.get_world_size() == 2
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    torch.distributed.destroy_process_group()
+
+
+def test_checkpoint_when_saved_after_the_run_by_a_process_that_lives_on_then_has_the_servers_state(tmp_path):
+    run_processes(save_after_the_run, free_port(), str(tmp_path), nprocs=2)
+    within, after = read_checkpoint(tmp_path / "within.ckpt"), torch.load(tmp_path / "after.ckpt")
+    assert within["async_ps"] == after["async_ps"] == {"versions": [2 * STEPS] * 5}
+    kept, saved = (x["optimizer_states"][0]["state"] for x in (within, after))
+    assert [int(state["step"]) for state in saved.values()] == [2 * STEPS] * 5
+    for index, state in kept.items():
+        for name, value in state.items():
+            assert torch.equal(saved[index][name], value), name
+    for name in ("bias", "net.0.weight"):
+        assert torch.equal(within["state_dict"][name], after["state_dict"][name])
 
 
 class Momentum(Counting):

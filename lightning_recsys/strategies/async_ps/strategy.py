@@ -72,19 +72,19 @@ class AsyncParameterServerStrategy(ServedStrategy):
         require_positive("num_embedding_servers", num_embedding_servers)
         self.normalization = StalenessNormalization(normalization) if isinstance(normalization, str) else normalization
         self.num_embedding_servers = num_embedding_servers
+        self._saved: list[int] = []  # versions of the checkpoint that is made next; they outlive the run
         self._reset()
 
     def _reset(self) -> None:
         self._dense: ServedDensePart | None = None  # while training
         self._loads: Any = None  # the hook that follows what is loaded meanwhile
-        self._saved: list[int] = []  # versions of the checkpoint that is being made
         self._restored: Sequence[int] = ()  # versions of the checkpoint that the run goes on from
         self._training = False
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = type(self).__new__(type(self))
         fresh._reset()
-        return super().__getstate__() | fresh.__dict__
+        return super().__getstate__() | fresh.__dict__ | {"_saved": []}
 
     def server_specs(self) -> list[ServerSpec]:
         """Servers for rows and dense parameters."""
@@ -197,9 +197,17 @@ class AsyncParameterServerStrategy(ServedStrategy):
             self.barrier("everybody has validated")
 
     def finish_training(self) -> None:
-        """Let the trained model have every update."""
+        """Let the trained model have every update, and rank 0's optimizers the state that the servers have.
+
+        Under a launcher that is not ours the process lives on, and may save a checkpoint when the servers are gone.
+        """
         if self._training:
             self._settle()
+            assert self._dense is not None
+            self._saved = self._dense.versions()
+            if self.is_global_zero:
+                for optimizer in self.optimizers:
+                    self._dense.pull_state(optimizer)
             self._training = False
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
