@@ -44,7 +44,8 @@ class Steps:
     drop_last: bool = False
 
     def __len__(self) -> int:
-        full, rest = divmod(self.stop - self.start, self.batch_size * self.world_size)
+        left = max(self.stop - self.start, 0)  # a position of an epoch with more rows may lie behind the last one
+        full, rest = divmod(left, self.batch_size * self.world_size)
         if self.drop_last:
             return full
         return full + (rest >= self.world_size)

@@ -216,7 +216,8 @@ class TabularDataModule(PreparedReader):
             "on_bad_row": self._on_bad_row,
             "given": None if given is None else given.digest,
         }
-        key = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+        # Keys are not sorted: the columns of a batch are in the order of the schema, so another order means other rows.
+        key = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
         root, lease = self._cache.look_up(key, prepare)
         manifest = Manifest.load(root)
         if given is None:

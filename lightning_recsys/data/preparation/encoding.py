@@ -102,11 +102,16 @@ class Encoding:
         """What :meth:`state_dict` came from.
 
         Raises:
-            ValueError: it was learned for other columns.
+            ValueError: it was learned for other columns, or for these in another order.
         """
-        wanted = {name for name, feature in embedded(schema).items() if not feature.hash_buckets}
-        for kind, names in (("vocabularies", wanted), ("statistics", set(schema.dense))):
-            saved = set(state[kind])
+        wanted = [name for name, feature in embedded(schema).items() if not feature.hash_buckets]
+        for kind, names in (("vocabularies", wanted), ("statistics", list(schema.dense))):
+            saved = list(state[kind])
+            if saved != names and set(saved) == set(names):
+                raise ValueError(
+                    f"the checkpoint has {kind} in the order {', '.join(saved)}, but the schema has "
+                    f"{', '.join(names)}. A model knows columns by their place: keep the order it was trained with."
+                )
             if saved != names:
                 raise ValueError(
                     f"the checkpoint has {kind} of {', '.join(sorted(saved))}, but the schema wants "

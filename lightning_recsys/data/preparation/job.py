@@ -142,7 +142,9 @@ class Preparation:
             self._begin()
             self._survey(pool)
             learned = (
-                self._learn(pool) if self._rules.learns(self._format) else self._rules.known(self._out / VOCABULARY)
+                self._learn(pool)
+                if self._rules.learns(self._format)
+                else self._rules.known(self._out / VOCABULARY, self._format)
             )
             records = Records(self._work)
             features = self._features(learned)
@@ -175,16 +177,20 @@ class Preparation:
     def _compare(self, begun: Mapping[str, Any]) -> None:
         plan = json.loads(json.dumps(self._plan))
         before, now = ({**_flat(x["options"]), "number of raw files": len(x["inputs"])} for x in (begun, plan))
+        moved = [names for names in zip(before, now, strict=False) if names[0] != names[1]]
+        first, second = (", ".join(names) for names in zip(*moved, strict=True)) if moved else ("", "")
         for old, new in zip(begun["inputs"], plan["inputs"], strict=False):
             before[f"raw file {old['path']}"] = f"{old['bytes']} bytes, checksum {old['fingerprint']}"
             now[f"raw file {old['path']}"] = (
                 f"{new['bytes']} bytes, checksum {new['fingerprint']}" if new["path"] == old["path"] else new["path"]
             )
-        for name in before | now:
-            if before.get(name) != now.get(name):
+        differences = {name: (before.get(name), now.get(name)) for name in before | now}
+        differences["order of columns"] = first, second  # which is that of the shards; named last
+        for name, (then, here) in differences.items():
+            if then != here:
                 raise ValueError(
-                    f"{self._out} was begun with another {name}: {before.get(name)} then, {now.get(name)} now. Go on "
-                    "with what it was begun with, choose another out, or remove the folder."
+                    f"{self._out} was begun with another {name}: {then} then, {here} now. Go on with "
+                    "what it was begun with, choose another out, or remove the folder."
                 )
 
     # --- the passes --------------------------------------------------------------------------------------------------
@@ -355,5 +361,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested options by their dotted names."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        nested = isinstance(value, Mapping) and value  # a column without options is there all the same
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat

@@ -79,11 +79,12 @@ class ColumnRules(ABC):
     def learns(self, raw_format: RawFormat) -> bool:
         """Whether the training rows have to be read once before any row can be written."""
 
-    def known(self, folder: Path) -> Learned:
+    def known(self, folder: Path, raw_format: RawFormat) -> Learned:
         """What is known where nothing is learned; writes the vocabularies, if there are any.
 
         Args:
             folder: Where vocabularies go.
+            raw_format: Whose dense features come in order.
         """
         return Learned()
 

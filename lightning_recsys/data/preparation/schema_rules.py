@@ -65,14 +65,15 @@ class SchemaRules(ColumnRules):
         """See the base class."""
         return self.given is None and bool(raw_format.dense or self.vocabularies(raw_format))
 
-    def known(self, folder: Path) -> Learned:
+    def known(self, folder: Path, raw_format: RawFormat) -> Learned:
         """See the base class."""
         if self.given is None:
             return Learned()
         for name, values in self.given.vocabularies.items():
             write_values(folder, feature_name(name), values)
         sizes = {feature_name(name): len(values) for name, values in self.given.vocabularies.items()}
-        return Learned([[1, mean, std**2] for mean, std in self.given.statistics.values()], sizes)
+        moments = [self.given.statistics[name] for name in _schema(raw_format).dense]
+        return Learned([[1, mean, std**2] for mean, std in moments], sizes)
 
     def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
         """See the base class."""

@@ -149,6 +149,17 @@ def test_resume_when_it_is_inside_an_epoch_of_other_rows_then_raises():
         next(iter(other))
 
 
+def test_resume_when_it_is_behind_the_last_of_fewer_rows_then_raises_the_same():
+    saved = BatchLoader(Numbers(20), batch_size=8)
+    batches = iter(saved)
+    next(batches), next(batches)
+    other = BatchLoader(Numbers(3), batch_size=8)
+    other.load_state_dict(saved.state_dict())
+    assert len(other) == 2
+    with pytest.raises(ValueError, match=r"stopped inside epoch 0, after row 16 .*'num_rows': 20.*'num_rows': 3"):
+        next(iter(other))
+
+
 def test_resume_when_it_is_at_the_end_of_an_epoch_of_other_rows_then_starts_the_next():
     saved = BatchLoader(Numbers(20), batch_size=4)
     assert len(list(saved)) == 5

@@ -19,6 +19,7 @@ from table_oracle import Table, split_of
 
 from lightning_recsys.data import Batch, Schema, TabularDataModule
 from lightning_recsys.data.preparation import BySchema, ByShare, ByTime, Preparation, Preprocessing, SchemaRules
+from lightning_recsys.data.preparation.encoding import Encoding
 from lightning_recsys.data.preparation.preprocessing import ColumnRules
 from lightning_recsys.data.preparation.schema_split import smallest, sortable
 from lightning_recsys.data.preparation.splits import SplitRule
@@ -502,3 +503,21 @@ def test_schema_when_given_as_a_path_then_its_folder_is_where_paths_start(folder
     assert raw_format.files("train") == [folder / "rows.csv"]
     assert raw_format.files("test") == []
     assert [path.name for path in raw_format.side_files()] == ["users.csv"]
+
+
+def test_go_on_when_the_columns_are_in_another_order_or_more_then_raises(folder):
+    schema = SCHEMA | {"dense": {"age": {}, "price": {}}}
+    prepare(folder, schema)
+    with pytest.raises(
+        ValueError, match=r"begun with another order of columns: .*\.age, .*\.price then, .*\.price, .*\.age now"
+    ):
+        prepare(folder, schema | {"dense": {"price": {}, "age": {}}})
+    with pytest.raises(ValueError, match=r"begun with another data.schema.dense.visits: None then, \{\} now"):
+        prepare(folder, schema | {"dense": {"age": {}, "price": {}, "visits": {}}})
+
+
+def test_known_when_it_was_learned_for_another_order_then_is_looked_up_by_name(folder):
+    schema = TabularFormat(schema=SCHEMA, root=folder).schema
+    given = Encoding(schema, vocabularies={}, statistics={"visits": (3, 6), "age": (1, 4), "price": (2, 5)})
+    learned = SchemaRules(given=given).known(folder / "vocabulary", TabularFormat(schema=SCHEMA, root=folder))
+    assert learned.dense == [[1, 1, 16], [1, 2, 25], [1, 3, 36]]  # age, price, visits

@@ -585,6 +585,30 @@ def test_checkpoint_when_the_columns_changed_then_raises(tmp_path):
         other.load_state_dict(state)
 
 
+TWO_DENSE = ["click,age,price,user,tags", *(f"{i % 2},{i},{1000 * i + 7},u{i % 3},x" for i in range(20))]
+
+
+def test_rows_when_the_schema_lists_columns_in_another_order_then_are_in_that_order(tmp_path):
+    raw = {"standardize": False}
+    first = all_rows(load(tmp_path, TWO_DENSE, dense={"age": raw, "price": raw}))
+    second = all_rows(load(tmp_path, dense={"price": raw, "age": raw}))
+    assert first.dense[3].tolist() == [3, 3007]
+    assert second.dense[3].tolist() == [3007, 3]
+    tags_first = load(tmp_path, categorical=["tags", "user"], multi_valued={}, dense=[])
+    users_first = load(tmp_path, categorical=["user", "tags"], multi_valued={}, dense=[])
+    assert list(tags_first.fields) == list(all_rows(tags_first).sparse.keys) == ["tags", "user"]
+    assert list(users_first.fields) == list(all_rows(users_first).sparse.keys) == ["user", "tags"]
+
+
+def test_checkpoint_when_the_columns_are_in_another_order_then_raises(tmp_path):
+    state = load(tmp_path, TWO_DENSE, dense=["age", "price"]).state_dict()
+    other = TabularDataModule(schema=SCHEMA | {"dense": ["price", "age"]}, root=tmp_path)
+    with pytest.raises(
+        ValueError, match=r"statistics in the order age, price, but the schema has price, age\. A model"
+    ):
+        other.load_state_dict(state)
+
+
 def test_state_when_nothing_was_read_yet_then_is_empty(tmp_path):
     assert TabularDataModule(schema=SCHEMA, root=tmp_path).state_dict() == {}
 
