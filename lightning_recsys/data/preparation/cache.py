@@ -214,9 +214,17 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
                     raise
                 log.info("Waiting for the process that holds %s", path)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):  # else it was removed while we waited for it
-                    yield
-                    return
+            if _is_at(descriptor, path):  # else it was removed while we waited for it
+                yield
+                return
         finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has it open too
             os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -74,6 +74,32 @@ def test_entry_when_its_input_is_wrong_then_nothing_stays(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_entry_when_a_file_is_missing_then_the_error_says_which(tmp_path):
+    def fail(folder: Path) -> None:
+        raise FileNotFoundError("clicks.csv is not there")
+
+    with pytest.raises(FileNotFoundError, match=r"^clicks\.csv is not there$"):
+        RowCache(tmp_path).look_up("a", fail)
+
+
+def test_lock_when_a_process_was_forked_meanwhile_then_is_free_afterwards(tmp_path):
+    sleepers = []
+
+    def fork_and_prepare(folder: Path) -> None:
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        sleepers.append(process)
+        write_folder(folder, train=[10])
+
+    cache = RowCache(tmp_path)
+    cache.look_up("a", fork_and_prepare)[1].close()
+    try:
+        assert not cache.entries()[0].in_use
+    finally:
+        sleepers[0].kill()
+        sleepers[0].join()
+
+
 def count_and_prepare(root: Path) -> None:
     """Look up an entry that takes a while, and note who made it."""
 
