@@ -25,7 +25,7 @@ from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.dynamic_tables import IDS, DynamicTables, keep_keys
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
 from lightning_recsys.stores.stripes import keep_stripes, stripe_rows
-from lightning_recsys.stores.versions import StalenessHistogram
+from lightning_recsys.stores.versions import StalenessHistogram, tag_arrays
 from lightning_recsys.sync import StalenessNormalization
 
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -379,6 +379,7 @@ def table_costs(
     *,
     seen: Mapping[str, NDArray[np.int64]] | None = None,
     grows: bool = False,
+    normalization: StalenessNormalization | None = None,
 ) -> list[TableCost]:
     """A collection's tables as :func:`~lightning_recsys.placement.place_tables` takes them.
 
@@ -389,8 +390,10 @@ def table_costs(
         costs: Measured cost by table name.
         seen: The ids that some batches looked up, by table name.
         grows: Rows are made as they are trained.
+        normalization: What stale gradients count, where each row has a version, which takes room as well.
     """
     row_bytes = 4 + sum(4 * (shape[0] if shape else 1) for shape in row_shapes(layout, optimizer).values())
+    row_bytes += sum(np.dtype(dtype).itemsize for dtype, _ in tag_arrays(normalization, 1).values())
     return [
         TableCost(
             name,

@@ -10,11 +10,8 @@ from lightning_fabric.utilities.types import _PATH
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.launchers import ServerSpec
-from lightning_recsys.placement import PlacementPlan
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.stores.versions import StalenessHistogram
 from lightning_recsys.strategies.async_ps.dense_part import ServedDensePart, ServedStep, refuse_gradient_scaler
 from lightning_recsys.strategies.common.buffers import meet_buffers
@@ -60,6 +57,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
     strategy_name = "async_ps"
     asynchronous = True
     wraps_model = False
+    normalization: StalenessNormalization
 
     def __init__(
         self,
@@ -89,27 +87,6 @@ class AsyncParameterServerStrategy(ServedStrategy):
     def server_specs(self) -> list[ServerSpec]:
         """Servers for rows and dense parameters."""
         return [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
-
-    def make_backend(
-        self,
-        name: str,
-        collection: EmbeddingBagCollection,
-        *,
-        servers: Sequence[Stores],
-        plan: PlacementPlan,
-        seed: int,
-    ) -> StoreBackend:
-        """The collection's stores, whose rows have versions."""
-        return StoreBackend.create(
-            name,
-            collection.layout,
-            collection.optimizer,
-            servers=servers,
-            plan=plan,
-            seed=seed,
-            dynamic=self.dynamic_rows_of(collection),
-            normalization=self.normalization,
-        )
 
     # --- Training ----------------------------------------------------------------------------------------------------
 

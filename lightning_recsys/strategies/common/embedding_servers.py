@@ -23,6 +23,7 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.placement import PlacementMethod, PlacementPlan, Room, TableCost, place_tables
 from lightning_recsys.stores.backend import StoreBackend, table_costs
 from lightning_recsys.stores.interfaces import Stores
+from lightning_recsys.sync import StalenessNormalization
 
 PROFILE_BATCH = 1024  # examples, where there are none of the run's own
 PROFILE_ROUNDS = 5  # the median counts
@@ -130,6 +131,7 @@ def plan_placement(
     samples: Callable[[int], Sequence[SparseFeatures]] = lambda _: (),
     rooms: Sequence[Room] | None = None,
     growing: Container[str] = (),
+    normalization: StalenessNormalization | None = None,
 ) -> PlacementPlan:
     """Spread the tables of all collections over servers; ``profiled`` measures them first, if there is a choice.
 
@@ -140,6 +142,7 @@ def plan_placement(
         samples: Gives the features of so many training batches to measure with, or of none.
         rooms: How much each server has for rows; by default enough.
         growing: Names of the collections whose rows are made as they are trained.
+        normalization: What stale gradients count, where rows have versions.
 
     Raises:
         NoRoomError: the servers have no room for the tables.
@@ -157,6 +160,7 @@ def plan_placement(
             measured,
             seen=ids_in(collection, batches) if batches else None,
             grows=name in growing,
+            normalization=normalization,
         )
     return place_tables(costs, num_servers, method=method, rooms=rooms)
 

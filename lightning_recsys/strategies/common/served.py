@@ -21,6 +21,7 @@ from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.base import RecsysStrategy
 from lightning_recsys.strategies.common.embedding_servers import ServedTables, plan_placement, rooms_of
 from lightning_recsys.strategies.common.samples import sample_features
+from lightning_recsys.sync import StalenessNormalization
 
 EMBEDDING = "embedding"  # the kind of the servers that have the rows
 
@@ -45,11 +46,14 @@ class ServedStrategy(RecsysStrategy):
         **kwargs: As for :class:`~lightning_recsys.strategies.common.base.RecsysStrategy`.
 
     Attributes:
+        normalization: What stale gradients of rows count; ``None``, unless a subclass says so: rows have no versions.
         plan: Which server has what, once training has begun.
 
     Raises:
         ValueError: an argument is out of range; as training starts, ``dynamic_rows`` that no collection has use for.
     """
+
+    normalization: StalenessNormalization | None = None
 
     @renamed_arguments(placement="table_placement")
     def __init__(
@@ -99,6 +103,7 @@ class ServedStrategy(RecsysStrategy):
             plan=plan,
             seed=seed,
             dynamic=self.dynamic_rows_of(collection),
+            normalization=self.normalization,
         )
 
     def dynamic_rows_of(self, collection: EmbeddingBagCollection) -> DynamicRows | None:
@@ -139,6 +144,7 @@ class ServedStrategy(RecsysStrategy):
                 samples=samples,
                 rooms=rooms_of(servers),
                 growing=[name for name, collection in tables.collections.items() if self.dynamic_rows_of(collection)],
+                normalization=self.normalization,
             )
             log.info("Embedding tables on servers:\n%s", self.plan)
             tables.bind(servers, self.plan, first=True, **options)

@@ -23,6 +23,7 @@ from lightning_recsys.stores import DynamicRows, MappedStores
 from lightning_recsys.stores.backend import StoreBackend, table_costs
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 from lightning_recsys.stores.stripes import stripe_rows
+from lightning_recsys.sync import StalenessNormalization
 
 TABLES = [
     EmbeddingBagConfig("users", 40, 4, ("user", "friend"), init_std=0.5),
@@ -336,10 +337,13 @@ def test_plan_when_for_other_servers_then_it_is_refused(servers):
         StoreBackend.create("net", make().layout, RowSGD(), servers=servers[:2], plan=PLANS["by_tables"])
 
 
-def test_plan_when_made_from_a_collection_then_bytes_are_those_of_the_stores(servers):
+@pytest.mark.parametrize("sensitivity", [None, 0.0, 1.0])
+def test_plan_when_made_from_a_collection_then_bytes_are_those_of_the_stores(servers, sensitivity):
     collection = make(RowAdam())
-    plan = place_tables(table_costs("net", collection.layout, collection.optimizer), 3, method="size")
-    StoreBackend.create("net", collection.layout, collection.optimizer, servers=servers, plan=plan)
+    versions = None if sensitivity is None else StalenessNormalization("linear", sensitivity=sensitivity)
+    options = {"normalization": versions}
+    plan = place_tables(table_costs("net", collection.layout, collection.optimizer, **options), 3, method="size")
+    StoreBackend.create("net", collection.layout, collection.optimizer, servers=servers, plan=plan, **options)
     for index, server in enumerate(servers):
         here = [x for x in plan.parts if x.server == index]
         assert server.status()["bytes"] == sum(x.num_bytes for x in here) + 8  # and the counter
