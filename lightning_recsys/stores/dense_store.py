@@ -170,7 +170,7 @@ class MappedDenseStore(DenseStore):
         return self._observed
 
     def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102 - inherited
-        versions = self._arrays[_VERSIONS].clone()  # first: what comes between is then counted as missing
+        versions = self._arrays[_VERSIONS].clone()  # first, as RowVersions.of has it
         values = self.pull()
         return lambda: (values, versions)
 

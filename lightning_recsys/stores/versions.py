@@ -74,8 +74,11 @@ class RowVersions:
     def of(self, rows_U: Tensor) -> Tensor:
         """The versions of rows, which may repeat: a copy.
 
-        To be read before the rows themselves: an update between the two then counts as one that they lack, which
-        overstates their staleness by one, and never understates it.
+        To be read before the rows themselves: an update that begins between the two then counts as one that they lack,
+        which overstates their staleness by one. An update that is under way, which has moved the version and not yet
+        all of the rows, counts as one that they have: among processes that map a store, staleness is understated by the
+        updates that others were writing at that instant. A server ends one request before it begins the next, so its
+        versions are those of its rows.
         """
         return self._arrays[VERSION].index_select(0, rows_U)
 
