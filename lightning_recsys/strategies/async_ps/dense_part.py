@@ -160,7 +160,7 @@ class ServedDensePart:
 
     Raises:
         TypeError: stores have no such rule.
-        ValueError: a parameter is in two optimizers.
+        ValueError: a parameter is in two optimizers, or twice in one.
     """
 
     def __init__(
@@ -185,15 +185,15 @@ class ServedDensePart:
                         self._served.append((server, optimizer, ServedParameters(optimizer, index, here, name)))
 
     def _refuse_shared(self) -> None:
-        """Two optimizers would each train a copy on the servers, and each pull take the updates of one of them back."""
+        """Each occurrence would train a copy on the servers, and each pull take the updates of one of them back."""
         owners: dict[nn.Parameter, int] = {}
         for number, optimizer in enumerate(self._optimizers):
             for parameter in (x for group in optimizer.param_groups for x in _trained(group)):
                 if parameter in owners:
                     raise ValueError(
-                        f"strategy=async_ps: {self._name_of(parameter)} is in the optimizers {owners[parameter]} and"
-                        f" {number} of configure_optimizers, and servers keep one rule and one state for a parameter."
-                        " Leave it to one of them."
+                        f"strategy=async_ps: {self._name_of(parameter)} is in optimizer {owners[parameter]} of"
+                        f" configure_optimizers and again in optimizer {number}, and servers keep one rule and one"
+                        " state for a parameter. Let it occur once."
                     )
                 owners[parameter] = number
 
