@@ -66,8 +66,11 @@ def _are_too_far(ahead, behind, staleness, too_far):  # noqa: ANN001, ANN202
 
 def _flat(one: Clocks | int, other: Clocks | int) -> tuple[Clocks, Clocks, tuple[int, ...]]:
     """Clocks of one shape, one behind the other, and that shape."""
-    first, second = np.broadcast_arrays(np.asarray(one, dtype=np.int32), np.asarray(other, dtype=np.int32))
-    return first.ravel(), second.ravel(), first.shape
+    clocks = np.asarray(one, dtype=np.int32), np.asarray(other, dtype=np.int32)
+    shape = np.broadcast_shapes(*(x.shape for x in clocks))
+    # Broadcast views are copied: compiled loops take no view that numpy would warn of when it is written to.
+    first, second = (x if x.shape == shape else np.broadcast_to(x, shape).copy() for x in clocks)
+    return first.ravel(), second.ravel(), shape
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ class Trap:
         real(journal, *args)
         self.spring("after the mark")
 
-    def train(self, real, store, rows, grads, *, lr):
+    def train(self, real, store, rows, grads, **options):
         if self.is_at("half applied"):
-            real(store, rows[: len(rows) // 2], grads[: len(rows) // 2], lr=lr)
+            real(store, rows[: len(rows) // 2], grads[: len(rows) // 2], **options)
             die()
-        real(store, rows, grads, lr=lr)
+        return real(store, rows, grads, **options)
 
     def push(self, real, store, request):
         if self.is_at("half applied"):
@@ -89,12 +89,8 @@ def run_server_that_dies(folder: Path, bind: str | None, ready: Pipe, where: str
     trap = Trap(where, at_push)
     Journal._record = partialmethod(trap_call, trap.record, Journal._record)
     Journal._mark = partialmethod(trap_call, trap.mark, Journal._mark)
-    MappedEmbeddingStore.apply_row_gradients = partialmethod(
-        trap_call, trap.train, MappedEmbeddingStore.apply_row_gradients
-    )
-    HashEmbeddingStore.apply_row_gradients = partialmethod(
-        trap_call, trap.train, HashEmbeddingStore.apply_row_gradients
-    )
+    MappedEmbeddingStore.update_rows = partialmethod(trap_call, trap.train, MappedEmbeddingStore.update_rows)
+    HashEmbeddingStore.update_rows = partialmethod(trap_call, trap.train, HashEmbeddingStore.update_rows)
     KeyIndex.publish = partialmethod(trap_call, trap.publish, KeyIndex.publish)
     MappedEmbeddingStore.push_updates = partialmethod(trap_call, trap.push, MappedEmbeddingStore.push_updates)
     MappedDenseStore.elastic_average = partialmethod(trap_call, trap.average, MappedDenseStore.elastic_average)

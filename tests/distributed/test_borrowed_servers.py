@@ -71,6 +71,7 @@ class Counting(Model):
         self.counter.push_gradient(-torch.ones(1), lr=1.0)
 
     def on_train_end(self):
+        self.counter.flush()
         self.trainer.strategy.barrier()
         (self.folder / f"counted-{self.trainer.global_rank}").write_text(f"{self.counter.pull().item():g}")
 

@@ -28,6 +28,8 @@ class Counting(Model):
             counter.push_gradient(-torch.ones(1), lr=1.0)
 
     def on_train_end(self):
+        for counter in self.counters:
+            counter.flush()
         self.trainer.strategy.barrier()
         say("counted", *(int(x.pull()) for x in self.counters))
 

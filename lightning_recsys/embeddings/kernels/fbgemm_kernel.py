@@ -218,7 +218,7 @@ class FbgemmModuleKernel(Kernel):
         if not sparse.values.numel():
             return
         module = self._bound(rows, state)
-        module.set_lr(lr)
+        module.set_learning_rate(lr)
         with torch.enable_grad():  # its update is its backward, and that needs its forward
             torch.autograd.backward(self._forward(module, sparse), grad_BFD)
 

@@ -338,7 +338,8 @@ class RecsysStrategy(DDPStrategy):
         Raises:
             ValueError: a parameter is trained that was frozen when workers agreed on what they share.
         """
-        self._run_servers.check()
+        for check in self._run_servers.checks:
+            check()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise ValueError(

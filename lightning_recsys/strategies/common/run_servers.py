@@ -35,6 +35,8 @@ class RunServers:
         self._started: NodeServers | None = None  # by the ranks of this node, from `find` to `leave`
         self._connected: dict[str, list[Stores]] = {}  # by kind, from the first use of each to `disconnect`
         self._lease: RunLease | None = None  # on `strategy.servers`: in rank 0, from the first use of a store on
+        # Called before each step: they raise where a server is gone for good, or was lent to another run.
+        self.checks: list[Callable[[], None]] = []
         self._borrows = False  # this run may use `strategy.servers`; the same on all ranks
 
     def __getstate__(self) -> dict[str, object]:
@@ -72,6 +74,7 @@ class RunServers:
                 max_restarts=strategy.max_restarts,
             )
             strategy.endpoints = self._started.start()
+            self.checks.append(self._started.check)
 
     @property
     def connected(self) -> dict[str, list[Stores]]:
@@ -115,18 +118,12 @@ class RunServers:
             holder=run_in_words(),
             cancelled=self._is_asked_to_end,
         )
+        self.checks.append(self._lease.check)
 
     def _is_asked_to_end(self) -> bool:
         """Whether this process got a SIGTERM: it does not wait for a server that is gone, then."""
         module = self._strategy.lightning_module
         return module is not None and module._trainer is not None and module._trainer.received_sigterm
-
-    def check(self) -> None:
-        """Raise where a server is gone for good, or was lent to another run."""
-        if self._lease is not None:
-            self._lease.check()
-        if self._started is not None:
-            self._started.check()
 
     def disconnect(self) -> None:
         """Close all connections, whatever one has to say; where the run has failed its own error says it."""
@@ -147,6 +144,7 @@ class RunServers:
         if self._strategy.succeeded and (self._started is not None or self._borrows):
             meet("servers are needed by nobody")
         self._borrows = False
+        self.checks.clear()
         if self._started is not None:
             self._started.stop()
             self._started, self._strategy.endpoints = None, {}

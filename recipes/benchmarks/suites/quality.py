@@ -268,7 +268,7 @@ def cached(job: Job, cache: Path, *, data: str) -> Metrics:
             from benchmarks.peers import fuxictr_training
 
             rate = FUXICTR_RATE * job.rate_factor
-            fuxictr_training.train(config, record, model=job.model, lr=rate)
+            fuxictr_training.train(config, record, model=job.model, learning_rate=rate)
     log.info("%s: test AUC %.4f in %.0f s", folder.name, record.metrics["test/auc"], record.wall_time)
     return record.metrics
 
