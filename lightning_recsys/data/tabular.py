@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -189,6 +189,10 @@ class TabularDataModule(PreparedReader):
         identities = partial(_identities, [*files, *raw_format.side_files()])
         before = identities()
 
+        def check() -> None:
+            if identities() != before:
+                raise ValueError(f"{', '.join(map(str, files))}: a file has changed while it was read. Start again.")
+
         def prepare(folder: Path) -> None:
             log.info("Preparing %s in %s", ", ".join(map(str, files)), folder)
             console = Console(stderr=True)
@@ -202,9 +206,8 @@ class TabularDataModule(PreparedReader):
                     on_bad_row=self._on_bad_row,
                     num_threads=min(4, os.cpu_count() or 1),
                     on_progress=show if console.is_terminal else None,
+                    check=check,
                 ).run()
-            if identities() != before:
-                raise ValueError(f"{', '.join(map(str, files))}: a file has changed while it was read. Start again.")
 
         schema = yaml.safe_load(self.schema.to_yaml())
         content = {
@@ -214,11 +217,8 @@ class TabularDataModule(PreparedReader):
             "origin": origin,
             "files": before,
             "on_bad_row": self._on_bad_row,
-            "given": None if given is None else given.digest,
         }
-        # Keys are not sorted: the columns of a batch are in the order of the schema, so another order means other rows.
-        key = hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
-        root, lease = self._cache.look_up(key, prepare)
+        root, lease = self._look_up(content, given, prepare)
         manifest = Manifest.load(root)
         if given is None:
             self._check_labels(manifest)
@@ -227,6 +227,21 @@ class TabularDataModule(PreparedReader):
             rows = SkippedRows(**skipped)
             self.skipped_rows[path] = rows.bad
             _log_once(rows.describe(path))
+
+    def _look_up(
+        self, content: Mapping[str, Any], given: Encoding | None, prepare: Callable[[Path], None]
+    ) -> tuple[Path, Lease]:
+        """The entry of these rows; that of a run which learned from them what is given, if there is one."""
+
+        def key(digest: str | None) -> str:
+            # Keys are not sorted: batches have the columns in the order of the schema, so another order is other rows.
+            return hashlib.blake2b(json.dumps({**content, "given": digest}).encode(), digest_size=16).hexdigest()
+
+        if given is not None and content["origin"] == "train" and (found := self._cache.find(key(None))) is not None:
+            root, _ = found
+            if Encoding.load(self.schema, root, Manifest.load(root)) == given:
+                return found
+        return self._cache.look_up(key(None if given is None else given.digest), prepare)
 
     def _check_labels(self, manifest: Manifest) -> None:
         num_rows = sum(shard.rows for shard in manifest.splits["train"])

@@ -4,11 +4,13 @@ An entry is a folder named by its key, and a lock file beside it. Whoever looks 
 and makes the folder if it is not whole; so one process prepares, and the others wait and find what it made. The folder
 is whole once its manifest is there, which is written last: a process that is killed leaves an unfinished folder, and
 the next one goes on where that was. Whoever reads an entry holds a lease, a shared lock on a file in the folder, which
-the kernel drops when the process ends. Only an entry whose two locks are free is removed, its manifest first.
+the kernel drops when the process ends. Only an entry whose two locks are free is removed, its manifest first. A cache
+belongs to one user; what others may have put there counts as in use.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -23,6 +25,8 @@ from lightning_recsys.data.prepared.manifest import MANIFEST, Manifest
 
 _LEASE = ".lease"
 _LOCK = ".lock"
+_PRIVATE = 0o700  # the raw file may be one that only its owner reads
+_OF_THE_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 log = logging.getLogger(__name__)
 
@@ -96,34 +100,62 @@ class RowCache:
 
         Args:
             key: Names the rows: another one for whatever would be other rows.
-            prepare: Makes a folder, or goes on with it; called where there is none that is whole.
+            prepare: Fills a folder that only its owner reads, or goes on with it; called where none is whole.
 
         Raises:
-            OSError: the folder cannot be written to.
+            OSError: the folder cannot be written to, or there is no room.
         """
         folder = self.folder / key
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
             with _locked(self._lock(key)):
                 made = not self._is_whole(folder)
                 if made:
+                    self._make_room()
+                    folder.mkdir(_PRIVATE, exist_ok=True)
                     (folder / MANIFEST).unlink(missing_ok=True)  # of a damaged one
                     self._prepare(folder, prepare)
-                lease = Lease(folder)
-                os.utime(folder / _LEASE)
-        except PermissionError as error:
-            raise PermissionError(f"{error}. Name a folder that can be written to, as data.cache.") from error
+                lease = self._lease(folder)
+        except OSError as error:
+            if error.errno not in _OF_THE_DISK and not self._is_ours(error.filename):
+                raise  # of the input
+            place = "" if error.filename is None else f": {error.filename!r}"
+            raise OSError(
+                error.errno,
+                f"{error.strerror}{place}. Prepared rows are kept in {self.folder}: name a folder that can be written "
+                "to, on a disk with room, as data.cache, or remove what is in this one "
+                "(python recipes/prepare.py cache --clear).",
+            ) from error
         if made:
-            self.shrink()
+            self._make_room()
         return folder, lease
+
+    def find(self, key: str) -> tuple[Path, Lease] | None:
+        """An entry that is there and whole; ``None`` where there is none.
+
+        Args:
+            key: Names the rows.
+        """
+        folder = self.folder / key
+        with suppress(OSError):
+            if self._is_whole(folder):
+                with _locked(self._lock(key)):
+                    if self._is_whole(folder):
+                        return folder, self._lease(folder)
+        return None
 
     def entries(self) -> list[Entry]:
         """All entries, the one that was not used for longest first."""
-        keys = {path.stem for path in self.folder.glob(f"*{_LOCK}")} if self.folder.is_dir() else set()
-        return sorted((self._entry(key) for key in keys), key=lambda entry: entry.used)
+        keys: list[str] = []
+        with suppress(FileNotFoundError, NotADirectoryError):
+            keys = [name.removesuffix(_LOCK) for name in os.listdir(self.folder) if name.endswith(_LOCK)]
+        return sorted(map(self._entry, keys), key=lambda entry: entry.used)
 
     def shrink(self, max_bytes: float | None = None) -> list[Entry]:
         """Remove entries that no process uses until all take at most so many bytes.
+
+        Those that are larger by themselves go first; while one of them is used, the others may take so many bytes
+        beside it.
 
         Args:
             max_bytes: ``None`` for the cache's own limit; 0 removes all, what takes no room too.
@@ -132,8 +164,8 @@ class RowCache:
             What was removed.
         """
         limit, removed = self._max_bytes if max_bytes is None else max_bytes, []
-        entries = self.entries()
-        total = sum(entry.bytes for entry in entries)
+        entries = sorted(self.entries(), key=lambda entry: entry.bytes <= limit)  # which keeps their order otherwise
+        total = sum(entry.bytes for entry in entries if entry.bytes <= limit or not entry.in_use)
         for entry in entries:
             if total <= limit and limit:
                 break
@@ -141,6 +173,13 @@ class RowCache:
                 total -= entry.bytes
                 removed.append(entry)
         return removed
+
+    def _make_room(self) -> None:
+        """Keep the cache's limit; that it cannot be kept ends no run."""
+        try:
+            self.shrink()
+        except OSError as error:
+            log.warning("Could not make room in %s: %s", self.folder, error)
 
     def _prepare(self, folder: Path, prepare: Callable[[Path], None]) -> None:
         try:
@@ -152,7 +191,7 @@ class RowCache:
     def _remove(self, key: str) -> bool:
         """Remove an entry, unless somebody uses it; whether it was."""
         folder, lock = self.folder / key, self._lock(key)
-        with suppress(BlockingIOError), _locked(lock, wait=False):
+        with suppress(BlockingIOError, PermissionError), _locked(lock, wait=False):
             if folder.is_dir():
                 Lease(folder).close()  # so that there is the file
                 with _locked(folder / _LEASE, wait=False):
@@ -169,10 +208,12 @@ class RowCache:
             manifest = Manifest.load(folder)
             rows = sum(shard.rows for part in manifest.splits.values() for shard in part)
             files = tuple(about["path"] for about in manifest.details.get("inputs", ()))
-        for path in (self._lock(key), folder / _LEASE, *folder.rglob("*")):
-            with suppress(FileNotFoundError):  # another process may remove the entry meanwhile
+        # Another process may remove what is listed here: os.walk passes over folders that have gone.
+        inside = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+        for path in (self._lock(key), *inside):
+            with suppress(FileNotFoundError, PermissionError):
                 about = path.stat()
-                size += about.st_size if path.is_file() else 0
+                size += about.st_size
                 used = about.st_mtime if path.name == _LEASE or not used else used
         return Entry(key, folder, size, used, rows, files, self._in_use(key))
 
@@ -183,9 +224,20 @@ class RowCache:
                 if lease.exists():
                     with _locked(lease, wait=False):
                         pass
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):
             return True
         return False
+
+    def _lease(self, folder: Path) -> Lease:
+        lease = Lease(folder)
+        os.utime(folder / _LEASE)
+        return lease
+
+    def _is_ours(self, path: object) -> bool:
+        """Whether a path is in this cache, or leads to it."""
+        if not isinstance(path, str | os.PathLike):
+            return False
+        return Path(path).is_relative_to(self.folder) or self.folder.is_relative_to(path)
 
     def _lock(self, key: str) -> Path:
         return self.folder / f"{key}{_LOCK}"

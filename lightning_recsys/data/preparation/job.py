@@ -79,6 +79,7 @@ class Preparation:
         compression: Of the shards: ``none``, or ``zstd``, which is a third smaller and slower to read.
         num_threads: Threads that parse.
         on_progress: Told when a phase begins, and after every block.
+        check: Called when all rows are written, before they count as whole; may raise.
 
     Raises:
         ValueError: an option is not allowed, or a raw file is empty.
@@ -97,6 +98,7 @@ class Preparation:
         compression: Literal["none", "zstd"] = "none",
         num_threads: int = 2,
         on_progress: Callable[[Progress], None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         _check("on_bad_row", on_bad_row, "error or skip", ok=on_bad_row in ("error", "skip"))
         _check("compression", compression, "none or zstd", ok=compression in ("none", "zstd"))
@@ -111,6 +113,7 @@ class Preparation:
         self._compression = compression
         self._num_threads = num_threads
         self._on_progress = on_progress or (lambda _: None)
+        self._check_inputs = check
         self._format = raw_format
         self._source = RawSource(raw_format, files=files, split=split, on_bad_row=on_bad_row, block_bytes=block_bytes)
         self._plan = {
@@ -152,6 +155,7 @@ class Preparation:
             manifest = self._manifest(learned, records, features)
             if None in self._source.splits and not manifest.splits["train"]:
                 raise ValueError(f"{self._out}: no row is left for training. See split and on_bad_row.")
+            self._check_inputs()
             manifest.save(self._out)
         shutil.rmtree(self._work)
         return manifest

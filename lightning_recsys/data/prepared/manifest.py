@@ -74,7 +74,9 @@ class Manifest:
         return {name: feature.num_embeddings for name, feature in self.features.items()}
 
     def is_whole(self, root: Path) -> bool:
-        """Whether each shard is in the folder and has its size."""
+        """Whether each shard is in the folder and has its size, and each vocabulary is there."""
+        if not all((root / feature.vocabulary).is_file() for feature in self.features.values() if feature.vocabulary):
+            return False
         shards = (shard for part in self.splits.values() for shard in part)
         return all((path := root / shard.path).is_file() and path.stat().st_size == shard.bytes for shard in shards)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,11 @@ import torch
 from prepared_folder import write_folder
 
 from lightning_recsys.data import TabularDataModule
-from lightning_recsys.data.preparation import Preparation
+from lightning_recsys.data.preparation import BySchema, Preparation, SchemaRules
 from lightning_recsys.data.preparation.cache import RowCache
+from lightning_recsys.data.preparation.segments import Records
 from lightning_recsys.data.prepared import Manifest
+from lightning_recsys.data.raw import TabularFormat
 
 SCHEMA = {"files": "clicks.csv", "label": "click", "categorical": ["user"], "split": {"validation": 0, "test": 0}}
 
@@ -66,7 +71,7 @@ def test_entry_when_a_shard_is_cut_short_or_gone_then_is_made_again(tmp_path):
 
 def test_entry_when_its_input_is_wrong_then_nothing_stays(tmp_path):
     def fail(folder: Path) -> None:
-        folder.mkdir()
+        (folder / "begun").touch()
         raise ValueError("row 3")
 
     with pytest.raises(ValueError, match="row 3"):
@@ -146,6 +151,88 @@ def test_entry_when_its_maker_is_killed_then_is_not_taken_for_whole_and_the_next
     assert cache.entries()[0].rows == 10
 
 
+def prepare_table(root: Path, folder: Path) -> None:
+    raw_format = TabularFormat(schema=SCHEMA, root=root)
+    Preparation(
+        folder,
+        raw_format=raw_format,
+        files=raw_format.files("train"),
+        split=BySchema(raw_format),
+        preprocessing=SchemaRules(),
+        shard_bytes=64,
+    ).run()
+
+
+def die_after_the_first_record(root: Path) -> None:
+    append = Records.append
+
+    def append_and_die(self: Records, record: dict) -> None:
+        append(self, record)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Records.append = append_and_die  # type: ignore[method-assign]  # in this process, which ends here
+    RowCache(root / "cache").look_up("a", partial(prepare_table, root))
+
+
+def test_entry_when_a_preparation_is_killed_then_the_next_keeps_the_shards_that_are_finished(tmp_path):
+    write(tmp_path, "abcdefgh" * 30)
+    process = multiprocessing.get_context("fork").Process(target=die_after_the_first_record, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    shards = tmp_path / "cache" / "a" / "train"
+    (finished,) = shards.glob("*.parquet")
+    inode = finished.stat().st_ino
+    folder, _ = RowCache(tmp_path / "cache").look_up("a", partial(prepare_table, tmp_path))
+    assert finished.stat().st_ino == inode
+    assert len(list(shards.glob("*.parquet"))) > 5
+    prepare_table(tmp_path, tmp_path / "at-once")
+    whole = Manifest.load(tmp_path / "at-once")
+    assert Manifest.load(folder).splits == whole.splits  # checksums among them
+    assert sum(shard.rows for shard in whole.splits["train"]) == 240
+
+
+def test_entry_when_made_then_only_its_owner_reads_it(tmp_path):
+    folder, _ = RowCache(tmp_path / "cache").look_up("a", maker([]))
+    assert [oct(path.stat().st_mode & 0o777) for path in (tmp_path / "cache", folder)] == ["0o700", "0o700"]
+
+
+def test_entry_when_its_vocabulary_is_gone_then_is_made_again(tmp_path):
+    write(tmp_path, "aab")
+    folder = module(tmp_path).folder("train")[0]
+    (folder / "vocabulary" / "user.parquet").unlink()
+    assert list(module(tmp_path).state_dict()["encoder"]["vocabularies"]) == ["user"]
+    assert (folder / "vocabulary" / "user.parquet").is_file()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT])
+def test_entry_when_the_disk_takes_nothing_then_says_what_to_set(tmp_path, number):
+    def fail(folder: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(
+        OSError, match=rf"{os.strerror(number)}.* kept in {tmp_path}: name a folder .* as data\.cache"
+    ) as e:
+        RowCache(tmp_path).look_up("a", fail)
+    assert e.value.errno == number
+
+
+def test_entry_when_the_cache_is_a_file_then_says_what_to_set(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OSError, match=r"/file.* name a folder that can be written to, .* as data\.cache"):
+            RowCache(folder).look_up("a", maker([]))
+
+
+def test_entry_when_the_raw_file_cannot_be_read_then_the_cache_is_not_blamed(tmp_path):
+    def fail(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "clicks.csv"))
+
+    with pytest.raises(PermissionError) as e:
+        RowCache(tmp_path / "cache").look_up("a", fail)
+    assert "data.cache" not in str(e.value)
+
+
 # --- room ------------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +261,77 @@ def test_cache_when_a_process_reads_an_entry_then_it_stays_and_goes_once_nobody_
     copy.close()
     assert [entry.key for entry in cache.shrink(0)] == ["a"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cache_when_an_entry_is_larger_than_the_limit_then_the_others_stay_beside_it(tmp_path):
+    calls: list[Path] = []
+    free = RowCache(tmp_path)
+    use(free, "a", calls)
+    use(free, "b", calls)
+    cache = RowCache(tmp_path, max_bytes=1.5 * size_of(free))
+    _, lease = cache.look_up("large", maker(calls, rows=20_000))
+    assert [entry.key for entry in cache.entries()] == ["a", "b", "large"]
+    lease.close()
+    made: list[list[str]] = []
+
+    def prepare(folder: Path) -> None:
+        made.append([entry.key for entry in cache.entries() if entry.rows is not None])
+        write_folder(folder, train=[10])
+
+    cache.look_up("c", prepare)
+    assert made == [["a", "b"]]  # there was room before it was needed
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, refused: Path) -> None:
+    """What is another user's: root, as which tests may run, may open it all the same."""
+    open_file = os.open
+
+    def open_or_refuse(path, *arguments, **options):
+        if Path(path) == refused:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_or_refuse)
+
+
+@pytest.mark.parametrize("refused", ["a.lock", "a/.lease"])
+def test_cache_when_an_entry_is_another_users_then_it_counts_as_in_use(tmp_path, monkeypatch, refused):
+    calls: list[Path] = []
+    use(RowCache(tmp_path), "a", calls)
+    refuse(monkeypatch, tmp_path / refused)
+    cache = RowCache(tmp_path, max_bytes=1)
+    use(cache, "b", calls)
+    assert [(entry.key, entry.in_use) for entry in cache.entries()] == [("a", True), ("b", False)]
+    assert [entry.key for entry in cache.shrink(0)] == ["b"]
+    with pytest.raises(PermissionError, match=r"a\.lock|\.lease.*as data\.cache"):
+        cache.look_up("a", maker(calls))
+
+
+def test_cache_when_files_vanish_while_they_are_listed_then_goes_on(tmp_path, monkeypatch):
+    cache, calls = RowCache(tmp_path), []
+    use(cache, "a", calls)
+    scan = os.scandir
+
+    def remove_then_scan(path="."):
+        if str(path) == str(tmp_path / "a" / "train"):
+            shutil.rmtree(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", remove_then_scan)
+    assert [entry.key for entry in cache.entries()] == ["a"]
+
+
+def test_cache_when_room_cannot_be_made_then_the_rows_are_there_all_the_same(tmp_path, monkeypatch, caplog):
+    def fail(path, **options):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    use(RowCache(tmp_path), "a", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fail)
+        folder, lease = RowCache(tmp_path, max_bytes=1).look_up("b", maker([]))
+    lease.close()
+    assert Manifest.load(folder).is_whole(folder)
+    assert "Could not make room in" in caplog.text
 
 
 # --- the data module -------------------------------------------------------------------------------------------------
@@ -233,6 +391,37 @@ def test_file_when_it_changes_while_it_is_read_then_says_so_and_keeps_nothing(tm
     with pytest.raises(ValueError, match=r"clicks\.csv: a file has changed while it was read\. Start again"):
         module(tmp_path)
     assert all(entry.rows is None for entry in RowCache(tmp_path / "cache").entries())
+
+
+def test_file_when_it_changes_while_it_is_read_then_the_rows_never_count_as_whole(tmp_path, monkeypatch):
+    write(tmp_path, "aab")
+    saved = []
+    monkeypatch.setattr(Manifest, "save", lambda self, root: saved.append(root))
+    shards = Records.shards
+
+    def change_then_list(self, split):
+        os.utime(tmp_path / "clicks.csv")
+        return shards(self, split)
+
+    monkeypatch.setattr(Records, "shards", change_then_list)
+    with pytest.raises(ValueError, match=r"clicks\.csv: a file has changed while it was read\. Start again"):
+        module(tmp_path)
+    assert saved == []
+
+
+def test_checkpoint_when_the_rows_that_it_learned_from_are_there_then_they_are_not_prepared_again(tmp_path):
+    write(tmp_path, "aab")
+    state = module(tmp_path).state_dict()
+    later = TabularDataModule(schema=SCHEMA, root=tmp_path, cache=tmp_path / "cache")
+    later.load_state_dict(state)
+    later.setup("fit")
+    assert ids(later) == [2, 2, 3]
+    assert len(RowCache(tmp_path / "cache").entries()) == 1
+    write(tmp_path, "abb")  # other rows, by the same ids
+    other = TabularDataModule(schema=SCHEMA, root=tmp_path, cache=tmp_path / "cache")
+    other.load_state_dict(state)
+    other.setup("fit")
+    assert ids(other) == [2, 3, 3]
 
 
 def test_module_when_it_lives_then_its_rows_are_not_removed(tmp_path):
