@@ -63,8 +63,9 @@ class TabularFormat(RawFormat):
         names = ["label", *self.dense, *self.categories, *self.bags]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
-                f"prepared rows cannot have two columns {twice[0]!r} (the label is called 'label', and dots in names "
-                "become underscores). Rename that column of the schema."
+                f"two columns would be called {twice[0]!r}: that of the labels is always called 'label', whatever "
+                "schema.label names, and dots in names become underscores. Rename the column in the file, or under "
+                "schema.column_names where the file has no header line."
             )
 
     def options(self) -> dict[str, object]:
