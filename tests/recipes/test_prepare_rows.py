@@ -63,6 +63,13 @@ def test_progress_bar_then_tells_share_rows_a_second_and_time_left():
     assert re.search(r"Writing shards .* 50 % .*2,000 rows, [\d,]+/s .*0:00:\d\d", console.file.getvalue())
 
 
+def test_progress_bar_when_it_never_appears_then_writes_nothing():
+    console = Console(file=io.StringIO())  # no terminal
+    with progress_bar(console, delay=60.0, transient=True) as show:
+        show(Progress("write", rows=1000, bytes=1000, total_bytes=4000))
+    assert not console.file.getvalue()
+
+
 def test_command_line_when_given_raw_text_then_writes_shards_and_says_what_came_of_it(run_forked, tmp_path, raw):
     done = run_forked(
         "prepare.py", "data=criteo", f"raw={tmp_path}/day_*.gz", "out=rows", "split.validation=null", folder=tmp_path

@@ -53,4 +53,5 @@ def progress_bar(
     try:
         yield show
     finally:
-        bar.stop()
+        if bar.live.is_started:  # else rich ends the line of a bar that was never drawn
+            bar.stop()
