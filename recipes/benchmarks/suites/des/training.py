@@ -24,10 +24,14 @@ from recipe_tools.quiet import be_quiet
 from lightning_recsys.models import DeepFM, LogisticRegression, WideDeep
 from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.runtime import configure_worker
-from lightning_recsys.strategies import DESStrategy, HETStrategy
+from lightning_recsys.strategies import DESStrategy, ForkserverDDPStrategy, HETStrategy
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {"LR": LogisticRegression, "W&D": WideDeep, "DeepFM": DeepFM}
-STRATEGIES: dict[str, Callable[..., Any]] = {"des": DESStrategy, "het": HETStrategy}
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "des": DESStrategy,
+    "het": HETStrategy,
+    "ddp_forkserver": ForkserverDDPStrategy,
+}
 
 
 class CountedSteps(StepTimes):
