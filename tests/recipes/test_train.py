@@ -211,7 +211,8 @@ def test_help_names_groups_and_commands(run_forked, tmp_path):
     done = run_forked("train.py", "--help", folder=tmp_path)
     assert done.returncode == 0
     groups = dict(line.split(":", 1) for line in done.stdout.split("Common commands")[0].splitlines() if ":  " in line)
-    assert groups["  model"].split(", ") == ["          dcn", "dcn_v2", "deepfm", "dlrm", "fm", "lr", "wide_deep"]
+    models = ["dcn", "dcn_v2", "deepfm", "deepfm_small", "dlrm", "fm", "graphsage", "lr", "wide_deep"]
+    assert groups["  model"].strip().split(", ") == models
     assert {"  data", "  optim", "  strategy", "  experiment"} <= groups.keys()
     assert "python recipes/train.py -m model=dlrm,deepfm seed=0,1" in done.stdout
 
