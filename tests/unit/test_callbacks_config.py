@@ -27,7 +27,8 @@ def _recipes_can_be_imported(monkeypatch):
 def compose_config(folder, *overrides, callbacks="default"):
     """Group ``callbacks`` alone, with overrides as train.py takes them."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(None, overrides=[f"+paths.output_dir={folder}", f"+callbacks={callbacks}", *overrides])
+        goals = "+monitor.metric=val/ne", "+monitor.mode=min"  # conf/train.yaml's
+        return compose(None, overrides=[f"+paths.output_dir={folder}", f"+callbacks={callbacks}", *goals, *overrides])
 
 
 def build(node) -> list[Callback]:

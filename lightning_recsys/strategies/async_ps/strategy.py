@@ -243,6 +243,7 @@ _BINS = (("1", 1), ("2_to_9", 9), ("10_to_99", 99), ("100_to_999", 999), ("from_
 def shares(seen: StalenessHistogram) -> dict[str, float]:
     """What part of all observations lies in each of five bins.
 
+    >>> import torch
     >>> seen = StalenessHistogram()
     >>> seen.add(torch.tensor([[1, 6], [12, 3], [2000, 1]]))
     >>> shares(seen)
