@@ -15,6 +15,7 @@ import torch
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from recipe_tools.build import Config, build, build_datamodule, build_task, count_parameters, self_contained
 from recipe_tools.config_types import check_complete, check_types
@@ -30,6 +31,7 @@ from lightning_recsys.data import Batch
 from lightning_recsys.metrics import NormalizedEntropy, StreamingAUROC
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.simulation import Results
+from lightning_recsys.tasks import CTRTask
 
 # A single run, as a figure.
 RUN = {"title": None, "paper": None, "panels": ["ne", "ne_by_time", "staleness", "utilization"], "x": None}
@@ -70,8 +72,14 @@ def runs_of(figure: Config) -> dict[str, list[str]]:
 
 
 def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]:
-    """One cluster, from its configuration to its results."""
+    """One cluster, from its configuration to its results.
+
+    Raises:
+        ValueError: the data are no clicks.
+    """
     check_types(config)
+    if not issubclass(get_object(target := config["task"]["_target_"]), CTRTask):
+        raise ValueError(f"data: simulations are of clicks, but {config['data']['_target_']} is for {target}.")
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     configure_worker()
     datamodule = build_datamodule(config)

@@ -7,7 +7,7 @@ import json
 import pytest
 from recipe_helpers import CONF, plain
 from recipe_tools.build import build
-from simulate import runs_of
+from simulate import runs_of, simulate
 
 from lightning_recsys.simulation import VirtualCluster
 
@@ -60,6 +60,12 @@ def test_figure_when_drawn_then_has_every_series_at_every_place(run_forked, tmp_
     assert list(runs) == [f"{name} @ {n}" for name in ("S-EASGD", "FR-EASGD-5", "FR-EASGD-30") for n in (2, 3)]
     assert runs["FR-EASGD-5 @ 3"]["counts"]["rounds"] > 0
     assert "The paper: Figure 5" in done.stdout
+
+
+def test_data_when_they_are_no_clicks_then_refused_before_anything_is_read(composed):
+    config = plain(composed("simulate", "data=cora", "model=graphsage"))
+    with pytest.raises(ValueError, match=r"simulations are of clicks, but .*NodeDataModule is for .*NodeClass"):
+        simulate(config, record=None, label="Cora")
 
 
 def test_cluster_when_unknown_then_the_choices_are_named(run_forked, tmp_path):
