@@ -20,7 +20,7 @@ MODELS = [LogisticRegression, FactorizationMachine, WideDeep, DeepFM, DCN, DCNv2
 FIELDS = {"user": 30, "movie": 50, "genre": 20}
 LEAVES = sorted((Path(__file__).parents[3] / "conf" / "model").glob("*.yaml"))
 CONFIGS = [path for path in LEAVES if "defaults" not in OmegaConf.load(path)]  # a variant of another leaf has them
-OTHERS = {"GraphSAGE"}  # what is no model of click-through rates; tests/distributed/test_graphsage.py
+OTHERS = {"GraphSAGE"}  # what is no model of click-through rates; tests/distributed/test_graphsage_strategies.py
 
 
 def batch(size=6, num_dense=3):
