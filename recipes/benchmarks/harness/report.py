@@ -229,7 +229,7 @@ def _draw_rates(rows: Sequence[Row], axes: Any, *, suite: str) -> None:
         positions = [j + (i - (len(variants) - 1) / 2) * 0.8 / len(variants) for j in range(len(rows))]
         heights = [row.measured.median(name) if name in row.measured.rates else 0.0 for row in rows]
         axes.bar(positions, heights, 0.8 / len(variants), label=name)
-    axes.set_xticks(range(len(rows)), [row.workload for row in rows])
+    axes.set_xticks(range(len(rows)), [row.workload.replace(", ", "\n") for row in rows])
     axes.set_ylabel("examples per second")
     axes.set_title(f"suite {suite}, {_processor()}, {torch.get_num_threads()} thread")
     axes.legend()
