@@ -30,7 +30,7 @@ class NodeServers:
     group is.
 
     Args:
-        specs: The servers of all nodes; number ``index`` is started on node ``index % num_nodes``.
+        specs: The servers of all nodes; each is started on the node that its spec says.
         node: This node.
         num_nodes: All nodes.
         rank: This process's global rank.
@@ -125,7 +125,7 @@ class NodeServers:
         return keys
 
     def _start_own(self, keys: JobKeys | None) -> dict[str, object]:
-        own = [spec for spec in self.specs if spec.index % self.num_nodes == self.node]
+        own = [spec for spec in self.specs if spec.node_among(self.num_nodes) == self.node]
         sidecars = Sidecars(
             own,
             address=self.address,

@@ -12,14 +12,14 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.processes import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lightning_recsys.parameter_server.keys import ServerKeys
 
 START_SECONDS = 120.0  # for a server to be ready; a fork server that has imported everything takes a third of one
-SERVER = "lightning_recsys.parameter_server.server"  # imported when there is one to run: it takes a while
+STORE_SERVER = "lightning_recsys.parameter_server.server"  # imported when there is one to run: it takes a while
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, named by our process id
 
 log = logging.getLogger(__name__)
@@ -49,10 +49,26 @@ class ServerSpec:
     Args:
         kind: What for; the strategy's word.
         index: Which of its kind, from 0.
+        program: Module that a server runs: its function ``serve`` is called with the server's folder, the keyword
+            arguments ``bind``, ``keys`` and ``ready`` of :func:`lightning_recsys.parameter_server.server.serve`, and
+            ``options``. Default: the server of stores.
+        options: More keyword arguments, which travel by pickle.
+        node: The node that the server runs on. Default: ``index`` modulo the number of nodes.
     """
 
     kind: str
     index: int
+    program: str = STORE_SERVER
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    node: int | None = None
+
+    def node_among(self, num_nodes: int) -> int:
+        """The node that the server runs on.
+
+        >>> ServerSpec("group", 5).node_among(2), ServerSpec("group", 5, node=0).node_among(2)
+        (1, 0)
+        """
+        return self.index % num_nodes if self.node is None else self.node
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.index}"
@@ -167,7 +183,8 @@ class Sidecars:
 
     def _start(self) -> None:
         """All at once: each takes a while before it is ready."""
-        import_module(SERVER)  # for the fork server to have it, too
+        for program in dict.fromkeys(spec.program for spec in self.specs):
+            import_module(program)  # for the fork server to have it, too
         starting = [(spec, *self._fork(spec, bind=self._address_of(spec))) for spec in self.specs]
         for spec, process, receiver in starting:
             endpoint = _await_ready(spec, process, receiver)
@@ -184,9 +201,8 @@ class Sidecars:
         own.mkdir(mode=0o700, exist_ok=True)
         receiver, sender = Pipe(duplex=False)
         state = pickle.dumps(ProcessState.capture())
-        process = start_process(
-            run_server, (own, self.folders, bind, self.keys, state, sender), name=str(spec), started=self._processes
-        )
+        arguments = (spec, own, self.folders, bind, self.keys, state, sender)
+        process = start_process(run_server, arguments, name=str(spec), started=self._processes)
         sender.close()
         return process, receiver
 
@@ -251,11 +267,18 @@ def _bracketed(address: str) -> str:
 
 
 def run_server(
-    folder: Path, all_folders: tuple[Path, ...], bind: str, keys: ServerKeys | None, state: bytes, sender: Connection
+    spec: ServerSpec,
+    folder: Path,
+    all_folders: tuple[Path, ...],
+    bind: str,
+    keys: ServerKeys | None,
+    state: bytes,
+    sender: Connection,
 ) -> None:
     """Become a server, tell where it listens or why it does not, serve until SIGTERM.
 
     Args:
+        spec: The server.
         folder: Its stores.
         all_folders: What to remove if the process that started us dies.
         bind: ``ipc:///socket`` or ``tcp://host:port``.
@@ -269,8 +292,12 @@ def run_server(
     try:
         process_state: ProcessState = pickle.loads(state)  # noqa: S301 - written by who started us
         process_state.restore()
-        import_module(SERVER).serve(
-            folder, bind=bind, keys=keys, ready=lambda endpoint: sender.send_bytes(f"ready {endpoint}".encode())
+        import_module(spec.program).serve(
+            folder,
+            bind=bind,
+            keys=keys,
+            ready=lambda endpoint: sender.send_bytes(f"ready {endpoint}".encode()),
+            **spec.options,
         )
     except BaseException:
         with suppress(OSError):  # nobody listens once it was ready

@@ -5,17 +5,22 @@ import signal
 import socket
 import stat
 import time
+from contextlib import closing
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from served_strategy import LoadedByWorkers, Model, ServedStrategy, die, fail, make_trainer
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.launchers import ServerSpec, Sidecars
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY, Watch
+from lightning_recsys.parameter_server.connect import connect
+from lightning_recsys.parameter_server.wire import Limits
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 
 pytestmark = [
@@ -58,6 +63,23 @@ def kill(sidecars, endpoint):
     """Kill a server, and wait until that has come round."""
     os.kill(pid_at(endpoint), signal.SIGKILL)
     wait(sidecars.sentinels)
+
+
+def test_server_when_its_spec_has_options_and_a_program_then_that_runs_with_them():
+    specs = [
+        ServerSpec("embedding", 0, options={"limits": Limits(message_bytes=300)}),
+        ServerSpec("other", 0, program="lightning_recsys.parameter_server.server", node=3),
+        ServerSpec("wrong", 0, program="json"),
+    ]
+    with Sidecars(specs[:2]) as sidecars:
+        small, large = (connect(sidecars.endpoints[kind][0], transport="tcp") for kind in ("embedding", "other"))
+        with closing(large):
+            large.create_dense_store("center", torch.zeros(100)).flush()
+        with pytest.raises(RequestRefusedError, match="at most 300 bytes"), closing(small):
+            small.create_dense_store("center", torch.zeros(100)).flush()
+    with pytest.raises(RuntimeError, match="Server wrong-0 did not start"), Sidecars(specs[2:]):
+        pass
+    assert [spec.node_among(2) for spec in specs] == [0, 3, 0]
 
 
 def test_servers_when_entered_then_listen_where_nobody_else_comes_in_folders_that_carry_our_pid():

@@ -147,7 +147,7 @@ class RecsysStrategy(DDPStrategy):
     # --- For subclasses ----------------------------------------------------------------------------------------------
 
     def server_specs(self) -> list[ServerSpec]:
-        """The servers that this strategy wants; server ``index`` runs on node ``index % num_nodes``."""
+        """The servers that this strategy wants; each runs on the node that its spec says."""
         return []
 
     def bind_backends(self) -> None:
