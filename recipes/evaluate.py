@@ -26,6 +26,7 @@ from recipe_tools.build import (
     self_contained,
     test_on_one_device,
 )
+from recipe_tools.command import command
 from recipe_tools.config_types import check_types
 from recipe_tools.overrides import explained_overrides, find_value
 from recipe_tools.quiet import be_quiet
@@ -78,14 +79,14 @@ def offer_checkpoint_config(arguments: list[str]) -> None:
     path = find_value(arguments, "ckpt_path")
     if path is None:
         if not any(argument.startswith("-") for argument in arguments):
-            raise SystemExit("ckpt_path: name the checkpoint, as in python recipes/evaluate.py ckpt_path=best.ckpt")
+            raise SystemExit(f"ckpt_path: name the checkpoint, as in {command('evaluate')} ckpt_path=best.ckpt")
         ConfigStore.instance().store("checkpoint", node={})  # --help and the like
         return
     if not Path(path).is_file() and not is_folder(path):
         raise SystemExit(f"ckpt_path: there is no checkpoint {path}")
     trained = load_checkpoint(path).get("hyper_parameters", {}).get("config")
     if trained is None:
-        raise SystemExit(f"ckpt_path: {path} carries no configuration; was it written by recipes/train.py?")
+        raise SystemExit(f"ckpt_path: {path} carries no configuration; was it written by {command('train')}?")
     node = {key: value for key, value in trained.items() if key not in OWN_KEYS}
     ConfigStore.instance().store("checkpoint", node=OmegaConf.create(node))
 

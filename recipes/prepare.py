@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+from recipe_tools.command import command
 from recipe_tools.config_types import check_complete
 from recipe_tools.overrides import CONFIG_DIR, explained_overrides
 from recipe_tools.prepare_rows import prepare_rows
@@ -31,7 +32,7 @@ def schema(cfg: DictConfig) -> None:
     guessed = guess_schema(cfg.raw, label=cfg.label)
     out.write_text(guessed.to_yaml(), encoding="utf-8")
     log.info("Wrote %s. Look it over: a remark says why each column is where it is. Then train:", out)
-    log.info("  python recipes/train.py data=tabular data.schema=%s", out)
+    log.info("  %s data=tabular data.schema=%s", command("train"), out)
 
 
 @hydra.main(version_base="1.3", config_path="../conf/prepare", config_name="rows")

@@ -32,7 +32,7 @@ def load_yaml(path: Path) -> Any:
     """The content of a schema file."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no schema file {path}. `recipes/prepare.py schema` writes one from your data."
+            f"there is no schema file {path}. `lightning-recsys prepare schema` writes one from your data."
         )
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader

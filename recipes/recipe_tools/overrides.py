@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import AnyNode, DictConfig, OmegaConf
+from recipe_tools import command  # noqa: F401 - the help texts call it
 
 from lightning_recsys.renamed import new_name
 

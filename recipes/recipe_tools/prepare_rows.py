@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from recipe_tools.build import Config, build
+from recipe_tools.command import command
 from recipe_tools.overrides import CONFIG_DIR
 from recipe_tools.report import console
 from rich.table import Table
@@ -87,4 +88,4 @@ def print_manifest(manifest: Manifest, root: Path) -> None:
         output.print(
             f"Vocabularies hold values of at least {learned['min_count']} rows only: max_vocabulary was reached."
         )
-    output.print(f"Train: python recipes/train.py data=prepared data.root={root}", markup=False, soft_wrap=True)
+    output.print(f"Train: {command('train')} data=prepared data.root={root}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What ``python recipes/prepare.py cache`` shows and clears: the rows that ``data=tabular`` has prepared."""
+"""What ``prepare.py cache`` shows and clears: the rows that ``data=tabular`` has prepared."""
 
 from __future__ import annotations
 

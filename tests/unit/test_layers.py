@@ -14,6 +14,8 @@ import lightning_recsys
 PACKAGE = Path(lightning_recsys.__file__).parent
 # Highest first: each room with the rooms below it that it imports from. Another edge is a decision, and a line here.
 EDGES: dict[str, set[str]] = {
+    "__main__": {"cli"},
+    "cli": set(),  # names the modules of its tools, and imports the one that is asked for
     "simulation": {"data", "embeddings", "metrics", "optim", "sync"},
     "strategies": {
         "checkpoints",

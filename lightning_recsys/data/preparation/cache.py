@@ -124,7 +124,7 @@ class RowCache:
                 error.errno,
                 f"{error.strerror}{place}. Prepared rows are kept in {self.folder}: name a folder that can be written "
                 "to, on a disk with room, as data.cache, or remove what is in this one "
-                "(python recipes/prepare.py cache --clear).",
+                "(lightning-recsys prepare cache --clear).",
             ) from error
         if made:
             self._make_room()

@@ -91,7 +91,7 @@ class Manifest:
         if not path.is_file():
             raise ValueError(
                 f"{root} holds no {MANIFEST}: it is not a folder of prepared rows, or its preparation has not ended. "
-                f"Run recipes/prepare.py with out={root} (again: it goes on where it was stopped)."
+                f"Run lightning-recsys prepare with out={root} (again: it goes on where it was stopped)."
             )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))

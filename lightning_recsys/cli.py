@@ -1,0 +1,78 @@
+"""``lightning-recsys``: the recipes and the tools of this package, as commands."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from lightning_recsys.__about__ import __version__
+
+RECIPES = {
+    "train": "train a model, test it, close with a table",
+    "evaluate": "metrics of a checkpoint",
+    "prepare": "guess the schema of your own data, or turn large logs into shards",
+    "benchmark": "measure speed",
+    "simulate": "train as a cluster would, in virtual time",
+}
+TOOLS = {
+    "server": ("lightning_recsys.parameter_server.cli", "serve embedding rows and dense parameters to other machines"),
+    "checkpoint": ("lightning_recsys.checkpoints.cli", "turn folder checkpoints into single files, and back"),
+}
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are: in the package where it was installed from a wheel, beside it in the repository."""
+    package = Path(__file__).parent
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that the first argument names with the others.
+
+    A recipe runs as ``python recipes/NAME.py`` would, and finds modules in the current folder besides: a model of your
+    own is named by its module. Its exit status is that of the process.
+
+    Args:
+        arguments: Of the command line; ``sys.argv`` if absent.
+
+    Returns:
+        The exit status.
+    """
+    name, *others = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in RECIPES:
+        run_recipe(name, others)
+        return 0
+    if name in TOOLS:
+        tool: Callable[[list[str]], int] = import_module(TOOLS[name][0]).main
+        return tool(others)
+    if name == "--version":
+        sys.stdout.write(f"lightning-recsys {__version__}\n")
+        return 0
+    known = name in ("-h", "--help")
+    (sys.stdout if known else sys.stderr).write(usage() if known else f"there is no command {name!r}.\n{usage()}")
+    return 0 if known else 2
+
+
+def run_recipe(name: str, arguments: list[str]) -> None:
+    """Become ``python recipes/NAME.py ARGUMENTS``, also for the processes that it starts."""
+    path = recipes_folder() / f"{name}.py"
+    sys.path.insert(0, str(path.parent))
+    sys.path.append(os.getcwd())  # last, so that no file there stands in front of a library
+    sys.argv = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def usage() -> str:
+    """All commands, a line each."""
+    commands = {**RECIPES, **{name: about for name, (_, about) in TOOLS.items()}}
+    lines = "".join(f"  {name:<11} {about}\n" for name, about in commands.items())
+    return f"usage: lightning-recsys COMMAND [ARGUMENTS]; lightning-recsys COMMAND --help says more\n\n{lines}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The wheel, unpacked where there is no repository: its commands do what the recipes do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from recipe_helpers import ROOT, TINY
+
+from lightning_recsys.cli import RECIPES, main, usage
+
+SOURCES = ("conf", "recipes", "lightning_recsys", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory) -> Path:
+    """A wheel of this repository, built in a copy, and unpacked as pip would."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source)
+    done = subprocess.run([sys.executable, "-c", BUILD, str(target)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = target.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(target)
+    return target
+
+
+@pytest.fixture
+def command(unpacked, tmp_path) -> Command:
+    """``lightning-recsys`` of the wheel, in the test's folder."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
+        line = [sys.executable, "-m", "lightning_recsys", *arguments]
+        return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+
+    return run
+
+
+def names_below(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("folder", ["conf", "recipes"])
+def test_wheel_then_carries_all_configurations_and_recipes(unpacked, folder):
+    carried = names_below(unpacked / "lightning_recsys" / folder)
+    assert carried == {name for name in names_below(ROOT / folder) if "__pycache__" not in name}
+
+
+def test_train_from_the_wheel_then_runs_with_its_own_configuration(command, tmp_path):
+    done = command("train", *TINY, "trainer=cpu", "hydra.run.dir=run", "callbacks/progress_bar=none")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/metrics.json").read_text())["status"] == "completed"
+    assert "AUC" in done.stdout
+
+
+def test_help_from_the_wheel_then_names_commands_and_no_file_of_the_repository(command):
+    done = command("train", "--help")
+    assert "lightning-recsys train model=deepfm" in done.stdout
+    assert "python recipes" not in done.stdout
+
+
+def test_usage_then_names_all_recipes_of_the_repository(capsys):
+    recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")} - {"__init__"}
+    assert set(RECIPES) == recipes
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == usage()
+    assert all(f"  {name} " in usage() for name in (*RECIPES, "server", "checkpoint"))
+
+
+def test_command_when_unknown_then_status_2_and_the_known_ones(capsys):
+    assert main(["trian"]) == 2
+    assert "there is no command 'trian'" in capsys.readouterr().err
+
+
+def test_tool_when_named_then_gets_the_other_arguments(tmp_path, capsys):
+    assert main(["server", "--make-keys", str(tmp_path / "job.keys")]) == 0
+    assert (tmp_path / "job.keys").exists()
+    assert main(["checkpoint", "to-file", str(tmp_path / "none"), str(tmp_path / "file")]) == 1
