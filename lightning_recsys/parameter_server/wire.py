@@ -23,11 +23,18 @@ from torch import Tensor
 
 from lightning_recsys.stores.mapped_arrays import check_name
 
-VERSION = 6  # raised with every change of a message
+VERSION = 7  # raised with every change of a message
 CLIENT_ID_BYTES = 16
 MAX_SEQUENCE = 2**62
 MAX_WINDOW = 64  # pushes that a client may have on their way: of so many a server knows which it has refused
-DTYPES = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8}
+DTYPES = {
+    "f4": torch.float32,
+    "b2": torch.bfloat16,
+    "i1": torch.int8,
+    "i4": torch.int32,
+    "i8": torch.int64,
+    "u1": torch.uint8,
+}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
@@ -75,7 +82,7 @@ class Limits:
         rows: Rows or ids in one request.
     """
 
-    frames: int = 8
+    frames: int = 64
     header_bytes: int = 1 << 20
     message_bytes: int = 512 << 20
     rows: int = 1 << 24
@@ -292,4 +299,6 @@ def _describe(arrays: Sequence[Tensor]) -> list[tuple[str, list[int]]]:
 
 
 def _as_bytes(array: Tensor) -> memoryview:
+    if array.dtype == torch.bfloat16:  # NumPy has none
+        array = array.view(torch.int16)
     return array.numpy().data.cast("B") if array.numel() else memoryview(b"")

@@ -48,6 +48,7 @@ EDGES: dict[str, set[str]] = {
     "metrics": set(),
     "partition": set(),
     "sync": {"compiled", "renamed"},
+    "compression": {"compiled"},
     "compiled": set(),
     "renamed": set(),
     "runtime": set(),

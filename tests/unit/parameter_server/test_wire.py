@@ -51,6 +51,16 @@ def test_request_when_sent_then_comes_back_with_its_arrays():
     assert all(torch.equal(x, y) for x, y in zip(received.arrays, arrays, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.float32], ids=str)
+def test_array_when_of_any_dtype_of_the_wire_then_comes_back_with_its_bits(dtype):
+    array = (100 * torch.rand(7, 3) - 50).to(dtype)
+    frames = encode_reply(Reply(9, Status.OK, None, [array]))
+    assert len(frames[1]) == array.nbytes
+    (received,) = decode_reply([bytearray(frame) for frame in frames], LIMITS).arrays
+    assert received.dtype == dtype
+    assert torch.equal(received, array)
+
+
 def test_reply_when_sent_then_comes_back_with_its_arrays():
     reply = Reply(9, Status.OK, {"rows": 3}, [torch.rand(3, 2)])
     received = decode_reply([bytearray(frame) for frame in encode_reply(reply)], LIMITS)
