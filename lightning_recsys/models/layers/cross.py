@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.models.layers.linear import affine
@@ -17,7 +17,11 @@ from lightning_recsys.partition.pieces import Sends
 
 def flatten_inputs(dense: Tensor, embeddings_BFD: Tensor) -> Tensor:
     """Embeddings ``[B, F, D]`` and numeric features ``[B, N]`` side by side: ``[B, F D + N]``."""
-    flat = embeddings_BFD.flatten(1)
+    return _beside(embeddings_BFD.flatten(1), dense)
+
+
+@fx.wrap  # one call of a traced model: which branch it takes is for the batch to say
+def _beside(flat: Tensor, dense: Tensor) -> Tensor:
     return torch.cat([flat, dense], 1) if dense.shape[1] else flat
 
 
@@ -156,6 +160,7 @@ class CrossNetwork(InputLayer):
         return torch.addcmul(c_M[-1], _alpha(p_BM[:, :-1], c_M[:-1]), p_BM[:, -1])
 
 
+@fx.wrap  # one call of a traced model, which could not loop over the layers
 def _alpha(p_BL: Tensor, c_L: Tensor) -> Tensor:
     """Float32 in mixed precision, too: bfloat16 would lose ``p`` in ``1 + p``."""
     alpha_B = torch.ones_like(p_BL[:, 0])

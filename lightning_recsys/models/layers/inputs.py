@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, fx
 
 
 def check_dense(dense: Tensor, num_dense: int) -> None:
@@ -15,6 +15,11 @@ def check_dense(dense: Tensor, num_dense: int) -> None:
     Raises:
         ValueError: the shape is not ``[B, num_dense]``.
     """
+    _refuse_other_shapes(dense, num_dense)
+
+
+@fx.wrap  # one call of a traced model, which makes the check at every batch, too
+def _refuse_other_shapes(dense: Tensor, num_dense: int) -> None:
     if dense.dim() != 2 or dense.shape[1] != num_dense:
         raise ValueError(
             f"the model was made with num_dense={num_dense} and takes numeric features [B, {num_dense}],"

@@ -1,0 +1,171 @@
+"""A traced model in parts, each on one device, with tensors between them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from lightning_recsys.partition.tracing import TracedModel
+from lightning_recsys.placement.plan import OperatorPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Operators that are computed in one go on one device.
+
+    Args:
+        name: ``<device>.<level>``, unique in its model.
+        device: ``trainer``, ``server0``, ``server1``, ...
+        level: Parts of one level do not need each other's results; each needs some of a level below.
+        module: ``forward(*inputs) -> outputs``, both tuples; it has the model's own submodules, under the names that
+            they have there, so that names of parameters are those of the model. Can be pickled.
+        inputs: Names of the values that it takes, in the order of its arguments.
+        outputs: Names of the values that it returns, in their order; tensors, all of them.
+    """
+
+    name: str
+    device: str
+    level: int
+    module: nn.Module
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+Runner = Callable[[Part, tuple[Any, ...]], tuple[Tensor, ...]]
+"""Computes a part: takes the part and its inputs, returns its outputs."""
+
+
+def run_here(part: Part, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Compute a part in this process."""
+    outputs: tuple[Tensor, ...] = part.module(*inputs)
+    return outputs
+
+
+class PartitionedModel:
+    """A model that is computed part by part: call it as the model itself.
+
+    It shares the model's modules, and so its parameters and its mode of training or evaluation. It is no module: state
+    dicts stay those of the model. To have the model computed in parts wherever it is called,
+    ``model.forward = partitioned`` until ``del model.forward``.
+
+    Args:
+        parts: In an order in which they can be computed.
+        signature: Of the model's ``forward``.
+        arguments: The values that its arguments are, in their order.
+        results: What it returns: a node of the traced model, or a container of such.
+        owners: For each key of the model's state dict the part that has it.
+
+    Attributes:
+        runners: What computes the parts of a device; :func:`run_here` where none is given.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        signature: inspect.Signature,
+        arguments: Sequence[str],
+        results: Any,
+        owners: Mapping[str, str],
+    ) -> None:
+        self.parts = tuple(parts)
+        self.owners = dict(owners)
+        self.runners: dict[str, Runner] = {}
+        self._signature = signature
+        self._arguments = tuple(arguments)
+        self._results = results
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values: dict[str, Any] = dict(zip(self._arguments, bound.arguments.values(), strict=True))
+        for part in self.parts:
+            run = self.runners.get(part.device, run_here)
+            outputs = run(part, tuple(values[name] for name in part.inputs))
+            values.update(zip(part.outputs, outputs, strict=True))
+        return fx.map_arg(self._results, lambda node: values[node.name])
+
+    def on(self, device: str) -> tuple[Part, ...]:
+        """The parts of a device, in their order."""
+        return tuple(part for part in self.parts if part.device == device)
+
+    def part_state(self, part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What belongs to a part of anything that has the keys of the model's state dict."""
+        return {name: value for name, value in state.items() if self.owners.get(name) == part.name}
+
+
+def split(traced: TracedModel, plan: OperatorPlan) -> PartitionedModel:
+    """Cut a model by a plan into as few parts as its operators' order allows, with one device each.
+
+    An operator's level is the highest of those whose values it reads, and one more where these are on another device;
+    0 where it reads the model's inputs alone. A part has the operators of one device and level, so none waits for
+    itself.
+
+    Args:
+        traced: The model.
+        plan: A device for each of its operators.
+
+    Raises:
+        ValueError: the plan is not one of this model.
+    """
+    plan.check(traced.operators)
+    levels = _levels(traced, plan)
+    groups: dict[tuple[int, str], list[str]] = {}
+    for operator in traced.operators.operators:
+        groups.setdefault((levels[operator.name], plan.devices[operator.name]), []).append(operator.name)
+    keys = list(traced.model.state_dict())
+    parts, owners = [], {}
+    for (level, device), names in sorted(groups.items()):
+        part = _make_part(traced, names, device=device, level=level)
+        parts.append(part)
+        called = [f"{node.target}" for name in names for node in traced.nodes[name] if node.op == "call_module"]
+        read = [f"{node.target}" for name in names for node in traced.nodes[name] if node.op == "get_attr"]
+        prefixes = tuple(f"{path}." for path in called)
+        owners.update({key: part.name for key in keys if key in read or key.startswith(prefixes)})
+    return PartitionedModel(
+        parts,
+        signature=inspect.signature(partial(type(traced.model).forward, traced.model)),  # which fx has traced
+        arguments=[node.name for node in traced.fx_graph.nodes if node.op == "placeholder"],
+        results=traced.fx_graph.output_node().args[0],
+        owners=owners,
+    )
+
+
+def _levels(traced: TracedModel, plan: OperatorPlan) -> dict[str, int]:
+    graph = traced.operators
+    levels: dict[str, int] = {}
+    for operator in graph.operators:
+        device = plan.devices[operator.name]
+        level = 0
+        for name in operator.inputs:
+            producer = graph.value_of[name].producer
+            if producer is not None:
+                level = max(level, levels[producer] + (plan.devices[producer] != device))
+        levels[operator.name] = level
+    return levels
+
+
+def _make_part(traced: TracedModel, names: Sequence[str], *, device: str, level: int) -> Part:
+    chosen = {node for name in names for node in traced.nodes[name]}
+    nodes = [node for node in traced.fx_graph.nodes if node in chosen]
+    inputs = tuple(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in chosen))
+    outputs = [node for node in nodes if any(user not in chosen for user in node.users)]
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return Part(
+        f"{device}.{level}",
+        device,
+        level,
+        fx.GraphModule(traced.model, graph, class_name="Part"),
+        tuple(node.name for node in inputs),
+        tuple(node.name for node in outputs),
+    )

@@ -1,0 +1,206 @@
+"""From a model to its operators, by ``torch.fx``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from lightning_recsys.partition.grouping import group_nodes, module_of
+from lightning_recsys.partition.lookups import is_lookup
+from lightning_recsys.partition.sampling import Sampled, count_flops, in_mode, run_sample
+from lightning_recsys.placement.operators import Operator, OperatorGraph, Value
+
+# fx patches nn.Module.__call__ and __getattr__ of the whole process while it traces.
+_ONE_AT_A_TIME = threading.Lock()
+_CHANGE = (
+    "Decisions there may depend on settings, not on tensors or on the mode: use torch's functions (torch.where, and "
+    "nn.Dropout instead of F.dropout), fixed sizes from __init__ and no loops over tensors."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedModel:
+    """A model's graph of torch calls, and the same as operators.
+
+    Args:
+        model: The model itself; its parameters are not copied.
+        fx_graph: Its calls, modules without submodules as one each.
+        operators: What is placed, with costs of the sample batch.
+        nodes: For each operator its calls, in their order.
+    """
+
+    model: nn.Module
+    fx_graph: fx.Graph
+    operators: OperatorGraph
+    nodes: Mapping[str, tuple[fx.Node, ...]]
+
+
+def trace(model: nn.Module, sample: Sequence[Any], *, whole: Sequence[str] = ()) -> TracedModel:
+    """Write down what a model computes, operator by operator.
+
+    A module without submodules is one operator, and so is one of torch's own layers; other modules are traced through.
+    Calls that cannot be on different devices make up one operator: those that read the same parameter, those that
+    change a tensor in place, and those that hand on what is no tensor, such as a shape.
+
+    Call it where no other thread runs a module: ``torch.fx`` patches ``nn.Module`` for the whole process meanwhile.
+
+    Args:
+        model: Its ``forward`` takes tensors, or what embedding collections take.
+        sample: Arguments of one call, of a batch of the usual size: costs are those of this batch. The model is run
+            once, in evaluation mode, and not changed.
+        whole: Paths of modules to keep as one operator each, though they have submodules.
+
+    Raises:
+        ValueError: the model cannot be traced; names the module and says what to change.
+    """
+    unknown = [path for path in whole if path not in dict(model.named_modules())]
+    if unknown:
+        raise ValueError(f"the model has no modules {unknown} to keep whole.")
+    fx_graph = _trace(model, whole)
+    _check_mode(model, fx_graph, whole)
+    sampled = run_sample(model, fx_graph, sample)
+    nodes = group_nodes(model, fx_graph, tensors=sampled.tensors)
+    return TracedModel(model, fx_graph, _operator_graph(model, fx_graph, nodes, sampled), nodes)
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, whole: Sequence[str]) -> None:
+        super().__init__()
+        self._whole = frozenset(whole)
+        self.failed: tuple[str, nn.Module] | None = None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return (
+            is_lookup(m)
+            or module_qualified_name in self._whole
+            or next(m.children(), None) is None
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or (self.path_of_module(m), m)
+            raise
+
+
+def _trace(model: nn.Module, whole: Sequence[str]) -> fx.Graph:
+    tracer = _Tracer(whole)
+    try:
+        with _ONE_AT_A_TIME:
+            return tracer.trace(model)
+    except Exception as error:
+        path, module = tracer.failed or ("", model)
+        raise ValueError(_refusal(path, module, str(error))) from error
+
+
+def _refusal(path: str, module: nn.Module, reason: str) -> str:
+    where = f"{path} ({type(module).__name__})" if path else f"the model itself ({type(module).__name__})"
+    has_lookup = any(map(is_lookup, module.modules()))
+    keep = "" if has_lookup or not path else f" Or keep the module whole, on one device: whole=[{path!r}]."
+    return f"{where} cannot be traced, so its operators cannot be placed: {reason} {_CHANGE}{keep}"
+
+
+def _check_mode(model: nn.Module, fx_graph: fx.Graph, whole: Sequence[str]) -> None:
+    """Refuse a forward that reads ``self.training``: the graph would keep the mode in which it was traced."""
+    with in_mode(model, training=not model.training):
+        other = _trace(model, whole)
+    for one, two in zip(fx_graph.nodes, other.nodes, strict=False):
+        if one.format_node() != two.format_node():
+            path = module_of(one)
+            module = model.get_submodule(path)
+            raise ValueError(_refusal(path, module, "training and evaluation compute different things."))
+
+
+def _operator_graph(
+    model: nn.Module, fx_graph: fx.Graph, nodes: Mapping[str, tuple[fx.Node, ...]], sampled: Sampled
+) -> OperatorGraph:
+    operator_of = {node: name for name, group in nodes.items() for node in group}
+    placeholders = [node for node in fx_graph.nodes if node.op == "placeholder"]
+    returned = list(fx_graph.output_node().all_input_nodes)
+    crossing = [
+        node
+        for node in fx_graph.nodes
+        if node.op != "output"
+        and (node in returned or any(operator_of.get(user) != operator_of.get(node) for user in node.users))
+    ]
+    values = [
+        Value(
+            node.name,
+            num_bytes(sampled.tensors[node]) if node in sampled.tensors else 0,
+            operator_of.get(node),
+            node in sampled.tensors and sampled.tensors[node].requires_grad,
+        )
+        for node in crossing
+    ]
+    no_tensors = {node for node in [*placeholders, *returned] if node not in sampled.tensors}
+    operators = tuple(
+        _operator(model, name, group, sampled, no_tensors=no_tensors, operator_of=operator_of)
+        for name, group in nodes.items()
+    )
+    names = {value.name for value in values}
+    results = tuple(node.name for node in returned if node.name in names)
+    return OperatorGraph(operators, tuple(values), results, sampled.batch_size)
+
+
+def _operator(
+    model: nn.Module,
+    name: str,
+    group: Sequence[fx.Node],
+    sampled: Sampled,
+    *,
+    no_tensors: set[fx.Node],
+    operator_of: Mapping[fx.Node, str],
+) -> Operator:
+    modules = [model.get_submodule(str(node.target)) for node in group if node.op == "call_module"]
+    looks_up = any(map(is_lookup, modules))
+    inputs = dict.fromkeys(x for node in group for x in node.all_input_nodes if operator_of.get(x) != name)
+    tensors = {} if looks_up else tensors_of(model, group)
+    forward, backward = (0.0, 0.0) if looks_up else count_flops(model, group, sampled, list(tensors.values()))
+    made = [sampled.tensors[node] for node in group if node.op != "get_attr" and node in sampled.tensors]
+    return Operator(
+        name,
+        " + ".join(dict.fromkeys(_kind(model, node) for node in group if node.op != "get_attr")),
+        tuple(node.name for node in inputs),
+        forward_flops=forward,
+        backward_flops=backward,
+        weight_bytes=sum(map(num_bytes, tensors.values())),
+        activation_bytes=sum(map(num_bytes, made)),
+        owns_parameters=any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()),
+        trainer_only=looks_up or any(node in no_tensors for node in [*group, *inputs]),
+    )
+
+
+def tensors_of(model: nn.Module, group: Sequence[fx.Node]) -> dict[str, Tensor]:
+    """Parameters and buffers of an operator, each once, by their names in the model."""
+    found: dict[str, Tensor] = {}
+    for node in group:
+        path = str(node.target)
+        if node.op == "call_module":
+            module = model.get_submodule(path)
+            found.update((f"{path}.{name}", tensor) for name, tensor in module.named_parameters())
+            found.update((f"{path}.{name}", tensor) for name, tensor in module.named_buffers())
+        elif node.op == "get_attr":
+            parent, _, name = path.rpartition(".")
+            found[path] = getattr(model.get_submodule(parent), name)
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's numbers."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _kind(model: nn.Module, node: fx.Node) -> str:
+    if node.op == "call_module":
+        return type(model.get_submodule(str(node.target))).__name__
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", str(node.target))
