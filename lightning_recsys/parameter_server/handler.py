@@ -1,5 +1,7 @@
 """What a server does with a request, without a socket: finds the operation, counts pushes once, and always replies.
 
+An operation that takes long answers with a future, so that the server goes on with other requests meanwhile.
+
 Everything about a request is checked before anything is touched. What the operations are, the parts in ``requests/``
 say; none of them is known here.
 """
@@ -8,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from lightning_recsys.parameter_server.requests.clients import Clients
 from lightning_recsys.parameter_server.requests.dense import DenseRequests
 from lightning_recsys.parameter_server.requests.dynamic import DynamicRequests
 from lightning_recsys.parameter_server.requests.exchange import ExchangeRequests
-from lightning_recsys.parameter_server.requests.operations import Operations, Push
+from lightning_recsys.parameter_server.requests.operations import Answer, Offer, Operations, Push
 from lightning_recsys.parameter_server.requests.rows import RowRequests
 from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.wire import (
@@ -38,6 +41,9 @@ from lightning_recsys.parameter_server.wire import (
     encode_reply,
 )
 from lightning_recsys.stores.mapped_arrays import remove_leftovers
+
+MakeOffer = Callable[[Path, Limits, Callable[[], Peer | None]], Offer]
+"""Makes what a server offers besides stores; as ``offer`` of :class:`RequestHandler`."""
 
 
 class _Gap(Exception):
@@ -67,6 +73,19 @@ class Counts:
     started: float = field(default_factory=time.monotonic)
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """A request that is being worked on in another thread; :meth:`RequestHandler.finish` has its reply.
+
+    Args:
+        request_id: Of the request.
+        future: Of its result.
+    """
+
+    request_id: int
+    future: Future[object]
+
+
 class RequestHandler:
     """Serves the stores of a folder, request by request.
 
@@ -74,6 +93,8 @@ class RequestHandler:
         folder: The folder.
         limits: What one request, and its reply, may take.
         max_clients: Clients that the journal has room for.
+        offer: Makes what the server offers besides stores, from its folder, its limits and a function that tells over
+            which connection the present request came.
 
     Attributes:
         stores: The folder's stores.
@@ -87,7 +108,14 @@ class RequestHandler:
         RuntimeError: its journal is damaged.
     """
 
-    def __init__(self, folder: Path, *, limits: Limits | None = None, max_clients: int = 1024) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limits: Limits | None = None,
+        max_clients: int = 1024,
+        offer: MakeOffer | None = None,
+    ) -> None:
         self.stores = OpenStores(folder, limits or Limits())
         remove_leftovers(self.stores.folder)
         # Rows come back to what they were before anything reads them: a push that a killed server had begun is sent
@@ -98,12 +126,28 @@ class RequestHandler:
         self.counts = Counts()
         offered = [kind(self.stores).operations for kind in (RowRequests, DynamicRequests, DenseRequests)]
         offered += [self.clients.operations, self.stores.operations, ExchangeRequests(self.stores).operations]
+        self._offer = None
+        if offer is not None:
+            self._offer = offer(self.stores.folder, self.stores.limits, lambda: self.clients.peer)
+            offered.append(self._offer.operations)
         self._operations = reduce(or_, offered, Operations(reads={"status": self._status}))
 
-    def handle(self, frames: Sequence[Frame], peer: Peer | None = None) -> list[bytes | memoryview]:
-        """The frames of the reply to the frames of a request, and the connection that it came over, if any."""
+    def handle(self, frames: Sequence[Frame], peer: Peer | None = None) -> list[bytes | memoryview] | Unfinished:
+        """The frames of the reply to the frames of a request, unless that takes long.
+
+        Args:
+            frames: The request's.
+            peer: The connection that it came over, if any.
+        """
         self.clients.peer = peer
-        return encode_reply(self._reply(frames))
+        reply = self._reply(frames)
+        return reply if isinstance(reply, Unfinished) else encode_reply(reply)
+
+    def finish(self, unfinished: Unfinished) -> list[bytes | memoryview]:
+        """The frames of the reply to a request whose result is there."""
+        reply = self._outcome(unfinished.request_id, unfinished.future.result)
+        assert isinstance(reply, Reply), "a future gives no future"
+        return encode_reply(reply)
 
     def status(self) -> dict[str, Any]:
         """What a server tells of itself; plain numbers and strings."""
@@ -118,10 +162,13 @@ class RequestHandler:
             "run": self.clients.lease.holder or "none",
             "uptime": round(time.monotonic() - counts.started, 3),
             "folder": str(self.stores.folder),
+            **({} if self._offer is None else self._offer.status()),
         }
 
     def close(self) -> None:
         """Let go of the stores and the journal."""
+        if self._offer is not None:
+            self._offer.close()
         self.stores.close()
         self.journal.close()
 
@@ -129,20 +176,28 @@ class RequestHandler:
         take_nothing(request)
         return self.status()
 
-    def _reply(self, frames: Sequence[Frame]) -> Reply:
+    def _reply(self, frames: Sequence[Frame]) -> Reply | Unfinished:
         """Carry out a request; whatever is wrong with it, or happens meanwhile, becomes a reply."""
         self.counts.requests += 1
-        request_id = 0
         try:
-            try:
-                request = decode_request(frames, self.stores.limits)
-            except MessageError as error:
-                request_id = error.request_id
-                if error.push is not None:
-                    self._refuse(error.push, error)
-                raise
-            request_id = request.id
-            result = self._answer(request)
+            request = decode_request(frames, self.stores.limits)
+        except MessageError as error:
+            return self._outcome(error.request_id, partial(self._refuse_message, error))
+        return self._outcome(request.id, partial(self._answer, request))
+
+    def _refuse_message(self, error: MessageError) -> object:
+        if error.push is not None:
+            self._refuse(error.push, error)
+        raise error
+
+    def _outcome(self, request_id: int, work: Callable[[], object]) -> Reply | Unfinished:
+        """The reply that says what came of some work; an :class:`Unfinished` where that is a future."""
+        try:
+            result = work()
+            if isinstance(result, Future):
+                return Unfinished(request_id, result)
+            if isinstance(result, Answer):
+                return Reply(request_id, Status.OK, result.value, result.arrays)
             if isinstance(result, Tensor):
                 result = (result,)
             if isinstance(result, tuple):

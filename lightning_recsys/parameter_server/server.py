@@ -8,11 +8,13 @@ import logging
 import multiprocessing
 import os
 import re
+import select
 import signal
 import socket
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,8 +23,8 @@ from typing import Any, Self
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_recsys.parameter_server.connections import LOOK_MILLISECONDS, Connections
-from lightning_recsys.parameter_server.handler import RequestHandler
+from lightning_recsys.parameter_server.connections import LOOK_MILLISECONDS, Connections, Peer
+from lightning_recsys.parameter_server.handler import MakeOffer, RequestHandler, Unfinished
 from lightning_recsys.parameter_server.keys import ServerKeys, Token
 from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
 from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
@@ -35,7 +37,7 @@ MAX_SOCKET_BYTES = 107  # of a path, by the system's `sockaddr_un`
 BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
 DRAIN_SECONDS = 5.0  # for requests that had arrived when the server was told to stop
 LINGER_SECONDS = 2.0  # for answers that nobody takes
-_STOP = b"\0"
+_STOP, _FINISHED = b"\0", b"\xff"  # no signal has that number
 _READABLE = int(zmq.POLLIN)
 _TURN = 64  # requests served before the other sockets are looked at
 _MAX_WAITING = 8  # requests of one connection that are received before they are served; the rest stays with its sender
@@ -52,6 +54,7 @@ def serve(
     num_threads: int = 1,
     limits: Limits | None = None,
     max_clients: int = 1024,
+    offer: MakeOffer | None = None,
 ) -> None:
     """Run a server in this process until it is told to stop; requests that have arrived by then are answered.
 
@@ -71,6 +74,8 @@ def serve(
         num_threads: Threads for the arithmetic, as in :func:`lightning_recsys.runtime.configure_worker`.
         limits: What one request, and its reply, may take.
         max_clients: Clients that the journal has room for.
+        offer: What the server offers besides stores, as for
+            :class:`~lightning_recsys.parameter_server.handler.RequestHandler`.
 
     Raises:
         ValueError: the address is not of this machine and there are no keys, or it is no address.
@@ -82,7 +87,7 @@ def serve(
     check_bind(bind, keys)  # before anything is made
     configure_worker(num_threads)
     make_own_folder(folder)
-    with Server(folder, bind=bind, keys=keys, limits=limits, max_clients=max_clients) as server:
+    with Server(folder, bind=bind, keys=keys, limits=limits, max_clients=max_clients, offer=offer) as server:
         parent = multiprocessing.parent_process()
         if parent is not None:
             assert parent.pid is not None
@@ -102,11 +107,13 @@ class Server:
         keys: As for :func:`serve`.
         limits: What one request, and its reply, may take.
         max_clients: Clients that the journal has room for.
+        offer: As for :func:`serve`.
 
     Attributes:
         endpoint: Where it listens, with the port that it got.
         handler: What does the work.
-        waker: A byte sent here wakes the server: 0, or the number of a signal that it stops on.
+        waker: A byte sent here wakes the server: 0, or the number of a signal that it stops on; 255 where a request's
+            result is there.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class Server:
         keys: ServerKeys | None = None,
         limits: Limits | None = None,
         max_clients: int = 1024,
+        offer: MakeOffer | None = None,
     ) -> None:
         limits = limits or Limits()
         bind = _in(folder) if bind is None else bind
@@ -125,12 +133,15 @@ class Server:
         # The lock comes before anything is read: a second server would put back rows that the first one is changing.
         # The handler comes before the address is bound, so no request is answered before rows are whole again.
         self._lock = _lock(folder)
-        self.handler = RequestHandler(folder, limits=limits, max_clients=max_clients)
+        self.handler = RequestHandler(folder, limits=limits, max_clients=max_clients, offer=offer)
         if self.handler.recovered:
             log.warning("The server of %s was killed while it applied a push; what it touched is as before.", folder)
         self._keys: ServerKeys | Token | None = keys
         self._wake, self.waker = socket.socketpair()
         self.waker.setblocking(False)
+        # Requests whose results are there, with who asked: other threads add to it, and wake the loop, which answers.
+        self._finished: deque[tuple[Peer, Unfinished]] = deque()
+        self._num_unfinished = 0  # requests that other threads work on, or have finished and nobody has answered
         self._stopping: list[int] = []  # file descriptors at whose end it stops
         self._connections: Connections | None = None  # once it listens
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -202,6 +213,7 @@ class Server:
                 self._wake.fileno() in ready and self._told_to_stop()
             ):
                 break
+            self._answer_finished()
             # Only when every whole message was served do the bytes that are left belong to one that is not whole.
             if (self._router not in ready or self._serve_some()) and (now := time.monotonic()) >= next_look:
                 connections.cut_unfinished()
@@ -218,9 +230,34 @@ class Server:
         deadline = time.monotonic() + DRAIN_SECONDS
         while time.monotonic() < deadline and self._serve_one():
             pass
+        self._answer_finished()
+        while self._num_unfinished and (seconds := deadline - time.monotonic()) > 0:
+            if select.select([self._wake], [], [], seconds)[0]:
+                self._wake.recv(4096)
+            self._answer_finished()
 
     def _told_to_stop(self) -> bool:
         return bool(set(self._wake.recv(4096)) & {*_STOP, signal.SIGTERM, signal.SIGINT})
+
+    def _finish_later(self, peer: Peer, unfinished: Unfinished) -> None:
+        """Answer once the result is there; the thread that has it wakes the loop."""
+
+        def finished(_: object) -> None:
+            self._finished.append((peer, unfinished))
+            with suppress(OSError):  # full: then it wakes anyway; closed: then nobody is answered any more
+                self.waker.send(_FINISHED)
+
+        self._num_unfinished += 1
+        unfinished.future.add_done_callback(finished)
+
+    def _answer_finished(self) -> None:
+        assert self._connections is not None
+        while self._finished:
+            peer, unfinished = self._finished.popleft()
+            self._num_unfinished -= 1
+            reply = self.handler.finish(unfinished)
+            if peer.is_alive:
+                self._connections.send(peer, reply)
 
     def _serve_one(self) -> bool:
         assert self._connections is not None
@@ -235,7 +272,9 @@ class Server:
             # it again, and is told by the next server that it was applied.
             reply = self.handler.handle(frames, peer if peer.is_alive else None)
             del frames  # the memory of a large request goes before the next one comes
-            if peer.is_alive:
+            if isinstance(reply, Unfinished):
+                self._finish_later(peer, reply)
+            elif peer.is_alive:
                 self._connections.send(peer, reply)
         return True
 

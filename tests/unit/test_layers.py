@@ -60,12 +60,12 @@ LINES: dict[str, list[str]] = {
     "parameter_server": [
         "cli",
         "server",
-        "handler",
+        "handler operators",
         "requests/clients requests/dense requests/dynamic requests/exchange requests/rows",
         "requests/stores connect lease",
-        "requests/served requests/operations remote",
+        "requests/served requests/operations remote remote_parts",
         "client exchange_wire",
-        "connections journal links requests/checks",
+        "connections journal links operator_wire requests/checks trained_part",
         "keys loopback own_files wire",
     ],
     "stores": [

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from lightning_recsys.parameter_server.journal import Undo
 from lightning_recsys.parameter_server.wire import Request
 
 Read = Callable[[Request], object]
-"""Answers a request that changes nothing: with a plain value, a tensor, or a tuple of tensors."""
+"""Answers a request that counts the same however often it comes, in most cases because it changes nothing.
+
+With a plain value, a tensor, a tuple of tensors, an :class:`Answer`, or a future of one of these.
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plain value and tensors."""
+
+    value: Any
+    arrays: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,7 @@ class Operations:
     """Operations by name.
 
     Args:
-        reads: Those that change nothing, and take no sequence number.
+        reads: Those that take no sequence number, as :data:`Read` says.
         pushes: Those that change something. Each is given the request, checks all of it, and changes nothing yet.
         again: For pushes with an answer: what is answered when one comes again that was applied before, which is what
             the store has by then. The others are answered ``None``.
@@ -42,3 +56,20 @@ class Operations:
 
     def __or__(self, other: Operations) -> Operations:
         return Operations(self.reads | other.reads, self.pushes | other.pushes, self.again | other.again)
+
+
+class Offer(Protocol):
+    """What a server offers besides stores."""
+
+    @property
+    def operations(self) -> Operations:
+        """The requests that it answers."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """What it adds to the server's status; plain numbers and strings."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; the server ends."""
+        ...
