@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.compiled.loops import AHEAD, compile_inline, compile_rule, prefetch_row
-from lightning_recsys.optim.compiled import Update, sum_of_squares
+from lightning_recsys.optim.compiled import Update, sum_of_squares, with_decay
 from lightning_recsys.optim.row_optimizers import RowAdagrad, RowOptimizer, RowSGD, RowWiseAdagrad
 from lightning_recsys.sync.clocks import ClockRule, advance
 
@@ -163,10 +163,12 @@ def apply_and_accumulate(
         arrays = [tensor.numpy() for tensor in (rows, *state.values(), *owed.values())]
         loop = _LOOPS[type(optimizer)]
         numbers = (lr, optimizer.eps) if isinstance(optimizer, RowAdagrad) else (lr,)
-        loop(touched, grads.numpy(), clocks, *arrays, *(np.float32(number) for number in numbers))
+        sums = with_decay(optimizer, touched, grads.numpy(), rows)
+        loop(touched, sums, clocks, *arrays, *(np.float32(number) for number in numbers))
         return
     where = torch.from_numpy(touched).to(rows.device)
     clean = torch.from_numpy(touched[clocks[touched, UNSENT] == 0]).to(rows.device)
+    grads = optimizer.decayed(rows.index_select(0, where), grads)
     changes = _changes(optimizer, grads, {name: x.index_select(0, where) for name, x in state.items()}, lr)
     _tick_all(clocks, touched)
     for name, change in changes.items():
@@ -210,7 +212,7 @@ def apply_and_owe(
     rows_UD = rows.index_select(0, where)
     states = {name: tensor.index_select(0, where) for name, tensor in state.items()}
     before = {name: tensor.clone() for name, tensor in {"weight": rows_UD, **states}.items()}
-    optimizer.update_(rows_UD, grads, states, lr=lr, step=step)
+    optimizer.update_(rows_UD, optimizer.decayed(rows_UD, grads), states, lr=lr, step=step)
     for name, after in {"weight": rows_UD, **states}.items():
         change = before[name] - after if name == "weight" else after - before[name]
         owed[name].index_fill_(0, clean, 0.0).index_add_(0, where, change)

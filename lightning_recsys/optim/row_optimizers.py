@@ -1,7 +1,8 @@
 """Update rules for embedding rows: what happens to one row when its summed gradient arrives.
 
-A rule owns no rows. Kernels and stores gather the touched rows with their state, call :meth:`RowOptimizer.update_`
-and put them back; :mod:`lightning_recsys.optim.compiled` holds the same rules as compiled loops.
+A rule owns no rows. Kernels and stores gather the touched rows with their state, add the weight decay to their
+gradients (:meth:`RowOptimizer.decayed`), call :meth:`RowOptimizer.update_` and put them back;
+:mod:`lightning_recsys.optim.compiled` holds the same rules as compiled loops.
 """
 
 # Shape suffixes: U unique rows of a batch, D embedding dim.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -21,13 +22,26 @@ from lightning_recsys.renamed import renamed_arguments
 
 @dataclass(frozen=True)
 class RowOptimizer(ABC):
-    """Base of all row update rules: hyperparameters, and which state a row carries.
+    r"""Base of all row update rules: hyperparameters, and which state a row carries.
+
+    Weight decay is L2 in the gradient, as in ``torch.optim.Adam(weight_decay=...)``: whoever applies a rule hands it
+    :math:`g + \lambda w` in place of :math:`g`. It is lazy: an update decays the rows that it touches, once each,
+    however often the batch names them.
 
     Args:
         lr: Step size; a schedule may override it at each update.
+        weight_decay: :math:`\lambda`, at least 0.
+        decay_all_rows: Every update decays every row, as a dense optimizer would: rows that the batch does not touch
+            are updated with the gradient :math:`\lambda w`, their state too. The time of an update then grows with the
+            table, so this is for small ones.
+
+    Raises:
+        ValueError: a number is out of range, or there is no weight decay that ``decay_all_rows`` could mean.
     """
 
     lr: float
+    weight_decay: float = field(default=0.0, kw_only=True)
+    decay_all_rows: bool = field(default=False, kw_only=True)
 
     @renamed_arguments(learning_rate="lr")
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -36,12 +50,19 @@ class RowOptimizer(ABC):
 
     def __post_init__(self) -> None:
         self._require("lr", self.lr, positive=True)
+        self._require("weight_decay", self.weight_decay)
+        if self.decay_all_rows and not self.weight_decay:
+            raise ValueError(f"{type(self).__name__}.decay_all_rows needs a weight_decay above 0.")
 
     def _require(self, name: str, value: float, *, positive: bool = False, below: float = math.inf) -> None:
         if not math.isfinite(value) or value < 0 or value >= below or (positive and value == 0):
             lower = "above" if positive else "at least"
             upper = f" and below {below:g}" if below < math.inf else ""
             raise ValueError(f"{type(self).__name__}.{name} must be a finite number {lower} 0{upper}, got {value}.")
+
+    def decayed(self, rows_UD: Tensor, grads_UD: Tensor) -> Tensor:
+        """The gradients with the weight decay of their rows: what :meth:`update_` is to be called with."""
+        return grads_UD.add(rows_UD, alpha=self.weight_decay) if self.weight_decay else grads_UD
 
     @abstractmethod
     def initial_state(self, rows: Tensor) -> dict[str, Tensor]:
@@ -53,7 +74,7 @@ class RowOptimizer(ABC):
 
         Args:
             rows_UD: The touched rows, ``[U, D]``.
-            grads_UD: Their gradients, summed over the batch, ``[U, D]``.
+            grads_UD: Their gradients, summed over the batch, ``[U, D]``, with the weight decay.
             state: The touched rows' state, shapes as in :meth:`initial_state`.
             lr: Step size of this update.
             step: Updates that the table has seen, this one included; starts at 1.

@@ -57,6 +57,8 @@ class RowSWAP(RowOptimizer):
     """
 
     lr: float = field(init=False, default=1.0)
+    weight_decay: float = field(init=False, default=0.0)
+    decay_all_rows: bool = field(init=False, default=False)
     inner: RowOptimizer = field(kw_only=True)
     period: int = field(kw_only=True)
     discount: float = field(kw_only=True)
@@ -68,7 +70,8 @@ class RowSWAP(RowOptimizer):
                 " RowWiseAdagrad, RowAdam, RowFTRL."
             )
         check_period(self.period, self.discount)
-        object.__setattr__(self, "lr", self.inner.lr)
+        for name in ("lr", "weight_decay", "decay_all_rows"):
+            object.__setattr__(self, name, getattr(self.inner, name))
         super().__post_init__()
 
     def initial_state(self, rows: Tensor) -> dict[str, Tensor]:  # noqa: D102 - inherited

@@ -228,9 +228,10 @@ class MappedDenseStore(DenseStore):
     def _apply(self, gradient: Tensor, first_part: int, last_part: int, *, lr: float, step: int) -> None:
         assert self.optimizer is not None
         first, stop = self._bounds[first_part][0], self._bounds[last_part][1]
+        values = self.values[first:stop].unsqueeze(0)
         self.optimizer.update_(  # the stretch as a single row
-            self.values[first:stop].unsqueeze(0),
-            gradient[first:stop].unsqueeze(0),
+            values,
+            self.optimizer.decayed(values, gradient[first:stop].unsqueeze(0)),
             {
                 name: tensor[first_part : last_part + 1] if name in self._of_parts else tensor[first:stop].unsqueeze(0)
                 for name, tensor in self.state.items()

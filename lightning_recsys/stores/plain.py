@@ -30,7 +30,8 @@ def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
     """A rule by its name, with its numbers.
 
     Raises:
-        TypeError: the rule is none of :mod:`lightning_recsys.optim`: another process could not make it again.
+        TypeError: the rule is none of :mod:`lightning_recsys.optim`: another process could not make it again; or it
+            updates rows that no batch names.
 
     >>> optimizer_to_plain(RowSGD(lr=0.1))
     {'rule': 'RowSGD', 'lr': 0.1}
@@ -44,7 +45,16 @@ def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
     if isinstance(optimizer, RowSWAP):
         numbers = {"period": optimizer.period, "discount": optimizer.discount}
         return {"rule": "RowSWAP", "inner": optimizer_to_plain(optimizer.inner), **numbers}
-    return {"rule": type(optimizer).__name__, **dataclasses.asdict(optimizer)}
+    if optimizer.decay_all_rows:
+        raise TypeError(
+            f"{type(optimizer).__name__}(decay_all_rows=True) updates every row at every step, and stores, caches and"
+            " dynamic tables update the rows that a batch names. Leave decay_all_rows out, so that weight_decay decays"
+            " those rows, or use a strategy whose workers keep rows of their own: single, ddp or des."
+        )
+    numbers = {name: number for name, number in dataclasses.asdict(optimizer).items() if name != "decay_all_rows"}
+    if not optimizer.weight_decay:  # stores from before there was weight decay have the same rule
+        del numbers["weight_decay"]
+    return {"rule": type(optimizer).__name__, **numbers}
 
 
 def optimizer_from_plain(value: object) -> RowOptimizer:
@@ -56,8 +66,9 @@ def optimizer_from_plain(value: object) -> RowOptimizer:
     if not isinstance(value, dict) or not isinstance(value.get("rule"), str) or value["rule"] not in _RULES:
         raise ValueError(f"an update rule must be a dict with rule in {sorted(_RULES)}, got {value!r:.200}.")
     rule = _RULES[value["rule"]]
-    names = {field.name for field in dataclasses.fields(rule) if field.init}
-    numbers = {name: number for name, number in value.items() if name != "rule"}
+    names = {field.name for field in dataclasses.fields(rule) if field.init and field.name != "decay_all_rows"}
+    optional = {"weight_decay": 0.0} if "weight_decay" in names else {}
+    numbers = optional | {name: number for name, number in value.items() if name != "rule"}
     inner: dict[str, Any] = {}
     if rule is RowSWAP:
         wrapped = numbers.pop("inner", None)

@@ -95,7 +95,9 @@ CASES = {
     "wide_deep": Case(WideDeep, {"hidden": (8, 4), **EMBEDDED}, strategy={"field_placement": "balanced"}),
     "deepfm": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}),
     "deepfm_with_adam": Case(
-        DeepFM, {"hidden": (8, 4), **EMBEDDED, "row_optimizer": RowAdam(0.01, eps=1e-4)}, optimizer=ADAM
+        DeepFM,
+        {"hidden": (8, 4), **EMBEDDED, "row_optimizer": RowAdam(0.01, eps=1e-4, weight_decay=0.1)},
+        optimizer=ADAM,
     ),
     "dcn": Case(DCN, {"hidden": (8,), "normalization": "batch", **EMBEDDED}, optimizer=SGD),
     "dcn_v2_parallel": Case(DCNv2, {"rank": 3, "hidden": (8,), **EMBEDDED}),

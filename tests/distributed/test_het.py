@@ -334,8 +334,8 @@ def test_two_workers_when_no_staleness_is_allowed_then_equal_no_cache_and_one_pr
 RULES = {
     "sgd": RowSGD(0.1),
     "adagrad": RowAdagrad(0.1),
-    "rowwise": RowWiseAdagrad(0.1),
-    "adam": RowAdam(0.01),
+    "rowwise": RowWiseAdagrad(0.1, weight_decay=0.1),
+    "adam": RowAdam(0.01, weight_decay=0.1),
     "ftrl": RowFTRL(0.1),
 }
 RANKS, ACCUMULATED, UPDATES = 3, 2, 5

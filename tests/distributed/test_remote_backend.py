@@ -48,7 +48,9 @@ def plan_for(name, collection):
     return place_tables(table_costs(name, collection.layout, collection.optimizer), 2, method="size")
 
 
-@pytest.mark.parametrize("rule", [RowWiseAdagrad(0.1), RowAdam(0.01), RowFTRL(0.1)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "rule", [RowWiseAdagrad(0.1), RowAdam(0.01, weight_decay=0.1), RowFTRL(0.1)], ids=lambda x: type(x).__name__
+)
 def test_collection_when_cut_over_two_servers_then_20_steps_equal_the_local_ones(servers, rule):
     local = EmbeddingBagCollection(TABLES, optimizer=rule)
     remote = copy.deepcopy(local)

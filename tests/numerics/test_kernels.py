@@ -27,6 +27,7 @@ OPTIMIZERS: list[RowOptimizer] = [
     RowAdam(lr=0.01),
     RowFTRL(lr=0.1, l1=0.01, l2=0.1),
 ]
+DECAYED: list[RowOptimizer] = [dataclasses.replace(rule, weight_decay=0.3) for rule in OPTIMIZERS]
 KERNELS = ["torch", "numba", "fbgemm", "fbgemm module"]
 DIMS = [1, 4, 10, 16]
 
@@ -42,6 +43,10 @@ CASES = [
     for kernel in KERNELS
     for dim in DIMS
     if serves(kernel, optimizer, dim)
+] + [
+    pytest.param(optimizer, kernel, 4, id=f"{type(optimizer).__name__}-decay-{kernel}-4")
+    for optimizer in DECAYED
+    for kernel in ("torch", "numba")
 ]
 
 
@@ -106,6 +111,7 @@ def test_training_with_each_kernel_then_equals_autograd(optimizer, kernel, dim, 
             touched = sparse.values[start:end].unique()
             rows, grads = weights[name][touched], leaves[name].grad[touched]
             state = {key: value[touched] for key, value in states[name].items()}
+            grads = grads + optimizer.weight_decay * rows
             # The rules themselves are held against torch.optim and scalar formulas in test_row_optimizers.
             optimizer.update_(rows, grads, state, lr=optimizer.lr, step=step)
             weights[name][touched] = rows
@@ -119,10 +125,15 @@ def test_training_with_each_kernel_then_equals_autograd(optimizer, kernel, dim, 
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "dim", "reason"), [(RowAdam(), 64, "no fused RowAdam"), (RowSGD(), 70, "multiple of 4")]
+    ("optimizer", "dim", "reason"),
+    [
+        (RowAdam(), 64, "no fused RowAdam"),
+        (RowSGD(), 70, "multiple of 4"),
+        (RowSGD(weight_decay=0.1), 128, "s fused rules add no weight decay to the gradient"),
+    ],
 )
 def test_fbgemm_when_it_cannot_serve_then_says_why_and_auto_finds_another(optimizer, dim, reason):
-    with pytest.raises(ValueError, match=f"kernel='fbgemm' cannot serve these tables: it .*{reason}"):
+    with pytest.raises(ValueError, match=f"kernel='fbgemm' cannot serve these tables: it.*{reason}"):
         make(optimizer, dim, "fbgemm")
     assert make(optimizer, dim, "auto").embedding_bags.kernel.name == "numba"
     assert make(RowSGD(), 128, "auto").embedding_bags.kernel.name == "fbgemm"
@@ -131,6 +142,35 @@ def test_fbgemm_when_it_cannot_serve_then_says_why_and_auto_finds_another(optimi
 def test_auto_when_rows_are_narrow_then_takes_the_compiled_loops_and_fbgemm_where_they_are_wide():
     chosen = {dim: make(RowWiseAdagrad(), dim, "auto").embedding_bags.kernel.name for dim in (1, 16, 64, 128)}
     assert chosen == {1: "numba", 16: "numba", 64: "numba", 128: "fbgemm"}
+
+
+@pytest.mark.parametrize("kernel", ["torch", "numba"])
+@pytest.mark.parametrize(
+    ("optimizer", "make_reference"),
+    [
+        (RowSGD(0.1), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.3)),
+        (RowAdagrad(0.1, eps=1e-6), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6, weight_decay=0.3)),
+        (RowAdam(0.01), lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.3)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_weight_decay_when_all_rows_decay_then_equals_torchs_optimizer_on_dense_gradients(
+    optimizer, make_reference, kernel
+):
+    collection = make(dataclasses.replace(optimizer, weight_decay=0.3, decay_all_rows=True), 4, kernel)
+    leaves = {name: collection.state_dict()[f"embedding_bags.{name}.weight"].clone() for name in SIZES}
+    reference = make_reference([leaf.requires_grad_() for leaf in leaves.values()])
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(6):
+        sparse = draw("bags", generator)
+        target = torch.randn(BATCH, 3, 4, generator=generator)
+        reference.zero_grad()
+        (reference_lookup(leaves, sparse, "sum") * target).sum().backward()
+        (collection(sparse) * target).sum().backward()
+        reference.step()
+    for name, leaf in leaves.items():
+        actual = collection.state_dict()[f"embedding_bags.{name}.weight"]
+        torch.testing.assert_close(actual, leaf.detach(), **TOLERANCE)
 
 
 def own_rule(rule: RowOptimizer) -> RowOptimizer:
@@ -145,7 +185,9 @@ def own_rule(rule: RowOptimizer) -> RowOptimizer:
 
 
 @pytest.mark.parametrize("dim", [4, 10, 128])  # for auto: loops, loops, FBGEMM where it has the rule
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+@pytest.mark.parametrize(
+    "optimizer", [*OPTIMIZERS, DECAYED[0]], ids=lambda x: type(x).__name__ + "-decay" * bool(x.weight_decay)
+)
 def test_subclass_of_a_rule_when_it_overrides_the_update_then_that_trains_the_rows(optimizer, dim, monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(kernels.log, "info", lambda message, *values: lines.append(message % values))
@@ -159,7 +201,7 @@ def test_subclass_of_a_rule_when_it_overrides_the_update_then_that_trains_the_ro
     touched = torch.tensor([3, 5, SIZES["shared"] + 6])  # each once, with a gradient of ones
     expected, part = rows[touched] * 0.9, {name: tensor[touched] for name, tensor in state.items()}
     options = {"lr": optimizer.lr, "step": 1}
-    optimizer.update_(expected, torch.ones(3, dim), part, **options)
+    optimizer.update_(expected, torch.ones(3, dim) + optimizer.weight_decay * rows[touched], part, **options)
     torch.testing.assert_close(collection.embedding_bags.rows[touched], expected, **TOLERANCE)
     assert kernel.name == "torch"
     make(rule, dim, "auto").embedding_bags.kernel  # noqa: B018 - to choose it once more

@@ -22,7 +22,7 @@ def run(optimizer: RowOptimizer, rows: torch.Tensor, grads: list[torch.Tensor], 
             touched = np.arange(ROWS)
             apply_update(optimizer, touched, grad.numpy(), rows, state, lr=optimizer.lr, step=step)
         else:
-            optimizer.update_(rows, grad, state, lr=optimizer.lr, step=step)
+            optimizer.update_(rows, optimizer.decayed(rows, grad), state, lr=optimizer.lr, step=step)
     return rows
 
 
@@ -46,8 +46,17 @@ def problem():
             RowAdam(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-3),
             lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.8, 0.95), eps=1e-3),
         ),
+        (RowSGD(lr=0.1, weight_decay=0.7), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.7)),
+        (
+            RowAdagrad(lr=0.1, eps=1e-3, weight_decay=0.7),
+            lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-3, weight_decay=0.7),
+        ),
+        (
+            RowAdam(lr=0.1, eps=1e-3, weight_decay=0.7),
+            lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-3, weight_decay=0.7),
+        ),
     ],
-    ids=["sgd", "adagrad", "adam"],
+    ids=["sgd", "adagrad", "adam", "sgd_decay", "adagrad_decay", "adam_decay"],
 )
 def test_rule_when_all_rows_are_touched_then_equals_torch_optim(problem, optimizer, reference, compiled):
     rows, grads = problem
@@ -59,16 +68,17 @@ def test_rule_when_all_rows_are_touched_then_equals_torch_optim(problem, optimiz
     torch.testing.assert_close(run(optimizer, rows, grads, compiled=compiled), parameter.data, **TOLERANCE)
 
 
-def scalar_rowwise_adagrad(rows, grads, *, rate, eps, start):
+def scalar_rowwise_adagrad(rows, grads, *, rate, eps, start, decay):
     rows, sums = rows.tolist(), [start] * len(rows)
     for grad in grads:
         for r, g in enumerate(grad.tolist()):
+            g = [x + decay * w for x, w in zip(g, rows[r], strict=True)]
             sums[r] += sum(x * x for x in g) / len(g)
             rows[r] = [w - rate * x / (math.sqrt(sums[r]) + eps) for w, x in zip(rows[r], g, strict=True)]
     return torch.tensor(rows)
 
 
-def scalar_ftrl(rows, grads, *, alpha, beta, l1, l2):
+def scalar_ftrl(rows, grads, *, alpha, beta, l1, l2, decay):
     """McMahan et al. 2013, Algorithm 1, from the z that the initial weight implies."""
     rows = rows.tolist()
     z = [[-w * (beta / alpha + l2) - math.copysign(l1, w) for w in row] for row in rows]
@@ -76,6 +86,7 @@ def scalar_ftrl(rows, grads, *, alpha, beta, l1, l2):
     for grad in grads:
         for r, row in enumerate(grad.tolist()):
             for d, g in enumerate(row):
+                g += decay * rows[r][d]
                 sigma = (math.sqrt(n[r][d] + g * g) - math.sqrt(n[r][d])) / alpha
                 z[r][d] += g - sigma * rows[r][d]
                 n[r][d] += g * g
@@ -85,20 +96,22 @@ def scalar_ftrl(rows, grads, *, alpha, beta, l1, l2):
     return torch.tensor(rows)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.7])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_rowwise_adagrad_then_equals_the_scalar_formula(problem, compiled):
+def test_rowwise_adagrad_then_equals_the_scalar_formula(problem, compiled, decay):
     rows, grads = problem
-    optimizer = RowWiseAdagrad(lr=0.1, eps=1e-3, initial_accumulator=0.5)
-    expected = scalar_rowwise_adagrad(rows, grads, rate=0.1, eps=1e-3, start=0.5)
+    optimizer = RowWiseAdagrad(lr=0.1, eps=1e-3, initial_accumulator=0.5, weight_decay=decay)
+    expected = scalar_rowwise_adagrad(rows, grads, rate=0.1, eps=1e-3, start=0.5, decay=decay)
     torch.testing.assert_close(run(optimizer, rows, grads, compiled=compiled), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (0.0, 0.5), (1.5, 0.1)])
-def test_ftrl_then_equals_the_scalar_formula(problem, compiled, l1, l2):
+@pytest.mark.parametrize(("l1", "l2", "decay"), [(0.0, 0.0, 0.0), (0.0, 0.5, 0.0), (1.5, 0.1, 0.0), (0.5, 0.1, 0.7)])
+def test_ftrl_then_equals_the_scalar_formula(problem, compiled, l1, l2, decay):
     rows, grads = problem
-    result = run(RowFTRL(lr=0.1, beta=0.7, l1=l1, l2=l2), rows, grads, compiled=compiled)
-    torch.testing.assert_close(result, scalar_ftrl(rows, grads, alpha=0.1, beta=0.7, l1=l1, l2=l2), **TOLERANCE)
+    result = run(RowFTRL(lr=0.1, beta=0.7, l1=l1, l2=l2, weight_decay=decay), rows, grads, compiled=compiled)
+    expected = scalar_ftrl(rows, grads, alpha=0.1, beta=0.7, l1=l1, l2=l2, decay=decay)
+    torch.testing.assert_close(result, expected, **TOLERANCE)
     if l1:
         assert (result == 0).any()
         assert (result != 0).any()
@@ -124,9 +137,25 @@ def test_rule_when_a_schedule_reaches_zero_then_rows_stay(problem, rule, compile
     assert torch.equal(moved, rows)
 
 
+@pytest.mark.parametrize("rule", [RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL])
+def test_weight_decay_when_a_batch_touches_some_rows_then_the_others_stay_and_gradients_are_not_written_to(
+    problem, rule
+):
+    rows, grads = problem
+    optimizer, moved, touched = rule(weight_decay=0.5), rows.clone(), np.array([3, 1])
+    state = optimizer.initial_state(moved)
+    given = grads[0][:2].numpy().copy()
+    given.setflags(write=False)  # as what came over a wire is
+    apply_update(optimizer, touched, given, moved, state, lr=optimizer.lr, step=1)
+    assert torch.equal(moved[[0, 2, 4]], rows[[0, 2, 4]])
+    assert not torch.isclose(moved[[1, 3]], rows[[1, 3]]).any()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: RowAdam(weight_decay=-0.1), "RowAdam.weight_decay must be a finite number at least 0, got -0.1"),
+        (lambda: RowAdam(decay_all_rows=True), "RowAdam.decay_all_rows needs a weight_decay above 0"),
         (lambda: RowSGD(lr=0.0), r"RowSGD.lr must be a finite number above 0, got 0.0"),
         (lambda: RowAdagrad(eps=-1.0), "RowAdagrad.eps must be a finite number at least 0"),
         (lambda: RowWiseAdagrad(initial_accumulator=math.nan), "RowWiseAdagrad.initial_accumulator"),

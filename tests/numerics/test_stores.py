@@ -1,5 +1,7 @@
 """A mapped store trains exactly as local rows do, bit for bit, whatever the rule and the bags."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWise
 from lightning_recsys.stores import MappedStores
 
 RULES = [RowSGD(0.1), RowAdagrad(0.1), RowWiseAdagrad(0.1), RowAdam(0.1), RowFTRL(0.1, l1=0.01)]
+RULES += [replace(rule, weight_decay=0.2) for rule in RULES]
 
 
 def layout_of(dim: int) -> TableLayout:
@@ -28,7 +31,7 @@ def batch(kind: str) -> SparseFeatures:
 
 
 @pytest.mark.parametrize("dim", [3, 36])  # the compiled loops, and FBGEMM's kernel where it has the rule
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__ + "-decay" * bool(rule.weight_decay))
 def test_store_when_trained_as_local_rows_then_rows_and_state_are_bit_equal(tmp_path, rule, dim):
     layout = layout_of(dim)
     local = LocalBackend(layout, rule, kernel="auto")
@@ -51,7 +54,7 @@ def test_store_when_trained_as_local_rows_then_rows_and_state_are_bit_equal(tmp_
         assert torch.equal(store.read(name, 0, 80), tensor), name
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__ + "-decay" * bool(rule.weight_decay))
 def test_row_gradients_when_applied_then_the_rows_move_as_the_rule_says(tmp_path, rule):
     layout = layout_of(4)
     store = MappedStores(tmp_path).create_embedding_store("t", layout, rule, seed=0)
@@ -61,7 +64,7 @@ def test_row_gradients_when_applied_then_the_rows_move_as_the_rule_says(tmp_path
         touched, grads = torch.randperm(80)[:10], torch.randn(10, 4)
         store.apply_row_gradients(touched, grads, lr=0.05)
         moved, moved_state = rows[touched], {name: tensor[touched] for name, tensor in state.items()}
-        rule.update_(moved, grads, moved_state, lr=0.05, step=step)
+        rule.update_(moved, grads + rule.weight_decay * moved, moved_state, lr=0.05, step=step)
         rows[touched] = moved
         for name, tensor in moved_state.items():
             state[name][touched] = tensor

@@ -131,6 +131,20 @@ def test_rows_when_touched_now_and_then_then_equal_the_eager_form(name, compiled
     torch.testing.assert_close(rows, torch.from_numpy(expected).float(), **TOLERANCE)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weight_decay_when_of_the_inner_rule_then_it_is_added_to_the_gradient_once(compiled):
+    plain = RowAdagrad(lr=LR)
+    rule = RowSWAP(inner=RowAdagrad(lr=LR, weight_decay=0.5), period=1000, discount=0.5)  # no period ends
+    rows, grads = torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)
+    expected, state = rows.clone(), rule.initial_state(rows)
+    plain.update_(expected, grads + 0.5 * rows, plain.initial_state(rows), lr=LR, step=1)
+    if compiled:
+        apply_update(rule, np.arange(ROWS), grads.numpy(), rows, state, lr=LR, step=1)
+    else:
+        rule.update_(rows, rule.decayed(rows, grads), state, lr=LR, step=1)
+    torch.testing.assert_close(rows, expected, **TOLERANCE)
+
+
 def update_one(rule, compiled, state, rows, *, lr=LR, step):
     """An update of a single row by either form."""
     if compiled:

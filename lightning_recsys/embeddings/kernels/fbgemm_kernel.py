@@ -50,6 +50,8 @@ def without_chatter() -> Iterator[None]:
 def _common_refusal(layout: TableLayout, optimizer: RowOptimizer) -> str | None:
     if type(optimizer) not in (RowSGD, RowAdagrad, RowWiseAdagrad):
         return f"it has no fused {type(optimizer).__name__}, only RowSGD, RowAdagrad and RowWiseAdagrad"
+    if optimizer.weight_decay:
+        return "its fused rules add no weight decay to the gradient"
     if layout.embedding_dim % 4:
         return f"it needs an embedding_dim that is a multiple of 4, got {layout.embedding_dim}"
     return load_fbgemm()

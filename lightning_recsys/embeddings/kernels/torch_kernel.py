@@ -53,10 +53,14 @@ class TorchKernel(Kernel):
             per_id = per_id.repeat_interleave(sparse.bag_lengths(), dim=0)
         if sparse.weights is not None:
             per_id = per_id * sparse.weights.unsqueeze(1)
-        touched, slots = torch.unique(self._row_indices(sparse), return_inverse=True)
+        if self.optimizer.decay_all_rows:
+            touched, slots = torch.arange(len(rows), device=rows.device), self._row_indices(sparse)
+        else:
+            touched, slots = torch.unique(self._row_indices(sparse), return_inverse=True)
         grads = per_id.new_zeros(touched.numel(), rows.shape[1]).index_add_(0, slots, per_id)
         touched_rows = rows.index_select(0, touched)
         touched_state = {name: tensor.index_select(0, touched) for name, tensor in state.items()}
+        grads = self.optimizer.decayed(touched_rows, grads)
         self.optimizer.update_(touched_rows, grads, touched_state, lr=lr, step=step)
         rows.index_copy_(0, touched, touched_rows)
         for name, tensor in touched_state.items():

@@ -332,7 +332,7 @@ def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
     >>> parameter = nn.Parameter(torch.zeros(3))
     >>> optimizer = torch.optim.Adam([parameter], lr=0.01, betas=(0.8, 0.99))
     >>> dense_rule(optimizer, optimizer.param_groups[0])
-    RowAdam(lr=1.0, beta1=0.8, beta2=0.99, eps=1e-08)
+    RowAdam(lr=1.0, weight_decay=0, decay_all_rows=False, beta1=0.8, beta2=0.99, eps=1e-08)
     """
     if optimizer._optimizer_step_pre_hooks:  # such as SWAP's: they would look at an optimizer that trains nothing
         raise TypeError(
@@ -341,7 +341,7 @@ def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
             " gradients nor state. Leave them out, or use strategy=shadowsync, whose workers step themselves."
         )
     found = _RULES.get(type(optimizer))
-    extras = ("momentum", "weight_decay", "lr_decay", "amsgrad", "maximize")
+    extras = ("momentum", "decoupled_weight_decay", "lr_decay", "amsgrad", "maximize")
     used = {name: group[name] for name in extras if group.get(name)}
     if found is None or used:
         options = "".join(f", {name}={value}" for name, value in used.items())
@@ -354,11 +354,16 @@ def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
 
 
 _RULES: dict[type[Optimizer], Callable[[dict[str, Any]], RowOptimizer]] = {
-    torch.optim.SGD: lambda group: RowSGD(1.0),
+    torch.optim.SGD: lambda group: RowSGD(1.0, weight_decay=group["weight_decay"]),
     torch.optim.Adagrad: lambda group: RowAdagrad(
-        1.0, eps=group["eps"], initial_accumulator=group["initial_accumulator_value"]
+        1.0,
+        eps=group["eps"],
+        initial_accumulator=group["initial_accumulator_value"],
+        weight_decay=group["weight_decay"],
     ),
-    torch.optim.Adam: lambda group: RowAdam(1.0, group["betas"][0], group["betas"][1], group["eps"]),
+    torch.optim.Adam: lambda group: RowAdam(
+        1.0, group["betas"][0], group["betas"][1], group["eps"], weight_decay=group["weight_decay"]
+    ),
 }
 
 

@@ -1,5 +1,7 @@
 """The cache's rows: what it trains, what it owes, and that the two add up."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from lightning_recsys.row_cache import RowCache
 from lightning_recsys.sync.clocks import MAX_CLOCK
 
 RULES = [RowSGD(), RowAdagrad(initial_accumulator=0.1), RowWiseAdagrad()]
+RULES += [replace(rule, weight_decay=0.3) for rule in RULES]
 NUM_KEYS = 400
 DEVICES = [
     "cpu",
@@ -78,7 +81,7 @@ def test_many_steps_when_rows_are_evicted_and_flushed_then_the_server_has_every_
         cache.update(plan.slots_U, grads.to(device), lr=0.05 * step)
         state = {name: x[plan.keys_U] for name, x in direct.values.items() if name != "weight"}
         rows = direct.values["weight"][plan.keys_U]
-        rule.update_(rows, grads, state, lr=0.05 * step, step=step)
+        rule.update_(rows, grads + rule.weight_decay * rows, state, lr=0.05 * step, step=step)
         for name, tensor in {"weight": rows, **state}.items():
             direct.values[name][plan.keys_U] = tensor
         torch.testing.assert_close(cache.rows[plan.slots_U].cpu(), rows, rtol=1e-5, atol=1e-5)  # float32 sums

@@ -89,7 +89,8 @@ TABLES = [
     EmbeddingBagConfig("users", 20, 4, ("user", "friend"), init_std=0.5),
     EmbeddingBagConfig("movies", 15, 4, ("movie",), "mean", init_std=0.5),
 ]
-RULES = [RowSGD(0.1), RowAdagrad(0.1), RowWiseAdagrad(0.1), RowAdam(0.01), RowFTRL(0.1, l1=0.01)]
+RULES = [RowSGD(0.1), RowAdagrad(0.1, weight_decay=0.2), RowWiseAdagrad(0.1)]
+RULES += [RowAdam(0.01, weight_decay=0.2), RowFTRL(0.1, l1=0.01)]
 
 
 def batch(rank: int, step: int) -> SparseFeatures:

@@ -335,6 +335,18 @@ def test_rule_when_unknown_to_a_store_then_it_is_refused(stores):
     assert issubclass(OwnRule, RowOptimizer)
 
 
+@pytest.mark.parametrize("dynamic", [None, DynamicRows(first_keys=(0, 0))])
+def test_rule_when_it_decays_all_rows_then_a_store_refuses_it(stores, dynamic):
+    rule = RowSGD(weight_decay=0.1, decay_all_rows=True)
+    with pytest.raises(TypeError, match=r"RowSGD\(decay_all_rows=True\) updates every row .* Leave decay_all_rows out"):
+        stores.create_embedding_store("t", LAYOUT, rule, seed=0, dynamic=dynamic)
+
+
+def test_rule_without_weight_decay_then_its_plain_form_is_that_of_older_folders():
+    assert optimizer_to_plain(RowSGD(0.5)) == {"rule": "RowSGD", "lr": 0.5}
+    assert optimizer_from_plain({"rule": "RowSGD", "lr": 0.5, "weight_decay": 0.1}) == RowSGD(0.5, weight_decay=0.1)
+
+
 TABLE = layout_to_plain(LAYOUT)[0]
 
 
@@ -370,6 +382,8 @@ def test_plain_layout_when_wrong_then_it_is_refused(value):
         {"rule": "RowSGD", "lr": "1"},
         {"rule": "RowSGD", "lr": float("nan")},
         {"rule": "RowSGD", "lr": 1.0, "eps": 1.0},
+        {"rule": "RowSGD", "lr": 1.0, "weight_decay": True},
+        {"rule": "RowSGD", "lr": 1.0, "weight_decay": 0.1, "decay_all_rows": True},
     ],
 )
 def test_plain_rule_when_wrong_then_it_is_refused(value):
