@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-Carries: TypeAlias = Literal["activations", "gradients"]
+Carries: TypeAlias = Literal["activations", "gradients", "rows"]
 Shape: TypeAlias = tuple[int, ...]
 ArraySpec: TypeAlias = tuple[torch.dtype, Shape]
 MAX_ELEMENTS = 2**31 - 1
@@ -35,7 +35,7 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    carries: ClassVar[tuple[Carries, ...]] = ("activations", "gradients")
+    carries: ClassVar[tuple[Carries, ...]] = ("activations", "gradients", "rows")
     keeps_residual: ClassVar[bool] = False
 
     @abstractmethod

@@ -12,6 +12,7 @@ from lightning_recsys.compression.top_k import TopK
 from lightning_recsys.compression.uncompressed import Uncompressed
 
 CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in (Uncompressed, BFloat16, Int8, TopK)}
+_KEYS = ("activations", "gradients", "rows")
 
 
 def make_codec(name: str, carries: Carries, *, top_k_fraction: float = 0.1) -> Codec:
@@ -43,40 +44,43 @@ def make_codec(name: str, carries: Carries, *, top_k_fraction: float = 0.1) -> C
 
 @dataclass(frozen=True)
 class Compression:
-    """How activations and gradients travel.
+    """How tensors travel.
 
     Args:
-        activations: Codec of what goes forward.
-        gradients: Codec of what comes back.
+        activations: Codec of what goes forward between operators.
+        gradients: Codec of what comes back between them.
+        rows: Codec of embedding rows and of their gradients.
     """
 
     activations: Codec
     gradients: Codec
+    rows: Codec
 
     @classmethod
     def from_option(cls, option: str | Mapping[str, str], *, top_k_fraction: float = 0.1) -> Compression:
-        """From a name for both, or a name for each.
+        """From a name for all, or a name for each.
 
         Args:
-            option: ``none`` or ``bf16``; or a mapping with ``activations`` (none, bf16, int8) and ``gradients`` (none,
-                bf16, topk), of which one that is missing is ``none``.
+            option: ``none`` or ``bf16``; or a mapping with ``activations`` (none, bf16, int8), ``gradients`` (none,
+                bf16, topk) and ``rows`` (none, bf16), of which one that is missing is ``none``.
             top_k_fraction: As in :func:`make_codec`.
 
         Raises:
             ValueError: the option is none of these.
 
         >>> Compression.from_option({"activations": "int8", "gradients": "bf16"})
-        Compression(activations=Int8(), gradients=BFloat16())
+        Compression(activations=Int8(), gradients=BFloat16(), rows=Uncompressed())
         """
         if isinstance(option, str):
-            option = {"activations": option, "gradients": option}
-        if not isinstance(option, Mapping) or not option.keys() <= {"activations", "gradients"}:
+            option = dict.fromkeys(_KEYS, option)
+        if not isinstance(option, Mapping) or not option.keys() <= set(_KEYS):
             raise ValueError(
-                "strategy.compression must be a codec's name or a mapping with the keys activations and gradients, got"
+                f"strategy.compression must be a codec's name or a mapping with the keys {', '.join(_KEYS)}, got"
                 f" {option!r}."
             )
-        names = {"activations": "none", "gradients": "none", **option}
+        names = {**dict.fromkeys(_KEYS, "none"), **option}
         return cls(
             make_codec(names["activations"], "activations"),
             make_codec(names["gradients"], "gradients", top_k_fraction=top_k_fraction),
+            make_codec(names["rows"], "rows"),
         )

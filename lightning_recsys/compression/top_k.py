@@ -1,7 +1,5 @@
 """The largest values of a gradient; what is left out is added to the next one."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
-
 from __future__ import annotations
 
 import math
@@ -12,12 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_recsys.compiled.loops import compile_rule
 from lightning_recsys.compression.codec import ArraySpec, Codec, FrameError, Shape, refuse_not_finite
-
-_SIZE = np.uint32(0x7FFF_FFFF)  # the bits of a float without its sign
-_UPPER, _HALF = np.uint32(16), np.uint32(0x7FFF)
-_DIGIT_BITS, _DIGIT = 11, np.uint32((1 << 11) - 1)
 
 
 @dataclass(frozen=True)
@@ -72,6 +65,8 @@ class TopK(Codec):
     def encode(self, tensor: Tensor, residual: Tensor | None = None) -> list[Tensor]:  # noqa: D102 - inherited
         if residual is None:
             raise TypeError("topk needs the residual of what it has not sent")
+        from lightning_recsys.compression.top_k_loops import take_largest  # numba, which takes a while to import
+
         unsent = residual.add_(tensor).view(-1)
         kept = self._kept(unsent.numel())
         bits = np.zeros((unsent.numel() + 7) // 8, dtype=np.uint8)
@@ -79,7 +74,7 @@ class TopK(Codec):
         if not unsent.isfinite().all():
             residual.zero_()
             raise refuse_not_finite(self.name)
-        _take_largest(unsent.numpy(), unsent.view(torch.uint32).numpy(), bits, values.view(torch.uint16).numpy())
+        take_largest(unsent.numpy(), unsent.view(torch.uint32).numpy(), bits, values.view(torch.uint16).numpy())
         return [torch.from_numpy(bits), values]
 
     def _decode(self, arrays: Sequence[Tensor], shape: Shape) -> Tensor:
@@ -95,53 +90,3 @@ class TopK(Codec):
             .masked_scatter_(torch.from_numpy(chosen[:size]).view(torch.bool), values.float())
             .view(shape)
         )
-
-
-@compile_rule
-def _take_largest(unsent, words, bits, values):  # noqa: ANN001, ANN202
-    """Move the elements that are largest in size to ``values``, as bfloat16; what that rounds off stays.
-
-    Args:
-        unsent: Float32 ``[N]``.
-        words: The same memory as uint32.
-        bits: For which elements were taken, the first in the highest bit; all 0.
-        values: For the upper halves of the rounded elements, uint16.
-    """
-    limit, of_limit = _limit(words, values.size)
-    place = 0
-    for i in range(words.size):
-        size = words[i] & _SIZE
-        if size > limit or (size == limit and of_limit > 0):
-            if size == limit:
-                of_limit -= 1
-            bits[i >> 3] |= np.uint8(128) >> np.uint8(i & 7)
-            value = unsent[i]
-            rounded = (words[i] + _HALF + ((words[i] >> _UPPER) & np.uint32(1))) >> _UPPER  # to even where it is a tie
-            values[place] = np.uint16(rounded)
-            place += 1
-            words[i] = rounded << _UPPER
-            unsent[i] = value - unsent[i]
-
-
-@compile_rule
-def _limit(words, wanted):  # noqa: ANN001, ANN202
-    """The size of the last of so many elements, counted from the largest, and how many of that size are taken.
-
-    Positive floats are in the order of their bits. So the limit is found digit by digit, from how many of the elements
-    that share its digits so far have each next one.
-    """
-    limit = np.uint32(0)
-    counts = np.empty(1 << _DIGIT_BITS, dtype=np.int64)
-    for first_bit, end_bit in ((21, 31), (10, 21), (0, 10)):
-        shift, above = np.uint32(first_bit), np.uint32(end_bit)
-        counts[:] = 0
-        for i in range(words.size):
-            size = words[i] & _SIZE
-            if size >> above == limit >> above:
-                counts[(size >> shift) & _DIGIT] += 1
-        digit = counts.size - 1
-        while counts[digit] < wanted:
-            wanted -= counts[digit]
-            digit -= 1
-        limit |= np.uint32(digit) << shift
-    return limit, wanted

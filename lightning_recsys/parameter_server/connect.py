@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_recsys.compression import make_codec
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.journal import read_nonce
 from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token, load_client_keys
@@ -29,6 +30,7 @@ def connect(
     retries: int = 5,
     window: int = 32,
     transport: Transport = "auto",
+    compression: str = "none",
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Stores:
     """The stores behind an endpoint.
@@ -47,6 +49,8 @@ def connect(
         window: Pushes that may be on their way before the next one waits.
         transport: ``auto`` maps the files of a server on this machine; ``tcp`` goes
             through the server all the same.
+        compression: How embedding rows and their gradients travel: ``none`` or ``bf16``. What is mapped does not
+            travel, and stays float32.
         cancelled: Asked while an answer is waited for; once ``True``, the attempt is the last and ends within two
             seconds. For processes that are asked to end.
 
@@ -63,6 +67,7 @@ def connect(
     """
     if transport not in get_args(Transport):
         raise ValueError(f"transport must be one of {list(get_args(Transport))}, got {transport!r}.")
+    codec = make_codec(compression, "rows")
     if endpoint.startswith("shm:///"):
         return MappedStores(endpoint.removeprefix("shm://"))
     if not is_endpoint(endpoint):
@@ -82,9 +87,9 @@ def connect(
         raise
     reason = "as was asked for" if transport == "tcp" else _why_not_mapped(hello)
     if reason is not None:
-        return RemoteStores(connection, reason=reason)
+        return RemoteStores(connection, reason=reason, rows=codec)
     connection.close()
-    server = partial(connect, endpoint, **options, transport="tcp")
+    server = partial(connect, endpoint, **options, transport="tcp", compression=compression)
     return MappedStores(Path(hello["folder"]), server=server)
 
 

@@ -2,7 +2,8 @@
 
 The numbers of all its rows travel as one array, those of pushes first, then of checks, then of fetches, and so do the
 clocks, of pushes, of checks, then the counts of pushes; numbers take 4 bytes where they fit. What is stale comes back
-as one bit for each check.
+as one bit for each check. Weights and their updates travel by the codec of the store's connection, states as float32:
+what a rule has summed up may not lose what is small beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_recsys.compression import Codec, make_codec
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array
 from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores.exchange import RowExchange, RowValues, row_dtype
@@ -24,13 +26,15 @@ RowShapes = Mapping[str, tuple[int, ...]]
 _ROW_OVERHEAD = 24  # bytes of a row's number, of its clocks, its count and its bits, and some to spare
 
 
-def pack_request(exchange: RowExchange, num_rows: int, row_shapes: RowShapes) -> tuple[dict[str, Any], list[Tensor]]:
+def pack_request(
+    exchange: RowExchange, num_rows: int, row_shapes: RowShapes, codec: Codec
+) -> tuple[dict[str, Any], list[Tensor]]:
     """Arguments and arrays of the request for an exchange that was checked."""
     pushes = exchange.push_rows.numel()
     rows = _joined(exchange.push_rows, exchange.check_rows, exchange.fetch_rows).to(row_dtype(num_rows))
     clocks = _joined(exchange.push_clocks, exchange.check_clocks, exchange.push_counts)
     of_pushes = (exchange.updates, exchange.copies) if exchange.copies else (exchange.updates,)
-    updates = [arrays[name].detach().contiguous() for arrays in of_pushes for name in row_shapes] if pushes else []
+    updates = [x for arrays in of_pushes for x in _pack_rows(arrays, row_shapes, codec)] if pushes else []
     arguments = {
         "pushes": pushes,
         "counted": exchange.push_counts.numel() > 0,
@@ -38,26 +42,30 @@ def pack_request(exchange: RowExchange, num_rows: int, row_shapes: RowShapes) ->
         "steps": exchange.num_steps,
         "clock": exchange.clock,
         "staleness": exchange.staleness,
+        "compression": codec.name,
     }
     return arguments, [rows, clocks, *updates]
 
 
-def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limits: Limits) -> RowExchange:
-    """The exchange that a request asks for, checked.
+def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limits: Limits) -> tuple[RowExchange, Codec]:
+    """The exchange that a request asks for, checked, and how rows travel.
 
     Raises:
         ValueError: it is none for this store, or is over a limit.
         IndexError: a row is not in the store.
     """
-    pushes, counted, copied, steps, clock, staleness = take_arguments(
+    pushes, counted, copied, steps, clock, staleness, compression = take_arguments(
         request,
+        {"compression": "none"},
         pushes=int,
         counted=bool,
         copied=bool,
         steps=int,
         clock=str,
         staleness=(int, type(None)),
+        compression=str,
     )
+    codec = make_codec(compression, "rows")
     arrays = list(request.arrays)
     rows = take_array(arrays, "rows", row_dtype(num_rows), 1)
     clocks = take_array(arrays, "clocks", torch.int32, 1)
@@ -67,8 +75,8 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
             "pushes may not be more than clocks of pushes and checks, these than rows, and rows than "
             f"{limits.rows}; got {pushes} pushes, {clocks.numel()} clocks and {rows.numel()} rows"
         )
-    updates = _take_rows(arrays, row_shapes) if pushes else {}
-    copies = _take_rows(arrays, row_shapes) if pushes and copied else {}
+    updates = _take_rows(arrays, row_shapes, codec) if pushes else {}
+    copies = _take_rows(arrays, row_shapes, codec) if pushes and copied else {}
     if arrays:
         expected = 2 + len(updates) + len(copies)
         raise ValueError(f"this exchange takes {expected} arrays, got {len(request.arrays)}")
@@ -92,24 +100,36 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
     reply_bytes = fetch_rows.numel() * row_bytes
     if reply_bytes > limits.message_bytes:
         raise ValueError(f"the reply would have {reply_bytes} bytes and may have {limits.message_bytes}: ask in parts")
-    return exchange
+    return exchange, codec
 
 
-def _take_rows(arrays: list[Tensor], row_shapes: RowShapes) -> dict[str, Tensor]:
-    return {name: take_array(arrays, name, torch.float32, 1 + len(shape)) for name, shape in row_shapes.items()}
+def _pack_rows(values: Mapping[str, Tensor], row_shapes: RowShapes, codec: Codec) -> list[Tensor]:
+    packed = {name: values[name].detach().contiguous() for name in row_shapes}
+    (packed["weight"],) = codec.encode(packed["weight"])
+    return list(packed.values())
 
 
-def pack_reply(values: RowValues) -> list[Tensor]:
+def _take_rows(arrays: list[Tensor], row_shapes: RowShapes, codec: Codec) -> dict[str, Tensor]:
+    taken = {}
+    for name, shape in row_shapes.items():
+        ((dtype, _),) = codec.layout(shape) if name == "weight" else [(torch.float32, shape)]
+        array = take_array(arrays, name, dtype, 1 + len(shape))
+        taken[name] = codec.decode([array], tuple(array.shape)) if name == "weight" else array
+    return taken
+
+
+def pack_reply(values: RowValues, row_shapes: RowShapes, codec: Codec) -> list[Tensor]:
     """Arrays of the reply."""
     bits = np.packbits(values.stale.numpy())
-    return [*values.values.values(), values.clocks, torch.from_numpy(bits)]
+    return [*_pack_rows(values.values, row_shapes, codec), values.clocks, torch.from_numpy(bits)]
 
 
-def unpack_reply(arrays: list[Tensor], exchange: RowExchange, row_shapes: RowShapes) -> RowValues:
+def unpack_reply(arrays: list[Tensor], exchange: RowExchange, row_shapes: RowShapes, codec: Codec) -> RowValues:
     """The reverse of :func:`pack_reply`, for the exchange that was sent."""
-    *values, clocks, bits = arrays
+    *rest, clocks, bits = arrays
+    values = _take_rows(rest, row_shapes, codec)
     stale = np.unpackbits(bits.numpy(), count=exchange.check_rows.numel()).view(np.bool_)
-    return RowValues(dict(zip(row_shapes, values, strict=True)), clocks, torch.from_numpy(stale))
+    return RowValues(values, clocks, torch.from_numpy(stale))
 
 
 def cut_exchange(exchange: RowExchange, row_shapes: RowShapes, limits: Limits) -> list[RowExchange]:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lightning_recsys.compression import Codec, Uncompressed
 from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.int64_ids import in_order
 from lightning_recsys.embeddings.kernels import TableLayout
@@ -105,9 +106,12 @@ class RemoteEmbeddingStore(EmbeddingStore):
         connection: To the server.
         name: The store's name there.
         description: What the server said of it.
+        codec: How rows and their gradients travel. Whole stretches (:meth:`read`, :meth:`write`) do as they are.
     """
 
-    def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
+    def __init__(self, connection: Connection, name: str, description: dict[str, Any], codec: Codec) -> None:
+        self._codec, self._compressed = codec, {"compression": codec.name}
+        self.weight_bytes = codec.encoded_bytes((1,))
         self.layout = layout_from_plain(description["tables"])
         self.optimizer = optimizer_from_plain(description["optimizer"])
         self.name = name
@@ -121,24 +125,25 @@ class RemoteEmbeddingStore(EmbeddingStore):
         return self._reports.observed
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        return self._store.request("lookup", arrays=[_ready(rows_U)]).arrays[0]
+        arrays = self._store.request("lookup", self._compressed, [_ready(rows_U)]).arrays
+        return self._codec.decode(arrays, (rows_U.numel(), self.layout.embedding_dim))
 
     def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         return self.begin_pooled_lookup(sparse)()
 
     def begin_pooled_lookup(self, sparse: SparseFeatures) -> Callable[[], Tensor]:  # noqa: D102 - inherited
         store, (arguments, arrays) = self._store, _sparse(sparse)
-        pending = store.begin("pooled_lookup", arguments=arguments, arrays=arrays)
-        return lambda: store.wait(pending).arrays[0]
+        pending = store.begin("pooled_lookup", arguments | self._compressed, arrays)
+        return lambda: self._codec.decode(store.wait(pending).arrays, self._pooled(sparse))
 
     def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102
         store, (arguments, arrays) = self._store, _sparse(sparse)
-        arguments["versioned"] = True
+        arguments |= {"versioned": True, **self._compressed}
         pending = store.begin("pooled_lookup", arguments=arguments, arrays=arrays)
 
         def answer() -> tuple[Tensor, Tensor]:
             pooled_BFD, versions_N = store.wait(pending).arrays
-            return pooled_BFD, versions_N
+            return self._codec.decode([pooled_BFD], self._pooled(sparse)), versions_N
 
         return answer
 
@@ -147,17 +152,25 @@ class RemoteEmbeddingStore(EmbeddingStore):
     ) -> None:
         check_versions(self.normalization, versions, sparse.values.numel())
         arguments, arrays = _sparse(sparse)
-        arguments |= {"lr": float(lr), **_flags(versioned=versions)}
-        arrays = [*map(_own, arrays), *_given(versions), _own(grad_BFD)]
+        arguments |= {"lr": float(lr), **_flags(versioned=versions), **self._compressed}
+        arrays = [*map(_own, arrays), *_given(versions), *self._gradients(grad_BFD)]
         self._reports.expect(self._store.push("apply_gradients", arguments=arguments, arrays=arrays))
 
     def apply_row_gradients(  # noqa: D102 - inherited
         self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> None:
         check_versions(self.normalization, versions, rows_U.numel())
-        arguments = {"lr": float(lr), **_flags(versioned=versions)}
-        arrays = [_own(rows_U), *_given(versions), _own(grads_UD)]
+        arguments = {"lr": float(lr), **_flags(versioned=versions), **self._compressed}
+        arrays = [_own(rows_U), *_given(versions), *self._gradients(grads_UD)]
         self._reports.expect(self._store.push("apply_row_gradients", arguments=arguments, arrays=arrays))
+
+    def _pooled(self, sparse: SparseFeatures) -> tuple[int, ...]:
+        return sparse.batch_size, len(sparse.keys), self.layout.embedding_dim
+
+    def _gradients(self, gradients: Tensor) -> list[Tensor]:
+        """As they travel, in memory of their own."""
+        encoded = self._codec.encode(_ready(gradients))
+        return [_own(x) if x.data_ptr() == gradients.data_ptr() else x for x in encoded]
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self._row_shapes)
@@ -168,10 +181,10 @@ class RemoteEmbeddingStore(EmbeddingStore):
 
     def _send_exchange(self, request: RowExchange) -> Callable[[], RowValues]:
         store = self._store
-        arguments, arrays = pack_request(request, self.layout.num_rows, self._row_shapes)
+        arguments, arrays = pack_request(request, self.layout.num_rows, self._row_shapes, self._codec)
         send = store.push if request.changes_rows else store.begin
         pending = send("exchange", arguments=arguments, arrays=arrays)
-        return lambda: unpack_reply(store.wait(pending).arrays, request, self._row_shapes)
+        return lambda: unpack_reply(store.wait(pending).arrays, request, self._row_shapes, self._codec)
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
         store, step = self._store, self._chunk_rows()
@@ -219,8 +232,8 @@ class RemoteEmbeddingStore(EmbeddingStore):
 class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
     """Dynamic rows on a server; arguments as for :class:`RemoteEmbeddingStore`."""
 
-    def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
-        super().__init__(connection, name, description)
+    def __init__(self, connection: Connection, name: str, description: dict[str, Any], codec: Codec) -> None:
+        super().__init__(connection, name, description, codec)
         dynamic = dynamic_from_plain(description["dynamic"])
         assert dynamic is not None
         self.dynamic = dynamic
@@ -352,15 +365,18 @@ class RemoteStores(Stores):
     Args:
         connection: To the server; closed with this object.
         reason: Why files are not mapped instead, for whoever reads a log.
+        rows: How embedding rows and their gradients travel.
 
     Attributes:
         connection: The same; its ``traffic`` counts bytes and requests.
     """
 
-    def __init__(self, connection: Connection, *, reason: str) -> None:
+    def __init__(self, connection: Connection, *, reason: str, rows: Codec | None = None) -> None:
         self.connection = connection
+        self._rows = rows or Uncompressed()
         self.endpoint = connection.endpoint
-        self.route = f"messages ({reason})"
+        in_codec = "" if self._rows.name == "none" else f", rows in {self._rows.name}"
+        self.route = f"messages ({reason}){in_codec}"
 
     def create_embedding_store(  # noqa: D102 - inherited
         self,
@@ -379,9 +395,10 @@ class RemoteStores(Stores):
             "normalization": normalization_to_plain(normalization),
         }
         if dynamic is None:
-            return RemoteEmbeddingStore(self.connection, name, self._create("embedding", name, arguments))
+            created = self._create("embedding", name, arguments)
+            return RemoteEmbeddingStore(self.connection, name, created, self._rows)
         arguments["dynamic"] = dynamic_to_plain(dynamic)
-        return RemoteDynamicStore(self.connection, name, self._create("dynamic", name, arguments))
+        return RemoteDynamicStore(self.connection, name, self._create("dynamic", name, arguments), self._rows)
 
     def create_dense_store(  # noqa: D102 - inherited
         self,
@@ -404,7 +421,7 @@ class RemoteStores(Stores):
     def embedding_store(self, name: str) -> RemoteEmbeddingStore:  # noqa: D102 - inherited
         description = self._describe("embedding", name, "dynamic")
         kind = RemoteEmbeddingStore if description["kind"] == "embedding" else RemoteDynamicStore
-        return kind(self.connection, name, description)
+        return kind(self.connection, name, description, self._rows)
 
     def dense_store(self, name: str) -> RemoteDenseStore:  # noqa: D102 - inherited
         return RemoteDenseStore(self.connection, name, self._describe("dense", name))

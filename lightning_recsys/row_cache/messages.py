@@ -128,8 +128,8 @@ class RowMessages:
                 clock=self._rule.clock,
             )
             answers.append(Answer(store.begin_exchange(request), fetched, checked))
-            for kind, size in request.bytes_by_kind(store.layout.num_rows, self._row_shapes).items():
-                self.counts[kind] += size
+            sizes = request.bytes_by_kind(store.layout.num_rows, self._row_shapes, weight_bytes=store.weight_bytes)
+            self.counts.update(sizes)
             self.counts["messages"] += 1
         return answers
 

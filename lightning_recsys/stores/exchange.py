@@ -114,12 +114,15 @@ class RowExchange:
             for name, shape in expected.items():
                 _check_array(f"{kind}[{name!r}]", arrays[name], torch.float32, (pushed, *shape))
 
-    def bytes_by_kind(self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    def bytes_by_kind(
+        self, num_rows: int, row_shapes: Mapping[str, tuple[int, ...]], *, weight_bytes: int = 4
+    ) -> dict[str, int]:
         """Bytes that cross the network for it and for its answer, as :func:`bytes_by_kind` has them.
 
         Args:
             num_rows: Rows of the store.
             row_shapes: Shape of what one row has of ``weight`` and of each state.
+            weight_bytes: Of an element of ``weight``, as it travels.
 
         >>> exchange = RowExchange(fetch_rows=torch.tensor([3, 5]))
         >>> exchange.bytes_by_kind(1_000_000, {"weight": (16,), "sum": ()})
@@ -127,7 +130,8 @@ class RowExchange:
         """
         pushed, fetched, checked = (x.numel() for x in (self.push_rows, self.fetch_rows, self.check_rows))
         sizes = {"pushed": pushed, "fetched": fetched, "checked": checked, "counted": self.push_counts.numel()}
-        return bytes_by_kind(num_rows, row_shapes, **sizes, copied=pushed if self.copies else 0)
+        sizes["copied"] = pushed if self.copies else 0
+        return bytes_by_kind(num_rows, row_shapes, **sizes, weight_bytes=weight_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +158,7 @@ def bytes_by_kind(
     checked: int,
     counted: int = 0,
     copied: int = 0,
+    weight_bytes: int = 4,
 ) -> dict[str, int]:
     """Bytes that cross the network for an exchange and its answer, headers aside.
 
@@ -165,13 +170,14 @@ def bytes_by_kind(
         checked: Copies whose clocks are compared.
         counted: Pushed rows that say how many updates they sum up.
         copied: Pushed rows that come with their copies.
+        weight_bytes: Of an element of ``weight``, as it travels; those of states are float32.
 
     Returns:
         ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks and counts, numbers of checked rows, one bit
         back for each of them) and ``gradients`` (numbers, updates and copies).
     """
     number = row_dtype(num_rows).itemsize
-    row = 4 * sum(map(math.prod, row_shapes.values()))
+    row = sum((weight_bytes if name == "weight" else 4) * math.prod(shape) for name, shape in row_shapes.items())
     clocks = pushed + checked + fetched + counted
     return {
         "rows": fetched * (number + row),

@@ -29,11 +29,13 @@ class EmbeddingStore(ABC):
             its own first row.
         optimizer: The update rule.
         normalization: What stale gradients count; ``None`` where rows have no versions.
+        weight_bytes: Size of an element of a row or of its gradient where they travel: 4 of float32.
     """
 
     layout: TableLayout
     optimizer: RowOptimizer
     normalization: StalenessNormalization | None
+    weight_bytes: int = 4
 
     @property
     @abstractmethod

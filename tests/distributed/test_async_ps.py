@@ -84,7 +84,7 @@ def test_staleness_when_one_worker_is_held_then_is_that_of_the_schedule_and_norm
 
 
 def test_server_when_killed_in_the_middle_then_no_update_is_lost_and_none_counts_twice():
-    model, strategy = Counting(share=1.0), AsyncParameterServerStrategy(transport="tcp")
+    model, strategy = Counting(share=1.0), AsyncParameterServerStrategy(transport="tcp", compression="bf16")
     make_trainer(strategy, KillsServer(), limit_val_batches=0).fit(model)
     torch.testing.assert_close(model.counted, all_rows(-counts(STEPS)), rtol=0, atol=0)
     assert model.bias.item() == pytest.approx(-0.1 * 2 * STEPS)

@@ -185,7 +185,12 @@ class KillsServer(Callback):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"staleness": 1, "cache_rows": 5, "transport": "tcp"}, {"algorithm": "hybrid"}], ids=str
+    "arguments",
+    [
+        {"staleness": 1, "cache_rows": 5, "transport": "tcp", "compression": "bf16"},  # which has all numbers up to 256
+        {"algorithm": "hybrid"},
+    ],
+    ids=str,
 )
 def test_server_when_killed_in_the_middle_then_no_update_is_lost_and_none_counts_twice(arguments):
     model, strategy = Counting(), HETStrategy(**arguments)

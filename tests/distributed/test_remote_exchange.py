@@ -1,6 +1,7 @@
 """Exchanges with a server: as with mapped stores, each push once whatever is lost, the answer when it is wanted."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,22 +69,33 @@ def equal(one, other):
     return one.values.keys() == other.values.keys() and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
+def rounded(tensors, compression):
+    """What arrives of weights or their updates; states arrive as they are."""
+    if compression == "none" or not tensors:
+        return tensors
+    return {**tensors, "weight": tensors["weight"].bfloat16().float()}
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
 @pytest.mark.parametrize("rule", [RowSGD(0.5), RowWiseAdagrad(0.5)], ids=lambda rule: type(rule).__name__)
-def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_bytes(tmp_path, rule):
+def test_remote_exchange_when_compared_then_equals_a_mapped_one_and_counts_its_bytes(tmp_path, rule, compression):
     (tmp_path / "own").mkdir()
     (tmp_path / "served").mkdir()
     mapped, shapes = make_users(MappedStores(tmp_path / "own"), rule), SHAPES[type(rule).__name__]
     generator = torch.Generator().manual_seed(0)
     with running(tmp_path / "served") as server:
-        stores = connect(server.endpoint, transport="tcp", timeout=20)
+        stores = connect(server.endpoint, transport="tcp", timeout=20, compression=compression)
         remote, traffic = make_users(stores, rule), stores.connection.traffic
+        assert remote.weight_bytes == {"none": 4, "bf16": 2}[compression]
         told = 0
         before = traffic.sent_bytes + traffic.received_bytes
         for _ in range(200):
             request = random_exchange(generator, shapes)
             answer = remote.begin_exchange(request)()
-            assert equal(answer, mapped.begin_exchange(request)())
-            told += sum(request.bytes_by_kind(NUM_ROWS, shapes).values())
+            received = {kind: rounded(getattr(request, kind), compression) for kind in ("updates", "copies")}
+            expected = mapped.begin_exchange(replace(request, **received))()
+            assert equal(answer, replace(expected, values=rounded(expected.values, compression)))
+            told += sum(request.bytes_by_kind(NUM_ROWS, shapes, weight_bytes=remote.weight_bytes).values())
         assert traffic.sent_bytes + traffic.received_bytes - before == told
         assert server.handler.counts.refused == 0
         for name in shapes:

@@ -84,6 +84,43 @@ def test_remote_store_when_trained_then_equals_a_mapped_one(stores, tmp_path, sp
     assert (remote.layout, remote.optimizer) == (mapped.layout, mapped.optimizer)
 
 
+@pytest.mark.parametrize("sparse", [SINGLE, WEIGHTED], ids=["single", "weighted"])
+def test_compressed_store_when_trained_then_equals_a_mapped_one_that_gets_rounded_gradients(server, tmp_path, sparse):
+    (tmp_path / "own").mkdir()
+    stores = connect(server.endpoint, transport="tcp", timeout=20, compression="bf16")
+    mapped = make_users(MappedStores(tmp_path / "own"), RowAdagrad(lr=0.5))
+    remote = make_users(stores, RowAdagrad(lr=0.5))
+    assert stores.route.endswith("rows in bf16")
+    traffic = stores.connection.traffic
+    for _ in range(3):
+        received, expected = traffic.received_bytes, mapped.pooled_lookup(sparse)
+        assert torch.equal(remote.pooled_lookup(sparse), expected.bfloat16().float())
+        assert traffic.received_bytes - received == 2 * expected.numel()
+        gradient, rows, row_gradients = torch.randn(2, 3, 4), torch.tensor([8, 0]), torch.randn(2, 4)
+        mapped.apply_gradients(sparse, gradient.bfloat16().float(), lr=0.1)
+        mapped.apply_row_gradients(rows, row_gradients.bfloat16().float(), lr=0.1)
+        sent = traffic.sent_bytes
+        remote.apply_gradients(sparse, gradient, lr=0.1)
+        remote.apply_row_gradients(rows, row_gradients, lr=0.1)
+        ids = sparse.values.nbytes + (sparse.weights.nbytes if sparse.weights is not None else 0)
+        assert traffic.sent_bytes - sent == ids + 2 * gradient.numel() + rows.nbytes + 2 * row_gradients.numel()
+        row_gradients.fill_(float("nan"))
+        gradient.fill_(float("nan"))
+    remote.flush()
+    for name in ("weight", "sum"):
+        assert torch.equal(remote.read(name, 0, 9), mapped.read(name, 0, 9))  # whole stretches are never rounded
+    assert torch.equal(remote.lookup(torch.tensor([3, 8])), mapped.lookup(torch.tensor([3, 8])).bfloat16().float())
+    again = stores.embedding_store("users")
+    assert torch.equal(again.lookup(torch.tensor([8])), remote.lookup(torch.tensor([8])))
+    stores.close()
+
+
+def test_compression_when_it_is_not_for_rows_then_nothing_is_connected(server):
+    for name in ("int8", "topk", "zip"):
+        with pytest.raises(ValueError, match="rows"):
+            connect(server.endpoint, compression=name)
+
+
 def test_rows_when_read_and_written_in_chunks_then_come_back(stores, monkeypatch):
     monkeypatch.setattr(remote_module, "CHUNK_BYTES", 32)  # two rows
     users, values = make_users(stores), torch.randn(7, 4)

@@ -19,6 +19,7 @@ EDGES: dict[str, set[str]] = {
     "simulation": {"data", "embeddings", "metrics", "optim", "sync"},
     "strategies": {
         "checkpoints",
+        "compression",
         "data",
         "embeddings",
         "errors",
@@ -35,7 +36,7 @@ EDGES: dict[str, set[str]] = {
     },
     "row_cache": {"compiled", "embeddings", "optim", "parameter_server", "placement", "stores", "sync"},
     "launchers": {"parameter_server", "runtime"},
-    "parameter_server": {"embeddings", "errors", "optim", "renamed", "runtime", "stores", "sync"},
+    "parameter_server": {"compression", "embeddings", "errors", "optim", "renamed", "runtime", "stores", "sync"},
     "stores": {"compiled", "embeddings", "errors", "optim", "placement", "sync"},
     "tasks": {"callbacks", "checkpoints", "data", "embeddings", "metrics"},
     "callbacks": {"data", "metrics", "renamed"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_recsys.compression import Codec
 from lightning_recsys.parameter_server.exchange_wire import pack_reply, unpack_request
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedEmbedding
@@ -32,25 +33,25 @@ class ExchangeRequests:
             reads={"exchange": self._read}, pushes={"exchange": self._push}, again={"exchange": self._again}
         )
 
-    def _unpack(self, request: Request) -> tuple[ServedEmbedding, RowExchange]:
+    def _unpack(self, request: Request) -> tuple[ServedEmbedding, RowExchange, Codec]:
         served = self._stores.embedding(request)
-        exchange = unpack_request(request, served.num_rows, served.store.row_shapes, self._stores.limits)
-        return served, exchange
+        exchange, codec = unpack_request(request, served.num_rows, served.store.row_shapes, self._stores.limits)
+        return served, exchange, codec
 
     def _read(self, request: Request) -> object:
-        served, exchange = self._unpack(request)
+        served, exchange, codec = self._unpack(request)
         if exchange.changes_rows:
             raise MessageError("an exchange with pushes or steps needs a sequence number")
-        return _answer(served, exchange)
+        return _answer(served, exchange, codec)
 
     def _push(self, request: Request) -> Push:
-        served, exchange = self._unpack(request)
+        served, exchange, codec = self._unpack(request)
         if not exchange.changes_rows:
             raise ValueError("an exchange without pushes and steps changes nothing and takes no sequence number")
 
         def apply() -> object:
             served.store.push_updates(exchange)
-            return _answer(served, exchange)
+            return _answer(served, exchange, codec)
 
         return Push(apply, served.undo(exchange.push_rows, CLOCK, counts=exchange.updates_per_push))
 
@@ -58,6 +59,6 @@ class ExchangeRequests:
         return _answer(*self._unpack(request))
 
 
-def _answer(served: ServedEmbedding, exchange: RowExchange) -> tuple[Tensor, ...]:
+def _answer(served: ServedEmbedding, exchange: RowExchange, codec: Codec) -> tuple[Tensor, ...]:
     """What is fetched and checked, whether the pushes are made now or were made before."""
-    return tuple(pack_reply(served.store.fetch_and_check(exchange)))
+    return tuple(pack_reply(served.store.fetch_and_check(exchange), served.store.row_shapes, codec))

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from lightning_recsys.compression import make_codec
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedEmbedding
@@ -17,7 +19,8 @@ from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.checks import check_rate
 from lightning_recsys.stores.versions import check_versions
 
-_UNVERSIONED = {"versioned": False}
+_UNCOMPRESSED = {"compression": "none"}
+_DEFAULTS = {"versioned": False, **_UNCOMPRESSED}
 
 
 class RowRequests:
@@ -44,49 +47,49 @@ class RowRequests:
 
     def _lookup(self, request: Request) -> object:
         served = self._stores.embedding(request)
-        take_arguments(request)
+        (compression,) = take_arguments(request, _UNCOMPRESSED, compression=str)
+        codec = make_codec(compression, "rows")
         (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
         self._stores.check_rows(served, rows_U)
         self._stores.check_reply(rows_U.numel() * served.dim)
-        return served.store.lookup(rows_U)
+        (values,) = codec.encode(served.store.lookup(rows_U))
+        return values
 
     def _pooled_lookup(self, request: Request) -> object:
         served = self._stores.embedding(request)
-        _, _, versioned = take_arguments(request, _UNVERSIONED, bags=bool, weighted=bool, versioned=bool)
+        kinds = {"bags": bool, "weighted": bool, "versioned": bool, "compression": str}
+        _, _, versioned, compression = take_arguments(request, _DEFAULTS, **kinds)
+        codec = make_codec(compression, "rows")
         sparse, rest = served.sparse(request, self._stores.limits)
         if rest:
             raise ValueError(f"a pooled lookup takes ids, offsets and weights, got {len(rest)} more arrays")
         num_versions = sparse.values.numel() if versioned else 0
         self._stores.check_reply(sparse.batch_size * len(sparse.keys) * served.dim + 2 * num_versions)
-        return served.store.begin_versioned_lookup(sparse)() if versioned else served.store.pooled_lookup(sparse)
+        if not versioned:
+            return codec.encode(served.store.pooled_lookup(sparse))[0]
+        pooled_BFD, versions_N = served.store.begin_versioned_lookup(sparse)()
+        return codec.encode(pooled_BFD)[0], versions_N
 
     def _apply_gradients(self, request: Request) -> Push:
         served = self._stores.embedding(request)
-        kinds = {"bags": bool, "weighted": bool, "versioned": bool, "lr": float}
-        _, _, versioned, lr = take_arguments(request, _UNVERSIONED, **kinds)
+        kinds = {"bags": bool, "weighted": bool, "versioned": bool, "lr": float, "compression": str}
+        _, _, versioned, lr, compression = take_arguments(request, _DEFAULTS, **kinds)
         sparse, rest = served.sparse(request, self._stores.limits)
         versions = self._versions(served, rest, sparse.values.numel()) if versioned else None
-        shape = [sparse.batch_size, len(sparse.keys), served.dim]
-        if len(rest) != 1 or rest[0].dtype != torch.float32 or list(rest[0].shape) != shape:
-            raise ValueError(f"gradients must be one float32 array of shape {shape}")
+        grad_BFD = _gradients(rest, (sparse.batch_size, len(sparse.keys), served.dim), compression)
         check_rate(lr)
-        apply = partial(served.store.update, sparse, rest[0], lr=lr, versions=versions)
+        apply = partial(served.store.update, sparse, grad_BFD, lr=lr, versions=versions)
         return Push(apply, served.undo(served.touched_rows(sparse)))
 
     def _apply_row_gradients(self, request: Request) -> Push:
         served = self._stores.embedding(request)
-        versioned, lr = take_arguments(request, _UNVERSIONED, versioned=bool, lr=float)
+        kinds = {"versioned": bool, "lr": float, "compression": str}
+        versioned, lr, compression = take_arguments(request, _DEFAULTS, **kinds)
         arrays = list(request.arrays)
         rows_U = take_array(arrays, "rows", torch.int64, 1)
         versions = self._versions(served, arrays, rows_U.numel()) if versioned else None
-        grads_UD = take_array(arrays, "gradients", torch.float32, 2)
-        if arrays:
-            raise ValueError(
-                f"apply_row_gradients takes rows, versions and gradients, got {len(request.arrays)} arrays"
-            )
         self._stores.check_rows(served, rows_U)
-        if list(grads_UD.shape) != [rows_U.numel(), served.dim]:
-            raise ValueError(f"gradients must have shape {[rows_U.numel(), served.dim]}, got {list(grads_UD.shape)}")
+        grads_UD = _gradients(arrays, (rows_U.numel(), served.dim), compression)
         check_rate(lr)
         apply = partial(served.store.update_rows, rows_U, grads_UD, lr=lr, versions=versions)
         return Push(apply, served.undo(rows_U))
@@ -118,3 +121,13 @@ class RowRequests:
         if not 0 <= step < 2**62:
             raise ValueError(f"step must be in [0, 2**62), got {step}")
         return Push(partial(setattr, served.store, "step", step))
+
+
+def _gradients(arrays: Sequence[Tensor], shape: tuple[int, ...], compression: str) -> Tensor:
+    """The gradients that end a request, as float32."""
+    codec = make_codec(compression, "rows")
+    ((dtype, _),) = codec.layout(shape)
+    if len(arrays) != 1 or arrays[0].dtype != dtype or tuple(arrays[0].shape) != shape:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"gradients must be one {name} array of shape {list(shape)}, behind what names their rows")
+    return codec.decode(arrays, shape)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from lightning_recsys.checkpoints import FolderCheckpointIO, StoredRows, StoredTensor
+from lightning_recsys.compression import make_codec
 from lightning_recsys.launchers import ForkserverLauncher, ServerSpec
 from lightning_recsys.strategies.common.averaged_copies import (
     AveragedCopies,
@@ -65,6 +66,8 @@ class RecsysStrategy(DDPStrategy):
             a server on loopback leaves in its folder. Servers that are started here get keys of their own.
         transport: ``auto`` reads and writes through shared memory where a server runs on the same machine; ``tcp``
             never does.
+        compression: How embedding rows and their gradients travel between this process and servers: ``none`` as they
+            are, ``bf16`` in half the bytes, rounded. Nothing travels, and nothing is rounded, through shared memory.
         store_folder: Where the servers started here keep their files, in a folder of their own: a disk if tables are
             larger than memory. Default: shared memory.
         max_restarts: How often each server that dies is started again before the run fails.
@@ -82,8 +85,8 @@ class RecsysStrategy(DDPStrategy):
         launches: Whether workers are processes of our launcher, on this machine; there from the start.
 
     Raises:
-        ValueError: ``max_restarts`` is negative, ``transport`` is unknown, ``servers`` are no endpoints, or a
-            ``key_file`` comes without them.
+        ValueError: ``max_restarts`` is negative, ``transport`` or ``compression`` is unknown, ``servers`` are no
+            endpoints, or a ``key_file`` comes without them.
         TypeError: an argument that only ``DistributedDataParallel`` could use, or an object from ``lightning.pytorch``.
     """
 
@@ -97,6 +100,7 @@ class RecsysStrategy(DDPStrategy):
         num_threads: int = 1,
         servers: Sequence[str] | None = None,
         transport: Transport = "auto",
+        compression: str = "none",
         key_file: str | Path | None = None,
         store_folder: str | Path | None = None,
         max_restarts: int = 3,
@@ -108,6 +112,7 @@ class RecsysStrategy(DDPStrategy):
             )
         if transport not in ("auto", "tcp"):
             raise ValueError(f"strategy.transport must be 'auto' or 'tcp', got {transport!r}.")
+        make_codec(compression, "rows")
         if servers is not None:
             check_endpoints(servers)
         elif key_file is not None:
@@ -126,6 +131,7 @@ class RecsysStrategy(DDPStrategy):
         self.num_threads = num_threads
         self.servers = None if servers is None else tuple(servers)
         self.transport: Transport = transport
+        self.compression = compression
         self.key_file = key_file
         self.store_folder = store_folder
         self.max_restarts = max_restarts
@@ -249,6 +255,11 @@ class RecsysStrategy(DDPStrategy):
             raise ValueError(
                 f"{self.world_size} processes were started, but trainer.num_nodes={self.num_nodes} times"
                 f" trainer.devices={self.num_processes} is {asked}. Set both to what the processes' launcher was told."
+            )
+        if self.compression != "none" and not specs:
+            raise ValueError(
+                f"strategy.compression={self.compression}: {type(self).__name__} sends no rows to servers. Leave"
+                " strategy.compression out."
             )
         super().setup_environment()
         self._run_servers.find(specs)

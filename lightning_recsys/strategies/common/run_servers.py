@@ -89,17 +89,26 @@ class RunServers:
             raise KeyError(f"{type(strategy).__name__} has no servers of kind {kind!r}; it has {has}.")
         if kind not in self._connected:
             from lightning_recsys.parameter_server.connect import connect
+            from lightning_recsys.parameter_server.remote import RemoteStores
 
             keys = self._started.keys if self._started is not None else strategy.key_file
             self._borrow()
             transport: Transport = "auto" if strategy.maps_stores else "tcp"
             self._connected[kind] = [
-                connect(endpoint, keys=keys, transport=transport, cancelled=self._is_asked_to_end)
+                connect(
+                    endpoint,
+                    keys=keys,
+                    transport=transport,
+                    compression=strategy.compression,
+                    cancelled=self._is_asked_to_end,
+                )
                 for endpoint in strategy.endpoints[kind]
             ]
             if strategy.is_global_zero:
                 for endpoint, stores in zip(strategy.endpoints[kind], self._connected[kind], strict=True):
                     log.info("Server for %s at %s: by %s.", kind, endpoint, stores.route)
+                    if strategy.compression != "none" and not isinstance(stores, RemoteStores):
+                        log.info("Nothing is sent there, so compression=%s has no effect.", strategy.compression)
         return self._connected[kind]
 
     def _borrow(self) -> None:

@@ -82,6 +82,14 @@ def test_servers_when_the_strategy_uses_none_then_refused():
         strategy.setup_environment()
 
 
+def test_compression_when_the_strategy_has_no_servers_or_it_is_not_for_rows_then_refused():
+    strategy = connected(ForkserverDDPStrategy(compression="bf16"))
+    with pytest.raises(ValueError, match=r"strategy\.compression=bf16: ForkserverDDPStrategy sends no rows to servers"):
+        strategy.setup_environment()
+    with pytest.raises(ValueError, match=r"strategy\.compression=topk is for gradients only, and rows were"):
+        Served(compression="topk")
+
+
 def test_processes_when_not_as_many_as_the_trainer_was_told_then_refused(monkeypatch):
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
