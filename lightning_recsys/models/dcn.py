@@ -12,6 +12,7 @@ from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import (
     CrossNetwork,
     DeepTower,
+    EmbeddingDropout,
     InputWeights,
     Normalization,
     begin,
@@ -38,6 +39,7 @@ class DCN(nn.Module):
         hidden: Width of each hidden layer of the deep network.
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        embedding_dropout: Probability that a number of a pooled embedding is zeroed in training, in ``[0, 1)``.
         normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
             (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
@@ -63,12 +65,14 @@ class DCN(nn.Module):
         hidden: Sequence[int] = (400, 400),
         activation: str = "relu",
         dropout: float = 0.0,
+        embedding_dropout: float = 0.0,
         normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
         self.num_dense = num_dense
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         in_features = len(fields) * embedding_dim + num_dense
         self.cross = CrossNetwork(in_features, num_cross_layers, embedding_dim=embedding_dim, num_dense=num_dense)
         # w^T [x_L, h] as two products, so that the halves are never copied together; the tower's has the bias.
@@ -86,6 +90,8 @@ class DCN(nn.Module):
     def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
         """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
         self.embeddings.partition(fields)
+        if self.drop is not None:
+            self.drop.partition(fields, group)
         self.cross.partition(fields, group)
         self.cross_output.partition(fields, group)
         self.deep.partition(fields, group)
@@ -94,6 +100,8 @@ class DCN(nn.Module):
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
         embeddings = self.embeddings(sparse)
+        if self.drop is not None:
+            embeddings = self.drop(embeddings)
         deep = begin(self.deep, dense, embeddings)
         inputs = flatten_inputs(self.cross.own_dense(dense), embeddings)
         logits: Tensor = self.cross.project(inputs, self.cross_output) + deep()

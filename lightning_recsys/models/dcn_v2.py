@@ -12,6 +12,7 @@ from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import (
     CrossNetworkV2,
     DeepTower,
+    EmbeddingDropout,
     FieldGather,
     InputWeights,
     Normalization,
@@ -42,6 +43,7 @@ class DCNv2(nn.Module):
         hidden: Width of each hidden layer of the deep network.
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        embedding_dropout: Probability that a number of a pooled embedding is zeroed in training, in ``[0, 1)``.
         normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
             (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
@@ -70,6 +72,7 @@ class DCNv2(nn.Module):
         hidden: Sequence[int] = (400, 400),
         activation: str = "relu",
         dropout: float = 0.0,
+        embedding_dropout: float = 0.0,
         normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
@@ -79,6 +82,7 @@ class DCNv2(nn.Module):
         self.num_dense = num_dense
         self.is_low_rank = rank is not None
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         self.gather = FieldGather(len(fields), embedding_dim)
         in_features = len(fields) * embedding_dim + num_dense
         self.cross = CrossNetworkV2(
@@ -104,6 +108,8 @@ class DCNv2(nn.Module):
         With full cross matrices these are the embeddings alone, which each process then gathers from all others.
         """
         self.embeddings.partition(fields)
+        if self.drop is not None:
+            self.drop.partition(fields, group)
         if not self.is_low_rank:
             self.gather.partition(fields, group)
             return
@@ -115,7 +121,10 @@ class DCNv2(nn.Module):
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
-        embeddings = self.gather(self.embeddings(sparse))
+        embeddings = self.embeddings(sparse)
+        if self.drop is not None:
+            embeddings = self.drop(embeddings)
+        embeddings = self.gather(embeddings)
         crossed = self.cross(flatten_inputs(self.deep.first.own_dense(dense), embeddings))
         logits: Tensor
         if self.cross_output is not None:

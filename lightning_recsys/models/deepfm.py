@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import DeepTower, FirstOrder, FMSecondOrder, Normalization, begin, field_embeddings
+from lightning_recsys.models.layers import (
+    DeepTower,
+    EmbeddingDropout,
+    FirstOrder,
+    FMSecondOrder,
+    Normalization,
+    begin,
+    field_embeddings,
+)
 
 
 class DeepFM(nn.Module):
@@ -27,6 +35,7 @@ class DeepFM(nn.Module):
         hidden: Width of each hidden layer.
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        embedding_dropout: Probability that a number of a pooled embedding is zeroed in training, in ``[0, 1)``.
         normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
             (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
@@ -52,12 +61,14 @@ class DeepFM(nn.Module):
         hidden: Sequence[int] = (400, 400, 400),
         activation: str = "relu",
         dropout: float = 0.0,
+        embedding_dropout: float = 0.0,
         normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
         self.first_order = FirstOrder(num_dense, fields, bias=False, **options)
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         self.second_order = FMSecondOrder(num_dense, embedding_dim=embedding_dim)
         self.deep = DeepTower(
             num_dense,
@@ -73,12 +84,16 @@ class DeepFM(nn.Module):
         """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
         self.first_order.partition(fields, group)
         self.embeddings.partition(fields)
+        if self.drop is not None:
+            self.drop.partition(fields, group)
         self.second_order.partition(fields, group)
         self.deep.partition(fields, group)
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         embeddings = self.embeddings(sparse)
+        if self.drop is not None:
+            embeddings = self.drop(embeddings)
         deep = begin(self.deep, dense, embeddings)
         logits: Tensor = self.first_order(dense, sparse) + self.second_order(dense, embeddings) + deep()
         return logits

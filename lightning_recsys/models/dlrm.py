@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Unpack
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,25 @@ from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import (
     MLP,
     DotInteraction,
+    EmbeddingDropout,
     FieldGather,
     Normalization,
     check_dense,
     field_embeddings,
 )
 
+Interaction = Literal["dot", "concatenation"]
+
 
 class DLRM(nn.Module):
-    r"""Dot products between the embeddings and a dense vector, between two multilayer perceptrons.
+    r"""Dot products of the embeddings and a dense vector, or the vectors themselves, between two perceptrons.
 
     .. math::
         t_0 = \text{bottom}(x), \quad t_f = e_f, \quad z = \{\langle t_i, t_j \rangle\}_{i > j}, \quad
         \operatorname{logit} = \text{top}([t_0, z])
 
-    Without numeric features there is no bottom network and no :math:`t_0`.
+    With ``interaction="concatenation"`` the top network gets :math:`[t_0, e_1, \dots, e_F]`. Without numeric features
+    there is no bottom network and no :math:`t_0`.
 
     Args:
         num_dense: Numeric features ``N``.
@@ -35,9 +39,11 @@ class DLRM(nn.Module):
         embedding_dim: Width ``D`` of the embeddings, and of the bottom network's last layer, which is added.
         bottom_hidden: Width of the bottom network's layers before that; may be empty.
         top_hidden: Width of the top network's layers before the logit, which is added; may be empty.
+        interaction: ``dot`` or ``concatenation``.
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``; top network only, for a zero in
             :math:`t_0` would remove dot products.
+        embedding_dropout: Probability that a number of a pooled embedding is zeroed in training, in ``[0, 1)``.
         normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
             (:class:`~lightning_recsys.models.layers.LocalNormalization`); in both networks.
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
@@ -47,7 +53,8 @@ class DLRM(nn.Module):
         - output: logits ``[B]``.
 
     Raises:
-        ValueError: there is no field, or only one and no numeric feature, or an option is not one of the above.
+        ValueError: there is no field, or for dot products only one and no numeric feature, or an option is not one of
+            the above.
 
     Reference: Naumov et al. 2019, Deep Learning Recommendation Model for Personalization and Recommendation
     Systems; weights of the networks start as in its public code, biases at 0.
@@ -61,22 +68,30 @@ class DLRM(nn.Module):
         embedding_dim: int = 16,
         bottom_hidden: Sequence[int] = (512, 256, 64),
         top_hidden: Sequence[int] = (512, 256),
+        interaction: Interaction = "dot",
         activation: str = "relu",
         dropout: float = 0.0,
+        embedding_dropout: float = 0.0,
         normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
+        if interaction not in get_args(Interaction):
+            raise ValueError(f"model.interaction must be one of {list(get_args(Interaction))}, got {interaction!r}.")
         self.num_dense = num_dense
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         self.gather = FieldGather(len(fields), embedding_dim)
         self.bottom = (
             MLP(num_dense, (*bottom_hidden, embedding_dim), activation=activation, normalization=normalization)
             if num_dense
             else None
         )
-        self.interaction = DotInteraction(len(fields) + bool(num_dense))
-        top_features = self.interaction.out_features + (embedding_dim if num_dense else 0)
+        num_vectors = len(fields) + bool(num_dense)
+        self.interaction = DotInteraction(num_vectors) if interaction == "dot" else None
+        top_features = num_vectors * embedding_dim
+        if self.interaction is not None:
+            top_features = self.interaction.out_features + (embedding_dim if num_dense else 0)
         self.top = MLP(
             top_features,
             top_hidden,
@@ -92,17 +107,23 @@ class DLRM(nn.Module):
         Each process gathers the pooled embeddings of all fields: dot products have no partial result that is smaller.
         """
         self.embeddings.partition(fields)
+        if self.drop is not None:
+            self.drop.partition(fields, group)
         self.gather.partition(fields, group)
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
         check_dense(dense, self.num_dense)
-        embeddings = self.gather(self.embeddings(sparse))
-        if self.bottom is None:
-            features = self.interaction(embeddings)
+        embeddings = self.embeddings(sparse)
+        if self.drop is not None:
+            embeddings = self.drop(embeddings)
+        embeddings = self.gather(embeddings)
+        bottom = None if self.bottom is None else self.bottom(dense)
+        vectors = embeddings if bottom is None else torch.cat([bottom.unsqueeze(1), embeddings], 1)
+        if self.interaction is None:
+            features = vectors.flatten(1)
         else:
-            bottom = self.bottom(dense)
-            pairs = self.interaction(torch.cat([bottom.unsqueeze(1), embeddings], 1))
-            features = torch.cat([bottom, pairs], 1)
+            pairs = self.interaction(vectors)
+            features = pairs if bottom is None else torch.cat([bottom, pairs], 1)
         logits: Tensor = self.top(features)
         return logits.squeeze(1)

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import DeepTower, FirstOrder, Normalization, begin, field_embeddings
+from lightning_recsys.models.layers import (
+    DeepTower,
+    EmbeddingDropout,
+    FirstOrder,
+    Normalization,
+    begin,
+    field_embeddings,
+)
 
 
 class WideDeep(nn.Module):
@@ -24,6 +31,7 @@ class WideDeep(nn.Module):
         hidden: Width of each hidden layer.
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
+        embedding_dropout: Probability that a number of a pooled embedding is zeroed in training, in ``[0, 1)``.
         normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
             (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`. The paper trains the wide part by
@@ -50,12 +58,14 @@ class WideDeep(nn.Module):
         hidden: Sequence[int] = (400, 400),
         activation: str = "relu",
         dropout: float = 0.0,
+        embedding_dropout: float = 0.0,
         normalization: Normalization = "none",
         **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
         self.first_order = FirstOrder(num_dense, fields, bias=False, **options)
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
+        self.drop = EmbeddingDropout(embedding_dropout, len(fields)) if embedding_dropout else None
         self.deep = DeepTower(
             num_dense,
             num_fields=len(fields),
@@ -70,10 +80,15 @@ class WideDeep(nn.Module):
         """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
         self.first_order.partition(fields, group)
         self.embeddings.partition(fields)
+        if self.drop is not None:
+            self.drop.partition(fields, group)
         self.deep.partition(fields, group)
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""
-        deep = begin(self.deep, dense, self.embeddings(sparse))
+        embeddings = self.embeddings(sparse)
+        if self.drop is not None:
+            embeddings = self.drop(embeddings)
+        deep = begin(self.deep, dense, embeddings)
         logits: Tensor = self.first_order(dense, sparse) + deep()
         return logits

@@ -99,18 +99,19 @@ CASES = {
         {"hidden": (8, 4), **EMBEDDED, "row_optimizer": RowAdam(0.01, eps=1e-4, weight_decay=0.1)},
         optimizer=ADAM,
     ),
+    "dropped": Case(DeepFM, {"hidden": (8, 4), "dropout": 0.2, "embedding_dropout": 0.2, **EMBEDDED}),
     "dcn": Case(DCN, {"hidden": (8,), "normalization": "batch", **EMBEDDED}, optimizer=SGD),
     "dcn_v2_parallel": Case(DCNv2, {"rank": 3, "hidden": (8,), **EMBEDDED}),
     "dcn_v2_stacked": Case(DCNv2, {"rank": 3, "structure": "stacked", "hidden": (8,), **EMBEDDED}),
     "dcn_v2_full": Case(DCNv2, {"hidden": (8,), **EMBEDDED}),
-    "dlrm": Case(DLRM, {"bottom_hidden": (5,), "top_hidden": (6,), **EMBEDDED}),
+    "dlrm": Case(DLRM, {"embedding_dropout": 0.2, "bottom_hidden": (5,), "top_hidden": (6,), **EMBEDDED}),
     "two_fields": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}, cardinalities=(50, 40)),
     "clipped": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}, optimizer=SGD, trainer={"gradient_clip_val": 0.02}),
     "accumulated": Case(DeepFM, {"hidden": (8, 4), **EMBEDDED}, trainer={"accumulate_grad_batches": 4}),
 }
 NOISY = Case(
     DCN,
-    {"hidden": (16, 8), "dropout": 0.3, "normalization": "batch", **EMBEDDED},
+    {"hidden": (16, 8), "dropout": 0.3, "embedding_dropout": 0.2, "normalization": "batch", **EMBEDDED},
     steps=200,
     trainer={"precision": "bf16-mixed"},
 )

@@ -140,6 +140,12 @@ def dlrm(state, dense, bags, pooling):
     return perceptron(state, "top", bottom + pairs, last_is_linear=True)[0]
 
 
+def dlrm_concatenation(state, dense, bags, pooling):
+    bottom = perceptron(state, "bottom", dense, last_is_linear=False) if dense else []
+    vectors = itertools.chain(*pool(state, "embeddings", bags, pooling))
+    return perceptron(state, "top", [*bottom, *vectors], last_is_linear=True)[0]
+
+
 MODELS = {
     "lr": (LogisticRegression, {}, lr),
     "fm": (FactorizationMachine, {"embedding_dim": DIM}, fm),
@@ -155,6 +161,11 @@ MODELS = {
         dcn_v2,
     ),
     "dlrm": (DLRM, {"embedding_dim": DIM, "bottom_hidden": [6, 4], "top_hidden": [5, 4]}, dlrm),
+    "dlrm_concatenation": (
+        DLRM,
+        {"embedding_dim": DIM, "bottom_hidden": [4], "top_hidden": [5], "interaction": "concatenation"},
+        dlrm_concatenation,
+    ),
     "dlrm_shallow": (DLRM, {"embedding_dim": DIM, "bottom_hidden": [], "top_hidden": []}, dlrm),
 }
 

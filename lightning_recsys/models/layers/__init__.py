@@ -8,6 +8,7 @@ from lightning_recsys.models.layers.cross import (
     LowRankCrossLayer,
     flatten_inputs,
 )
+from lightning_recsys.models.layers.dropout import EmbeddingDropout
 from lightning_recsys.models.layers.factorization import FMSecondOrder
 from lightning_recsys.models.layers.fieldwise import FieldwiseLinear
 from lightning_recsys.models.layers.first_order import FirstOrder
@@ -27,6 +28,7 @@ __all__ = [
     "Cut",
     "DeepTower",
     "DotInteraction",
+    "EmbeddingDropout",
     "FMSecondOrder",
     "FieldGather",
     "FieldLayer",

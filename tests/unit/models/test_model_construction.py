@@ -123,6 +123,31 @@ def test_dlrm_with_one_vector_is_an_error_that_says_what_to_add():
         DLRM(0, {"user": 3})
 
 
+def test_dlrm_with_one_vector_and_concatenation_then_is_made():
+    assert DLRM(0, {"user": 3}, interaction="concatenation").top[0].in_features == 16
+
+
+def test_dlrm_unknown_interaction_is_an_error_that_lists_the_known():
+    with pytest.raises(ValueError, match=r"model.interaction must be one of \['dot', 'concatenation'\], got 'cat'"):
+        DLRM(0, {"user": 3}, interaction="cat")
+
+
+@pytest.mark.parametrize("model_class", [WideDeep, DeepFM, DCN, DCNv2, DLRM])
+def test_embedding_dropout_then_drops_in_training_only_and_is_refused_out_of_range(model_class):
+    model, inputs = make(model_class, embedding_dropout=0.5), batch()
+    for table in model.embeddings.tables:
+        model.embeddings.embedding_bags.read(table.name, "weight").fill_(1.0)
+    seen = []
+    model.drop.register_forward_hook(lambda module, args, output: seen.append(output))
+    model(*inputs)
+    assert set(seen[0].unique().tolist()) == {0.0, 2.0}
+    model.eval()(*inputs)
+    assert set(seen[1].unique().tolist()) == {1.0}
+    with pytest.raises(ValueError, match=r"model.embedding_dropout must be in \[0, 1\), got 1"):
+        make(model_class, embedding_dropout=1)
+    assert make(model_class).drop is None
+
+
 def test_dcn_v2_unknown_structure_is_an_error_that_lists_the_known():
     with pytest.raises(ValueError, match=r"model.structure must be one of \['parallel', 'stacked'\], got 'series'"):
         DCNv2(0, {"user": 3}, structure="series")
@@ -155,6 +180,11 @@ def test_dcn_v2_unknown_structure_is_an_error_that_lists_the_known():
             DLRM,
             {"embedding_dim": 4, "bottom_hidden": [6], "top_hidden": [5]},
             (2 * 6 + 6) + (6 * 4 + 4) + ((4 + 4 * 3 // 2) * 5 + 5) + (5 + 1),
+        ),
+        (
+            DLRM,
+            {"embedding_dim": 4, "bottom_hidden": [6], "top_hidden": [5], "interaction": "concatenation"},
+            (2 * 6 + 6) + (6 * 4 + 4) + (4 * 4 * 5 + 5) + (5 + 1),
         ),
     ],
 )

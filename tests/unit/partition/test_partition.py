@@ -16,6 +16,7 @@ from lightning_recsys.models.layers import (
     CrossNetwork,
     CrossNetworkV2,
     DeepTower,
+    EmbeddingDropout,
     FieldGather,
     FieldwiseLinear,
     Share,
@@ -37,6 +38,9 @@ MODELS = {
     "dcn_v2_stacked": lambda: DCNv2(3, FIELDS, rank=3, structure="stacked", hidden=(6,), **ROWS),
     "dcn_v2_full": lambda: DCNv2(3, FIELDS, hidden=(6,), **ROWS),
     "dlrm": lambda: DLRM(3, FIELDS, bottom_hidden=(5,), top_hidden=(6,), **ROWS),
+    "dlrm_concatenation": lambda: DLRM(
+        3, FIELDS, interaction="concatenation", bottom_hidden=(5,), top_hidden=(6,), **ROWS
+    ),
 }
 # Numbers of an example that the layers of a model all-reduce or gather, with F = 5 fields, D = 4, H = 6, r = 3, L = 3.
 SENT = {
@@ -120,6 +124,24 @@ def test_layers_when_cut_then_say_what_they_send(name):
         assert {path: x.floats for path, x in sends.items()} == SENT[name]
         assert [path for path, x in sends.items() if x.gradients] == [x for x in sends if x.startswith("cross.layers")]
         assert {x.operation for x in sends.values()} == ({"all-gather"} if "gather" in sends else {"all-reduce"})
+
+
+def test_embedding_dropout_when_cut_then_drops_what_the_whole_drops_and_leaves_the_generator_as_that_does():
+    layer, embeddings = EmbeddingDropout(0.4, 5), torch.randn(BATCH, 5, 4)
+    torch.manual_seed(3)
+    whole, after = layer(embeddings), torch.get_rng_state()
+    assert 0.2 < (whole == 0).float().mean() < 0.6
+
+    def member(rank, group):
+        layer.partition((1, 4), group)
+
+    on_threads(1, member)
+    torch.manual_seed(3)
+    assert torch.equal(layer(embeddings[:, [1, 4]]), whole[:, [1, 4]])
+    assert torch.equal(torch.get_rng_state(), after)
+    layer.make_whole({})
+    torch.manual_seed(3)
+    assert torch.equal(layer(embeddings), whole)
 
 
 def test_layer_when_made_whole_then_has_the_parameters_it_is_given():
