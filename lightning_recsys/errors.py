@@ -119,6 +119,27 @@ class NoRoomError(ValueError):
         )
 
 
+class OperatorRoomError(ValueError):
+    """The devices of a group have no memory for what a model's dense part needs.
+
+    Args:
+        what: The operator, or the device with its share.
+        needed: Bytes that it needs: weights, gradients, optimizer state, and on a device what the nets compute, too.
+        available: Bytes that each device has for it, by name.
+    """
+
+    def __init__(self, what: str, needed: int, available: dict[str, int]) -> None:
+        super().__init__(what, needed, available)
+        self.what, self.needed, self.available = what, needed, available
+
+    def __str__(self) -> str:
+        devices = ", ".join(f"{device} has {left:,}" for device, left in self.available.items())
+        return (
+            f"{self.what} needs {self.needed:,} bytes of memory: {devices}. Add group servers or memory, split wide "
+            "fully connected layers, take fewer nets or smaller batches, or make the model smaller."
+        )
+
+
 class DamagedCheckpointError(ValueError):
     """A file of a checkpoint folder is missing, cut short, or not what was written.
 

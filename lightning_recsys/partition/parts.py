@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_recsys.partition.tracing import TracedModel
-from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.plan import OperatorPlan, levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +103,7 @@ class PartitionedModel:
 def split(traced: TracedModel, plan: OperatorPlan) -> PartitionedModel:
     """Cut a model by a plan into as few parts as its operators' order allows, with one device each.
 
-    An operator's level is the highest of those whose values it reads, and one more where these are on another device;
-    0 where it reads the model's inputs alone. A part has the operators of one device and level, so none waits for
-    itself.
+    A part has the operators of one device and one of the :func:`~lightning_recsys.placement.plan.levels`.
 
     Args:
         traced: The model.
@@ -115,10 +113,10 @@ def split(traced: TracedModel, plan: OperatorPlan) -> PartitionedModel:
         ValueError: the plan is not one of this model.
     """
     plan.check(traced.operators)
-    levels = _levels(traced, plan)
+    level_of = levels(traced.operators, plan.devices)
     groups: dict[tuple[int, str], list[str]] = {}
     for operator in traced.operators.operators:
-        groups.setdefault((levels[operator.name], plan.devices[operator.name]), []).append(operator.name)
+        groups.setdefault((level_of[operator.name], plan.devices[operator.name]), []).append(operator.name)
     keys = list(traced.model.state_dict())
     parts, owners = [], {}
     for (level, device), names in sorted(groups.items()):
@@ -135,20 +133,6 @@ def split(traced: TracedModel, plan: OperatorPlan) -> PartitionedModel:
         results=traced.fx_graph.output_node().args[0],
         owners=owners,
     )
-
-
-def _levels(traced: TracedModel, plan: OperatorPlan) -> dict[str, int]:
-    graph = traced.operators
-    levels: dict[str, int] = {}
-    for operator in graph.operators:
-        device = plan.devices[operator.name]
-        level = 0
-        for name in operator.inputs:
-            producer = graph.value_of[name].producer
-            if producer is not None:
-                level = max(level, levels[producer] + (plan.devices[producer] != device))
-        levels[operator.name] = level
-    return levels
 
 
 def _make_part(traced: TracedModel, names: Sequence[str], *, device: str, level: int) -> Part:

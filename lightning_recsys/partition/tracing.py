@@ -175,6 +175,7 @@ def _operator(
         backward_flops=backward,
         weight_bytes=sum(map(num_bytes, tensors.values())),
         activation_bytes=sum(map(num_bytes, made)),
+        num_calls=sum(node.op != "get_attr" for node in group),
         owns_parameters=any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()),
         trainer_only=looks_up or any(node in no_tensors for node in [*group, *inputs]),
     )

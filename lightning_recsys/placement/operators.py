@@ -58,6 +58,9 @@ class Operator:
         backward_flops: And of the backward pass.
         weight_bytes: Bytes of its parameters and buffers.
         activation_bytes: Bytes of all tensors that its forward pass makes; what the backward pass needs is among them.
+        num_calls: Calls of modules and functions that it consists of.
+        forward_seconds: Processor time of the forward pass, where it was measured.
+        backward_seconds: And of the backward pass.
         owns_parameters: Whether it has parameters of the dense part, which must exist once in a group.
         trainer_only: Whether it must be on trainers: it looks embeddings up, or reads or returns what is no tensor.
     """
@@ -69,6 +72,9 @@ class Operator:
     backward_flops: float = 0.0
     weight_bytes: int = 0
     activation_bytes: int = 0
+    num_calls: int = 1
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
     owns_parameters: bool = False
     trainer_only: bool = False
 
@@ -132,6 +138,15 @@ class OperatorGraph:
             for name in dict.fromkeys(operator.inputs):
                 readers[name].append(operator.name)
         return {name: tuple(found) for name, found in readers.items()}
+
+    @cached_property
+    def made_by(self) -> dict[str, list[Value]]:
+        """For each operator, the values that it makes."""
+        made: dict[str, list[Value]] = {operator.name: [] for operator in self.operators}
+        for value in self.values:
+            if value.producer is not None:
+                made[value.producer].append(value)
+        return made
 
     @cached_property
     def edges(self) -> tuple[tuple[str, str], ...]:

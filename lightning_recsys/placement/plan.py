@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from lightning_recsys.placement.operators import TRAINER, OperatorGraph, server_index
@@ -64,3 +64,41 @@ class OperatorPlan:
                     f"operator {operator.name!r} ({operator.kind}) owns parameters and is on trainers: a group keeps "
                     "them once, on its group servers."
                 )
+
+
+def levels(graph: OperatorGraph, devices: Mapping[str, str]) -> dict[str, int]:
+    """In which order devices compute: the operators of one device and level make up a part.
+
+    An operator's level is the highest of those whose values it reads, and one more where these are on another device; 0
+    where it reads the model's inputs alone. Then a server's part joins a later one of the same server, which asks it
+    once less, where all that read its values come later still. So levels never fall along an edge, they rise where the
+    device changes, and no part waits for itself.
+
+    Args:
+        graph: The model's operators.
+        devices: The device of each.
+    """
+    found: dict[str, int] = {}
+    parts: dict[tuple[int, str], list[str]] = {}
+    for operator in graph.operators:
+        device = devices[operator.name]
+        before = (graph.value_of[name].producer for name in operator.inputs)
+        level = max((found[x] + (devices[x] != device) for x in before if x is not None), default=0)
+        found[operator.name] = level
+        parts.setdefault((level, device), []).append(operator.name)
+    for level, device in sorted(parts, reverse=True):
+        names = parts[level, device]
+        latest = min(
+            (found[x] - (devices[x] != device) for x in _readers(graph, names)), default=max(found.values(), default=0)
+        )
+        later = [other for other in range(level + 1, latest + 1) if (other, device) in parts]
+        if device != TRAINER and later:
+            parts[later[0], device] += parts.pop((level, device))
+            found.update(dict.fromkeys(names, later[0]))
+    return found
+
+
+def _readers(graph: OperatorGraph, names: Collection[str]) -> set[str]:
+    """Operators that read what some others make."""
+    made = (value.name for name in names for value in graph.made_by[name])
+    return {reader for value in made for reader in graph.readers[value]} - set(names)

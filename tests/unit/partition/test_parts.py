@@ -96,7 +96,7 @@ def test_parts_when_pickled_and_apart_then_gradients_are_those_of_the_model(name
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parts_then_state_dicts_of_all_make_up_that_of_the_model(name):
+def test_parts_then_their_state_is_the_models_and_each_reads_only_what_lower_levels_make(name):
     model, arguments = make(name)
     traced = trace(model, arguments)
     parts = split(traced, plan_of(traced, 2))
@@ -108,18 +108,11 @@ def test_parts_then_state_dicts_of_all_make_up_that_of_the_model(name):
         if part.device != TRAINER:
             part.module.load_state_dict(share)
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_parts_then_each_reads_only_what_lower_levels_make(name):
-    model, arguments = make(name)
-    traced = trace(model, arguments)
-    parts = split(traced, plan_of(traced, 2)).parts
-
     level_of = {"dense": -1, "sparse": -1}
-    for part in sorted(parts, key=lambda part: part.level):
+    for part in sorted(parts.parts, key=lambda part: part.level):
         assert all(level_of[name] < part.level for name in part.inputs)
         level_of.update(dict.fromkeys(part.outputs, part.level))
-    assert len({part.name for part in parts}) == len(parts)
+    assert len({part.name for part in parts.parts}) == len(parts.parts)
 
 
 def test_parts_when_one_server_has_all_parameters_of_a_tower_then_it_is_asked_once():

@@ -1,0 +1,180 @@
+"""What a plan asks of each device of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_recsys.placement.machines import GroupMachines
+from lightning_recsys.placement.operators import TRAINER, OperatorGraph, server_index, server_name
+from lightning_recsys.placement.plan import levels
+
+
+@dataclass(frozen=True)
+class DeviceLoad:
+    """What one device does while every net of its group makes one step.
+
+    Args:
+        device: ``trainer`` for each of the trainers, or a group server.
+        cpu_seconds: Processor time on one core.
+        sent_bytes: Bytes that it sends.
+        received_bytes: Bytes that it receives.
+        memory_bytes: Bytes that it needs for what is placed on it.
+        available_bytes: Bytes that it has.
+        cores: Its cores.
+    """
+
+    device: str
+    cpu_seconds: float
+    sent_bytes: float
+    received_bytes: float
+    memory_bytes: float
+    available_bytes: float
+    cores: float
+
+    @property
+    def memory_share(self) -> float:
+        """Of its memory, how much it needs; above 1 it has too little."""
+        return self.memory_bytes / self.available_bytes
+
+    def cpu_busy(self) -> float:
+        """Seconds that its cores are busy for."""
+        return self.cpu_seconds / self.cores
+
+    def network_busy(self, bandwidth: float) -> float:
+        """Seconds that the busier direction of its link is busy for."""
+        return max(self.sent_bytes, self.received_bytes) / bandwidth
+
+
+@dataclass
+class PartTraffic:
+    """Bytes that a part on a server receives and sends in a net's step, before compression.
+
+    Args:
+        inputs: Of the tensors that it takes.
+        outputs: Of those that it returns.
+        output_grads: Of the gradients that it then takes.
+        input_grads: And returns.
+    """
+
+    inputs: int = 0
+    outputs: int = 0
+    output_grads: int = 0
+    input_grads: int = 0
+
+
+@dataclass
+class _Load:
+    """Of one step of one net."""
+
+    cpu: float = 0.0
+    sent: float = 0.0
+    received: float = 0.0
+    memory: float = 0.0
+
+
+class LoadModel:
+    """The loads of one model on one group, for any placement of its operators.
+
+    A value goes from its device to a trainer once, and from a trainer to each part that reads it, as
+    :func:`~lightning_recsys.partition.parts.split` cuts them; so do gradients, backwards.
+
+    Args:
+        graph: The model's operators.
+        machines: The group.
+    """
+
+    def __init__(self, graph: OperatorGraph, machines: GroupMachines) -> None:
+        self.graph, self.machines = graph, machines
+        processor = machines.processor
+        self._seconds = {x.name: processor.forward_seconds(x) + processor.backward_seconds(x) for x in graph.operators}
+        self.device_names = [TRAINER, *map(server_name, range(machines.num_servers))]
+
+    def traffic(self, devices: Mapping[str, str]) -> dict[tuple[str, int], PartTraffic]:
+        """What each part on a server receives and sends in a net's step, by its device and level."""
+        level_of = levels(self.graph, devices)
+        part_of = {name: (devices[name], level) for name, level in level_of.items()}
+        found = {part: PartTraffic() for part in part_of.values() if part[0] != TRAINER}
+        for value in self.graph.values:
+            source = None if value.producer is None else part_of[value.producer]
+            parts = {part_of[reader] for reader in self.graph.readers[value.name]} - {source}
+            backward = value.num_bytes * value.has_gradient
+            for part in parts:
+                if part[0] != TRAINER:
+                    found[part].inputs += value.num_bytes
+                    found[part].input_grads += backward
+            if source in found and (parts or value.name in self.graph.results):
+                found[source].outputs += value.num_bytes
+                found[source].output_grads += backward
+        return found
+
+    def loads(self, devices: Mapping[str, str]) -> dict[str, DeviceLoad]:
+        """Of the trainer, then of each group server."""
+        group = self.machines
+        of_net = {device: _Load() for device in self.device_names}
+        states = dict.fromkeys(self.device_names, 0)
+        for operator in self.graph.operators:
+            device = devices[operator.name]
+            of_net[device].cpu += self._seconds[operator.name]
+            of_net[device].memory += operator.activation_bytes
+            states[device] += group.state_bytes(operator)
+        trainer = of_net[TRAINER]
+        trainer.cpu += group.trainer_seconds
+        trainer.sent += group.trainer_bytes
+        trainer.received += group.trainer_bytes
+        for (device, _), part in self.traffic(devices).items():
+            server = of_net[device]
+            to_server, to_trainer = self._wire_bytes(part)
+            wire = 2 * group.seconds_per_request + group.seconds_per_byte * (to_server + to_trainer)
+            of_trainer, of_server = self._coding_seconds(part)
+            trainer.cpu += wire + of_trainer
+            server.cpu += wire + of_server
+            trainer.memory += part.outputs
+            server.memory += part.inputs
+            trainer.sent += to_server
+            server.received += to_server
+            trainer.received += to_trainer
+            server.sent += to_trainer
+        return {device: self._load(device, of_net[device], states[device]) for device in self.device_names}
+
+    def _wire_bytes(self, part: PartTraffic) -> tuple[float, float]:
+        """To the server and back."""
+        forward, backward = self.machines.activations.ratio, self.machines.gradients.ratio
+        return (
+            forward * part.inputs + backward * part.output_grads,
+            forward * part.outputs + backward * part.input_grads,
+        )
+
+    def _coding_seconds(self, part: PartTraffic) -> tuple[float, float]:
+        """Processor time of the trainer and of the server for compression."""
+        forward, backward = self.machines.activations, self.machines.gradients
+        trainer = forward.encode_seconds * part.inputs + forward.decode_seconds * part.outputs
+        trainer += backward.encode_seconds * part.output_grads + backward.decode_seconds * part.input_grads
+        server = forward.decode_seconds * part.inputs + forward.encode_seconds * part.outputs
+        server += backward.decode_seconds * part.output_grads + backward.encode_seconds * part.input_grads
+        return trainer, server
+
+    def _load(self, device: str, of_net: _Load, state_bytes: int) -> DeviceLoad:
+        group, server = self.machines, server_index(device)
+        nets = group.nets_per_trainer if server is None else group.num_nets
+        return DeviceLoad(
+            device,
+            cpu_seconds=nets * of_net.cpu,
+            sent_bytes=nets * of_net.sent,
+            received_bytes=nets * of_net.received,
+            memory_bytes=nets * of_net.memory + state_bytes,
+            available_bytes=group.trainer_memory if server is None else group.memories[server],
+            cores=group.trainer_cores if server is None else group.server_cores,
+        )
+
+    def busy_seconds(self, loads: Mapping[str, DeviceLoad]) -> dict[str, float]:
+        """For each resource how long it is busy while every net makes one step; the longest one limits the group."""
+        busy = {}
+        total = 0.0
+        for load in loads.values():
+            total += load.cpu_seconds * (self.machines.num_trainers if load.device == TRAINER else 1)
+            busy[f"{load.device} cpu"] = load.cpu_busy()
+            busy[f"{load.device} network"] = load.network_busy(self.machines.link.bandwidth)
+        if self.machines.shared_cores is not None:
+            busy["shared cpu"] = total * self.machines.num_groups / self.machines.shared_cores
+        return busy

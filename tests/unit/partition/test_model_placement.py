@@ -1,0 +1,31 @@
+"""Greedy refinement against the exact solver, on the models as their configurations make them."""
+
+import pytest
+import torch
+
+from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
+from lightning_recsys.partition.tracing import trace
+from lightning_recsys.placement.communication import Network
+from lightning_recsys.placement.exact import solve
+from lightning_recsys.placement.loads import LoadModel
+from lightning_recsys.placement.machines import GroupMachines
+from lightning_recsys.placement.tagging import place_operators
+
+FIELDS = {f"f{i}": 10 for i in range(26)}
+BATCH = 64
+
+
+@pytest.mark.parametrize("model_class", [LogisticRegression, FactorizationMachine, WideDeep, DeepFM, DCN, DCNv2, DLRM])
+def test_greedy_then_its_bottleneck_is_within_ten_per_cent_of_the_best(model_class):
+    sample = torch.randn(BATCH, 13), SparseFeatures(tuple(FIELDS), torch.randint(0, 10, (26 * BATCH,)))
+    graph = trace(model_class(13, FIELDS), sample).operators
+    for bandwidth, shared in ((1.25e7, None), (1.25e8, None), (1.25e9, 2.0)):
+        for num_servers in (2, 4):
+            group = GroupMachines(num_servers, num_trainers=num_servers, link=Network(bandwidth), shared_cores=shared)
+            model = LoadModel(graph, group)
+            greedy, exact = (
+                max(model.busy_seconds(model.loads(devices)).values())
+                for devices in (place_operators(graph, group).devices, solve(graph, group).devices)
+            )
+            assert greedy <= 1.1 * exact
