@@ -200,6 +200,13 @@ class RemoteEmbeddingStore(EmbeddingStore):
         chunks += [store.wait(x).arrays[0] for x in pending]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
+    def digests(self, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
+        chunks, step = [torch.empty(0, dtype=torch.int64)], self._chunk_rows()
+        for start in range(first_row, first_row + num_rows, step):
+            arguments = {"first_row": start, "num_rows": min(step, first_row + num_rows - start)}
+            chunks.append(self._store.request("digests", arguments=arguments).arrays[0])
+        return torch.cat(chunks)
+
     def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
         step = self._chunk_rows()
         for position in range(0, max(values.shape[0], 1), step):
@@ -237,6 +244,11 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
         dynamic = dynamic_from_plain(description["dynamic"])
         assert dynamic is not None
         self.dynamic = dynamic
+        self._seed = int(description["seed"])
+
+    @property
+    def seed(self) -> int:  # noqa: D102 - inherited
+        return self._seed
 
     def live_rows(self) -> Tensor:  # noqa: D102 - inherited
         step, parts = CHUNK_BYTES // 8, []
@@ -254,6 +266,13 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
                 chunks.append(store.wait(pending.popleft()).arrays[0])
         chunks += [store.wait(x).arrays[0] for x in pending]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def row_digests(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
+        chunks = [
+            self._store.request("row_digests", arrays=[_ready(rows)]).arrays[0]
+            for rows in torch.split(rows_U, self._chunk_rows())
+        ]
+        return torch.cat(chunks)
 
     def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:  # noqa: D102 - inherited
         step = self._chunk_rows()

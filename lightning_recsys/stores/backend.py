@@ -317,6 +317,25 @@ class StoreBackend(TableBackend):
             values[here.start - first_row : here.stop - first_row : here.step] = store.read(name, there, _length(here))
         return values
 
+    def digests(self, table: str, first_row: int, num_rows: int) -> Tensor:
+        """The digest of each row of a stretch of a table, int64 ``[num_rows]``: another one once a row has changed."""
+        digests = torch.empty(num_rows, dtype=torch.int64)
+        for store, there, here in self._blocks(table, "weight", first_row, first_row + num_rows):
+            rows = slice(here.start - first_row, here.stop - first_row, here.step)
+            digests[rows] = store.digests(there, _length(here))
+        return digests
+
+    def lookup_ids(self, table: str, ids_U: Tensor) -> Tensor:
+        """The rows of some ids of a table as the stores have them, float32 ``[U, D]``; all rows exist."""
+        rows_UD = torch.empty(ids_U.numel(), self.layout.embedding_dim)
+        for share in self._shares:
+            for piece, start in zip(share.pieces, share.store.layout.table_starts.values(), strict=True):
+                part = piece.part
+                if part.table == table:
+                    here = (ids_U % part.num_stripes == part.stripe).nonzero().flatten()
+                    rows_UD[here] = share.store.lookup(ids_U[here] // part.num_stripes + start)
+        return rows_UD
+
     def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
         """The reverse of :meth:`read_rows`."""
         values = values.to("cpu", torch.float32)

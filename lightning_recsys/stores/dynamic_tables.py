@@ -87,6 +87,22 @@ class DynamicTables:
             values[positions] = store.read_rows(name, rows)
         return values
 
+    def digests(self, table: str, ids_U: Tensor) -> Tensor:
+        """The digest of each of some rows, int64 ``[U]``: another one once a row has changed."""
+        digests = torch.empty(ids_U.numel(), dtype=torch.int64)
+        for store, positions, rows in self._split(table, "weight", ids_U):
+            digests[positions] = store.row_digests(rows)
+        return digests
+
+    def drawing(self, table: str) -> tuple[int, int, int]:
+        """How rows that do not exist are drawn: the seed, the key of id 0, and the difference of two ids' keys."""
+        place = next(place for place in self._places if place.part.table == table)
+        dynamic, part, layout = place.store.dynamic, place.part, place.store.layout
+        index = [*layout.table_starts.values()].index(place.start)
+        first = place.start if dynamic.first_keys is None else dynamic.first_keys[index]
+        step = (1 if dynamic.key_steps is None else dynamic.key_steps[index]) // part.num_stripes
+        return place.store.seed, first - part.stripe * step, step
+
     def write(self, table: str, name: str, ids_U: Tensor, values: Tensor) -> None:
         """The reverse of :meth:`read`; makes the rows that do not exist."""
         values = values.to("cpu", torch.float32)

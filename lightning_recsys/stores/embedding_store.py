@@ -20,6 +20,7 @@ from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.stores import counters
+from lightning_recsys.stores.digests import digest_rows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
 from lightning_recsys.stores.interfaces import EmbeddingStore
@@ -230,6 +231,9 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
         return self._stretch(name, first_row, num_rows).clone()
+
+    def digests(self, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
+        return digest_rows(self._stretch("weight", first_row, num_rows))
 
     def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
         stretch = self._stretch(name, first_row, values.shape[0])

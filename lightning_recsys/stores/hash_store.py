@@ -237,6 +237,10 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             return torch.from_numpy(rows[slots >= 0])
 
     @property
+    def seed(self) -> int:  # noqa: D102 - inherited
+        return int(self._seed)
+
+    @property
     def num_slots(self) -> int:
         """Slots that were ever in use, the first ones."""
         return self._index.high

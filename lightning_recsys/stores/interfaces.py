@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.stores.digests import digest_rows
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.versions import StalenessHistogram
@@ -114,6 +115,10 @@ class EmbeddingStore(ABC):
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:
         """A stretch of ``weight``, of a state or of ``version`` by its name: a copy, ``[num_rows, ...]``."""
 
+    def digests(self, first_row: int, num_rows: int) -> Tensor:
+        """The digest of each row of a stretch, int64 ``[num_rows]``: another one once a row has changed."""
+        return digest_rows(self.read("weight", first_row, num_rows))
+
     @abstractmethod
     def write(self, name: str, first_row: int, values: Tensor) -> None:
         """The reverse of :meth:`read`; returns when it is done."""
@@ -149,6 +154,11 @@ class DynamicEmbeddingStore(EmbeddingStore):
 
     dynamic: DynamicRows
 
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Of the rows' first values."""
+
     @abstractmethod
     def insert(self, rows_U: Tensor) -> None:
         """Make rows, int64 ``[U]``, where they do not exist, however rarely they were seen."""
@@ -160,6 +170,10 @@ class DynamicEmbeddingStore(EmbeddingStore):
     @abstractmethod
     def read_rows(self, name: str, rows_U: Tensor) -> Tensor:
         """``weight`` or a state of rows, by its name: ``[U, ...]``. For checkpoints: they do not count as seen."""
+
+    def row_digests(self, rows_U: Tensor) -> Tensor:
+        """The digest of each of these rows, int64 ``[U]``; they do not count as seen."""
+        return digest_rows(self.read_rows("weight", rows_U))
 
     @abstractmethod
     def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:

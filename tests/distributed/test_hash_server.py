@@ -69,6 +69,8 @@ def test_served_rows_when_trained_then_they_equal_those_of_a_store_in_the_proces
     assert served.num_live == own.num_live == len(rows)
     for name in ("weight", "exp_avg", "exp_avg_sq"):
         assert torch.equal(served.read_rows(name, rows), own.read_rows(name, rows))
+    assert torch.equal(served.row_digests(rows), own.row_digests(rows))
+    assert served.seed == own.seed == 3
     assert remote.status()["live_rows"] == len(rows)
     again = connect(server.endpoint, transport=transport)
     opened = again.create_embedding_store("t", LAYOUT, RowAdam(0.1), seed=3, dynamic=DynamicRows())

@@ -28,6 +28,7 @@ from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import Server, check_bind
 from lightning_recsys.parameter_server.wire import VERSION, Limits
 from lightning_recsys.stores import MappedStores
+from lightning_recsys.stores.digests import digest_rows
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 
@@ -130,6 +131,7 @@ def test_rows_when_read_and_written_in_chunks_then_come_back(stores, monkeypatch
     assert torch.equal(after[1:8], values)
     assert torch.equal(after[[0, 8]], before[[0, 8]])
     assert users.read("weight", 4, 0).shape == (0, 4)
+    assert torch.equal(users.digests(2, 7), digest_rows(after[2:9]))
     users.step = 41
     assert users.step == 41
 

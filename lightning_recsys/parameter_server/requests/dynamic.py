@@ -27,7 +27,12 @@ class DynamicRequests:
     def __init__(self, stores: OpenStores) -> None:
         self._stores = stores
         self.operations = Operations(
-            reads={"size": self._size, "live_rows": self._live_rows, "read_rows": self._read_rows},
+            reads={
+                "size": self._size,
+                "live_rows": self._live_rows,
+                "read_rows": self._read_rows,
+                "row_digests": self._row_digests,
+            },
             # None has an undo: a row that is there is not made again, and values are written a second time as they are.
             pushes={"insert": self._insert, "write_rows": self._write_rows, "clear": self._clear},
         )
@@ -52,6 +57,14 @@ class DynamicRequests:
         self._stores.check_rows(served, rows_U)
         self._stores.check_reply(rows_U.numel() * served.dim)
         return served.store.read_rows(name, rows_U)
+
+    def _row_digests(self, request: Request) -> object:
+        served = self._stores.dynamic(request)
+        take_arguments(request)
+        (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
+        self._stores.check_rows(served, rows_U)
+        self._stores.check_reply(rows_U.numel() * served.dim)
+        return served.store.row_digests(rows_U)
 
     def _insert(self, request: Request) -> Push:
         served = self._stores.dynamic(request)

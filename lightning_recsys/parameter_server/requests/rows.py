@@ -36,7 +36,12 @@ class RowRequests:
     def __init__(self, stores: OpenStores) -> None:
         self._stores = stores
         self.operations = Operations(
-            reads={"lookup": self._lookup, "pooled_lookup": self._pooled_lookup, "read": self._read},
+            reads={
+                "lookup": self._lookup,
+                "pooled_lookup": self._pooled_lookup,
+                "read": self._read,
+                "digests": self._digests,
+            },
             pushes={
                 "apply_gradients": self._apply_gradients,
                 "apply_row_gradients": self._apply_row_gradients,
@@ -105,6 +110,13 @@ class RowRequests:
         take_arrays(request)
         self._stores.check_reply(num_rows * served.dim)
         return served.store.read(name, first_row, num_rows)
+
+    def _digests(self, request: Request) -> object:
+        served = self._stores.embedding(request)
+        first_row, num_rows = take_arguments(request, first_row=int, num_rows=int)
+        take_arrays(request)
+        self._stores.check_reply(num_rows * max(served.dim, 2))
+        return served.store.digests(first_row, num_rows)
 
     def _write(self, request: Request) -> Push:
         served = self._stores.embedding(request)

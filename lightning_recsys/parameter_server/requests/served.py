@@ -113,7 +113,8 @@ class ServedDynamic(ServedEmbedding):
         self._serve(store, store.arrays)
 
     def describe(self) -> dict[str, Any]:  # noqa: D102 - inherited
-        return super().describe() | {"kind": hash_store.KIND, "dynamic": dynamic_to_plain(self.store.dynamic)}
+        dynamic = dynamic_to_plain(self.store.dynamic)
+        return super().describe() | {"kind": hash_store.KIND, "dynamic": dynamic, "seed": self.store.seed}
 
     def undo(self, rows: Tensor, *others: str, counts: Tensor | None = None) -> Undo:
         """As for other stores, by slots: the rows that the update will make are made here, and need no undoing."""
