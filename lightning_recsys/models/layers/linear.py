@@ -41,12 +41,16 @@ def affine(input_BI: Tensor, weight_IO: Tensor, addend: Tensor | None = None) ->
     Returns:
         ``[B, O]``: as ``torch.addmm``, also under autocast, to the rounding of another order of summation.
     """
-    size = input_BI.shape[0] * weight_IO.numel()
     plain = input_BI.device.type != "cpu" or torch.is_autocast_enabled("cpu") or input_BI.dtype != torch.float32
-    if plain or size < _WORTH_ONEDNN or not prefers_onednn():
+    # What is exported runs on other processors, and with batches of any size.
+    if plain or torch.compiler.is_exporting() or not _is_worth_onednn(input_BI, weight_IO):
         return input_BI @ weight_IO if addend is None else torch.addmm(addend, input_BI, weight_IO)
     result: Tensor = _OneDNNAffine.apply(input_BI, weight_IO, addend)  # type: ignore[no-untyped-call]
     return result
+
+
+def _is_worth_onednn(input_BI: Tensor, weight_IO: Tensor) -> bool:
+    return input_BI.shape[0] * weight_IO.numel() >= _WORTH_ONEDNN and prefers_onednn()
 
 
 class Linear(nn.Linear):
