@@ -177,3 +177,20 @@ class CheckpointNotWrittenError(OSError):
             f"{self.checkpoint} was not written: {self.reason}. What was saved there before still counts. Where the"
             " disk is full, make room or save elsewhere."
         )
+
+
+class PublishedVersionError(ValueError):
+    """A published version of a model cannot be used; whoever had another one open still has it.
+
+    Args:
+        version: The version's name.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, version: str, reason: str) -> None:
+        super().__init__(version, reason)
+        self.version = version
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.version}: {self.reason}. The version that was open before stays as it was."

@@ -173,6 +173,11 @@ class TabularDataModule(PreparedReader):
             self._folders.clear()
             self._leases.clear()
 
+    @property
+    def encoding(self) -> Encoding:
+        """What was learned from the training rows, which are prepared for it unless a checkpoint has told it."""
+        return self._learned()
+
     def _learned(self) -> Encoding:
         if self._encoding is None:
             self._encoding = Encoding.load(self.schema, *self.folder("train"))

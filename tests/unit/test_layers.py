@@ -17,6 +17,7 @@ EDGES: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": set(),  # names the modules of its tools, and imports the one that is asked for
     "simulation": {"data", "embeddings", "metrics", "optim", "sync"},
+    "serving": {"callbacks", "compiled", "data", "embeddings", "errors", "launchers", "partition", "stores"},
     "strategies": {
         "checkpoints",
         "compression",
@@ -74,7 +75,7 @@ LINES: dict[str, list[str]] = {
         "dense_store dynamic_tables embedding_store hash_store",
         "interfaces",
         "exchange versions",
-        "checks counters drawing dynamic_rows exchange_loops key_index locality mapped_arrays plain stripes",
+        "checks counters digests drawing dynamic_rows exchange_loops key_index locality mapped_arrays plain stripes",
     ],
 }
 NOT_FOR_THE_LIBRARY = {"recipes", "recipe_tools", "conf", "tests", "hydra", "omegaconf", "lightning"}

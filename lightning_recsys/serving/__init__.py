@@ -1,0 +1,7 @@
+"""From training to serving: versions of a model, published while it is trained, and opened to answer requests."""
+
+from lightning_recsys.serving.manifest import Manifest
+from lightning_recsys.serving.publisher import ModelPublisher
+from lightning_recsys.serving.reader import ModelReader, Prediction, PublishedModel
+
+__all__ = ["Manifest", "ModelPublisher", "ModelReader", "Prediction", "PublishedModel"]

@@ -1,0 +1,228 @@
+"""From a request, a dict of raw values, to numbers and ids: what was learned in training, as a part of a version."""
+
+# Shape suffixes: B rows of a request, N the same, I dense features.
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import yaml  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recsys.data.preparation import SchemaRules
+from lightning_recsys.data.preparation.encoding import Encoding, embedded
+from lightning_recsys.data.raw import TabularFormat
+from lightning_recsys.data.raw.cleaning import clean
+from lightning_recsys.data.raw.columns import Bags, RawColumns
+from lightning_recsys.data.raw.kernels import KeyTable, hash_values
+from lightning_recsys.data.tables.schema import Schema, feature_name
+from lightning_recsys.data.tabular import TabularDataModule
+from lightning_recsys.embeddings import SparseFeatures
+
+DENSE = "dense"  # the key of numeric features where they have no names of their own
+
+Row = Mapping[str, Any]
+Encoded = tuple[Tensor, SparseFeatures]
+
+
+class RequestEncoder(ABC):
+    """Turns rows of a request into what a model takes."""
+
+    @abstractmethod
+    def encode(self, rows: Sequence[Row]) -> Encoded:
+        """Numeric features, float32 ``[B, I]``, and ids.
+
+        Raises:
+            ValueError: a row lacks a feature or has a value that cannot be one; the message names row and feature.
+        """
+
+    @abstractmethod
+    def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What is plain, and what are tensors; :func:`encoder_from` takes both."""
+
+
+class SchemaEncoder(RequestEncoder):
+    """Follows the schema of a table, with the vocabularies and statistics of the training rows.
+
+    A row has a value for each column that the schema names under ``dense``, ``categorical`` and ``multi_valued``, those
+    of side tables included; ``None`` is a missing one. Others, such as a label, are ignored.
+
+    Args:
+        schema: The columns.
+        encoding: What was learned.
+    """
+
+    def __init__(self, schema: Schema, encoding: Encoding) -> None:
+        # Where the training rows lay, and who joined them, is no business of those who serve.
+        self._schema = dataclasses.replace(schema, files={"train": ("-",)}, joins=(), comments={})
+        self._encoding = encoding
+        self._format = TabularFormat(schema=self._schema)
+        self._rules = SchemaRules(given=encoding)
+        moments = [encoding.statistics[name] for name in schema.dense]
+        self._summary_IK = np.array([[1, mean, std**2] for mean, std in moments]).reshape(-1, 3)
+        self._tables = {
+            feature_name(name): KeyTable(hash_values(values.cast(pa.binary())))
+            for name, values in encoding.vocabularies.items()
+        }
+        self._columns = [*schema.dense, *embedded(schema)]
+        self._features = tuple(map(feature_name, embedded(schema)))
+
+    def encode(self, rows: Sequence[Row]) -> Encoded:  # noqa: D102 - inherited
+        columns = {name: pa.chunked_array([self._column(rows, name)]) for name in self._columns}
+        judge = _Judge(len(rows))
+        cleaned: Mapping[str, Any] = clean(Path("request"), columns, self._schema, self._schema.table, judge)
+        dense = [cleaned[name] for name in self._schema.dense]
+        raw = RawColumns(
+            np.arange(len(rows)),
+            np.zeros(len(rows), dtype=np.float32),
+            np.stack(dense) if dense else np.empty((0, len(rows))),
+            {},
+        )
+        dense_IN = self._rules.dense_features(raw, self._summary_IK, self._format)
+        found = [self._ids(name, cleaned[name], len(rows)) for name in embedded(self._schema)]
+        values = torch.from_numpy(np.concatenate([ids for ids, _ in found]).astype(np.int64))
+        lengths = None
+        if self._schema.multi_valued:
+            lengths = torch.from_numpy(np.concatenate([lengths for _, lengths in found]))
+        return torch.from_numpy(np.ascontiguousarray(dense_IN.T)), SparseFeatures(self._features, values, lengths)
+
+    def _ids(self, column: str, cleaned: Any, num_rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        name = feature_name(column)
+        values, lengths = cleaned, np.ones(num_rows, dtype=np.int64)
+        if isinstance(cleaned, Bags):
+            values, lengths = cleaned.values, cleaned.lengths_N
+        values = pa.DictionaryArray.from_arrays(values.indices, values.dictionary.cast(pa.binary()))
+        return self._rules.look_up(name, values, self._tables.get(name), self._format), lengths
+
+    def _column(self, rows: Sequence[Row], name: str) -> pa.Array:
+        for number, row in enumerate(rows):
+            if name not in row:
+                raise ValueError(f"row {number} has no {name!r}; null stands for a missing value.")
+        values = [row[name] for row in rows]
+        given = {type(value) for value in values} - {type(None)}
+        try:
+            if given <= {int, float} and name in self._schema.dense:
+                return pa.array(values, pa.float64())
+            if len(given) <= 1:  # what a Parquet file could have as well
+                return pa.array(values, pa.string() if not given else None)
+            return pa.array(
+                [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+            )
+        except (pa.ArrowException, TypeError, OverflowError) as error:
+            raise ValueError(f"{name!r} has values that do not go together ({error!s:.120}).") from error
+
+    def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:  # noqa: D102 - inherited
+        state = self._encoding.state_dict()
+        tensors = {
+            f"{number}.{part}": tensor
+            for number, parts in enumerate(state["vocabularies"].values())
+            for part, tensor in parts.items()
+        }
+        plain = {"kind": "schema", "schema": self._schema.to_yaml(), "statistics": state["statistics"]}
+        return plain | {"vocabularies": list(state["vocabularies"])}, tensors
+
+    @classmethod
+    def from_files(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SchemaEncoder:
+        """What :meth:`to_files` came from."""
+        schema = Schema.from_dict(yaml.safe_load(plain["schema"]))
+        vocabularies = {
+            name: {part: tensors[f"{number}.{part}"] for part in ("bytes", "offsets")}
+            for number, name in enumerate(plain["vocabularies"])
+        }
+        state = {"vocabularies": vocabularies, "statistics": plain["statistics"]}
+        return cls(schema, Encoding.from_state_dict(schema, state))
+
+
+class IdEncoder(RequestEncoder):
+    """Takes ids as they are, of data that come as such: generated, or prepared beforehand.
+
+    A row has an id, or a list of ids, for each feature, and under ``dense`` its numeric features in the order of the
+    training batches.
+
+    Args:
+        features: The features, with how many ids each has.
+        num_dense: Numeric features.
+    """
+
+    def __init__(self, features: Mapping[str, int], num_dense: int) -> None:
+        self._features, self._num_dense = dict(features), num_dense
+
+    def encode(self, rows: Sequence[Row]) -> Encoded:  # noqa: D102 - inherited
+        values: list[int] = []
+        lengths: list[int] = []
+        for name, count in self._features.items():
+            for number, row in enumerate(rows):
+                given = row.get(name)
+                ids: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
+                for value in ids:
+                    low = 0 if count < 2**63 else -(2**63)
+                    if type(value) is not int or not low <= value < min(count, 2**63) or (low and value == -1):
+                        raise ValueError(f"row {number}: {name!r} takes ids in [0, {count}), got {given!r:.80}.")
+                values.extend(ids)
+                lengths.append(len(ids))
+        dense = [row.get(DENSE, []) for row in rows]
+        for number, numbers in enumerate(dense):
+            wrong = not isinstance(numbers, list | tuple) or len(numbers) != self._num_dense
+            if wrong or not all(type(x) in (int, float) and abs(x) < 3.4e38 for x in numbers):
+                raise ValueError(
+                    f"row {number}: {DENSE!r} takes {self._num_dense} finite numbers, got {numbers!r:.80}."
+                )
+        lists = None if all(length == 1 for length in lengths) else torch.tensor(lengths)
+        sparse = SparseFeatures(tuple(self._features), torch.tensor(values, dtype=torch.int64), lists)
+        return torch.tensor(dense, dtype=torch.float32).reshape(len(rows), self._num_dense), sparse
+
+    def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:  # noqa: D102 - inherited
+        return {"kind": "ids", "features": self._features, "num_dense": self._num_dense}, {}
+
+    @classmethod
+    def from_files(cls, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> IdEncoder:
+        """What :meth:`to_files` came from."""
+        return cls({str(name): int(count) for name, count in plain["features"].items()}, int(plain["num_dense"]))
+
+
+_KINDS: dict[str, type[SchemaEncoder] | type[IdEncoder]] = {"schema": SchemaEncoder, "ids": IdEncoder}
+
+
+def encoder_from(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RequestEncoder:
+    """The encoder of a version.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return _KINDS[plain["kind"]].from_files(plain, tensors)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the encoder is none ({type(error).__name__}: {error!s:.120})") from error
+
+
+def encoder_of(datamodule: object, features: Mapping[str, int], num_dense: int) -> RequestEncoder:
+    """How rows of these data are encoded.
+
+    Args:
+        datamodule: Of a run; a table's has a schema, with what was learned.
+        features: The model's features, with how many ids each has: of rows that are ids already.
+        num_dense: The model's numeric features.
+    """
+    if isinstance(datamodule, TabularDataModule):
+        return SchemaEncoder(datamodule.schema, datamodule.encoding)
+    return IdEncoder(features, num_dense)
+
+
+class _Judge:
+    """Refuses a request with a row that makes no sense."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.good = np.ones(num_rows, dtype=np.bool_)
+
+    def flag(self, bad: NDArray[np.bool_], *, column: str, problem: str, values: pa.ChunkedArray) -> None:
+        for row in np.flatnonzero(bad).tolist():
+            raise ValueError(f"row {row}: {column!r} {problem}, got {values[row].as_py()!r:.80}.")

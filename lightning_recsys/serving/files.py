@@ -1,0 +1,311 @@
+"""The folder of published versions, on this machine or behind any fsspec URL: files with digests, and one pointer."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.serving.manifest import (
+    CURRENT,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Link,
+    Manifest,
+    current_from_json,
+    current_to_json,
+    digest_of,
+)
+
+_VERSIONS = "versions"
+_NUMBER = re.compile(r"[1-9]\d{0,17}")
+_CHUNK_BYTES = 1 << 22
+_UNUSED_SECONDS = 3600.0  # a downloaded file that no version needs any more is kept for so long
+_LOCK = ".publisher.lock"
+
+
+class DigestedFile(io.RawIOBase):
+    """A new file that is written from beginning to end, and digested meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file: IO[bytes] = path.open("xb")
+        self._digest, self._size = hashlib.sha256(), 0
+
+    def writable(self) -> bool:  # noqa: D102 - inherited
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of it."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._digest.update(view)
+        self._size += len(view)
+        return len(view)
+
+    def tell(self) -> int:  # noqa: D102 - inherited
+        return self._size
+
+    def flush(self) -> None:  # noqa: D102 - inherited
+        if not self._file.closed:
+            self._file.flush()
+
+    def finish(self) -> FileEntry:
+        """Bring it to the disk and close it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.close()
+        return FileEntry(self._size, self._digest.hexdigest())
+
+    def close(self) -> None:  # noqa: D102 - inherited
+        super().close()
+        self._file.close()
+
+
+def digest_file(path: Path) -> FileEntry:
+    """Size and digest of a file that is there; of a link's target none, which may lie anywhere."""
+    digest, size = hashlib.sha256(), 0
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileEntry(size, digest.hexdigest())
+
+
+class VersionFolder:
+    """Where versions are published.
+
+    Args:
+        url: A folder, or a URL that fsspec knows, such as ``s3://bucket/model``.
+        cache: Where files of a remote folder are kept on this machine, by their digests, so that processes share them;
+            default: ``~/.cache/lightning_recsys/versions`` (or below ``$XDG_CACHE_HOME``).
+
+    Raises:
+        ImportError: fsspec needs a package for this URL.
+        ValueError: fsspec does not know its scheme.
+    """
+
+    def __init__(self, url: str | Path, *, cache: str | Path | None = None) -> None:
+        self.url = str(url)
+        self._fs, root = fsspec.core.url_to_fs(self.url)
+        self.is_local = isinstance(self._fs, LocalFileSystem)
+        self._root = str(root).rstrip("/")
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.cache = Path(cache) if cache is not None else home / "lightning_recsys" / "versions"
+
+    # --- Reading -----------------------------------------------------------------------------------------------------
+
+    def current(self) -> Link | None:
+        """The version that counts; ``None`` where nothing was published yet.
+
+        Raises:
+            PublishedVersionError: the pointer is damaged.
+        """
+        try:
+            return current_from_json(self._read(CURRENT, 1 << 16))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise PublishedVersionError(f"{self.url}/{CURRENT}", f"is damaged: {error}") from error
+
+    def manifest(self, link: Link) -> Manifest:
+        """The manifest that a link names.
+
+        Raises:
+            PublishedVersionError: it is missing, another one, or no manifest.
+        """
+        name = self.name(link.version)
+        try:
+            data = self._read(f"{_VERSIONS}/{link.version}/{MANIFEST}", MAX_MANIFEST_BYTES)
+        except OSError as error:
+            raise PublishedVersionError(name, f"its manifest is missing ({error.strerror or error})") from error
+        if digest_of(data) != link.digest:
+            raise PublishedVersionError(name, "its manifest is another one than the version after it was made for")
+        try:
+            manifest = Manifest.from_json(data)
+        except ValueError as error:
+            raise PublishedVersionError(name, f"its manifest is damaged: {error}") from error
+        if manifest.version != link.version:
+            raise PublishedVersionError(name, f"its manifest is that of version {manifest.version}")
+        return manifest
+
+    def file(self, manifest: Manifest, name: str) -> Path:
+        """A file of a version on this machine, compared with its digest.
+
+        Raises:
+            PublishedVersionError: it is missing, or has other bytes.
+        """
+        version, entry = self.name(manifest.version), manifest.files.get(name)
+        if entry is None:
+            raise PublishedVersionError(version, f"it has no file {name}")
+        place = f"{_VERSIONS}/{manifest.version}/{name}"
+        try:
+            path = self._local(place) if self.is_local else self._download(place, entry)
+            found = digest_file(path)
+        except OSError as error:
+            raise PublishedVersionError(version, f"{name} cannot be read ({error.strerror or error})") from error
+        if found != entry:
+            raise PublishedVersionError(version, f"{name} is torn or damaged: {found} and not {entry}")
+        return path
+
+    def name(self, version: int) -> str:
+        """What errors call a version."""
+        return f"{self.url}/{_VERSIONS}/{version}"
+
+    def _read(self, place: str, most: int) -> bytes:
+        if self.is_local:
+            with open(os.open(self._local(place), os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                return file.read(most)
+        data: bytes = self._fs.cat_file(f"{self._root}/{place}", start=0, end=most)
+        return data
+
+    def _local(self, place: str) -> Path:
+        """A path below the root, of which no part is a link to somewhere else."""
+        path = Path(self._root)
+        for part in place.split("/"):
+            path = path / part
+            if path.is_symlink():
+                raise OSError(f"{path} is a link, which may lead out of the folder")
+        return path
+
+    def _download(self, place: str, entry: FileEntry) -> Path:
+        """The file in the cache, named by its digest; its suffix stays."""
+        target = self.cache / f"{entry.sha256}{Path(place).suffix}"
+        if target.is_file() and target.stat().st_size == entry.size:
+            os.utime(target)
+            return target
+        self.cache.mkdir(parents=True, exist_ok=True)
+        partial = self.cache / f".{uuid.uuid4().hex}"
+        try:
+            self._fs.get_file(f"{self._root}/{place}", str(partial))
+            if digest_file(partial) != entry:
+                raise OSError("the download is torn or damaged")
+            partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return target
+
+    def forget_downloads(self, keep: set[str]) -> None:
+        """Remove files from the cache that are in no version of ``keep`` (digests), and were not used for an hour."""
+        if self.is_local or not self.cache.is_dir():
+            return
+        for path in self.cache.iterdir():
+            with suppress(OSError):
+                if path.stem not in keep and path.stat().st_mtime < time.time() - _UNUSED_SECONDS:
+                    path.unlink()
+
+    # --- Publishing --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only publisher, as far as the file system can tell: none but local ones can.
+
+        Raises:
+            ValueError: another process publishes there.
+        """
+        if not self.is_local:
+            yield
+            return
+        root = Path(self._root)
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / _LOCK).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ValueError(
+                    f"{self.url}: another process publishes there. Choose another folder, or end that one first."
+                ) from None
+            yield
+
+    def versions(self) -> list[int]:
+        """The numbers of all versions that are there, whole or not, rising."""
+        try:
+            entries = self._fs.ls(f"{self._root}/{_VERSIONS}", detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        names = (str(entry).rstrip("/").rpartition("/")[2] for entry in entries)
+        return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+
+    @contextmanager
+    def writing(self, version: int) -> Iterator[Path]:
+        """A new folder on this machine for the files of a version; in the end they are where they belong."""
+        self.remove(version)
+        if self.is_local:
+            folder = Path(self._root) / _VERSIONS / str(version)
+            folder.mkdir(parents=True)
+            yield folder
+            _sync(folder)
+            _sync(folder.parent)
+            return
+        with tempfile.TemporaryDirectory(prefix="lightning-recsys-version-") as temporary:
+            folder = Path(temporary)
+            yield folder
+            for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):  # the manifest last
+                self._fs.put_file(str(path), f"{self._root}/{_VERSIONS}/{version}/{path.name}")
+
+    def set_current(self, link: Link) -> None:
+        """Let a version count from now on, in one step: its files must be there."""
+        data = current_to_json(link)
+        if not self.is_local:
+            self._fs.pipe_file(f"{self._root}/{CURRENT}", data)  # object stores replace an object in one step
+            return
+        target = Path(self._root) / CURRENT
+        temporary = target.with_name(f".{CURRENT}.{uuid.uuid4().hex}")
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        _sync(target.parent)
+
+    def remove(self, version: int) -> None:
+        """Delete a version's files, if there are any."""
+        place = f"{self._root}/{_VERSIONS}/{version}"
+        if self.is_local:
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            with suppress(FileNotFoundError):
+                self._fs.rm(place, recursive=True)
+
+    def clear_leftovers(self) -> None:
+        """Remove what a killed publisher has left: versions after the one that counts, and unfinished pointers."""
+        current = self.current()
+        for version in self.versions():
+            if current is None or version > current.version:
+                self.remove(version)
+        if self.is_local:
+            for path in Path(self._root).glob(f".{CURRENT}.*"):
+                path.unlink(missing_ok=True)
+
+
+def write_file(folder: Path, name: str, write: Callable[[DigestedFile], object]) -> FileEntry:
+    """Make a file in a folder; returns its size and digest."""
+    file = DigestedFile(folder / name)
+    try:
+        write(file)
+        return file.finish()
+    finally:
+        file.close()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

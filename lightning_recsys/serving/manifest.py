@@ -1,0 +1,251 @@
+"""What a published version holds, as JSON that is checked field by field before anything else is read.
+
+.. code-block:: text
+
+    out/
+      current.json            number and digest of the version that counts; replaced in one step, after its files
+      versions/17/
+        manifest.json         what follows, with the size and the digest of every file
+        dense.safetensors     the dense part
+        rows-0-3.arrow        rows of table 3 of collection 0: all of them in a base, the changed ones in an increment
+        gone-0-3.arrow        ids whose rows were forgotten since the version before
+        dense.pt2             of a base: the dense part's program (torch.export)
+        encoder.json, encoder.safetensors    of a base: how a request becomes numbers and ids
+
+Versions make a chain: an increment names the version before it, and the digest of that one's manifest, which in turn
+has the digests of its files. So a chain that begins at ``current.json`` can be checked as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lightning_recsys.embeddings import EmbeddingBagConfig
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+CURRENT = "current.json"
+MAX_MANIFEST_BYTES = 64 << 20
+_FILE = re.compile(r"[a-z0-9][a-z0-9-]{0,60}\.(arrow|safetensors|pt2|json)")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LINEAGE = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a version.
+
+    Args:
+        size: Its bytes.
+        sha256: Their digest, in hexadecimal.
+    """
+
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.size) and _matches(_DIGEST, self.sha256), f"{self!r:.120} describes no file")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Names a version so that no other can be taken for it.
+
+    Args:
+        version: Its number, from 1 on.
+        digest: The SHA-256 of its manifest.
+    """
+
+    version: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.version) and self.version > 0, f"{self.version!r:.40} is no number of a version")
+        _require(_matches(_DIGEST, self.digest), f"{self.digest!r:.80} is no digest")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How rows that were never trained are drawn: by a function of seed and key.
+
+    Args:
+        seed: Of all rows.
+        first_key: The key of id 0.
+        key_step: By how much the keys of two successive ids differ.
+    """
+
+    seed: int
+    first_key: int
+    key_step: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            _require(_is_count(value) and value < 2**64, f"drawing.{name} is {value!r:.40}")
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """A table, and what a version has of its rows.
+
+    Args:
+        config: The table.
+        file: The file with rows; ``None`` where there are none.
+        num_rows: How many it has.
+        gone_file: The file with ids of rows that were forgotten; ``None`` where there are none.
+        num_gone: How many it has.
+        drawing: Where rows come and go, how those are drawn that do not exist; ``None`` where all rows exist.
+    """
+
+    config: EmbeddingBagConfig
+    file: str | None
+    num_rows: int
+    gone_file: str | None = None
+    num_gone: int = 0
+    drawing: Drawing | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in ((self.file, self.num_rows), (self.gone_file, self.num_gone)):
+            _require(name is None or _matches(_FILE, name), f"{name!r:.80} is no name of a file of a version")
+            _require(_is_count(count) and (name is None) == (count == 0), f"{name!r:.80} has {count!r:.40} rows")
+        _require(self.num_gone == 0 or self.drawing is not None, f"rows of {self.config.name!r} cannot be forgotten")
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A collection of tables of one width.
+
+    Args:
+        path: Its path in the model.
+        tables: Its tables, in their order.
+    """
+
+    path: str
+    tables: tuple[TableRows, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A version.
+
+    Args:
+        version: Its number.
+        kind: ``base`` has all rows, ``increment`` those that changed since the version before.
+        lineage: The same for a base and all that follows it, until the next base that is no compaction.
+        previous: The version before; of an increment always there. Of a base only where its content is that of the
+            version before, which it compacts.
+        files: Size and digest of each file, by name.
+        num_dense: Numeric features of the model.
+        collections: The model's tables.
+        created: When the version was cut, in seconds since 1970.
+        position: Where in the training data: epoch, step, examples.
+        cut: How far the parts of the version lie apart, in updates and milliseconds.
+    """
+
+    version: int
+    kind: Literal["base", "increment"]
+    lineage: str
+    previous: Link | None
+    files: Mapping[str, FileEntry]
+    num_dense: int
+    collections: tuple[Collection, ...]
+    created: float
+    position: Mapping[str, Any] = field(default_factory=dict)
+    cut: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.version) and self.version > 0, f"{self.version!r:.40} is no number of a version")
+        _require(self.kind in ("base", "increment"), f"its kind is {self.kind!r:.40}")
+        _require(_matches(_LINEAGE, self.lineage), "its lineage is none")
+        _require(_is_count(self.num_dense) and isinstance(self.created, float | int), "its numbers are none")
+        _require(self.kind == "base" or self.previous is not None, "it is an increment to no version")
+        _require(self.previous is None or self.previous.version < self.version, "it follows a later version")
+        for name in self.files:
+            _require(_matches(_FILE, name), f"{name!r:.80} is no name of a file of a version")
+        named = [x for c in self.collections for t in c.tables for x in (t.file, t.gone_file) if x is not None]
+        _require(len(set(named)) == len(named), "two tables share a file")
+        _require(set(named) <= set(self.files), "it names files without their digests")
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it has all rows."""
+        return self.kind == "base"
+
+    def to_json(self) -> bytes:
+        """The manifest as a file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """What :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it is no manifest; the message says where.
+        """
+        try:
+            plain = json.loads(data)
+            _require(isinstance(plain, dict) and plain.pop("format", None) == FORMAT, f"its format is not {FORMAT}")
+            plain["files"] = {name: FileEntry(**entry) for name, entry in plain["files"].items()}
+            plain["previous"] = None if plain["previous"] is None else Link(**plain["previous"])
+            plain["collections"] = tuple(_collection(**collection) for collection in plain["collections"])
+            return cls(**plain)
+        except (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError) as error:
+            raise ValueError(f"it is no manifest ({type(error).__name__}: {error!s:.120})") from error
+
+
+def digest_of(data: bytes) -> str:
+    """The SHA-256 of some bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def current_to_json(link: Link) -> bytes:
+    """The file that says which version counts."""
+    return json.dumps({"format": FORMAT, **asdict(link)}).encode()
+
+
+def current_from_json(data: bytes) -> Link:
+    """What :func:`current_to_json` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        plain = json.loads(data)
+        _require(isinstance(plain, dict) and plain.pop("format", None) == FORMAT, f"its format is not {FORMAT}")
+        return Link(**plain)
+    except (TypeError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"it names no version ({error!s:.120})") from error
+
+
+def _collection(path: Any, tables: Any) -> Collection:
+    _require(isinstance(path, str), "the path of a collection is no text")
+    rows = tuple(_table(**table) for table in tables)
+    _require(bool(rows) and len({x.config.embedding_dim for x in rows}) == 1, f"collection {path!r:.80} has no width")
+    return Collection(path, rows)
+
+
+def _table(config: Any, drawing: Any, **others: Any) -> TableRows:
+    names = config["feature_names"]
+    _require(isinstance(names, list) and all(isinstance(x, str) for x in names), "names of features are no texts")
+    _require(isinstance(config["name"], str), "the name of a table is no text")
+    _require(all(_is_count(config[x]) for x in ("num_embeddings", "embedding_dim")), "the size of a table is none")
+    _require(isinstance(config["init_std"], float | int), "init_std is no number")
+    made = EmbeddingBagConfig(**{**config, "feature_names": tuple(names)})
+    return TableRows(made, **others, drawing=None if drawing is None else Drawing(**drawing))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,313 @@
+"""The callback that publishes versions of a model while it is trained."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor, nn
+
+from lightning_recsys.callbacks import LeanCallback
+from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
+from lightning_recsys.serving.dense import DensePart, export_apart
+from lightning_recsys.serving.encoders import encoder_of
+from lightning_recsys.serving.files import VersionFolder
+from lightning_recsys.serving.snapshots import backend_of, snapshot_of
+from lightning_recsys.serving.writer import Cut, Skeleton, VersionWriter
+
+DEFAULT_SECONDS = 60.0
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+class ModelPublisher(LeanCallback):
+    """Publishes the model every N steps or T seconds while training goes on, and once more at its end.
+
+    The first version of a run is a base, with all rows; those that follow are increments, with the rows that changed
+    since the version before and the ids of rows that were forgotten. :class:`~lightning_recsys.serving.ModelReader`
+    opens them. Between two steps rank 0 copies the dense part, which takes less than a millisecond; a thread of its own
+    then reads the rows where they lie, while training goes on. So the parts of a version lie a few steps apart, and the
+    manifest says how far. A version that is due while the one before is still being written waits for it.
+
+    Args:
+        url: A folder, or a URL that fsspec knows.
+        every_n_steps: Publish after so many steps of the optimizer.
+        every_seconds: Publish every so many seconds; 60 where neither is given. Workers go by their clocks, each at the
+            multiples of this time.
+        keep: How many versions can be opened, the latest ones; older ones are removed.
+        compact_share: Increments are compacted into a new base once they take this share of its bytes.
+        max_increments: Or once there are so many.
+        module: The name of the LightningModule's part that is published: ``forward(dense, sparse) -> logits``.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        url: str | Path,
+        *,
+        every_n_steps: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 3,
+        compact_share: float = 0.5,
+        max_increments: int = 100,
+        module: str = "model",
+    ) -> None:
+        if every_n_steps is not None and every_seconds is not None:
+            raise ValueError(f"give every_n_steps or every_seconds, not both; got {every_n_steps} and {every_seconds}.")
+        if every_n_steps is None and every_seconds is None:
+            every_seconds = DEFAULT_SECONDS
+        positive = {"every_n_steps": every_n_steps, "every_seconds": every_seconds, "keep": keep}
+        for name, value in {**positive, "compact_share": compact_share, "max_increments": max_increments}.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"callbacks.model_publisher.{name} must be above 0, got {value}.")
+        self.url = str(url)
+        self.every_n_steps, self.every_seconds = every_n_steps, every_seconds
+        self.keep, self.compact_share, self.max_increments = keep, compact_share, max_increments
+        self.module = module
+        self._examples = 0  # that were trained on, by all workers
+        self._reset()
+
+    def _reset(self) -> None:
+        self._part: DensePart | None = None  # the model's structure, from before a strategy changes anything in it
+        self._work: _Work | None = None  # of rank 0, while it trains
+        self._due = 0  # the step, or the multiple of `every_seconds`, of the latest version
+        self._model: nn.Module | None = None
+        self.on_train_batch_end: Any = None  # Lightning passes over it
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = type(self).__new__(type(self))
+        fresh._reset()
+        return vars(self) | vars(fresh)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The examples that were trained on."""
+        return {"examples": self._examples}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._examples = int(state_dict["examples"])
+
+    # --- Hooks -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Copy the model's structure before a strategy changes anything in it."""
+        if stage == "fit" and trainer.is_global_zero and hasattr(pl_module, self.module):
+            self._part = DensePart(getattr(pl_module, self.module))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to look for versions that are due.
+
+        Raises:
+            ValueError: the LightningModule has no such part, or another process publishes there.
+        """
+        if (model := getattr(pl_module, self.module, None)) is None:
+            raise ValueError(
+                f"callbacks.model_publisher.module={self.module}: {type(pl_module).__name__} has no such part. Name the"
+                " one whose forward(dense, sparse) gives logits."
+            )
+        self._model, self._due = model, self._now(trainer)
+        if trainer.is_global_zero:
+            if self._part is None:  # made in configure_model
+                self._part = DensePart(model)
+            self._work = _Work(self, self._part)
+        self.on_train_batch_end = self._after_batch
+
+    def _now(self, trainer: pl.Trainer) -> int:
+        if self.every_n_steps is not None:
+            return trainer.global_step // self.every_n_steps
+        assert self.every_seconds is not None
+        return int(time.time() // self.every_seconds)
+
+    def _after_batch(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch's examples, and publish where a version is due."""
+        work = self._work
+        if work is not None:
+            self._examples += len(batch) * _workers(trainer)
+            if not work.is_prepared:
+                work.prepare(trainer, _collections(pl_module.get_submodule(self.module)), batch)
+            if work.is_busy:
+                return
+        if (now := self._now(trainer)) != self._due:
+            self._due = now
+            self._publish(trainer, batch_idx)
+
+    def _publish(self, trainer: pl.Trainer, batch_idx: int | None) -> None:
+        """Let the stores have every update of this worker; on rank 0, let a version be written."""
+        assert self._model is not None
+        collections = _collections(self._model)
+        for collection in collections.values():
+            collection.flush()
+        if self._work is not None:
+            position = {
+                "epoch": trainer.current_epoch,
+                "global_step": trainer.global_step,
+                "batch_idx": batch_idx,
+                "examples": self._examples,
+            }
+            self._work.submit(self._model, collections, position)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Publish the trained model, and wait for it."""
+        work = self._work
+        if work is not None:
+            work.wait()
+        if self._model is not None and (work is None or work.is_prepared):
+            self._publish(trainer, None)
+        if work is not None:
+            work.wait()
+        self._end()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the last whole version as it is."""
+        self._end()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget the run."""
+        self._end()
+        self._reset()
+
+    def _end(self) -> None:
+        self.on_train_batch_end = None
+        if self._work is not None:
+            self._work.close()
+            self._work = None
+
+
+class _Work:
+    """The thread that writes versions, and what it needs.
+
+    Args:
+        publisher: The settings.
+        part: The dense part's structure.
+
+    Attributes:
+        is_prepared: Whether a batch was seen, which says what the model takes.
+    """
+
+    def __init__(self, publisher: ModelPublisher, part: DensePart) -> None:
+        self.is_prepared = False
+        self._part = part
+        self._ending = ExitStack()
+        folder = VersionFolder(publisher.url)
+        self._ending.enter_context(folder.locked())
+        self._program = Path(self._ending.enter_context(tempfile.TemporaryDirectory(prefix="lightning-recsys-"))) / "p"
+        self._writer = VersionWriter(
+            folder,
+            keep=publisher.keep,
+            compact_share=publisher.compact_share,
+            max_increments=publisher.max_increments,
+        )
+        self._skeleton: Skeleton | None = None
+        self._error: BaseException | None = None
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="model-publisher", daemon=True)
+        self._thread.start()
+
+    def prepare(self, trainer: pl.Trainer, collections: Mapping[str, EmbeddingBagCollection], batch: Any) -> None:
+        """Let the thread export the dense part, which takes seconds; no version is cut before.
+
+        Raises:
+            TypeError: the batches are of another kind.
+        """
+        dense, sparse = getattr(batch, "dense", None), getattr(batch, "sparse", None)
+        if not isinstance(dense, Tensor) or not isinstance(sparse, SparseFeatures):
+            raise TypeError(
+                "ModelPublisher publishes models of batches with `dense` and `sparse`, as lightning_recsys.data.Batch"
+                f" has; got {type(batch).__name__}."
+            )
+        self.is_prepared = True
+        datamodule, keys, num_dense = getattr(trainer, "datamodule", None), tuple(sparse.keys), dense.shape[1]
+
+        def make() -> None:
+            export_apart(self._part, num_dense, self._program)
+            sizes = {name: size for x in collections.values() for name, size in _features(x).items()}
+            encoder = encoder_of(datamodule, {key: sizes[key] for key in keys if key in sizes}, num_dense)
+            tables = {path: snapshot_of(x) for path, x in collections.items()}
+            self._skeleton = Skeleton(self._program, encoder, num_dense, tables)
+
+        self._tasks.put(make)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a version is being written.
+
+        Raises:
+            Exception: the one before could not be, and no later one can.
+        """
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._tasks.unfinished_tasks > 0
+
+    def submit(
+        self, model: nn.Module, collections: Mapping[str, EmbeddingBagCollection], position: Mapping[str, Any]
+    ) -> None:
+        """Copy the dense part, and let the thread do the rest."""
+        taken = time.time()
+        named = dict(model.named_parameters()) | dict(model.named_buffers())
+        lacking = [name for name in self._part.names if name not in named]
+        if lacking:
+            raise ValueError(
+                f"{lacking[0]} of the model is not in this process while it is trained: a strategy keeps rows of plain"
+                " nn.Embedding on servers (strategy.min_rows, strategy.embeddings). Rows that are published apart from"
+                " the dense part belong in an EmbeddingBagCollection."
+            )
+        dense = {name: named[name].detach().to("cpu", copy=True) for name in self._part.names}
+        backends = {path: backend_of(x) for path, x in collections.items()}
+        lag = {path: getattr(backend, "staleness", 0) for path, backend in backends.items()}
+        self._tasks.put(partial(self._write, Cut(dense, position, taken, backends, lag)))
+
+    def wait(self) -> None:
+        """Return when every version that was submitted is written."""
+        self._tasks.join()
+        self.is_busy  # noqa: B018 - raises
+
+    def close(self) -> None:
+        """End the thread, and let others publish there."""
+        self._tasks.put(None)
+        self._thread.join()
+        self._ending.close()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except OSError as error:  # a disk that is full, a bucket that is gone: they may be well again
+                log.warning("A version was not published: %s. The last one still counts.", error)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._tasks.task_done()
+
+    def _write(self, cut: Cut) -> None:
+        assert self._skeleton is not None
+        began = time.monotonic()
+        manifest = self._writer.publish(self._skeleton, cut)
+        size, seconds = sum(entry.size for entry in manifest.files.values()), time.monotonic() - began
+        log.info("Published version %d (%s, %d bytes) in %.1f s.", manifest.version, manifest.kind, size, seconds)
+
+
+def _collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
+    return {path: x for path, x in model.named_modules() if isinstance(x, EmbeddingBagCollection)}
+
+
+def _features(collection: EmbeddingBagCollection) -> dict[str, int]:
+    return {name: table.num_embeddings for table in collection.tables for name in table.feature_names}
+
+
+def _workers(trainer: pl.Trainer) -> int:
+    """How many workers see examples of their own."""
+    return trainer.world_size if getattr(trainer.strategy, "sees_own_examples", True) else 1

@@ -1,0 +1,317 @@
+"""Opens published versions, follows the one that counts, and scores requests by it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
+from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.serving.dense import load_program, with_weights
+from lightning_recsys.serving.encoders import RequestEncoder, encoder_from
+from lightning_recsys.serving.files import VersionFolder
+from lightning_recsys.serving.manifest import Link, Manifest, TableRows
+from lightning_recsys.serving.row_files import Integers, RowFile, read_ids
+from lightning_recsys.serving.tables import PublishedRows
+
+DENSE = "dense.safetensors"
+PROGRAM = "dense.pt2"
+ENCODER = "encoder.json"
+ENCODER_TENSORS = "encoder.safetensors"
+_LONGEST_CHAIN = 100_000
+_ATTEMPTS = 3  # to open a version that was removed for a newer one meanwhile
+_NO_IDS: Integers = torch.empty(0, dtype=torch.int64).numpy()
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The scores of a request, all by one version.
+
+    Args:
+        version: Its number.
+        probabilities: One for each row.
+    """
+
+    version: int
+    probabilities: list[float]
+
+
+class PublishedModel:
+    """One version of a model, complete: nothing of it ever changes, so any number of threads may ask it.
+
+    Attributes:
+        manifest: What it was opened from.
+        link: Its number and digest.
+        rows: The rows of each collection, by its path.
+        weights: The tensors of the dense part.
+        encoder: How requests become numbers and ids.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        link: Link,
+        *,
+        program: nn.Module,
+        weights: Mapping[str, Tensor],
+        rows: Mapping[str, PublishedRows],
+        encoder: RequestEncoder,
+    ) -> None:
+        self.manifest, self.link, self.rows, self.weights, self.encoder = manifest, link, rows, weights, encoder
+        self.program = program
+        self._dense = with_weights(program, weights)
+        self._collections = {path: _collection(published) for path, published in rows.items()}
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+        return self.manifest.version
+
+    @torch.no_grad()
+    def logits(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
+        """Logits ``[B]`` of rows that are encoded.
+
+        Raises:
+            IndexError: an id is in no table.
+        """
+        pooled = {path: collection(sparse) for path, collection in self._collections.items()}
+        logits: Tensor = self._dense(dense, pooled)
+        return logits
+
+    def predict(self, rows: Sequence[Mapping[str, Any]]) -> Prediction:
+        """Scores of raw rows.
+
+        Raises:
+            ValueError: a row lacks a feature or has a value that cannot be one.
+        """
+        if not rows:
+            return Prediction(self.version, [])
+        return Prediction(self.version, self.logits(*self.encoder.encode(rows)).sigmoid().tolist())
+
+    def rows_of(self, path: str, table: str, ids: Tensor) -> Tensor:
+        """The rows of some ids of a table, float32 ``[N, D]``."""
+        return self.rows[path].rows_of(table, ids)
+
+
+class ModelReader:
+    """Opens the version that counts, and swaps to later ones while it answers.
+
+    A version is opened as a whole beside the present one, and only then takes its place: a request is answered by one
+    version, and none waits for a swap. Whatever is wrong with a version is an error that names it, and changes nothing.
+
+    Args:
+        url: Where versions are published: a folder, or a URL that fsspec knows.
+        cache: Where files of a remote folder are kept; see :class:`~lightning_recsys.serving.files.VersionFolder`.
+
+    Attributes:
+        model: The version that is open.
+
+    Raises:
+        FileNotFoundError: nothing was published there yet.
+        PublishedVersionError: the version that counts cannot be used.
+    """
+
+    def __init__(self, url: str | Path, *, cache: str | Path | None = None) -> None:
+        self.folder = VersionFolder(url, cache=cache)
+        self._swapping = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._model: PublishedModel | None = None
+        self.refresh()
+        if self._model is None:
+            raise FileNotFoundError(f"{url}: nothing was published there yet (there is no current.json).")
+
+    @property
+    def model(self) -> PublishedModel:
+        """The version that is open; whoever makes several calls for one request keeps it."""
+        assert self._model is not None
+        return self._model
+
+    @property
+    def version(self) -> int:
+        """The number of the version that is open."""
+        return self.model.version
+
+    @property
+    def age_seconds(self) -> float:
+        """Time since the version that is open was cut."""
+        return time.time() - self.model.manifest.created
+
+    def predict(self, rows: Sequence[Mapping[str, Any]]) -> Prediction:
+        """Scores of raw rows, by the version that is open when the call begins."""
+        return self.model.predict(rows)
+
+    def refresh(self) -> bool:
+        """Open the version that counts now; nothing happens where it is open already.
+
+        Returns:
+            Whether another one is open now.
+
+        Raises:
+            PublishedVersionError: it, or one that it builds on, is missing, torn, foreign or damaged.
+        """
+        with self._swapping:
+            for attempt in range(_ATTEMPTS):
+                current = self.folder.current()
+                if current is None or (self._model is not None and current == self._model.link):
+                    return False
+                try:
+                    self._model = self._open(current)
+                except PublishedVersionError:
+                    if attempt == _ATTEMPTS - 1 or self.folder.current() == current:
+                        raise
+                else:
+                    self.folder.forget_downloads({x.sha256 for x in self._model.manifest.files.values()})
+                    return True
+        return False
+
+    def follow(self, seconds: float = 1.0) -> None:
+        """Look for a new version every so many seconds from now on, until :meth:`close`. Errors are logged."""
+        if self._thread is None:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._follow, args=(seconds,), name="model-reader", daemon=True)
+            self._thread.start()
+
+    def _follow(self, seconds: float) -> None:
+        told: str | None = None
+        while not self._ended.wait(seconds):
+            try:
+                if self.refresh():
+                    log.info("serving version %d of %s", self.version, self.folder.url)
+                told = None
+            except Exception as error:  # the next version may be whole again
+                if str(error) != told:
+                    log.warning("%s", error)
+                told = str(error)
+
+    def close(self) -> None:
+        """Follow no more. What is open can be asked further on."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> ModelReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- Opening -----------------------------------------------------------------------------------------------------
+
+    def _open(self, current: Link) -> PublishedModel:
+        """The version of a link: from the one that is open if that is on the way to it, else from its base."""
+        chain = self._chain(current)
+        model = self._model
+        for link, manifest in chain:
+            try:
+                model = self._opened(model, link, manifest)
+            except PublishedVersionError:
+                raise
+            except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+                raise PublishedVersionError(self.folder.name(link.version), str(error)) from error
+        assert model is not None
+        return model
+
+    def _chain(self, current: Link) -> list[tuple[Link, Manifest]]:
+        """The versions to open one after the other, in order."""
+        chain: list[tuple[Link, Manifest]] = []
+        link, opened = current, None if self._model is None else self._model.link
+        while link != opened:
+            manifest = self.folder.manifest(link)
+            chain.insert(0, (link, manifest))
+            follows = manifest.previous is not None and manifest.previous == opened
+            if manifest.is_base and not follows:
+                break
+            if len(chain) > _LONGEST_CHAIN:
+                raise PublishedVersionError(self.folder.name(current.version), "it has no base")
+            assert manifest.previous is not None
+            link = manifest.previous
+        return chain
+
+    def _opened(self, model: PublishedModel | None, link: Link, manifest: Manifest) -> PublishedModel:
+        """A version, from its own files and the version before."""
+        before = model if model is not None and manifest.previous == model.link else None
+        rows = open_rows(self.folder, manifest, None if before is None else (before.manifest, before.rows))
+        if before is not None:
+            program, encoder = before.program, before.encoder
+        else:
+            program = load_program(self.folder.file(manifest, PROGRAM))
+            plain = json.loads(self.folder.file(manifest, ENCODER).read_bytes())
+            encoder = encoder_from(plain, load_file(self.folder.file(manifest, ENCODER_TENSORS)))
+        weights = load_file(self.folder.file(manifest, DENSE))
+        return PublishedModel(manifest, link, program=program, weights=weights, rows=rows, encoder=encoder)
+
+
+def open_rows(
+    folder: VersionFolder, manifest: Manifest, before: tuple[Manifest, Mapping[str, PublishedRows]] | None = None
+) -> Mapping[str, PublishedRows]:
+    """The rows of a version by the paths of its collections.
+
+    Args:
+        folder: Where it is.
+        manifest: The version.
+        before: The version that it follows, with its rows; without it only a base can be opened.
+
+    Raises:
+        ValueError: it does not follow that version, or a file is damaged.
+    """
+    if before is None:
+        if not manifest.is_base:
+            raise ValueError("it does not follow the version before")
+        return {x.path: PublishedRows(x, [_file(folder, manifest, t) for t in x.tables]) for x in manifest.collections}
+    manifest_before, rows = before
+    if manifest.lineage != manifest_before.lineage:
+        raise ValueError("it does not follow the version before: its lineage is another")
+    if _tables(manifest_before) != _tables(manifest):
+        raise ValueError("it has other tables than the version before")
+    if manifest.is_base:  # a compaction
+        return rows
+    return {
+        x.path: rows[x.path].changed(
+            [_file(folder, manifest, t) for t in x.tables], [_gone(folder, manifest, t) for t in x.tables]
+        )
+        for x in manifest.collections
+    }
+
+
+def _file(folder: VersionFolder, manifest: Manifest, table: TableRows) -> RowFile | None:
+    config, with_ids = table.config, not (manifest.is_base and table.drawing is None)
+    if not with_ids and table.num_rows != config.num_embeddings:
+        raise ValueError(f"table {config.name!r} has {table.num_rows} of {config.num_embeddings} rows")
+    if table.file is None:
+        return None
+    rows = RowFile(folder.file(manifest, table.file), config.embedding_dim, table.num_rows, with_ids=with_ids)
+    for ids in rows.ids if table.drawing is None else ():
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.num_embeddings:
+            raise ValueError(f"{table.file} has rows that table {config.name!r} has not")
+    return rows
+
+
+def _gone(folder: VersionFolder, manifest: Manifest, table: TableRows) -> Integers:
+    return _NO_IDS if table.gone_file is None else read_ids(folder.file(manifest, table.gone_file), table.num_gone)
+
+
+def _tables(manifest: Manifest) -> list[Any]:
+    tables = [(x.path, [(t.config, t.drawing) for t in x.tables]) for x in manifest.collections]
+    return [manifest.num_dense, *tables]
+
+
+def _collection(published: PublishedRows) -> EmbeddingBagCollection:
+    """The collection as the model had it, which checks ids and divides means, over published rows."""
+    collection = EmbeddingBagCollection(published.tables, device="meta").requires_grad_(False).eval()
+    collection.embedding_bags = published
+    return collection

@@ -1,0 +1,222 @@
+"""The rows of a model in training, read while they change: all of them, or those that are not as they were published.
+
+What was published of a row is known by its digest, so that nothing has to be counted or marked while rows are trained.
+A row's digest is taken from the copy that is published and not from the row itself: a row that moves between two looks
+is found again by the next version.
+"""
+
+# Shape suffixes: U rows, D embedding dim, N rows of a table.
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, TableBackend
+from lightning_recsys.serving.manifest import Drawing
+from lightning_recsys.serving.row_files import block_rows
+from lightning_recsys.stores.backend import StoreBackend
+from lightning_recsys.stores.digests import digest_rows
+
+_LOOKS = 3  # at a row that moves while it is copied
+
+Rows = tuple[Tensor | None, Tensor]
+"""Ids, or ``None`` where row ``i`` is that of id ``i``; and rows."""
+
+
+class TableSnapshot(ABC):
+    """What was published of a table so far.
+
+    Args:
+        config: The table.
+
+    Attributes:
+        drawing: How rows are drawn that do not exist; ``None`` where all exist.
+        moving: Rows that changed every time while the latest version was copied.
+    """
+
+    drawing: Drawing | None = None
+
+    def __init__(self, config: EmbeddingBagConfig) -> None:
+        self.config = config
+        self.moving = 0
+
+    @abstractmethod
+    def all_rows(self, backend: TableBackend) -> Iterator[Rows]:
+        """Every row, in blocks."""
+
+    @abstractmethod
+    def changed_rows(self, backend: TableBackend) -> Iterator[Rows]:
+        """The rows that are not as they were published, in blocks, with their ids."""
+
+    @abstractmethod
+    def published_ids(self) -> Tensor:
+        """The ids of all rows that were published and not forgotten."""
+
+    @abstractmethod
+    def forgotten_ids(self) -> Tensor:
+        """After :meth:`changed_rows`: the ids of rows that are no more, int64."""
+
+
+class WholeTable(TableSnapshot):
+    """A table of which every row exists."""
+
+    def __init__(self, config: EmbeddingBagConfig) -> None:
+        super().__init__(config)
+        self._published_N = torch.zeros(config.num_embeddings, dtype=torch.int64)  # digests
+
+    def all_rows(self, backend: TableBackend) -> Iterator[Rows]:  # noqa: D102 - inherited
+        self.moving = 0
+        for first, count in self._blocks():
+            rows_UD = _read(backend, self.config.name, first, count)
+            self._published_N[first : first + count] = digest_rows(rows_UD)
+            yield None, rows_UD
+
+    def changed_rows(self, backend: TableBackend) -> Iterator[Rows]:  # noqa: D102 - inherited
+        self.moving = 0
+        for first, count in self._blocks():
+            now_U = _digests(backend, self.config.name, first, count)
+            ids_U = (now_U != self._published_N[first : first + count]).nonzero().flatten() + first
+            if ids_U.numel():
+                rows_UD, digests_U = self._copy(backend, ids_U)
+                self._published_N[ids_U] = digests_U
+                yield ids_U, rows_UD
+
+    def _copy(self, backend: TableBackend, ids_U: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of rows and their digests; of a row that moves meanwhile the latest copy.
+
+        In shared memory a copy may be half of one update and half of the next, as every lookup may.
+        """
+        rows_UD = _lookup(backend, self.config.name, ids_U)
+        digests_U = digest_rows(rows_UD)
+        for look in range(_LOOKS):
+            again_UD = _lookup(backend, self.config.name, ids_U)
+            again_U = digest_rows(again_UD)
+            moved = int((again_U != digests_U).sum())
+            rows_UD, digests_U = again_UD, again_U
+            if not moved:
+                break
+            if look == _LOOKS - 1:
+                self.moving += moved
+        return rows_UD, digests_U
+
+    def published_ids(self) -> Tensor:  # noqa: D102 - inherited
+        return torch.arange(self.config.num_embeddings)
+
+    def forgotten_ids(self) -> Tensor:  # noqa: D102 - inherited
+        return torch.empty(0, dtype=torch.int64)
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        size = block_rows(self.config.embedding_dim)
+        for first in range(0, self.config.num_embeddings, size):
+            yield first, min(size, self.config.num_embeddings - first)
+
+
+class GrowingTable(TableSnapshot):
+    """A table whose rows come and go."""
+
+    def __init__(self, config: EmbeddingBagConfig, drawing: Drawing) -> None:
+        super().__init__(config)
+        self.drawing = drawing
+        self._ids_N = torch.empty(0, dtype=torch.int64)  # published, rising as unsigned numbers
+        self._digests_N = torch.empty(0, dtype=torch.int64)
+        self._gone = self._ids_N
+
+    def all_rows(self, backend: TableBackend) -> Iterator[Rows]:  # noqa: D102 - inherited
+        ids_N = _dynamic(backend).live_ids()[self.config.name]
+        self._ids_N, self._digests_N = ids_N, torch.zeros_like(ids_N)
+        yield from self._copy(backend, torch.arange(ids_N.numel()))
+
+    def changed_rows(self, backend: TableBackend) -> Iterator[Rows]:  # noqa: D102 - inherited
+        tables = _dynamic(backend)
+        ids_N = tables.live_ids()[self.config.name]
+        now_N = tables.digests(self.config.name, ids_N)
+        places = _find(self._ids_N, ids_N)
+        known = places >= 0
+        before_N = torch.where(known, self._digests_N[places] if len(self._ids_N) else 0, 0)
+        changed = (~known | (before_N != now_N)).nonzero().flatten()
+        self._gone = self._ids_N[_find(ids_N, self._ids_N) < 0]
+        self._ids_N, self._digests_N = ids_N, before_N
+        yield from self._copy(backend, changed)
+
+    def _copy(self, backend: TableBackend, places: Tensor) -> Iterator[Rows]:
+        for some in torch.split(places, block_rows(self.config.embedding_dim)):
+            if some.numel():
+                ids_U = self._ids_N[some]
+                rows_UD = _dynamic(backend).read(self.config.name, "weight", ids_U)
+                self._digests_N[some] = digest_rows(rows_UD)
+                yield ids_U, rows_UD
+
+    def published_ids(self) -> Tensor:  # noqa: D102 - inherited
+        return self._ids_N
+
+    def forgotten_ids(self) -> Tensor:  # noqa: D102 - inherited
+        return self._gone
+
+
+def snapshot_of(collection: EmbeddingBagCollection) -> list[TableSnapshot]:
+    """What was published of a collection's tables: nothing yet."""
+    backend = backend_of(collection)
+    tables: list[TableSnapshot] = []
+    dynamic = backend.dynamic if isinstance(backend, StoreBackend) else None
+    for config in collection.tables:
+        if dynamic is None:
+            tables.append(WholeTable(config))
+        else:
+            seed, first_key, key_step = dynamic.drawing(config.name)
+            tables.append(GrowingTable(config, Drawing(seed, first_key % 2**64, key_step)))
+    return tables
+
+
+def backend_of(collection: EmbeddingBagCollection) -> TableBackend:
+    """Where the rows of a collection are.
+
+    Raises:
+        ValueError: there are none.
+    """
+    backend = collection.embedding_bags
+    if not isinstance(backend, TableBackend) or backend.is_meta:
+        names = [table.name for table in collection.tables]
+        raise ValueError(f"the tables {names} have no rows that could be published (device='meta').")
+    return backend
+
+
+def _dynamic(backend: TableBackend) -> Any:
+    assert isinstance(backend, StoreBackend)
+    assert backend.dynamic is not None
+    return backend.dynamic
+
+
+def _read(backend: TableBackend, table: str, first: int, count: int) -> Tensor:
+    if isinstance(backend, StoreBackend):
+        return backend.read_rows(table, "weight", first, count)
+    return backend.read(table, "weight")[first : first + count].detach().to("cpu", copy=True)
+
+
+def _digests(backend: TableBackend, table: str, first: int, count: int) -> Tensor:
+    if isinstance(backend, StoreBackend):
+        return backend.digests(table, first, count)
+    return digest_rows(backend.read(table, "weight")[first : first + count].detach().cpu())
+
+
+def _lookup(backend: TableBackend, table: str, ids_U: Tensor) -> Tensor:
+    if isinstance(backend, StoreBackend):
+        return backend.lookup_ids(table, ids_U)
+    rows = backend.read(table, "weight").detach()
+    return rows.index_select(0, ids_U.to(rows.device)).cpu()
+
+
+def _find(sorted_N: Tensor, wanted_U: Tensor) -> Tensor:
+    """Where ids are among others that rise as unsigned numbers; -1 where they are not."""
+    if not len(sorted_N):
+        return torch.full_like(wanted_U, -1)
+    them: NDArray[np.uint64] = sorted_N.numpy().view(np.uint64)
+    places = np.searchsorted(them, wanted_U.numpy().view(np.uint64)).clip(max=len(them) - 1)
+    found = np.where(them[places] == wanted_U.numpy().view(np.uint64), places, -1)
+    return torch.from_numpy(found)

@@ -1,0 +1,314 @@
+"""Writes versions: bases and increments, compaction, and what is kept of them.
+
+The order of the steps is what a kill at any moment leaves whole: first a version's files, then its manifest, then
+``current.json`` in one step, and only then older versions go. A version above the one that counts is a leftover, which
+the next writer removes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from shutil import copyfile
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from lightning_recsys.embeddings import TableBackend
+from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.serving.encoders import RequestEncoder
+from lightning_recsys.serving.files import DigestedFile, VersionFolder, digest_file, write_file
+from lightning_recsys.serving.manifest import MANIFEST, Collection, FileEntry, Link, Manifest, TableRows, digest_of
+from lightning_recsys.serving.reader import DENSE, ENCODER, ENCODER_TENSORS, PROGRAM, open_rows
+from lightning_recsys.serving.row_files import RowWriter, block_rows, write_ids
+from lightning_recsys.serving.snapshots import Rows, TableSnapshot
+from lightning_recsys.serving.tables import PublishedRows
+from lightning_recsys.stores.backend import StoreBackend
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What all versions of a run have in common.
+
+    Args:
+        program: The dense part's program, a file of :func:`~lightning_recsys.serving.dense.export_apart`.
+        encoder: How requests become numbers and ids.
+        num_dense: Numeric features.
+        tables: What was published of each collection's tables, by its path in the model.
+    """
+
+    program: Path
+    encoder: RequestEncoder
+    num_dense: int
+    tables: Mapping[str, Sequence[TableSnapshot]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The model at one moment, as far as it does not lie in tables, which are read after it.
+
+    Args:
+        dense: The dense part's parameters and buffers, copied.
+        position: Where in the training data: plain values.
+        taken: When it was copied, in seconds since 1970.
+        backends: Where the rows of each collection are, by its path.
+        lag: By how many updates of a worker a row may lack behind what that worker has, by collection; ``None`` where
+            nothing bounds it.
+    """
+
+    dense: Mapping[str, Tensor]
+    position: Mapping[str, Any]
+    taken: float
+    backends: Mapping[str, TableBackend]
+    lag: Mapping[str, int | None]
+
+
+class VersionWriter:
+    """Publishes versions into a folder, one after the other.
+
+    Args:
+        folder: Where to.
+        keep: How many versions can be opened, the latest ones; with what they build on.
+        compact_share: Increments are compacted into a new base once they take this share of its bytes.
+        max_increments: Or once there are so many.
+    """
+
+    def __init__(self, folder: VersionFolder, *, keep: int, compact_share: float, max_increments: int) -> None:
+        self.folder = folder
+        self._keep, self._compact_share, self._max_increments = keep, compact_share, max_increments
+        folder.clear_leftovers()
+        self._last = folder.current()
+        self._last_manifest: Manifest | None = None  # of this writer's latest version; without one a base comes next
+        self._base_bytes = self._increment_bytes = self._num_increments = 0
+
+    def publish(self, skeleton: Skeleton, cut: Cut) -> Manifest:
+        """Write the next version and let it count; behind it, perhaps, a compaction as a version of its own.
+
+        Where it fails, nothing has changed for readers, and the next version is a base.
+        """
+        before, self._last_manifest = self._last_manifest, None
+        is_base = before is None or self._last is None
+        version, clock = self._next, _Clock(cut.taken)
+        with self.folder.writing(version) as folder:
+            files = _write_skeleton(folder, skeleton) if is_base else {}
+            files[DENSE] = _write_dense(folder, cut.dense)
+            collections = []
+            for number, (path, tables) in enumerate(skeleton.tables.items()):
+                with clock.reading(path, cut.backends[path], tables, cut.lag[path]):
+                    names = [f"{number}-{i}" for i in range(len(tables))]
+                    read = cut.backends[path]
+                    rows = [_write_table(folder, files, *x, read, is_base) for x in zip(names, tables, strict=True)]
+                collections.append(Collection(path, tuple(rows)))
+            manifest = Manifest(
+                version=version,
+                kind="base" if is_base else "increment",
+                lineage=uuid.uuid4().hex if before is None else before.lineage,
+                previous=None if is_base else self._last,
+                files=files,
+                num_dense=skeleton.num_dense,
+                collections=tuple(collections),
+                created=cut.taken,
+                position=cut.position,
+                cut=clock.to_plain(),
+            )
+            link = _write_manifest(folder, manifest)
+        self._let_count(link, manifest)
+        if not is_base and self._is_due_for_compaction():
+            self._compact(skeleton, manifest)
+        self._clear_old()
+        if self._last == link:
+            self._last_manifest = manifest
+        return manifest
+
+    @property
+    def _next(self) -> int:
+        return 1 if self._last is None else self._last.version + 1
+
+    def _let_count(self, link: Link, manifest: Manifest) -> None:
+        self.folder.set_current(link)
+        self._last = link
+        size = sum(entry.size for entry in manifest.files.values())
+        if manifest.is_base:
+            self._base_bytes, self._increment_bytes, self._num_increments = size, 0, 0
+        else:
+            self._increment_bytes += size
+            self._num_increments += 1
+
+    def _is_due_for_compaction(self) -> bool:
+        is_large = self._increment_bytes > self._compact_share * self._base_bytes
+        return is_large or self._num_increments >= self._max_increments
+
+    def _compact(self, skeleton: Skeleton, before: Manifest) -> None:
+        """Publish what counts once more, as a base: from its files, so that nothing can have changed meanwhile."""
+        chain = self._chain(before)
+        base, version, opened = chain[0], self._next, open_rows(self.folder, chain[0])
+        for last, following in pairwise(chain):
+            opened = open_rows(self.folder, following, (last, opened))
+        with self.folder.writing(version) as folder:
+            files = {name: self._copy(folder, base, name) for name in (PROGRAM, ENCODER, ENCODER_TENSORS)}
+            files[DENSE] = self._copy(folder, before, DENSE)
+            collections = []
+            for number, (path, tables) in enumerate(skeleton.tables.items()):
+                rows = [_compacted(folder, files, f"{number}-{i}", t, opened[path]) for i, t in enumerate(tables)]
+                collections.append(Collection(path, tuple(rows)))
+            manifest = replace(
+                before,
+                version=version,
+                kind="base",
+                previous=self._last,
+                files=files,
+                collections=tuple(collections),
+            )
+            link = _write_manifest(folder, manifest)
+        self._let_count(link, manifest)
+        self._last_manifest = manifest
+
+    def _copy(self, folder: Path, manifest: Manifest, name: str) -> FileEntry:
+        copyfile(self.folder.file(manifest, name), folder / name)
+        return digest_file(folder / name)
+
+    def _chain(self, manifest: Manifest) -> list[Manifest]:
+        """The versions from the base on that a version builds on, itself the last."""
+        chain = [manifest]
+        while not chain[0].is_base:
+            assert chain[0].previous is not None
+            chain.insert(0, self.folder.manifest(chain[0].previous))
+        return chain
+
+    def _clear_old(self) -> None:
+        """Remove the versions that none of the latest ones builds on; what cannot be read is not built on."""
+        wanted, link = set[int](), self._last
+        with suppress(PublishedVersionError):
+            while link is not None:
+                manifest = self.folder.manifest(link)
+                wanted.add(link.version)
+                if manifest.is_base and len(wanted) >= self._keep:
+                    break
+                link = manifest.previous
+        for version in self.folder.versions():
+            if version not in wanted:
+                self.folder.remove(version)
+
+
+class _Clock:
+    """How far the parts of a version lie apart."""
+
+    def __init__(self, taken: float) -> None:
+        self._taken = taken
+        self._parts: dict[str, Any] = {}
+
+    @contextmanager
+    def reading(
+        self, path: str, backend: TableBackend, tables: Sequence[TableSnapshot], lag: int | None
+    ) -> Iterator[None]:
+        """The tables of a collection are read meanwhile."""
+        first, began = _steps(backend), time.time()
+        yield
+        self._parts[path] = {
+            "updates": [list(x) for x in zip(first, _steps(backend), strict=True)],  # of each server: from, to
+            "from_ms": round(1e3 * (began - self._taken), 3),
+            "to_ms": round(1e3 * (time.time() - self._taken), 3),
+            "moving_rows": sum(table.moving for table in tables),
+            "lag_updates": lag,
+        }
+
+    def to_plain(self) -> dict[str, Any]:
+        """For the manifest; ``apart`` is the largest distance of any two parts."""
+        parts = self._parts.values()
+        updates = [high - low for part in parts for low, high in part["updates"]]
+        milliseconds = [part["to_ms"] for part in parts]
+        apart = {"updates": max(updates, default=0), "ms": max(milliseconds, default=0.0)}
+        return {"apart": apart, "collections": self._parts}
+
+
+def _steps(backend: TableBackend) -> list[int]:
+    """The updates that each server of a collection has seen."""
+    return [store.step for store in backend.stores] if isinstance(backend, StoreBackend) else [backend.step]
+
+
+def _write_skeleton(folder: Path, skeleton: Skeleton) -> dict[str, FileEntry]:
+    copyfile(skeleton.program, folder / PROGRAM)
+    plain, tensors = skeleton.encoder.to_files()
+    return {
+        PROGRAM: digest_file(folder / PROGRAM),
+        ENCODER: _write_bytes(folder, ENCODER, json.dumps(plain).encode()),
+        ENCODER_TENSORS: _write_bytes(folder, ENCODER_TENSORS, save(tensors)),
+    }
+
+
+def _write_dense(folder: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    return _write_bytes(folder, DENSE, save({name: x.contiguous() for name, x in tensors.items()}))
+
+
+def _write_bytes(folder: Path, name: str, data: bytes) -> FileEntry:
+    return write_file(folder, name, lambda file: file.write(data))
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> Link:
+    data = manifest.to_json()
+    _write_bytes(folder, MANIFEST, data)
+    return Link(manifest.version, digest_of(data))
+
+
+def _write_table(
+    folder: Path,
+    files: dict[str, FileEntry],
+    name: str,
+    table: TableSnapshot,
+    backend: TableBackend,
+    is_base: bool,
+) -> TableRows:
+    """Write the rows of a table that a version has: all of them, or those that changed."""
+    with_ids = not (is_base and table.drawing is None)
+    rows = table.all_rows(backend) if is_base else table.changed_rows(backend)
+    written = _write_rows(folder, files, f"rows-{name}.arrow", table, rows, with_ids=with_ids)
+    gone = torch.empty(0, dtype=torch.int64) if is_base else table.forgotten_ids()
+    if not gone.numel():
+        return written
+    gone_file = f"gone-{name}.arrow"
+    files[gone_file] = write_file(folder, gone_file, lambda file: write_ids(file, gone))
+    return replace(written, gone_file=gone_file, num_gone=gone.numel())
+
+
+def _compacted(
+    folder: Path, files: dict[str, FileEntry], name: str, table: TableSnapshot, opened: PublishedRows
+) -> TableRows:
+    """Write all rows of a table as a published model has them."""
+    ids = table.published_ids()
+
+    def rows() -> Iterator[Rows]:
+        for some in torch.split(ids, block_rows(table.config.embedding_dim)):
+            if some.numel():
+                yield None if table.drawing is None else some, opened.rows_of(table.config.name, some)
+
+    with_ids = table.drawing is not None
+    return _write_rows(folder, files, f"rows-{name}.arrow", table, rows(), with_ids=with_ids)
+
+
+def _write_rows(
+    folder: Path, files: dict[str, FileEntry], name: str, table: TableSnapshot, rows: Iterable[Rows], *, with_ids: bool
+) -> TableRows:
+    """Write rows to a file, which is not there where there are none."""
+    count = 0
+
+    def write(file: DigestedFile) -> None:
+        nonlocal count
+        with RowWriter(file, table.config.embedding_dim, with_ids=with_ids) as writer:
+            for ids_U, rows_UD in rows:
+                writer.write(rows_UD, ids_U)
+        count = writer.num_rows
+
+    entry = write_file(folder, name, write)
+    if not count:
+        (folder / name).unlink()
+        return TableRows(table.config, None, 0, drawing=table.drawing)
+    files[name] = entry
+    return TableRows(table.config, name, count, drawing=table.drawing)

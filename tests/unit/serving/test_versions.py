@@ -1,0 +1,370 @@
+"""Versions: a chain of increments has the bits of the rows, and whatever is wrong with one changes nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from published import FEATURES, Trained, save_program
+
+from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.serving import ModelReader
+from lightning_recsys.serving.manifest import Link, Manifest, current_to_json, digest_of
+from lightning_recsys.stores import DynamicRows
+
+IDS = torch.arange(50)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return save_program(tmp_path_factory.mktemp("program") / "p.pt2")
+
+
+@pytest.fixture
+def make(program, tmp_path):
+    made = []
+
+    def make(name="model", **options):
+        made.append(Trained(program, tmp_path / f"stores-{len(made)}", tmp_path / name, **options))
+        return made[-1]
+
+    yield make
+    for trained in made:
+        trained.close()
+
+
+def assert_same(trained, model, ids=IDS):
+    for table in ("a", "b"):
+        some = ids[ids < 50] if table == "b" else ids
+        assert torch.equal(model.rows_of("embeddings", table, some), trained.rows(table, some))
+    assert torch.equal(model.weights["weight"], trained.model.weight)
+
+
+def test_increments_when_applied_then_rows_have_the_bits_of_the_stores_and_only_changed_ones_are_written(
+    make, tmp_path
+):
+    trained = make()
+    assert trained.publish().is_base
+    reader = ModelReader(tmp_path / "model")
+    for step in range(4):
+        trained.train([step, 7, 7, 20])
+        manifest = trained.publish()
+        assert not manifest.is_base
+        assert [x.num_rows for x in manifest.collections[0].tables] == [3 - (step == 7)] * 2
+        assert reader.refresh()
+        assert_same(trained, reader.model)
+    assert not reader.refresh()
+    assert ModelReader(tmp_path / "model").version == reader.version == 5
+    assert_same(trained, ModelReader(tmp_path / "model").model, torch.arange(300))
+    assert [x.num_rows for x in trained.publish().collections[0].tables] == [0, 0]
+
+
+def test_rows_when_they_come_and_go_then_increments_equal_the_stores_and_a_base_of_the_same_cut(make, tmp_path):
+    trained = make(dynamic=DynamicRows(admission=2, expire_after=6))
+    trained.train([1, 2, 3])
+    trained.publish()
+    reader = ModelReader(tmp_path / "model")
+    far = torch.tensor([2**40, 2**41 + 5, 77])
+    gone = 0
+    for step in range(12):
+        trained.train([1, 1 + step % 3, 30 + step // 2])
+        if step == 5:
+            trained.backend.dynamic.write("a", "weight", far, torch.randn(3, 8))
+        if step % 3 == 2:
+            manifest = trained.publish()
+            gone += sum(x.num_gone for x in manifest.collections[0].tables)
+            reader.refresh()
+            assert_same(trained, reader.model, torch.cat([IDS, far, far + 1]))
+    assert gone
+    untrained = torch.tensor([2**47 + 11])
+    assert reader.model.rows_of("embeddings", "a", untrained).abs().sum()
+    trained.writer._last_manifest = None  # as of a writer that has just begun: its first version is a base
+    assert trained.publish().is_base
+    other = ModelReader(tmp_path / "model")
+    assert other.model.manifest.is_base
+    for table, ids in trained.backend.dynamic.live_ids().items():
+        every = torch.cat([ids, untrained]) if table == "a" else ids
+        rows = [x.model.rows_of("embeddings", table, every) for x in (reader, other)]
+        assert torch.equal(*rows)
+        assert torch.equal(rows[0], trained.rows(table, every))
+
+
+def test_logits_when_asked_for_then_they_are_those_of_the_model(make, tmp_path):
+    trained = make()
+    trained.publish()
+    trained.train([3, 4])
+    trained.publish()
+    reader = ModelReader(tmp_path / "model")
+    dense, sparse = torch.randn(4, 2), SparseFeatures(FEATURES, torch.randint(50, (12,)))
+    bags = SparseFeatures(FEATURES, torch.randint(50, (9,)), lengths=torch.tensor([1, 0, 2, 1, 0, 2, 1, 0, 0, 2, 0, 0]))
+    for features in (sparse, bags):
+        with torch.no_grad():
+            assert torch.allclose(reader.model.logits(dense, features), trained.model(dense, features), atol=1e-6)
+    rows = [{"x": 3, "y": [4, 5], "z": 0, "dense": [0.5, 1]}, {"x": 1, "y": 2, "z": 3, "dense": [0, 0]}]
+    assert len(reader.predict(rows).probabilities) == 2
+    assert reader.predict([]).probabilities == []
+    for wrong, message in (
+        ({"x": 3}, "'y' takes ids"),
+        ({**rows[0], "x": 50}, "'x' takes ids"),
+        ({**rows[0], "dense": [1]}, "2 finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reader.predict([wrong])
+
+
+def test_compaction_when_due_then_readers_old_and_new_have_the_same_rows_and_old_versions_go(make, tmp_path):
+    trained = make(keep=2, max_increments=3, dynamic=DynamicRows(expire_after=4))
+    trained.train([1, 2])
+    trained.publish()
+    follower = ModelReader(tmp_path / "model")
+    for step in range(7):
+        trained.train([step % 5, 40])
+        manifest = trained.publish()
+        assert not manifest.is_base
+        follower.refresh()
+        new = ModelReader(tmp_path / "model")
+        assert new.version == follower.version
+        for reader in (follower, new):
+            assert_same(trained, reader.model)
+    kept = sorted(int(x.name) for x in (tmp_path / "model" / "versions").iterdir())
+    assert len(kept) <= 5
+    assert kept[-1] == new.version
+
+
+def rewrite(folder, version, **changes):
+    """Change a manifest, and let everything that names it follow: the digests are right."""
+    path = folder / "versions" / str(version) / "manifest.json"
+    plain = json.loads(path.read_text())
+    plain.update(changes)
+    data = json.dumps(plain).encode()
+    path.write_bytes(data)
+    (folder / "current.json").write_bytes(current_to_json(Link(version, digest_of(data))))
+
+
+def _missing(folder):
+    shutil.rmtree(folder / "versions" / "3")
+
+
+def _torn(folder):
+    path = folder / "versions" / "4" / "rows-0-0.arrow"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _repeated(folder):
+    shutil.rmtree(folder / "versions" / "4")
+    shutil.copytree(folder / "versions" / "3", folder / "versions" / "4")
+
+
+def _reordered(folder):
+    versions = folder / "versions"
+    (versions / "3").rename(versions / "x")
+    (versions / "2").rename(versions / "3")
+    (versions / "x").rename(versions / "2")
+
+
+def _foreign(folder):
+    rewrite(folder, 4, lineage="0" * 32)
+
+
+def _other_chain(folder):
+    other = folder.parent / "other" / "versions" / "3"
+    shutil.rmtree(folder / "versions" / "3")
+    shutil.copytree(other, folder / "versions" / "3")
+
+
+def _crossing(folder):
+    manifest = json.loads((folder / "versions" / "4" / "manifest.json").read_text())
+    table = manifest["collections"][0]["tables"][0]
+    manifest["files"]["../../../secret.arrow"] = manifest["files"].pop(table["file"])
+    table["file"] = "../../../secret.arrow"
+    rewrite(folder, 4, files=manifest["files"], collections=manifest["collections"])
+
+
+def _link(folder):
+    path = folder / "versions" / "4" / "rows-0-0.arrow"
+    (folder.parent / "outside.arrow").write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(folder.parent / "outside.arrow")
+
+
+@pytest.mark.parametrize("change", [_missing, _torn, _repeated, _reordered, _foreign, _other_chain, _crossing, _link])
+def test_version_when_broken_then_it_is_refused_by_name_and_nothing_changes(make, tmp_path, change):
+    trained, other = make(), make("other")
+    for x in (trained, other):
+        x.publish()
+        for step in range(2):
+            x.train([step])
+            x.publish()
+    trained.train([9])
+    trained.publish()
+    # The reader opens version 1; versions 2 to 4 are what it is to follow.
+    early = json.loads((tmp_path / "model" / "versions" / "2" / "manifest.json").read_text())["previous"]
+    current = (tmp_path / "model" / "current.json").read_bytes()
+    (tmp_path / "model" / "current.json").write_bytes(current_to_json(Link(**early)))
+    reader = ModelReader(tmp_path / "model")
+    (tmp_path / "model" / "current.json").write_bytes(current)
+    before = reader.model
+    change(tmp_path / "model")
+    with pytest.raises(PublishedVersionError, match=r"versions/\d"):
+        reader.refresh()
+    assert reader.model is before
+    assert reader.version == 1
+
+
+def test_manifest_when_fuzzed_then_nothing_changes(make, tmp_path):
+    trained = make(dynamic=DynamicRows())
+    trained.train([1])
+    trained.publish()
+    trained.train([2])
+    trained.publish()
+    reader = ModelReader(tmp_path / "model")
+    folder = tmp_path / "model"
+    data = json.loads((folder / "versions" / "2" / "manifest.json").read_text())
+    values = [None, -1, 2**70, "..", "/etc/passwd", [], {}, 1.5, True, "x" * 10_000]
+    paths = list(_paths(data))
+    generator = torch.Generator().manual_seed(0)
+    before, refused = reader.model, 0
+    for number in torch.randint(len(paths) * len(values), (150,), generator=generator).tolist():
+        path, value = paths[number // len(values)], values[number % len(values)]
+        if path[0] in ("position", "cut", "created", "previous"):
+            continue
+        plain = json.loads(json.dumps(data))
+        place = plain
+        for key in path[:-1]:
+            place = place[key]
+        if place[path[-1]] == value:
+            continue
+        place[path[-1]] = value
+        encoded = json.dumps(plain).encode()
+        (folder / "versions" / "2" / "manifest.json").write_bytes(encoded)
+        (folder / "current.json").write_bytes(current_to_json(Link(2, digest_of(encoded))))
+        fresh = None
+        try:
+            fresh = ModelReader(folder)
+        except PublishedVersionError:
+            refused += 1
+        assert fresh is None or path[-1] in ("init_std", "pooling", "seed", "first_key", "key_step", "num_dense"), path
+    assert refused > 60
+    assert reader.model is before
+
+
+def _paths(plain, here=()):
+    items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+    for key, value in items:
+        yield (*here, key)
+        yield from _paths(value, (*here, key))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"null", b"[]", b'{"format": 2}', b"\xff", b"[" * 100_000, b'{"format": 1, "version": 0, "digest": ""}'],
+)
+def test_pointer_when_it_is_none_then_it_is_refused(make, tmp_path, data):
+    trained = make()
+    trained.publish()
+    reader = ModelReader(tmp_path / "model")
+    (tmp_path / "model" / "current.json").write_bytes(data)
+    with pytest.raises(PublishedVersionError, match="is damaged"):
+        reader.refresh()
+    with pytest.raises(ValueError):  # noqa: PT011 - any
+        Manifest.from_json(data)
+
+
+def publish_number(trained, number):
+    """Let every row, and the weight, be a number: the logit of a request then tells of which version each was."""
+    for table, rows in (("a", 300), ("b", 50)):
+        trained.backend.write_rows(table, "weight", 0, torch.full((rows, 8), float(number)))
+    with torch.no_grad():
+        trained.model.weight.fill_(float(number))
+    trained.publish()
+
+
+def test_requests_during_swaps_then_none_fails_and_none_mixes_two_versions(make, tmp_path):
+    trained = make(keep=2, max_increments=4)
+
+    publish_number(trained, 1)
+    reader = ModelReader(tmp_path / "model")
+    dense, sparse = torch.zeros(1, 2), SparseFeatures(FEATURES, torch.tensor([3, 4, 5]))
+    seen, wrong, errors, done = set(), [], [], threading.Event()
+
+    def ask(count):
+        try:
+            for _ in range(count):
+                model = reader.model
+                value = model.logits(dense, sparse).item() / 24
+                seen.add(round(value**0.5))
+                if round(value**0.5) ** 2 != value:
+                    wrong.append(value)
+        except Exception as error:
+            errors.append(error)
+
+    def swap():
+        version = 1
+        while not done.is_set():
+            version += 1
+            publish_number(trained, version)
+            reader.refresh()
+
+    swapper = threading.Thread(target=swap)
+    askers = [threading.Thread(target=ask, args=(2500,)) for _ in range(4)]
+    for thread in (swapper, *askers):
+        thread.start()
+    for thread in askers:
+        thread.join()
+    done.set()
+    swapper.join()
+    assert not errors
+    assert not wrong
+    assert len(seen) > 2
+
+
+def test_remote_folder_when_read_then_files_are_kept_by_their_digests(program, tmp_path):
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    trained = Trained(program, tmp_path / "stores", "memory://model", keep=2)
+    try:
+        trained.publish()
+        trained.train([1, 2])
+        trained.publish()
+        reader = ModelReader("memory://model", cache=tmp_path / "cache")
+        assert reader.version == 2
+        assert_same(trained, reader.model)
+        names = {path.name for path in (tmp_path / "cache").iterdir()}
+        trained.train([3])
+        trained.publish()
+        reader.refresh()
+        assert_same(trained, reader.model)
+        assert names < {path.name for path in (tmp_path / "cache").iterdir()}
+        assert trained.folder.versions() == [1, 2, 3]
+    finally:
+        trained.close()
+        files.rm("model", recursive=True)
+
+
+def test_folder_when_nothing_is_published_then_it_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing was published"):
+        ModelReader(tmp_path)
+
+
+def test_publisher_when_killed_at_every_step_then_the_last_whole_version_opens_and_the_next_run_goes_on(
+    program, tmp_path
+):
+    script = Path(__file__).with_name("kills_script.py")
+    path = os.pathsep.join([str(script.parent), *filter(None, sys.path)])
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), str(program)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 20
