@@ -14,6 +14,7 @@ from lightning_recsys.__about__ import __version__
 RECIPES = {
     "train": "train a model, test it, close with a table",
     "evaluate": "metrics of a checkpoint",
+    "predict": "predictions of a checkpoint for rows without labels, to a file",
     "prepare": "guess the schema of your own data, or turn large logs into shards",
     "benchmark": "measure speed",
     "simulate": "train as a cluster would, in virtual time",

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import hydra
 import pytorch_lightning as pl
-import torch
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ProgressBar
@@ -26,18 +22,14 @@ from recipe_tools.build import (
     self_contained,
     test_on_one_device,
 )
-from recipe_tools.command import command
 from recipe_tools.config_types import check_types
-from recipe_tools.overrides import explained_overrides, find_value
+from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.report import print_results
+from recipe_tools.trained import load_checkpoint, offer_checkpoint_config
 
-from lightning_recsys.checkpoints import is_folder, read_description
 from lightning_recsys.runtime import configure_worker
-
-# What evaluation decides anew; everything else is as in training.
-OWN_KEYS = ("ckpt_path", "paths")
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
@@ -72,34 +64,6 @@ def evaluate(config: Config, record: RunRecord) -> None:
         seconds=record.wall_time,
         folder=record.path.parent,
     )
-
-
-def offer_checkpoint_config(arguments: list[str]) -> None:
-    """Give Hydra the configuration in the checkpoint, so that overrides are checked against what was trained."""
-    path = find_value(arguments, "ckpt_path")
-    if path is None:
-        if not any(argument.startswith("-") for argument in arguments):
-            raise SystemExit(f"ckpt_path: name the checkpoint, as in {command('evaluate')} ckpt_path=best.ckpt")
-        ConfigStore.instance().store("checkpoint", node={})  # --help and the like
-        return
-    if not Path(path).is_file() and not is_folder(path):
-        raise SystemExit(f"ckpt_path: there is no checkpoint {path}")
-    trained = load_checkpoint(path).get("hyper_parameters", {}).get("config")
-    if trained is None:
-        raise SystemExit(f"ckpt_path: {path} carries no configuration; was it written by {command('train')}?")
-    node = {key: value for key, value in trained.items() if key not in OWN_KEYS}
-    ConfigStore.instance().store("checkpoint", node=OmegaConf.create(node))
-
-
-def load_checkpoint(path: str) -> dict[str, Any]:
-    """The checkpoint; its tensors are left on disk."""
-    if is_folder(path):
-        return read_description(path)
-    try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, UnpicklingError) as error:
-        raise SystemExit(f"ckpt_path: {path} cannot be read as a checkpoint ({str(error).splitlines()[0]})") from None
-    return checkpoint
 
 
 if __name__ == "__main__":

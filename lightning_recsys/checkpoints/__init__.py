@@ -10,12 +10,14 @@ from lightning_recsys.checkpoints.folder import (
 )
 from lightning_recsys.checkpoints.module import ReadsFolders
 from lightning_recsys.checkpoints.plugin import FolderCheckpointIO
+from lightning_recsys.checkpoints.saved_rows import SavedRows
 from lightning_recsys.checkpoints.single_file import to_file, to_folder
 from lightning_recsys.checkpoints.stored import StoredRows, StoredTensor
 
 __all__ = [
     "FolderCheckpointIO",
     "ReadsFolders",
+    "SavedRows",
     "StoredRows",
     "StoredTensor",
     "is_folder",

@@ -139,7 +139,7 @@ def read_checkpoint(
         FileNotFoundError: no checkpoint lies there.
         DamagedCheckpointError: a file of it is missing, or not what was written.
     """
-    version = _version(path)
+    version = version_of(path)
     checkpoint = _describe(version, weights_only=weights_only)
     saved = {key: value for key, value in version.manifest.tensors.items() if key not in without}
     checkpoint[_STATE] |= {key: version.read_tensor(value) for key, value in saved.items()}
@@ -172,7 +172,7 @@ def read_description(path: str | os.PathLike[str], *, weights_only: bool = True)
         FileNotFoundError: no checkpoint lies there.
         DamagedCheckpointError: as :func:`read_checkpoint`.
     """
-    return _describe(_version(path), weights_only=weights_only)
+    return _describe(version_of(path), weights_only=weights_only)
 
 
 def _describe(version: Version, *, weights_only: bool) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor
         ValueError: a saved tensor has another shape.
         DamagedCheckpointError: as :func:`read_checkpoint`.
     """
-    version = _version(path)
+    version = version_of(path)
     whole: dict[str, StoredTensor] = {}
     for key, value in targets.items():
         whole |= _rows_to_load(version, key, value) if isinstance(value, StoredRows) else {key: value}
@@ -228,7 +228,7 @@ def _rows_to_load(version: Version, prefix: str, rows: StoredRows) -> dict[str, 
 
 def read_extras(path: str | os.PathLike[str], index: int, *, weights_only: bool = True) -> Any:
     """What the ``index``-th of the ranks that added something did add; ``None`` where fewer did."""
-    version = _version(path)
+    version = version_of(path)
     names = sorted(name for name in version.manifest.files if name.startswith(_EXTRAS))
     return None if index >= len(names) else version.read_file(names[index], weights_only=weights_only)
 
@@ -316,7 +316,7 @@ def _versions(folder: Path) -> list[Path]:
     return [child for child in folder.iterdir() if _NAME.fullmatch(child.name)]
 
 
-def _version(path: str | os.PathLike[str]) -> Version:
+def version_of(path: str | os.PathLike[str]) -> Version:
     """The version that counts. It lies in the checkpoint's own folder, whatever the pointer says."""
     if not is_folder(path):
         raise FileNotFoundError(

@@ -12,12 +12,7 @@ import torch
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.loader import BatchLoader, BatchSource, RowSource, Shuffle, ShuffledRows
 
-Split = Literal["train", "validation", "test"]
-_LIMITS: dict[str, Split] = {
-    "limit_val_batches": "validation",
-    "limit_test_batches": "test",
-    "limit_predict_batches": "test",
-}
+Split = Literal["train", "validation", "test", "predict"]
 
 
 class CTRDataModule(pl.LightningDataModule, ABC):
@@ -47,7 +42,12 @@ class CTRDataModule(pl.LightningDataModule, ABC):
 
     def setup(self, stage: str | None = None) -> None:
         """Make the trainer skip the splits that are not there; a subclass that overrides this calls it."""
-        for limit, split in _LIMITS.items():
+        limits: dict[str, Split] = {
+            "limit_val_batches": "validation",
+            "limit_test_batches": "test",
+            "limit_predict_batches": self.predicted_split,
+        }
+        for limit, split in limits.items():
             if self.trainer is not None and getattr(self.trainer, limit) and not self.has(split):
                 self._limits[limit] = getattr(self.trainer, limit)
                 setattr(self.trainer, limit, 0)
@@ -67,6 +67,11 @@ class CTRDataModule(pl.LightningDataModule, ABC):
     @abstractmethod
     def fields(self) -> dict[str, int]:
         """Number of embeddings of each categorical feature, in the order of the batches."""
+
+    @property
+    def predicted_split(self) -> Split:
+        """Whose rows :meth:`predict_dataloader` gives."""
+        return "test"
 
     @property
     def model_arguments(self) -> dict[str, Any]:
@@ -142,8 +147,8 @@ class CTRDataModule(pl.LightningDataModule, ABC):
         return self._loader("test")
 
     def predict_dataloader(self) -> BatchLoader | list[BatchLoader]:
-        """The same batches as for testing."""
-        return self._loader("test")
+        """Batches of the rows to predict, in order: those of the test, unless the data have others."""
+        return self._loader(self.predicted_split)
 
     def _loader(
         self, split: Split, *, shuffle: Shuffle | None = None, drop_last: bool = False

@@ -6,12 +6,13 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import pyarrow as pa
 import yaml  # type: ignore[import-untyped]
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.trainer.states import TrainerFn
@@ -47,6 +48,8 @@ class TabularDataModule(PreparedReader):
     Vocabularies, means and deviations are learned from the training rows alone. They are part of a checkpoint, so that
     a model can be evaluated on new files without the rows that it was trained on: hand the checkpoint's entry to
     :meth:`load_state_dict`, or ``ckpt_path`` to the trainer.
+
+    Where the schema's ``files`` name some under ``predict``, a trainer predicts those: their rows need no label.
 
     Args:
         schema: Path of a schema file, or its content; see ``docs/data.md``.
@@ -112,7 +115,11 @@ class TabularDataModule(PreparedReader):
         if stage == TrainerFn.FITTING or (stage is None and not self._given):
             wanted: list[Split] = ["train", "validation"]
         elif stage is not None and (self._given or "train" in self._folders):
-            wanted = ["validation"] if stage == TrainerFn.VALIDATING else ["test"]
+            others: dict[TrainerFn, Split] = {
+                TrainerFn.VALIDATING: "validation",
+                TrainerFn.PREDICTING: self.predicted_split,
+            }
+            wanted = [others.get(stage, "test")]
         else:
             return  # what is to be learned from may not be at hand, and not be needed
         for split in wanted:
@@ -143,7 +150,33 @@ class TabularDataModule(PreparedReader):
 
     def has(self, split: Split) -> bool:
         """Whether there is such a split."""
-        return split == "train" or split in self.schema.files or self.schema.share(split) > 0
+        return split == "train" or split in self.schema.files or (split != "predict" and self.schema.share(split) > 0)
+
+    @property
+    def predicted_split(self) -> Split:
+        """The rows of the files that the schema names to be predicted, else those of the test."""
+        return "predict" if "predict" in self.schema.files else "test"
+
+    def predicted_rows(self, column: str | None = None) -> Iterator[pa.Array]:
+        """What tells apart the rows that are predicted, in their order and some at a time.
+
+        Args:
+            column: A column of their files, as strings; ``None`` for the number of each row in its file, from 1.
+
+        Raises:
+            ValueError: the schema names no files to predict, a file has no such column, or a row is bad and such rows
+                are errors.
+        """
+        raw_format = self._format("predict")
+        for path in raw_format.files("predict"):
+            yield from raw_format.good_rows(path, column)
+
+    def _format(self, origin: Split) -> TabularFormat:
+        labelled = origin != "predict"
+        return TabularFormat(schema=self.schema, root=self._root, on_bad_row=self._on_bad_row, labelled=labelled)
+
+    def _place(self, split: Split) -> Split:
+        return "test" if split == "predict" else split  # it has a folder of its own
 
     def folder(self, split: Split) -> tuple[Path, Manifest]:
         """The folder in the cache that holds a split, prepared at first use."""
@@ -185,12 +218,12 @@ class TabularDataModule(PreparedReader):
 
     def _prepare(self, origin: Split) -> None:
         """Find the rows that come from the files of a split, or prepare them."""
-        raw_format = TabularFormat(schema=self.schema, root=self._root, on_bad_row=self._on_bad_row)
+        raw_format = self._format(origin)
         files = raw_format.files(origin)
         given = self._learned() if origin != "train" or self._given else None
         split: SplitRule = BySchema(raw_format, own_files=False)
         if origin != "train":
-            split = ByFile(**{origin: tuple(map(str, files))})
+            split = ByFile(**{self._place(origin): tuple(map(str, files))})
         identities = partial(_identities, [*files, *raw_format.side_files()])
         before = identities()
 

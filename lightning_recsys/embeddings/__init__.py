@@ -4,6 +4,7 @@ from lightning_recsys.embeddings.backend import Backend, LocalBackend, TableBack
 from lightning_recsys.embeddings.collection import EmbeddingBagCollection, EmbeddingOptions
 from lightning_recsys.embeddings.config import EmbeddingBagConfig, PoolingType
 from lightning_recsys.embeddings.kernels import KernelName
+from lightning_recsys.embeddings.read_only import ReadOnlyRows
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.embeddings.ticket import Ticket
 
@@ -15,6 +16,7 @@ __all__ = [
     "KernelName",
     "LocalBackend",
     "PoolingType",
+    "ReadOnlyRows",
     "SparseFeatures",
     "TableBackend",
     "Ticket",

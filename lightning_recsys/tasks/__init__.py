@@ -3,5 +3,6 @@
 from lightning_recsys.tasks.base import Task
 from lightning_recsys.tasks.ctr import CTRTask
 from lightning_recsys.tasks.graph import LinkPredictionTask, NodeClassificationTask
+from lightning_recsys.tasks.saved import load_for_prediction
 
-__all__ = ["CTRTask", "LinkPredictionTask", "NodeClassificationTask", "Task"]
+__all__ = ["CTRTask", "LinkPredictionTask", "NodeClassificationTask", "Task", "load_for_prediction"]

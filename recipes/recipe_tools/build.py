@@ -67,16 +67,18 @@ def build_callbacks(config: Config) -> list[pl.Callback]:
     return [callback for callback in callbacks if not isinstance(callback, tuple(unused))]
 
 
-def build_datamodule(config: Config, *, checkpoint: dict[str, Any] | None = None) -> pl.LightningDataModule:
+def build_datamodule(
+    config: Config, *, checkpoint: dict[str, Any] | None = None, stage: str = "test"
+) -> pl.LightningDataModule:
     """The data module, set up: it knows ``num_dense`` and ``fields``, which the model needs.
 
-    With a checkpoint it knows them from there, and no training rows are read.
+    With a checkpoint it knows them from there, and no training rows are read; it is set up for ``stage``.
     """
     datamodule: pl.LightningDataModule = build(config["data"])
     if checkpoint is not None and (state := checkpoint.get(type(datamodule).__qualname__)) is not None:
         datamodule.load_state_dict(state)
     datamodule.prepare_data()
-    datamodule.setup("fit" if checkpoint is None else "test")
+    datamodule.setup("fit" if checkpoint is None else stage)
     return datamodule
 
 

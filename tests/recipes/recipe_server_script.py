@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import benchmark  # noqa: F401 - all of it for what it imports
 import evaluate  # noqa: F401
+import predict  # noqa: F401
 import prepare  # noqa: F401
 import train  # noqa: F401
 

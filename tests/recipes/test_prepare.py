@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import csv
 import json
 
 import numpy as np
+import predict
 import prepare
 import pytest
 import yaml
@@ -43,16 +45,42 @@ def test_schema_command_keeps_a_schema_that_is_there(own_rows):
     assert (folder / "clicks.yaml").read_text() == before
 
 
-def test_checkpoint_of_own_rows_is_evaluated_without_their_schema_file(own_rows, run_forked, tmp_path):
+@pytest.fixture(scope="module")
+def trained(own_rows, run_forked):
+    """The folder of a run on those rows."""
     folder, _ = own_rows
-    schema = "data.schema=clicks.yaml"
-    trained = run_forked("train.py", *TINY, "data=tabular", schema, f"hydra.run.dir={tmp_path}/train", folder=folder)
-    assert (trained.returncode, trained.stderr) == (0, "")
-    checkpoint = tmp_path / "train/checkpoints/best.ckpt"
+    done = run_forked(
+        "train.py", *TINY, "data=tabular", "data.schema=clicks.yaml", "hydra.run.dir=train", folder=folder
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder / "train"
+
+
+def test_checkpoint_of_own_rows_is_evaluated_without_their_schema_file(trained, run_forked, tmp_path):
+    checkpoint = trained / "checkpoints/best.ckpt"
     evaluated = run_forked("evaluate.py", f"ckpt_path={checkpoint}", "hydra.run.dir=evaluate", folder=tmp_path)
     assert (evaluated.returncode, evaluated.stderr) == (0, "")
     whole, tested = (
-        json.loads((tmp_path / name / "metrics.json").read_text())["metrics"] for name in ("train", "evaluate")
+        json.loads((folder / "metrics.json").read_text())["metrics"] for folder in (trained, tmp_path / "evaluate")
     )
     assert tested
     assert tested == {name: value for name, value in whole.items() if name.startswith("test/")}
+
+
+def test_rows_without_labels_are_predicted_from_the_checkpoint_alone(trained, run_forked, tmp_path):
+    (tmp_path / "new.csv").write_text("price,request,user\n0.5,007,u1\n,008,u2\n0.5,009,nobody\n")
+    line = [f"checkpoint={trained}/checkpoints/best.ckpt", "data=new.csv", "id=request", "out=predictions.csv"]
+    done = run_forked("predict.py", *line, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Wrote predictions.csv: 3 predictions." in done.stdout
+    header, *rows = csv.reader((tmp_path / "predictions.csv").read_text().splitlines())
+    assert header == ["request", "prediction"]
+    assert [row[0] for row in rows] == ["007", "008", "009"]
+    assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "predictions.csv"}
+    with pytest.raises(SystemExit, match=r"predictions\.csv exists\. Choose another out=, or overwrite=true\."):
+        predict.main.__wrapped__(
+            OmegaConf.create({"out": str(tmp_path / "predictions.csv"), "overwrite": False, "data": {}})
+        )
+    again = run_forked("predict.py", *line, "data=[new.csv,nowhere.csv]", "overwrite=true", folder=tmp_path)
+    assert again.returncode == 1
+    assert "data: no file at nowhere.csv" in again.stderr

@@ -83,7 +83,7 @@ class PreparedReader(CTRDataModule):
             return None
         if split not in self._rows:
             root, manifest = self.folder(split)
-            self._rows[split] = PreparedRows(root, manifest, manifest.splits[split])
+            self._rows[split] = PreparedRows(root, manifest, manifest.splits[self._place(split)])
         return self._rows[split]
 
     def sample_batches(self, count: int) -> list[Batch]:
@@ -98,7 +98,13 @@ class PreparedReader(CTRDataModule):
         root = self.folder(split)[0]
         self._connect(root)
         window = self.shuffle_window if shuffle else 0
-        return PreparedSource(len(rows), split, window, self.selected_fields, partial(self._stream, root, rows))
+        return PreparedSource(
+            len(rows), self._place(split), window, self.selected_fields, partial(self._stream, root, rows)
+        )
+
+    def _place(self, split: Split) -> Split:
+        """The split of the folder that has the rows of a split."""
+        return split
 
     def _stream(self, root: Path, rows: PreparedRows, request: StreamRequest) -> Iterator[Batch]:
         if self.reader == "local":

@@ -30,14 +30,16 @@ class TableReader:
         schema: Files and columns.
         root: Where relative paths start.
         on_bad_row: What happens to bad rows of side tables: ``error`` or ``skip``.
+        labelled: Whether rows have labels and times; without them neither column is read.
     """
 
-    def __init__(self, schema: Schema, *, root: Path, on_bad_row: OnBadRow) -> None:
+    def __init__(self, schema: Schema, *, root: Path, on_bad_row: OnBadRow, labelled: bool = True) -> None:
         self.schema = schema
         self.root = root
         self.on_bad_row: OnBadRow = on_bad_row
+        self._unused = {"ignore"} if labelled else {"ignore", "label", "time"}
 
-    def paths(self, split: Literal["train", "validation", "test"]) -> list[Path]:
+    def paths(self, split: Literal["train", "validation", "test", "predict"]) -> list[Path]:
         """The files of a split.
 
         Raises:
@@ -59,22 +61,29 @@ class TableReader:
         """The bad rows of the side tables, by file."""
         return {side.path: side.skipped for side in self._side_tables if side.skipped.bad}
 
-    def file(self, path: Path) -> TableFile:
+    def file(self, path: Path, *, carried: Sequence[str] = ()) -> TableFile:
         """A file of rows, of which the columns are read that the schema speaks of and no side table has alone.
 
+        Args:
+            path: The file.
+            carried: Further columns to read.
+
         Raises:
-            ValueError: a column of the schema is in none of them.
+            ValueError: a column of the schema is in none of them, or the file has not what is to be carried.
         """
         names = column_names(path, self.schema.table)
-        used = [column for column, use in self.schema.uses() if use != "ignore"]
+        used = [column for column, _ in self._uses()]
         for column in self.keys:
             if column not in names:
                 raise ValueError(self._unknown_column("joins", column, [path], names))
         sides = self._side_tables
-        for column, use in self.schema.uses():
-            if use != "ignore" and not any(column in known for known in (names, *(side.columns for side in sides))):
+        for column, use in self._uses():
+            if not any(column in known for known in (names, *(side.columns for side in sides))):
                 raise ValueError(self._unknown_column(use, column, [path, *(side.path for side in sides)], names))
-        own = [name for name in dict.fromkeys([*used, *self.keys]) if name in names]
+        for column in carried:
+            if column not in names:
+                raise ValueError(f"{path} has no column {column!r}. It has {', '.join(names)}.")
+        own = [name for name in dict.fromkeys([*used, *self.keys, *carried]) if name in names]
         return TableFile(path, self.schema.table, columns=own, plain=self._plain(own))
 
     @property
@@ -120,7 +129,7 @@ class TableReader:
                     f"schema.joins[{i}].key names column {join.key!r}, which is not in {path}. "
                     f"It has {', '.join(names)}."
                 )
-            used = [column for column, use in self.schema.uses() if use != "ignore" and column != join.key]
+            used = [column for column, _ in self._uses() if column != join.key]
             columns = [name for name in used if name in names and name not in found]
             found += columns
             side = self._read_side(join, path, columns)
@@ -142,6 +151,10 @@ class TableReader:
         skipped.check(path)
         whole = {name: concatenate([part[name] for part in parts]) for name in (f"key:{join.key}", *columns)}
         return _SideTable(join, path, columns, whole, skipped)
+
+    def _uses(self) -> list[tuple[str, str]]:
+        """The columns that rows are made of, each with the key of the schema that names it."""
+        return [(column, use) for column, use in self.schema.uses() if use not in self._unused]
 
     def _plain(self, columns: Sequence[str]) -> list[str]:
         """Those columns that hold numbers, mostly distinct."""

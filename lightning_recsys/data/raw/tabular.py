@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_recsys.data.raw.table_file import TableFile
 from lightning_recsys.data.raw.table_reader import OnBadRow, TableReader
 from lightning_recsys.data.raw.text import Block, Position
 from lightning_recsys.data.tables.schema import Schema, feature_name
+from lightning_recsys.data.tables.schema_parts import Label
+from lightning_recsys.data.tables.schema_parts import Split as SchemaSplit
 
 
 class TabularFormat(RawFormat):
@@ -31,6 +34,7 @@ class TabularFormat(RawFormat):
         schema: Path of a schema file, or its content; see ``docs/data.md``.
         root: Where the schema's relative paths start; the schema file's own folder if absent, else the current one.
         on_bad_row: What happens to bad rows of side tables: ``error`` or ``skip``.
+        labelled: Whether rows have labels and times. Without them they need neither column; all labels are 0 then.
 
     Raises:
         FileNotFoundError: there is no such schema file, or a side table is not there.
@@ -46,6 +50,7 @@ class TabularFormat(RawFormat):
         schema: str | Path | Mapping[str, Any] | Schema,
         root: str | Path | None = None,
         on_bad_row: OnBadRow = "error",
+        labelled: bool = True,
     ) -> None:
         folder = Path()
         if isinstance(schema, str | Path):
@@ -53,13 +58,17 @@ class TabularFormat(RawFormat):
             schema = Schema.from_yaml(schema)
         self.schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
         root = (folder if root is None else Path(root)).expanduser().absolute()
-        self._reader = TableReader(self.schema, root=root, on_bad_row=on_bad_row)
+        self._reader = TableReader(self.schema, root=root, on_bad_row=on_bad_row, labelled=labelled)
+        self._labelled = labelled
+        # What the columns mean; where there are no labels, their column is one like any other.
+        meaning = replace(self.schema, label=Label(column=""), time=None, split=SchemaSplit())
+        self._meaning = self.schema if labelled else meaning
         self._files: dict[Path, TableFile] = {}
         self._matched: dict[Path, list[bool]] = {}
         self.dense = tuple(feature_name(name) for name in self.schema.dense)
         self.categories = tuple(feature_name(name) for name in self.schema.categorical)
         self.bags = {feature_name(name): False for name in self.schema.multi_valued}
-        self.time_unit = None if self.schema.time is None else "numbers, or seconds since 1970"
+        self.time_unit = None if self.schema.time is None or not labelled else "numbers, or seconds since 1970"
         names = ["label", *self.dense, *self.categories, *self.bags]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
@@ -77,9 +86,10 @@ class TabularFormat(RawFormat):
 
         Raises:
             FileNotFoundError: a file is not there.
-            ValueError: it names none for training.
+            ValueError: it names none for training, or for prediction.
         """
-        return self._reader.paths(split) if split == "train" or split in self.schema.files else []
+        needed = split in ("train", "predict")
+        return self._reader.paths(split) if needed or split in self.schema.files else []
 
     def side_files(self) -> Sequence[Path]:
         """See the base class."""
@@ -93,6 +103,22 @@ class TabularFormat(RawFormat):
         """Raise ``ValueError`` if no row of a file refers to any row of some side table."""
         for path, matched in self._matched.items():
             self._reader.check_joins(matched, path)
+
+    def good_rows(self, path: Path, column: str | None) -> Iterator[pa.Array]:
+        """A column of the good rows of a file as strings, a block at a time, or their numbers from 1.
+
+        Args:
+            path: The file.
+            column: The column; ``None`` for the numbers, int64.
+
+        Raises:
+            ValueError: the file has no such column.
+        """
+        carried = [] if column is None else [column]
+        file = self._reader.file(path, carried=carried)
+        for block in file.blocks():
+            columns, rows_N, _ = file.rows(block, self._meaning, keys=[*self._reader.keys, *carried])
+            yield pa.array(rows_N) if column is None else columns[f"key:{column}"].cast(pa.string())  # type: ignore[union-attr]
 
     def parse(self, block: bytes) -> RawColumns:
         """Not for this format: what a block means depends on its file."""
@@ -109,7 +135,7 @@ class TabularFormat(RawFormat):
             ValueError: a column is missing or has a type that does not fit, or the text is in another encoding.
         """
         reader = self._reader
-        columns, rows_N, bad = self._file(path).rows(block, self.schema, keys=reader.keys)
+        columns, rows_N, bad = self._file(path).rows(block, self._meaning, keys=reader.keys)
         joined, matched = reader.join(columns)
         if len(rows_N):
             before = self._matched.get(path, [False] * len(matched))
@@ -121,14 +147,14 @@ class TabularFormat(RawFormat):
         dense = [columns[name] for name in schema.dense]
         return RawColumns(
             rows_N,
-            columns[schema.label.column].astype(np.float32),
+            columns[schema.label.column].astype(np.float32) if self._labelled else np.zeros(len(rows_N), np.float32),
             np.stack(dense) if dense else np.empty((0, len(rows_N))),
             {feature_name(name): _binary(columns[name]) for name in schema.categorical},
             {
                 feature_name(name): Bags(_binary(columns[name].values), columns[name].lengths_N)
                 for name in schema.multi_valued
             },
-            None if schema.time is None else columns[schema.time],
+            None if self.time_unit is None else columns[schema.time or ""],
             bad,
         )
 

@@ -25,7 +25,7 @@ from lightning_recsys.data.typed_yaml import check_keys, convert, load_yaml, mak
 T = TypeVar("T")
 
 DEFAULT_SHARE = 0.1
-SPLITS = ["train", "validation", "test"]
+SPLITS = ["train", "validation", "test", "predict"]
 FEATURES: dict[str, type] = {"dense": Dense, "categorical": Categorical, "multi_valued": MultiValued}
 FORMAT_KEYS = [f.name for f in fields(TableFormat)]
 KEYS = ["files", *FORMAT_KEYS, "label", "defaults", *FEATURES, "time", "ignore", "joins", "split"]
@@ -38,7 +38,8 @@ class Schema:
     Read one with :meth:`from_yaml` or :meth:`from_dict`; ``docs/data.md`` lists the keys.
 
     Args:
-        files: For ``train``, ``validation`` and ``test`` the paths or globs of their files.
+        files: For ``train``, ``validation`` and ``test`` the paths or globs of their files; ``predict`` names files
+            whose rows need no label.
         table: How those files are written.
         label: The label.
         dense: Numeric features.
@@ -54,7 +55,7 @@ class Schema:
         ValueError: see :meth:`from_dict`.
     """
 
-    files: Mapping[Literal["train", "validation", "test"], tuple[str, ...]]
+    files: Mapping[Literal["train", "validation", "test", "predict"], tuple[str, ...]]
     label: Label
     table: TableFormat = field(default_factory=TableFormat)
     dense: Mapping[str, Dense] = field(default_factory=dict)

@@ -1,0 +1,138 @@
+"""Rows of a saved tensor, read from a folder checkpoint as they are asked for."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import Buffer
+
+from lightning_recsys.checkpoints.folder import version_of
+from lightning_recsys.checkpoints.manifest import SavedChunk
+from lightning_recsys.errors import DamagedCheckpointError
+
+_PIECE = 1 << 20  # bytes that are read at a time to be summed
+_NAME_LENGTHS = 26  # where the header of an entry of a ZIP file says how long its name and its extra field are
+_HEADER_BYTES = 30
+
+
+class SavedRows:
+    """The rows of one tensor of a folder checkpoint, which stay on the disk.
+
+    A chunk of the tensor is compared with its sum when a row of it is first asked for, a piece at a time; from then on
+    it is mapped. In memory are the rows that were returned, and what the system keeps of the file for as long as it has
+    room.
+
+    Args:
+        path: The folder.
+        key: The tensor's key in the state dict.
+
+    Raises:
+        FileNotFoundError: no checkpoint lies there.
+        KeyError: the checkpoint has no such tensor.
+        ValueError: it is cut otherwise than between rows, or is not float32; nothing here writes such a one.
+        DamagedCheckpointError: the list of its tensors is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], key: str) -> None:
+        self._version = version_of(path)
+        if (saved := self._version.manifest.tensors.get(key)) is None:
+            raise KeyError(f"{path} has no {key!r}.")
+        self._saved = saved
+        self.shape = torch.Size(saved.shape)
+        self._chunks = sorted(saved.chunks, key=lambda chunk: chunk.offsets)
+        self._starts = np.array([chunk.offsets[0] for chunk in self._chunks])
+        self._mapped: dict[int, NDArray[np.float32]] = {}
+        if saved.dtype != torch.float32 or any(chunk.shape[1:] != saved.shape[1:] for chunk in self._chunks):
+            raise ValueError(f"{path}: {key!r} is {saved.dtype} in chunks that are not whole rows, not float32 rows.")
+
+    def take(self, rows: Tensor) -> Tensor:
+        """The rows with these numbers (int64, shape ``[U]``), in that order.
+
+        Raises:
+            DamagedCheckpointError: the file is missing, too short, or other bytes than were written.
+        """
+        rows_U = rows.numpy()
+        chunk_U = np.searchsorted(self._starts, rows_U, side="right") - 1
+        values = torch.empty(len(rows_U), *self.shape[1:])
+        target = values.numpy()
+        for number in np.unique(chunk_U).tolist():
+            places = np.flatnonzero(chunk_U == number)
+            target[places] = self._map(number)[rows_U[places] - self._starts[number]]
+        return values
+
+    def _map(self, number: int) -> NDArray[np.float32]:
+        if number not in self._mapped:
+            chunk = self._chunks[number]
+            self._check(chunk)
+            path = self._version.folder / chunk.stretch.file
+            start = chunk.stretch.start + _start_of_values(path, chunk)
+            self._mapped[number] = np.memmap(path, np.float32, "r", start, chunk.shape)
+        return self._mapped[number]
+
+    def _check(self, chunk: SavedChunk) -> None:
+        """Compare the bytes of a chunk with their sum."""
+        stretch, total, left = chunk.stretch, 0, chunk.stretch.length
+        checkpoint = str(self._version.checkpoint)
+        try:
+            descriptor = os.open(self._version.folder / stretch.file, os.O_RDONLY | os.O_NOFOLLOW)
+            with open(descriptor, "rb") as file:
+                file.seek(stretch.start)
+                while left and (piece := file.read(min(_PIECE, left))):
+                    total = zlib.crc32(piece, total)
+                    left -= len(piece)
+        except OSError as error:
+            raise DamagedCheckpointError(checkpoint, stretch.file, f"cannot be read ({error.strerror})") from error
+        if left or total != stretch.crc32:
+            place = f"bytes {stretch.start} to {stretch.start + stretch.length} are not those that were written"
+            raise DamagedCheckpointError(checkpoint, stretch.file, f"is damaged: {place}")
+
+
+def _start_of_values(path: Path, chunk: SavedChunk) -> int:
+    """Where in a chunk's stretch its values begin: ``torch.save`` makes a ZIP file of it, not compressed."""
+    with path.open("rb") as file:
+        archive = zipfile.ZipFile(_Part(file, chunk.stretch.start, chunk.stretch.length))
+        (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+        assert entry.compress_type == zipfile.ZIP_STORED
+        assert entry.file_size == 4 * int(np.prod(chunk.shape))
+        file.seek(chunk.stretch.start + entry.header_offset + _NAME_LENGTHS)
+        name_length, extra_length = struct.unpack("<HH", file.read(4))
+        return entry.header_offset + _HEADER_BYTES + int(name_length) + int(extra_length)
+
+
+class _Part(io.RawIOBase):
+    """A stretch of an open file, as a file of its own."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        self._file.seek(self._start + self._at)
+        data = self._file.read(max(0, min(len(view), self._length - self._at)))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)

@@ -1,0 +1,95 @@
+"""Predict: ``python recipes/predict.py checkpoint=logs/.../best.ckpt data=new.csv out=predictions.csv [id=COLUMN]``.
+
+The checkpoint carries the configuration of its run, and what was learned from its rows; the new rows need no label.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from itertools import count
+from pathlib import Path
+
+import hydra
+import pyarrow as pa
+import pytorch_lightning as pl
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import ProgressBar
+from recipe_tools.build import Config, build_callbacks, build_datamodule, build_task, build_trainer, self_contained
+from recipe_tools.config_types import check_complete, check_types
+from recipe_tools.overrides import explained_overrides
+from recipe_tools.quiet import be_quiet
+from recipe_tools.record import isolated_job
+from recipe_tools.trained import load_checkpoint, makes_rows, offer_checkpoint_config, without_tables
+
+from lightning_recsys.callbacks import PredictionWriter
+from lightning_recsys.data import TabularDataModule
+from lightning_recsys.data.raw import find_files
+from lightning_recsys.runtime import configure_worker
+from lightning_recsys.tasks import CTRTask, load_for_prediction
+
+NUMBERS = 1 << 16  # of rows that are made at a time
+
+log = logging.getLogger("predict")
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="predict")
+def main(cfg: DictConfig) -> None:
+    be_quiet()
+    check_complete(cfg)
+    config: Config = self_contained(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
+    if Path(config["out"]).exists() and not config["overwrite"]:
+        raise SystemExit(f"{config['out']} exists. Choose another out=, or overwrite=true.")
+    with isolated_job():
+        writer = predict(config)
+    log.info("Wrote %s: %s predictions.", writer.path, f"{writer.num_rows:,}")
+
+
+def predict(config: Config) -> PredictionWriter:
+    """Write the predictions."""
+    check_types(config)
+    if not issubclass(get_object(target := config["task"]["_target_"]), CTRTask):
+        raise ValueError(f"checkpoint: predictions are of clicks, but this model was trained by {target}.")
+    pl.seed_everything(config["seed"], workers=True, verbose=False)
+    configure_worker()
+    if config["rows"] is not None:
+        if get_object(config["data"]["_target_"]) is not TabularDataModule:
+            raise ValueError(f"data: the model was trained on {config['data']['_target_']}, not on files of a table.")
+        files = [str(path.absolute()) for path in find_files(config["rows"], name="data")]
+        config["data"]["schema"]["files"]["predict"] = files
+    datamodule = build_datamodule(config, checkpoint=load_checkpoint(config["checkpoint"]), stage="predict")
+    if makes_rows(config):  # which rows there are, its strategy knows
+        task, arguments = build_task(config, datamodule), {}
+    else:
+        task = load_for_prediction(build_task(without_tables(config), datamodule), config["checkpoint"])
+        arguments = {"strategy": "auto"}
+    if config["rows"] is not None:
+        rows, name = datamodule.predicted_rows(config["id"]), config["id"] or "row"
+    else:
+        rows, name = (pa.array(range(start, start + NUMBERS)) for start in count(1, NUMBERS)), "row"
+    writer = PredictionWriter(config["out"], rows, columns=(name, "prediction"))
+    bars = [callback for callback in build_callbacks(config) if isinstance(callback, ProgressBar)]
+    trainer = build_trainer(
+        config,
+        devices=1,
+        num_nodes=1,
+        callbacks=[*bars, writer],
+        logger=False,
+        enable_checkpointing=False,
+        profiler=None,
+        **arguments,
+    )
+    path = None if arguments else config["checkpoint"]
+    trainer.predict(task, datamodule=datamodule, ckpt_path=path, return_predictions=False)
+    return writer
+
+
+if __name__ == "__main__":
+    # `data` is the group that the run's rows come from; here it names those to predict.
+    sys.argv = [
+        f"rows{argument.removeprefix('data')}" if argument.startswith("data=") else argument for argument in sys.argv
+    ]
+    offer_checkpoint_config(sys.argv[1:], recipe="predict", key="checkpoint")
+    with explained_overrides("predict"):
+        main()
