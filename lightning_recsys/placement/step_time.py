@@ -1,0 +1,147 @@
+"""How long a step takes with a plan, and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_recsys.placement.loads import DeviceLoad, LoadModel
+from lightning_recsys.placement.machines import GroupMachines
+from lightning_recsys.placement.operators import TRAINER, OperatorGraph
+from lightning_recsys.placement.plan import OperatorPlan
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Shares of what a device has, 1 for all of it.
+
+    Args:
+        cpu: Of its cores' time.
+        network: Of the busier direction of its link.
+        memory: Of the memory for what is placed on it.
+    """
+
+    cpu: float
+    network: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The prediction for one plan. ``print`` shows it as a table.
+
+    Args:
+        seconds: One step of a net, while all nets of the group make theirs.
+        alone_seconds: One step of a net while no other runs.
+        bottleneck: The resource that would be busy all the time with ever more nets.
+        examples_per_second: Of the whole group.
+        loads: What each device does while every net makes one step.
+        utilisation: Of each device.
+        operators: How many operators each device has.
+        weight_bytes: And the bytes of their weights.
+    """
+
+    seconds: float
+    alone_seconds: float
+    bottleneck: str
+    examples_per_second: float
+    loads: Mapping[str, DeviceLoad]
+    utilisation: Mapping[str, Utilisation]
+    operators: Mapping[str, int]
+    weight_bytes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"{'device':<9}  {'operators':>9}  {'weights':>14}  {'cpu':>6}  {'network':>7}  {'memory':>6}"]
+        for device, used in self.utilisation.items():
+            lines.append(
+                f"{device:<9}  {self.operators[device]:>9}  {self.weight_bytes[device]:>14,}  {used.cpu:>6.1%}"
+                f"  {used.network:>7.1%}  {used.memory:>6.1%}"
+            )
+        return "\n".join(
+            [
+                *lines,
+                f"a net's step {self.seconds * 1e3:.2f} ms ({self.alone_seconds * 1e3:.2f} ms alone), "
+                f"{self.examples_per_second:,.0f} examples/s a group, limited by {self.bottleneck}",
+            ]
+        )
+
+
+def predict(graph: OperatorGraph, plan: OperatorPlan, machines: GroupMachines) -> StepTime:
+    r"""Predict the step time of a plan.
+
+    A net computes, sends and waits in turn, and meets the others at processors and links, which serve one after the
+    other: a closed queueing network, solved by mean value analysis,
+
+    .. math:: R_k(n) = D_k\,(1 + Q_k(n-1)), \qquad X(n) = \frac{n}{Z + \sum_k R_k(n)}, \qquad Q_k(n) = X(n)\, R_k(n)
+
+    for ``n`` nets, the time ``D_k`` that a step needs of resource ``k``, and the time ``Z`` for which nobody queues. A
+    resource with ``c`` cores is a queue of ``D / c`` behind a wait of ``D (c - 1) / c``. Bytes queue at servers' links;
+    those of trainers are a limit. Where processors are shared, all processes queue for the same cores.
+
+    Reference: Reiser and Lavenberg 1980, "Mean-value analysis of closed multichain queueing networks"; Seidmann et al.
+    1987 for several cores.
+    """
+    model = LoadModel(graph, machines)
+    loads = model.loads(plan.devices)
+    busy = model.busy_seconds(loads)
+    bottleneck = max(busy, key=busy.__getitem__)
+    parts = len(model.traffic(plan.devices))
+    queues, wait = _queues(machines, loads)
+    wait += 4 * parts * machines.link.latency
+    groups = 1 if machines.shared_cores is None else machines.num_groups
+    alone = wait + sum(time * copies for time, copies in queues)
+    seconds = max(_step_seconds(queues, wait, machines.num_nets * groups), busy[bottleneck])
+    used = {
+        device: Utilisation(
+            load.cpu_busy() / seconds, load.network_busy(machines.link.bandwidth) / seconds, load.memory_share
+        )
+        for device, load in loads.items()
+    }
+    weights = {device: sum(graph.by_name[name].weight_bytes for name in plan.on(device)) for device in loads}
+    return StepTime(
+        seconds,
+        alone,
+        bottleneck,
+        machines.num_nets * graph.batch_size / seconds,
+        loads,
+        used,
+        {device: len(plan.on(device)) for device in loads},
+        weights,
+    )
+
+
+def _queues(machines: GroupMachines, loads: Mapping[str, DeviceLoad]) -> tuple[list[tuple[float, int]], float]:
+    """For each queue the seconds that a step needs of one of its copies, and their number; and what is waited for."""
+    shared = machines.shared_cores
+    groups = 1 if shared is None else machines.num_groups
+    queues: list[tuple[float, int]] = []
+    wait = total = 0.0
+    for device, load in loads.items():
+        is_trainer = device == TRAINER
+        of_step = load.cpu_seconds / (machines.nets_per_trainer if is_trainer else machines.num_nets)
+        total += of_step
+        if shared is None:
+            wait += _add_cores(queues, of_step, load.cores, machines.num_trainers if is_trainer else 1)
+        if not is_trainer:
+            for sent in (load.sent_bytes, load.received_bytes):
+                queues.append((sent / machines.num_nets / machines.link.bandwidth / groups, groups))
+    if shared is not None:
+        wait += _add_cores(queues, total, shared, 1)
+    rows = machines.trainer_bytes / machines.link.bandwidth  # each way, to servers that are no bottleneck
+    return queues, wait + 2 * rows
+
+
+def _add_cores(queues: list[tuple[float, int]], seconds: float, cores: float, copies: int) -> float:
+    """Queue for the cores of a machine; returns how much of the time is no matter of queueing."""
+    queues.append((seconds / max(cores, 1.0) / copies, copies))
+    return seconds * (1 - 1 / max(cores, 1.0))
+
+
+def _step_seconds(queues: list[tuple[float, int]], wait: float, num_nets: int) -> float:
+    waiting = [0.0] * len(queues)
+    seconds = wait
+    for nets in range(1, num_nets + 1):
+        times = [time * (1 + queue) for (time, _), queue in zip(queues, waiting, strict=True)]
+        seconds = wait + sum(time * copies for time, (_, copies) in zip(times, queues, strict=True))
+        waiting = [nets / seconds * time for time in times] if seconds else waiting
+    return seconds
