@@ -310,7 +310,8 @@ class EmbeddingBagCollection(nn.Module):
         Adds an empty parameter group that carries the rows' learning rate, so that any scheduler on ``optimizer``
         scales it, learning-rate monitors show it and optimizer checkpoints hold it. From then on gradients wait for
         ``optimizer.step()``: with gradient accumulation all micro-batches make one update, as for dense parameters.
-        A later call follows the new optimizer instead, as a second ``fit`` of the same module needs.
+        ``optimizer.zero_grad()`` drops them, as it does dense gradients. A later call follows the new optimizer, as a
+        second ``fit`` of the same module needs.
 
         Schedulers that are made later know the rows' group. One that was made before could not bear another group: the
         rows' learning rate is then scaled as the first group's is.
@@ -328,6 +329,27 @@ class EmbeddingBagCollection(nn.Module):
         self._rate_when_attached = float(first.get("max_lr", first.get("initial_lr", first["lr"])))
         self._attached = weakref.ref(optimizer)
         optimizer.register_step_post_hook(self._on_step)
+        self._follow_zero_grad(optimizer)
+
+    def _follow_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop what waits for a step whenever the optimizer's gradients are set to zero; torch has no hook for that.
+
+        The optimizer's copies, and those of this module, do without: torch does not copy attributes of optimizers.
+        """
+        followed, own = weakref.ref(optimizer), weakref.ref(self)
+        before = vars(optimizer).get("zero_grad")  # that of another collection, which is no method of the optimizer
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            target, collection = followed(), own()
+            assert target is not None
+            if before is not None:
+                before(set_to_none)
+            else:
+                type(target).zero_grad(target, set_to_none)
+            if collection is not None and collection._attached is not None and collection._attached() is target:
+                collection._pending.clear()
+
+        vars(optimizer)["zero_grad"] = zero_grad
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._attached is not None and self._attached() is optimizer:

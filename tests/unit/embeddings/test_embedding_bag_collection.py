@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -372,3 +373,47 @@ def test_gradients_when_bound_with_a_scale_then_the_backend_gets_so_much_of_them
     collection.unbind()
     collection(sparse).sum().backward()
     assert collection(sparse).tolist() == [[[-1.25, -1.25]]]
+
+
+def test_zero_grad_when_gradients_wait_for_a_step_then_they_are_dropped_and_later_ones_are_not():
+    dense = torch.nn.Parameter(torch.zeros(1))
+    tables = [
+        EmbeddingBagCollection([EmbeddingBagConfig(name, 5, 2, ("x",), init_std=0.0)], optimizer=RowSGD(1.0))
+        for name in "ab"
+    ]
+    optimizer = torch.optim.SGD([dense], lr=1.0)
+    for table in tables:
+        table.attach_to(optimizer)
+    ids = SparseFeatures(("x",), torch.tensor([1, 3]))
+
+    def backward():
+        sum(table(ids).sum() for table in tables).backward()
+        dense.grad = torch.ones(1)
+
+    backward()
+    optimizer.zero_grad()
+    assert dense.grad is None
+    backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert dense.grad.item() == 0.0
+    assert dense.item() == -1.0
+    for table in tables:
+        (rows,) = (value for key, value in table.state_dict().items() if key.endswith("weight"))
+        assert rows.tolist() == [[0, 0], [-1, -1], [0, 0], [-1, -1], [0, 0]]
+
+
+def test_zero_grad_when_a_collection_follows_another_optimizer_then_the_first_one_drops_nothing():
+    table = EmbeddingBagCollection([EmbeddingBagConfig("a", 5, 2, ("x",), init_std=0.0)], optimizer=RowSGD(1.0))
+    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2))
+    table.attach_to(first)
+    table.attach_to(second)
+    table(SparseFeatures(("x",), torch.tensor([1]))).sum().backward()
+    first.zero_grad()
+    second.step()
+    assert table.state_dict()["embedding_bags.a.weight"][1].tolist() == [-1.0, -1.0]
+    copied = copy.deepcopy(first)
+    copied.zero_grad()
+    weak = weakref.ref(first)
+    del first
+    assert weak() is None, "an optimizer that nobody has must not live on until the garbage collector runs"
