@@ -90,6 +90,8 @@ def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
         return
     best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
     record.details["checkpoint"] = best
+    record.details["epochs"] = epochs = trainer.current_epoch  # completed ones
+    record.details["best_epoch"] = best_epoch = getattr(trainer.checkpoint_callback, "best_epoch", None)
 
     record.metrics |= test_on_one_device(
         config, task, datamodule, ckpt_path=best, logger=loggers, enable_progress_bar=False
@@ -101,6 +103,8 @@ def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
         record.metrics,
         best_ne=best_ne,
         parameters=parameters,
+        epochs=epochs,
+        best_epoch=best_epoch,
         seconds=record.wall_time,
         folder=record.path.parent,
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import Optimizer
@@ -17,8 +21,10 @@ from torchmetrics import Metric
 from lightning_recsys.checkpoints import ReadsFolders
 from lightning_recsys.embeddings import EmbeddingBagCollection
 
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-SchedulerFactory = Callable[[Optimizer], LRScheduler]
+SchedulerFactory = Callable[..., LRScheduler]
 
 
 class Task(ReadsFolders):
@@ -31,7 +37,8 @@ class Task(ReadsFolders):
     Args:
         model: What to train.
         optimizer: Makes the dense optimizer from parameters. Prefer fused ones: they are 2 to 6 times as fast.
-        scheduler: Makes a learning-rate scheduler from the optimizer; none by default.
+        scheduler: Makes a learning-rate scheduler from the optimizer; none by default. One that has to have a keyword
+            ``total_steps``, as those of :mod:`lightning_recsys.optim.schedules`, gets the steps of the run.
         scheduler_config: Lightning's scheduler settings, such as ``{"interval": "epoch"}``; every step by default.
         config: Plain containers to keep in the checkpoint's hyperparameters, such as the run's configuration.
 
@@ -95,11 +102,39 @@ class Task(ReadsFolders):
                 f"trainer.precision={self.trainer.precision!r} scales the loss, which embedding rows do not undo. "
                 "Use 'bf16-mixed' or '32'."
             )
+        if self._trainer is not None and self.trainer.gradient_clip_val:
+            _say_rows_are_not_clipped(self.trainer.gradient_clip_val)
         optimizer = self._make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
         for module in self.modules():
             if isinstance(module, EmbeddingBagCollection):
                 module.attach_to(optimizer)
         if self._make_scheduler is None:
             return optimizer
-        scheduler: Any = {"scheduler": self._make_scheduler(optimizer), **self._scheduler_config}
+        needs_steps = _requires(self._make_scheduler, "total_steps")
+        known: dict[str, Any] = {"total_steps": self._count_steps()} if needs_steps else {}
+        scheduler: Any = {"scheduler": self._make_scheduler(optimizer, **known), **self._scheduler_config}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _count_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        steps = math.inf if self._trainer is None else self.trainer.estimated_stepping_batches
+        if not 0 < steps < math.inf:
+            raise ValueError(
+                "the learning-rate schedule (optim.scheduler) goes over the whole run, and nobody knows how many steps"
+                " that has: set trainer.max_epochs, or trainer.max_steps where the loader has no length."
+            )
+        return int(steps)
+
+
+def _requires(function: Callable[..., Any], name: str) -> bool:
+    found = inspect.signature(function).parameters.get(name)
+    return found is not None and found.default is found.empty
+
+
+@rank_zero_only
+def _say_rows_are_not_clipped(value: float) -> None:
+    log.info(
+        "trainer.gradient_clip_val=%s clips the gradients of the dense part; embedding rows are trained by their own"
+        " update rule, whose gradients it does not reach.",
+        value,
+    )

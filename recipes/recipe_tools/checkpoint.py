@@ -19,6 +19,8 @@ class ModelCheckpoint(LeanCallback, LightningModelCheckpoint):
     * Lightning looks at every batch at the state of the trainer, before it sees that there is nothing to do (measured:
       30 microseconds, half a percent of a small step).
 
+    * It knows in which epoch a checkpoint was written (:attr:`best_epoch`).
+
     Args:
         *args: As for Lightning's.
         save_last: Write ``last``. A link is refused: it would name the best checkpoint.
@@ -35,6 +37,25 @@ class ModelCheckpoint(LeanCallback, LightningModelCheckpoint):
                 " of its own, also where the best one is older."
             )
         super().__init__(*args, save_last=save_last, **kwargs)
+        self._epochs: dict[str, int] = {}  # in which each file was written, the first one being 1
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The epoch of the best checkpoint, the first one being 1; ``None`` where there is none."""
+        return self._epochs.get(self.best_model_path)
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        self._epochs[filepath] = trainer.current_epoch + 1
+        super()._save_checkpoint(trainer, filepath)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Lightning's, with the epochs."""
+        return {**super().state_dict(), "epochs": dict(self._epochs)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Lightning's, with the epochs where there are some."""
+        super().load_state_dict(state_dict)
+        self._epochs = dict(state_dict.get("epochs", {}))
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Pass over the batches where nothing is to be saved after one."""

@@ -42,8 +42,10 @@ def print_results(
     parameters: Mapping[str, int],
     seconds: float,
     folder: Path,
+    epochs: int | None = None,
+    best_epoch: int | None = None,
 ) -> None:
-    """Print one run's metrics, the best NE that its data allow (where known), its size, duration and folder."""
+    """Print one run's metrics, the best NE that its data allow (where known), its size, duration, epochs and folder."""
     table = Table(title=escape(title), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right", overflow="fold")
@@ -54,6 +56,8 @@ def print_results(
         table.add_row("Best possible NE", format(best_ne, ".4f"))
     table.add_row("Dense parameters", f"{parameters['dense']:,}")
     table.add_row("Embedding rows", f"{parameters['embedding_rows']:,} ({parameters['embedding']:,} numbers)")
+    if epochs is not None:
+        table.add_row("Epochs", f"{epochs}" + ("" if best_epoch is None else f", the best: {best_epoch}"))
     table.add_row("Wall time", f"{seconds:.1f} s")
     table.add_row("Outputs", escape(str(folder)))
     console().print(table)

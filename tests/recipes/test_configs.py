@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import pkgutil
 import re
 
@@ -13,6 +14,7 @@ from recipe_helpers import CONF, plain, train_here
 from recipe_tools.build import build, build_all, build_callbacks, build_datamodule, build_task, build_trainer
 from recipe_tools.config_types import check_types
 
+from lightning_recsys.callbacks import NormalizedEntropyMonitor
 from lightning_recsys.data import SyntheticDataModule
 
 OWNER = {"suite": "benchmark", "cluster": "simulate", "figure": "simulate"}  # groups of other recipes than train
@@ -99,6 +101,43 @@ def test_scheduler_of_the_config_drives_dense_part_and_rows(composed, datamodule
     settings["scheduler"].step()
     assert settings["interval"] == "epoch"
     assert [group["lr"] for group in optimizer.param_groups] == [0.0005, 0.01]
+
+
+RATES = {  # of the rows, 0.02 at first, before each of 8 steps in 2 epochs
+    "plateau": [0.02] * 4 + [0.002] * 4,
+    "cosine": [0.01 * (1 + math.cos(math.pi * step / 8)) for step in range(8)],
+    "one_cycle": None,
+    "warmup": [0.02 * (0.01 + 0.99 * step / 1000) for step in range(8)],
+}
+
+
+@pytest.mark.parametrize("name", leaves("optim/scheduler"))
+def test_scheduler_leaf_when_trained_with_then_drives_the_rows_as_it_says(name, composed, datamodule):
+    config = plain(composed("train", f"optim/scheduler={name}", "trainer.max_epochs=2", "trainer=cpu"))
+    config["optim"]["scheduler"] |= {"threshold": 1e9} if name == "plateau" else {}  # nothing is an improvement
+    rates = []
+
+    class Rates(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            rates.append(trainer.optimizers[0].param_groups[-1]["lr"])
+
+    config["trainer"] |= {"enable_progress_bar": False, "strategy": "auto", "log_every_n_steps": 1}
+    callbacks = [Rates(), NormalizedEntropyMonitor()]
+    trainer = build_trainer(config, callbacks=callbacks, logger=False, enable_checkpointing=False)
+    trainer.fit(build_task(config, datamodule), datamodule=datamodule)
+    if name == "one_cycle":
+        assert rates[0] == pytest.approx(0.04 * 0.02)
+        assert max(rates) == pytest.approx(0.02, rel=0.2)
+        assert rates.index(max(rates)) in (1, 2)
+        assert rates[-1] < rates[0]
+    else:
+        assert rates == pytest.approx(RATES[name])
+
+
+def test_schedule_over_a_run_when_its_end_is_not_known_then_says_what_to_set(composed, datamodule):
+    task = build_task(plain(composed("train", "optim/scheduler=cosine")), datamodule)
+    with pytest.raises(ValueError, match=r"nobody knows how many steps that has: set trainer\.max_epochs"):
+        task.configure_optimizers()
 
 
 @pytest.mark.parametrize("name", leaves("callbacks"))

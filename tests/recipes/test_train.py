@@ -53,7 +53,7 @@ def test_run_shows_one_progress_bar_and_nothing_else(run):
     assert "train/ne: " in bar
     assert "val/ne: " in bar
     assert len(bar) <= 80
-    assert len(done.stdout.splitlines()) == 1 + len(LABELS) + 6  # title, two rules and three more rows
+    assert len(done.stdout.splitlines()) == 1 + len(LABELS) + 7  # title, two rules and four more rows
     assert [line for line in done.stdout.splitlines() if "INFO" in line or "WARNING" in line] == []
 
 
@@ -68,6 +68,7 @@ def test_record_holds_what_ran_and_what_came_out(run):
     assert record["versions"]["torch"] == torch.__version__
     assert {"python", "pytorch-lightning", "lightning-recsys"} <= record["versions"].keys()
     assert record["wall_time_s"] > 0
+    assert (record["epochs"], record["best_epoch"]) == (1, 1)
     assert record["parameters"]["embedding_rows"] == sum(record["config"]["data"]["cardinalities"])
     assert record["parameters"]["embedding"] == 4 * record["parameters"]["embedding_rows"]
     assert 0 < record["best_normalized_entropy"] < record["metrics"]["test/ne"]

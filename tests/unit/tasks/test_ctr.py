@@ -15,7 +15,7 @@ from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.models import DLRM, DeepFM
 from lightning_recsys.optim import RowSGD, RowWiseAdagrad
-from lightning_recsys.tasks import CTRTask
+from lightning_recsys.tasks import CTRTask, base
 
 FIELDS, NUM_DENSE = {"user": 50, "movie": 30}, 3
 
@@ -233,3 +233,12 @@ def test_own_module_when_it_attaches_nothing_then_rows_are_trained_in_backward(t
     before = module.net.embeddings.embedding_bags.rows.detach().clone()
     make_trainer(tmp_path).fit(module, make_batches(3))
     assert not torch.equal(before, module.net.embeddings.embedding_bags.rows)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.parametrize("value", [None, 0.5])
+def test_gradient_clipping_when_asked_for_then_a_line_says_that_rows_are_left_alone(tmp_path, monkeypatch, value):
+    lines: list[str] = []
+    monkeypatch.setattr(base.log, "info", lambda message, *values: lines.append(message % values))
+    make_trainer(tmp_path, gradient_clip_val=value).fit(make_task(), make_batches(1))
+    assert [line.split(" clips")[0] for line in lines] == ([] if value is None else ["trainer.gradient_clip_val=0.5"])
