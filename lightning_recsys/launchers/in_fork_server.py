@@ -1,11 +1,19 @@
-"""Imported by fork servers, and by nobody else: what one leaves when the process that started it has died."""
+"""Imported by fork servers, after all else, and by nobody else.
+
+It does once what each process that the fork server forks would do for itself, and removes what the fork server leaves
+when the process that started it has died.
+"""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
+import sys
 import time
+from contextlib import suppress
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -33,4 +41,21 @@ def _parent_has_died() -> bool:
     return os.getppid() != _PARENT
 
 
+def _import_what_is_imported_late() -> None:
+    """Import what training imports in its first steps, and load numba's types, without which no loop can be called.
+
+    Half a second of a processor for each worker of each launch.
+    """
+    for name in ("omegaconf", "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"):  # by Lightning
+        with suppress(ImportError):
+            import_module(name)
+    if "numba" in sys.modules:
+        target: Any = import_module("numba.core.registry").cpu_target
+        target.typing_context.refresh()
+        target.target_context.refresh()
+
+
 atexit.register(_remove_sockets)
+_import_what_is_imported_late()
+gc.collect()
+gc.freeze()  # nothing that is here by now ever goes: those that we fork need not look through it, nor copy its pages

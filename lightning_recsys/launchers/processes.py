@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -106,10 +106,7 @@ def start_process(
     target: Callable[..., None], args: Sequence[Any], *, name: str, started: list[ForkedProcess]
 ) -> ForkedProcess:
     """Fork a process from the fork server, which starts with the first one, and note it in ``started``."""
-    context = multiprocessing.get_context("forkserver")
-    # What this process has imported of ours the others need as well. (Before the server's first start only.)
-    ours = sorted(module for module in sys.modules if module.partition(".")[0] == "lightning_recsys")
-    context.set_forkserver_preload(["pytorch_lightning", *ours, IN_FORK_SERVER])
+    fork_server_context()
     with _portable_start_method():
         _ensure_fork_server()  # before signals are held back, which it would inherit
         process = ForkedProcess(target=target, args=tuple(args), name=name)
@@ -117,6 +114,14 @@ def start_process(
             process.start()
             started.append(process)
     return process
+
+
+def fork_server_context() -> ForkServerContext:
+    """The context of this process's fork server, which will import what this process has, if it is still to start."""
+    context = multiprocessing.get_context("forkserver")
+    ours = sorted(module for module in sys.modules if module.partition(".")[0] == "lightning_recsys")
+    context.set_forkserver_preload(["pytorch_lightning", *ours, IN_FORK_SERVER])
+    return context
 
 
 def end_processes(processes: Iterable[ForkedProcess], number: signal.Signals) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import fork_context
 from served_strategy import Model, ServedStrategy, make_trainer
 from server_helpers import running, stop_collector
 from two_hosts import two_hosts
 
 from lightning_recsys.errors import RequestRefusedError, ServerInUseError, StoreReplacedError
+from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server import lease as lease_module
@@ -168,7 +168,7 @@ def run_on(host, name, endpoint, keys, pipe):
 
 def test_lease_when_its_run_is_cut_off_on_another_host_then_the_next_run_gets_it_and_the_first_hears_of_it(tmp_path):
     """The server and a second run are on one host; the link to the first run's host is cut, and mended."""
-    keys, context = JobKeys.generate(), fork_context()
+    keys, context = JobKeys.generate(), fork_server_context()
     with two_hosts() as (here, there), ExitStack() as stack:
 
         def start(function, *arguments):

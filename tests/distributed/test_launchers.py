@@ -1,5 +1,6 @@
 """The fork server launcher: what reaches the workers, what comes back, and what is left when things go wrong."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -135,6 +136,18 @@ def test_worker_when_started_then_has_the_state_of_the_main_process(monkeypatch)
     assert worker["argv"] == sys.argv
     assert worker["pid"] != os.getpid()
     assert worker["start_method"] == multiprocessing.get_start_method()  # what this launcher uses is its own business
+
+
+def describe_start():
+    has_types = "numba" not in sys.modules or "numba.np.arrayobj" in sys.modules  # those of arrays, among others
+    return gc.get_freeze_count(), has_types, "omegaconf" in sys.modules
+
+
+def test_worker_when_started_then_the_fork_server_has_done_what_all_would_do_first():
+    frozen, has_types, has_late_imports = launch(describe_start)
+    assert frozen > 100_000  # torch and Lightning alone are more objects than that
+    assert has_types
+    assert has_late_imports
 
 
 def test_environment_when_launched_then_is_untouched_in_the_main_process():

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import fork_context, run_processes
+from forked import run_processes
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.optim import RowAdam, RowSGD
 from lightning_recsys.stores import MappedStores
 
@@ -81,7 +82,7 @@ def train_until_killed(folder: str) -> None:
 def test_process_when_killed_then_its_updates_and_the_count_are_still_there(tmp_path):
     stores = MappedStores(tmp_path)
     store = stores.create_embedding_store("t", LAYOUT, RowSGD(1.0), seed=0)
-    process = fork_context().Process(target=train_until_killed, args=(str(tmp_path),))
+    process = fork_server_context().Process(target=train_until_killed, args=(str(tmp_path),))
     process.start()
     assert process.pid is not None
     wait_for(tmp_path / "progress")

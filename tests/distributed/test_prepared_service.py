@@ -15,13 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from forked import fork_context, run_processes
+from forked import run_processes
 from pytorch_lightning import LightningModule, Trainer
 
 from lightning_recsys.data.preparation.shards import GROUP_ROWS, IdBags, Rows, ShardWriter, shard_schema
 from lightning_recsys.data.prepared import Feature, Manifest, PreparedDataModule
 from lightning_recsys.data.prepared.service import Reader, receive_batches
 from lightning_recsys.data.prepared.stream import StreamRequest, read_batches
+from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.strategies import ForkserverDDPStrategy
 
 pytestmark = [
@@ -163,7 +164,7 @@ def own_a_reader(folder: Path, told: Connection) -> None:
 
 def test_shared_reader_when_its_owner_dies_then_ends_too(folder):
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    owner = fork_context().Process(target=own_a_reader, args=(folder, sender))
+    owner = fork_server_context().Process(target=own_a_reader, args=(folder, sender))
     owner.start()
     with receiver, sender:
         try:

@@ -14,6 +14,7 @@ from server_processes import DIM, ROWS, TOUCHED, push_ones, run_server, run_serv
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.optim import RowSGD, RowWiseAdagrad
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.stores import DynamicRows, MappedStores
@@ -35,8 +36,7 @@ class Processes:
     """Processes of a fork server; all of them end with the test."""
 
     def __init__(self):
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["pytorch_lightning", "lightning_recsys.parameter_server"])
+        self._context = fork_server_context()
         self.started = []
 
     def start(self, target, *args):

@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import tempfile
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -28,11 +29,13 @@ import lightning_recsys.strategies.des.strategy
 import lightning_recsys.strategies.het.strategy
 import lightning_recsys.strategies.shadowsync.strategy
 import lightning_recsys.tasks  # noqa: F401
+from lightning_recsys.launchers.processes import IN_FORK_SERVER
 
 forkserver.set_forkserver_preload(
-    ["train", "evaluate", *sorted(x for x in sys.modules if x.partition(".")[0] == "lightning_recsys")]
+    ["train", "evaluate", *sorted(x for x in sys.modules if x.partition(".")[0] == "lightning_recsys"), IN_FORK_SERVER]
 )
 forkserver.ensure_running()
+import_module(IN_FORK_SERVER)  # this process is one, too
 print("ready", flush=True)
 for line in sys.stdin:  # noqa: B007 - read by the fork
     pid = os.fork()
