@@ -70,27 +70,17 @@ LOADERS = frozenset({"loader_workers"})  # Ranks may fork DataLoader processes.
 
 REFERENCES = {task: Row("auto", 1, SYNCHRONOUS | HOME, task=task) for task in TASKS}
 OURS = SYNCHRONOUS | HOME | {"kill"}
-# Without what needs tables, and what ddp is not asked for.
-ELSEWHERE = tuple(name for name in SCENARIOS if name not in {"resume_without_optimizer", "load_by_workers"})
 UNDER_TORCHRUN = {"task": "recommendation", "elsewhere": ("load_by_workers",), "torchrun": True}
 TABLE = (
     *REFERENCES.values(),
-    # Runs the command line again, returns rank 0's predictions only, kills the main process when another rank fails,
-    # rounds the mean number of examples.
-    Row("ddp", 2, SYNCHRONOUS | {"callbacks", "logged_metrics"}, elsewhere=ELSEWHERE),
-    # Starts anew for each request, loses callbacks and logged metrics, fits once.
-    Row("ddp_spawn", 2, BASE | {"exact"}, task="recommendation"),
     Row("ddp_forkserver", 1, OURS),
-    Row("ddp_forkserver", 2, OURS | {"refuses_uneven"}),
     Row("ddp_forkserver", 2, OURS | AVERAGES | {"refuses_uneven"}, task="recommendation"),
     Row("des", 1, BASE | {"exact", "resume"}, task="fields"),
     Row("des", 2, OURS | LOADERS | {"refuses_averages", "rows_alone", "refuses_tuner"}, task="fields"),
-    Row("factories:free_workers", 1, OURS),
     # Each worker goes its own way and is evaluated with its own weights.
     Row("factories:free_workers", 2, (COMPLETE | HOME | {"kill", "free"}) - {"test_best", "weights_only"}),
-    Row("factories:shadowsync_trainers", 1, OURS),
     Row("factories:shadowsync_trainers", 1, OURS, task="recommendation"),
-    Row("factories:shadowsync_trainers", 2, COMPLETE | HOME | {"kill", "free"}),
+    Row("factories:shadowsync_trainers", 2, BASE | {"free"}),
     Row(
         "factories:shadowsync_trainers",
         2,

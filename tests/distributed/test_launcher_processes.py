@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 
 import psutil
@@ -102,11 +101,12 @@ def test_main_process_when_signalled_then_no_process_and_no_file_is_left(tempora
         assert not any(map(goes_on, processes))  # by the time that the error is raised
         terminated = "SIGTERMException 143"
         signals = (
-            (os.kill, signal.SIGINT, "KeyboardInterrupt"),
-            (os.kill, signal.SIGTERM, terminated),
-            (os.killpg, signal.SIGTERM, terminated),
+            ("plain", os.kill, signal.SIGINT, "KeyboardInterrupt"),
+            ("served", os.kill, signal.SIGINT, "KeyboardInterrupt"),
+            ("served", os.kill, signal.SIGTERM, terminated),
+            ("served", os.killpg, signal.SIGTERM, terminated),
         )
-        for (send, number, said), strategy in product(signals, ("plain", "served")):
+        for strategy, send, number, said in signals:
             processes = run(strategy)
             send(process.pid, number)
             raised = read(process, rf"raised {said} server (\d+) (\d+)")
@@ -130,19 +130,15 @@ def test_main_process_when_killed_and_survived_by_what_it_forked_then_its_worker
         os.kill(forked, signal.SIGKILL)  # it is still there
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_main_process_when_it_has_ended_then_so_has_its_fork_server(temporary, killed):
+def test_main_process_when_it_has_ended_then_so_has_its_fork_server(temporary):
+    """The end of one that is killed is in the test of signals."""
     with main_process(str(SCRIPTS), "names_fork_server", TMPDIR=str(temporary)) as process:
         server = int(read(process, r"server (\d+)")[1])
         assert psutil.Process(server).ppid() == process.pid
         assert left_in(temporary) == [f"pymp-{process.pid}"]
-        if killed:
-            process.kill()
-            assert all_end([server])
-        else:
-            process.stdin.close()
-            assert process.wait(timeout=60) == 0
-            assert not psutil.pid_exists(server)
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+        assert not psutil.pid_exists(server)
     assert not left_in(temporary)
 
 

@@ -33,7 +33,7 @@ def test_port():
     KEPT.append(socket.create_server(("127.0.0.1", 0)))
 
 def test_thread():
-    threading.Thread(target=time.sleep, args=(2.5,), name="left").start()
+    threading.Thread(target=time.sleep, args=(1.5,), name="left").start()
 
 def test_process():
     KEPT.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]))
@@ -89,7 +89,7 @@ LEFT_BEHIND = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is a folder on Linux only")
 def test_fixtures_when_a_test_leaves_something_behind_then_fail_it_and_no_other(tmp_path):
-    conftest = CONFTEST.read_text().replace("GRACE_SECONDS = 5.0", "GRACE_SECONDS = 1.0")
+    conftest = CONFTEST.read_text().replace("GRACE_SECONDS = 5.0", "GRACE_SECONDS = 0.4")
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_leaky.py").write_text(LEAKY + CLEAN)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

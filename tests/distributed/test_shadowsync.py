@@ -700,15 +700,10 @@ def normalized_entropy(strategy) -> float:
     return trainer.callback_metrics["val/ne"].item()
 
 
-@pytest.fixture(scope="module")
-def reference() -> float:
-    return normalized_entropy("auto")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("trainers", "workers"), [(2, 1), (1, 2), (2, 2)])
-def test_layout_when_trained_on_synthetic_rows_then_is_as_good_as_one_process(reference, trainers, workers):
-    ne = normalized_entropy(ShadowSyncStrategy(num_trainers=trainers, workers_per_trainer=workers))
+def test_trainers_of_two_workers_when_trained_on_synthetic_rows_then_are_as_good_as_one_process():
+    reference = normalized_entropy("auto")
+    ne = normalized_entropy(ShadowSyncStrategy(num_trainers=2, workers_per_trainer=2))
     assert reference < 0.75, "the reference has learned"
     assert ne <= 1.003 * reference

@@ -100,10 +100,10 @@ def test_job_when_a_rank_raises_then_its_error_is_seen_and_no_server_is_left():
 
 @pytest.mark.parametrize(
     ("number", "send"),
-    [(signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg), (signal.SIGINT, os.kill), (signal.SIGKILL, os.kill)],
+    [(signal.SIGTERM, os.killpg), (signal.SIGINT, os.kill), (signal.SIGKILL, os.kill)],
 )
 def test_job_when_it_is_ended_from_outside_then_no_server_is_left(number, send):
-    """The signal goes to torchrun, or its process group; SIGKILL to rank 0, which started the servers."""
+    """The signal goes to torchrun, SIGTERM to its whole process group; SIGKILL to rank 0, which started the servers."""
     with job(*one_node("go_on")) as process:
         output = ""
         while len(lines(output, "in")) < 2:

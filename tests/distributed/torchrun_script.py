@@ -106,7 +106,7 @@ def train_over_the_wire(num_nodes):
 
 
 def meet(num_nodes):
-    meeting.MEETING_TIME = timedelta(seconds=5)  # in which machines connect, once all ranks are there
+    meeting.MEETING_TIME = timedelta(seconds=2)  # in which machines connect, once all ranks are there
     fit(Model(), num_nodes)
 
 

@@ -19,13 +19,13 @@ def table(path) -> list[dict[str, str]]:
 
 
 def test_sweep_when_over_models_then_all_train_with_cached_rows(run_forked, tmp_path):
-    axis = "model=wide_deep,deepfm,dcn,dlrm"
+    axis = "model=wide_deep,dlrm"
     small = (*TINY_DATA, "model.embedding_dim=4", *QUIET)
     done = run_forked("train.py", "-m", "strategy=het", axis, *small, "hydra.sweep.dir=out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [row["status"] for row in table(tmp_path / "out/comparison.csv")] == ["completed"] * 4
+    assert [row["status"] for row in table(tmp_path / "out/comparison.csv")] == ["completed"] * 2
     records = [json.loads(path.read_text()) for path in tmp_path.glob("out/**/metrics.json")]
-    assert len(records) == 4
+    assert len(records) == 2
     for record in records:
         assert record["metrics"]["examples"] == 1000
         assert {"test/ne", "cache/hit_rate", "cache/clock_lag/mean", "comm/rows_bytes"} <= record["metrics"].keys()
