@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
     from lightning_recsys.strategies.des import DESStrategy
     from lightning_recsys.strategies.het import HETStrategy
+    from lightning_recsys.strategies.hierarchical import HierarchicalStrategy
     from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "DESStrategy",
     "ForkserverDDPStrategy",
     "HETStrategy",
+    "HierarchicalStrategy",
     "RecsysStrategy",
     "ServedStrategy",
     "ServerSpec",
@@ -38,6 +40,7 @@ _MODULES = {
     "DESStrategy": "des",
     "ForkserverDDPStrategy": "ddp",
     "HETStrategy": "het",
+    "HierarchicalStrategy": "hierarchical",
     "RecsysStrategy": "common.base",
     "ServedStrategy": "common.served",
     "ServerSpec": "common.base",  # of `lightning_recsys.launchers`
@@ -50,6 +53,7 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp_forkserver": ("ForkserverDDPStrategy", {}),
     "des": ("DESStrategy", {}),
     "het": ("HETStrategy", {}),
+    "hierarchical": ("HierarchicalStrategy", {}),
     "het_hybrid": ("HETStrategy", {"algorithm": "hybrid"}),
     "shadowsync": ("ShadowSyncStrategy", {}),
     "shadowsync_easgd": ("ShadowSyncStrategy", {"algorithm": "easgd"}),

@@ -1,6 +1,6 @@
 """Strategies with settings, for the table in test_strategies.py."""
 
-from lightning_recsys.strategies import HETStrategy, RecsysStrategy
+from lightning_recsys.strategies import HETStrategy, HierarchicalStrategy, RecsysStrategy
 from lightning_recsys.strategies.shadowsync.strategy import ShadowSyncStrategy
 
 
@@ -48,3 +48,13 @@ def het_by_messages() -> HETStrategy:
 def het_without_staleness() -> HETStrategy:
     """As exact as it gets: every update of a step is seen in the next."""
     return HETStrategy(staleness=0)
+
+
+def hierarchical_nets() -> HierarchicalStrategy:
+    """One group of one trainer with two nets, its replica cut over two servers."""
+    return HierarchicalStrategy(nets_per_trainer=2, servers_per_group=2)
+
+
+def hierarchical_groups() -> HierarchicalStrategy:
+    """Two groups of one trainer."""
+    return HierarchicalStrategy(num_groups=2)

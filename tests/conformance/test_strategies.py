@@ -103,6 +103,9 @@ TABLE = (
     Row("het_hybrid", 2, BASE | {"exact"}, task="recommendation"),
     Row("async_ps", 1, BASE | {"exact", "resume", "accumulate", "clipping", "schedules", "fit_again"}, task="plain"),
     Row("async_ps", 2, BASE | AVERAGES | {"test_best", "crash", "free"}, task="plain"),
+    Row("hierarchical", 1, COMPLETE | {"exact", "resume", "schedules", "fit_again", "crash"}),
+    Row("factories:hierarchical_nets", 2, BASE | {"test_best", "free"}),
+    Row("factories:hierarchical_groups", 2, BASE | {"test_best"}),
     Row("factories:shadowsync_trainers", 2, LOADERS, **UNDER_TORCHRUN),
     Row("factories:het_by_messages", 2, LOADERS, **UNDER_TORCHRUN),
 )

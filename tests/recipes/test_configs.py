@@ -158,7 +158,7 @@ def test_logger_writes(name, composed, tmp_path):
     assert bool(loggers) == any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-@pytest.mark.parametrize("name", ["shadowsync", "het", "het_hybrid", "async_ps"])
+@pytest.mark.parametrize("name", ["shadowsync", "het", "het_hybrid", "async_ps", "hierarchical"])
 def test_strategy_with_servers_then_the_config_says_how_often_they_are_started_again(name, composed):
     config = plain(composed("train", f"strategy={name}", "strategy.max_restarts=7"))
     assert build(config["strategy"]).max_restarts == 7

@@ -28,6 +28,7 @@ EDGES: dict[str, set[str]] = {
         "models",
         "optim",
         "parameter_server",
+        "partition",
         "placement",
         "renamed",
         "row_cache",

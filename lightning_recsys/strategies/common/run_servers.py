@@ -6,13 +6,15 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import NodeServers, ServerSpec, Sidecars
 
 if TYPE_CHECKING:  # importing strategies is quick; stores and their kernels come with the first use
     from lightning_recsys.parameter_server.connect import Transport
+    from lightning_recsys.parameter_server.keys import ClientKeys
     from lightning_recsys.parameter_server.lease import RunLease
     from lightning_recsys.stores.interfaces import Stores
     from lightning_recsys.strategies.common.base import RecsysStrategy
@@ -81,8 +83,19 @@ class RunServers:
         """The connections that are open, by kind."""
         return self._connected
 
-    def connect(self, kind: str) -> list[Stores]:
-        """The servers of a kind, in index order, connected on first use and until :meth:`disconnect`."""
+    @property
+    def keys(self) -> ClientKeys | Path | str | None:
+        """The clients' half of the keys to the servers."""
+        return self._started.keys if self._started is not None else self._strategy.key_file
+
+    def connect(self, kind: str, *, by_messages: bool = False, timeout: float = 10.0) -> list[Stores]:
+        """The servers of a kind, in index order, connected on first use and until :meth:`disconnect`.
+
+        Args:
+            kind: Of the servers.
+            by_messages: Ask them even where their files are this machine's.
+            timeout: Seconds without any answer after which they are asked again.
+        """
         strategy = self._strategy
         if kind not in strategy.endpoints:
             has = sorted(strategy.endpoints)
@@ -91,18 +104,12 @@ class RunServers:
             from lightning_recsys.parameter_server.connect import connect
             from lightning_recsys.parameter_server.remote import RemoteStores
 
-            keys = self._started.keys if self._started is not None else strategy.key_file
             self._borrow()
-            transport: Transport = "auto" if strategy.maps_stores else "tcp"
+            transport: Transport = "auto" if strategy.maps_stores and not by_messages else "tcp"
+            options: Any = {"keys": self.keys, "timeout": timeout, "cancelled": self._is_asked_to_end}
+            options["compression"] = strategy.compression
             self._connected[kind] = [
-                connect(
-                    endpoint,
-                    keys=keys,
-                    transport=transport,
-                    compression=strategy.compression,
-                    cancelled=self._is_asked_to_end,
-                )
-                for endpoint in strategy.endpoints[kind]
+                connect(endpoint, transport=transport, **options) for endpoint in strategy.endpoints[kind]
             ]
             if strategy.is_global_zero:
                 for endpoint, stores in zip(strategy.endpoints[kind], self._connected[kind], strict=True):

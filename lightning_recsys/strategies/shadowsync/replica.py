@@ -139,7 +139,7 @@ def share_optimizer_state(optimizers: Sequence[Optimizer], *, team_size: int) ->
         TypeError: an optimizer's state cannot be made before its first step.
     """
     for optimizer in optimizers:
-        _make_state(optimizer)
+        make_state(optimizer, setting="strategy.workers_per_trainer above 1")
     owners = {f"{i}.{j}.{name}": (state, name) for i, j, name, state in _tensor_states(optimizers)}
     if owners and team_size > 1:
         shared = share({key: state[name] for key, (state, name) in owners.items()}, team_size=team_size)
@@ -160,10 +160,14 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _make_state(optimizer: Optimizer) -> None:
+def make_state(optimizer: Optimizer, *, setting: str) -> None:
     """Give every parameter that is trained the state that it has before its first step.
 
     The optimizer itself takes no step: nothing of it moves, and none of its hooks is called.
+
+    Args:
+        optimizer: Of torch's kind.
+        setting: What needs the state to be there, for messages.
 
     Raises:
         TypeError: training would not be as without, or the state cannot be made without a real gradient.
@@ -174,17 +178,17 @@ def _make_state(optimizer: Optimizer) -> None:
             optimizer.state[parameter].update(state)
         same = all(_trains_alike(optimizer, group, fresh) for group in optimizer.param_groups)
     except Exception as error:
-        raise TypeError(_cannot_share(optimizer, f"it does not make it without training ({error})")) from error
+        raise TypeError(_cannot_share(optimizer, setting, f"it does not make it without training ({error})")) from error
     if not same:
         raise TypeError(
-            _cannot_share(optimizer, "its first step is not like the others, as that of SGD with dampening")
+            _cannot_share(optimizer, setting, "its first step is not like the others, as that of SGD with dampening")
         )
 
 
-def _cannot_share(optimizer: Optimizer, reason: str) -> str:
+def _cannot_share(optimizer: Optimizer, setting: str, reason: str) -> str:
     return (
-        f"strategy.workers_per_trainer above 1 needs the state of {type(optimizer).__name__} in shared memory before"
-        f" the first step, but {reason}. Use one worker per trainer, or another optimizer or setting of it."
+        f"{setting} needs the state of {type(optimizer).__name__} in shared memory before the first step, but {reason}."
+        " Use another optimizer, another setting of it, or another strategy."
     )
 
 

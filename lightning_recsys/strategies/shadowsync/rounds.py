@@ -136,7 +136,12 @@ class MeanRounds(Rounds):
 
 
 def open_center(
-    servers: Sequence[Stores], initial: Tensor, *, is_first: bool, barrier: Callable[[str], None]
+    servers: Sequence[Stores],
+    initial: Tensor,
+    *,
+    is_first: bool,
+    barrier: Callable[[str], None],
+    name: str = CENTER_STORE,
 ) -> list[DenseStore]:
     """The centre's pieces; the first rank makes them, the others find them. All ranks call this together.
 
@@ -145,12 +150,13 @@ def open_center(
         initial: The whole centre, as it is at first.
         is_first: This is the first rank.
         barrier: Returns when all ranks have called it.
+        name: The stores'; each centre has its own.
     """
     chunks = list(zip(servers, chunk_evenly(initial.numel(), len(servers)), strict=False))
     if is_first:
         for server, (start, stop) in chunks:
             with suppress(KeyError):
-                server.remove(CENTER_STORE)  # left by a run before, where servers outlive runs
-            server.create_dense_store(CENTER_STORE, initial[start:stop].clone())
+                server.remove(name)  # left by a run before, where servers outlive runs
+            server.create_dense_store(name, initial[start:stop].clone())
     barrier("the centre is there")
-    return [server.dense_store(CENTER_STORE) for server, _ in chunks]
+    return [server.dense_store(name) for server, _ in chunks]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import pytorch_lightning as pl
-import torch
 import torch.distributed as dist
-from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -21,6 +18,7 @@ from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.placement import ClusterLayout
 from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.strategies.common.averaged_copies import refuse_averages_in_shared_memory
+from lightning_recsys.strategies.common.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.common.schedules import (
     refuse_clocks,
     refuse_different_schedules,
@@ -180,25 +178,12 @@ class ShadowSyncStrategy(ServedStrategy):
         Raises:
             ValueError: ``trainer.devices`` or ``torchrun`` says otherwise, or the accelerator is no CPU.
         """
-        devices = self.parallel_devices or []
-        if any(device.type != "cpu" for device in devices):
-            raise ValueError("ShadowSyncStrategy trains in shared memory, on CPUs: set trainer.accelerator=cpu.")
-        environment = self.cluster_environment
-        by_torchrun = isinstance(environment, TorchElasticEnvironment)  # has started the processes of this node
-        started = int(os.environ["LOCAL_WORLD_SIZE"]) if by_torchrun else None
-        if len(devices) == 1:  # also what Lightning makes of devices="auto" on a CPU
-            wanted = self.workers_per_trainer if self.num_trainers is None else self.layout.ranks_per_node
-            self.parallel_devices = [torch.device("cpu")] * (started or wanted)
+        take_ranks(self, self.workers_per_trainer if self.num_trainers is None else self.layout.ranks_per_node)
         layout = self.layout
-        have = started or self.num_processes
-        if have != layout.ranks_per_node:
-            what = f"torchrun --nproc-per-node={have}" if started else f"trainer.devices={have}"
-            raise ValueError(
-                f"strategy.num_trainers={layout.num_trainers} with strategy.workers_per_trainer="
-                f"{self.workers_per_trainer} needs {layout.ranks_per_node} processes on each of {self.num_nodes} nodes,"
-                f" but there is {what}. Set it to {layout.ranks_per_node}, or change the number of trainers or of nodes"
-                " (trainer.num_nodes)."
-            )
+        settings = (
+            f"strategy.num_trainers={layout.num_trainers} with strategy.workers_per_trainer={self.workers_per_trainer}"
+        )
+        check_ranks(self, layout.ranks_per_node, settings=settings, what="trainers")
         super().set_world_ranks()
 
     def server_specs(self) -> list[ServerSpec]:

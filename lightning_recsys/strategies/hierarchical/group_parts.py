@@ -1,0 +1,197 @@
+"""What a group server gets when training starts: its parts of the model, and how their numbers lie in its memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_recsys.parameter_server.keys import ClientKeys
+from lightning_recsys.parameter_server.own_files import open_own
+from lightning_recsys.partition.parts import Part
+from lightning_recsys.strategies.shadowsync.replica import LINE_BYTES, Replica, make_state
+from lightning_recsys.sync import SyncAlgorithm
+
+FILE = "parts"  # in a group server's folder
+REPLICA = "replica"
+MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class SyncOrder:
+    """How a group server keeps its share of the replica together with those of other groups.
+
+    Args:
+        algorithm: Of this group's own.
+        servers: Endpoints of the sync servers; none where the algorithm has no centre.
+        keys: To them.
+        store: Name of the centre's pieces there.
+        interval: Seconds from one round to the next; ``None`` for as often as the pace allows.
+        group: The group's number.
+        num_groups: How many there are.
+    """
+
+    algorithm: SyncAlgorithm
+    servers: Sequence[str]
+    keys: ClientKeys | Path | str | None
+    store: str
+    interval: float | None
+    group: int
+    num_groups: int
+
+
+@dataclass(eq=False)
+class ServedPart:
+    """A part with the optimizer of its parameters.
+
+    Args:
+        module: What is computed.
+        optimizer: Over its parameters, as they are in the module; ``None`` where none is trained.
+        groups: Which of the run's optimizer's groups the part's are.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer | None
+    groups: list[int]
+
+
+@dataclass(eq=False)
+class GroupParts:
+    """The parts of one group server. Tensors that belong together are the same objects, here and after pickling.
+
+    Args:
+        parts: By name.
+        parameters: Those that are trained, by their names in the model, in the order of the replica.
+        buffers: Of the parts, by their names in the model.
+        sync: ``None`` where there is one group.
+    """
+
+    parts: dict[str, ServedPart]
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    sync: SyncOrder | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], optimizer: Optimizer) -> GroupParts:
+        """The parts of a server, with shares of the run's optimizer whose state is made.
+
+        Raises:
+            TypeError: the optimizer's state cannot be made before its first step.
+        """
+        trained = {x for group in optimizer.param_groups for x in group["params"] if x.requires_grad}
+        served: dict[str, ServedPart] = {}
+        parameters: dict[str, nn.Parameter] = {}
+        buffers: dict[str, Tensor] = {}
+        for part in parts:
+            own = {name: x for name, x in part.module.named_parameters() if x in trained}
+            parameters.update(own)
+            buffers.update(part.module.named_buffers())
+            served[part.name] = ServedPart(part.module, *_share_of(optimizer, set(own.values())))
+        return cls(served, parameters, buffers)
+
+    def states(self) -> dict[str, tuple[nn.Parameter, str, Tensor]]:
+        """The tensors of the optimizers' states, by a name each, with the parameter and their names in its state."""
+        found: dict[str, tuple[nn.Parameter, str, Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            for part in self.parts.values():
+                state = {} if part.optimizer is None else part.optimizer.state.get(parameter, {})
+                tensors = {key: x for key, x in state.items() if isinstance(x, Tensor)}
+                found.update({f"state.{name}.{key}": (parameter, key, x) for key, x in sorted(tensors.items())})
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write the file that a group server reads; the folder, like the file, is this user's alone."""
+        path = folder / f".{FILE}-{os.getpid()}"
+        with os.fdopen(open_own(path), "wb") as file:
+            pickle.dump(self, file, protocol=5)
+        path.rename(folder / FILE)
+
+    @classmethod
+    def load(cls, folder: Path) -> GroupParts:
+        """Read it.
+
+        Raises:
+            PermissionError: the file is not this user's alone.
+        """
+        with os.fdopen(open_own(folder / FILE), "rb") as file:
+            parts: GroupParts = pickle.load(file)  # noqa: S301 - written by a rank of the same user on this machine
+        return parts
+
+
+def _share_of(optimizer: Optimizer, parameters: set[nn.Parameter]) -> tuple[Optimizer | None, list[int]]:
+    """An optimizer like another one, for some of its parameters, and which groups of the other its groups are."""
+    groups, numbers = [], []
+    for number, group in enumerate(optimizer.param_groups):
+        if own := [x for x in group["params"] if x in parameters]:
+            groups.append(group | {"params": own})
+            numbers.append(number)
+    if not groups:
+        return None, []
+    share = object.__new__(type(optimizer))
+    state = defaultdict(dict, {x: dict(y) for x, y in optimizer.state.items() if x in parameters})
+    share.__setstate__({"defaults": optimizer.defaults, "state": state, "param_groups": groups})
+    make_state(share, setting="strategy=hierarchical")
+    return share, numbers
+
+
+class GroupMemory:
+    """How the numbers of a group server's parts lie in its memory, which a trainer of the group reads as a whole.
+
+    First come those that make the model: the replica (all trained parameters, in one float32 vector) and the buffers.
+    Then come each part's updates so far, and the optimizers' states.
+
+    Args:
+        parts: The same on both sides.
+
+    Attributes:
+        replica: Of the parameters.
+        num_bytes: All of it.
+        model_bytes: The beginning that makes the model.
+    """
+
+    def __init__(self, parts: GroupParts) -> None:
+        self.replica = Replica(parts.parameters.items())
+        self.model_bytes = 0
+        self._places: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
+        self.num_bytes = 0
+        self._add(REPLICA, torch.float32, torch.Size([self.replica.size]))
+        for name, buffer in parts.buffers.items():
+            self._add(f"buffer.{name}", buffer.dtype, buffer.shape)
+        self.model_bytes = self.num_bytes
+        for name in parts.parts:
+            self._add(f"version.{name}", torch.int64, torch.Size([1]))
+        for name, (_, _, tensor) in parts.states().items():
+            self._add(name, tensor.dtype, tensor.shape)
+
+    def _add(self, name: str, dtype: torch.dtype, shape: torch.Size) -> None:
+        self._places[name] = (self.num_bytes, dtype, shape)
+        size = math.prod(shape) * dtype.itemsize
+        self.num_bytes += -(-size // LINE_BYTES) * LINE_BYTES
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The tensors in a memory, uint8 ``[num_bytes]``, or in its beginning."""
+        return {
+            name: memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for name, (start, dtype, shape) in self._places.items()
+            if start + math.prod(shape) * dtype.itemsize <= memory.numel()
+        }
+
+    def fill(self, views: Mapping[str, Tensor], parts: GroupParts) -> None:
+        """Write the numbers that the parts came with."""
+        replica: Any = Replica(parts.parameters.items())
+        replica.attach(torch.zeros_like(views[REPLICA]))
+        views[REPLICA].copy_(replica.flat)
+        replica.detach()
+        for name, buffer in parts.buffers.items():
+            views[f"buffer.{name}"].copy_(buffer)
+        for name, (_, _, tensor) in parts.states().items():
+            views[name].copy_(tensor)

@@ -1,0 +1,172 @@
+"""The program of a group server: it computes parts of a model for the nets of its group, and trains them.
+
+The replica lies in a file of the server's folder, with the optimizers' states. A server that is killed and started
+again has every update that it had made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_recsys.parameter_server.connections import Peer
+from lightning_recsys.parameter_server.keys import ServerKeys
+from lightning_recsys.parameter_server.operators import OperatorRequests
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_nothing
+from lightning_recsys.parameter_server.requests.operations import Operations
+from lightning_recsys.parameter_server.server import serve as serve_stores
+from lightning_recsys.parameter_server.trained_part import TrainedPart
+from lightning_recsys.parameter_server.wire import Limits, Request
+from lightning_recsys.strategies.hierarchical.group_parts import FILE, MEMORY, REPLICA, GroupMemory, GroupParts
+from lightning_recsys.strategies.hierarchical.sync_agent import SyncAgent
+
+SYNCHRONISES = "synchronises"  # a file that is there while rounds are to be made
+
+log = logging.getLogger(__name__)
+
+
+def serve(
+    folder: Path,
+    *,
+    bind: str | None = None,
+    keys: ServerKeys | None = None,
+    ready: Callable[[str], None] = lambda endpoint: None,
+    num_nets: int = 1,
+) -> None:
+    """Run a group server in this process until it is told to stop.
+
+    Args:
+        folder: As for :func:`lightning_recsys.parameter_server.server.serve`, and so are ``bind``, ``keys`` and
+            ``ready``. A rank of this machine writes the parts there.
+        bind: See above.
+        keys: See above.
+        ready: See above.
+        num_nets: Nets of the group, each of which computes one thing at a time.
+    """
+    serve_stores(folder, bind=bind, keys=keys, ready=ready, offer=partial(GroupRequests, num_nets=num_nets))
+
+
+class GroupRequests:
+    """What a group server offers besides stores.
+
+    Args:
+        folder: The server's. Where an earlier server left its parts there, they are served as it left them.
+        limits: What a request, and its reply, may take.
+        peer: Tells over which connection the present request came.
+        num_nets: As for :func:`serve`.
+
+    Attributes:
+        operators: Computes the parts.
+        operations: What is offered here.
+    """
+
+    def __init__(self, folder: Path, limits: Limits, peer: Callable[[], Peer | None], *, num_nets: int = 1) -> None:
+        self.operators = OperatorRequests(limits, peer, num_threads=num_nets)
+        self._folder, self._limits = folder, limits
+        self._parts: GroupParts | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._agent: SyncAgent | None = None
+        own = {"load_parts": self._load, "read_memory": self._read, "begin_sync": self._begin, "end_sync": self._end}
+        self.operations = self.operators.operations | Operations(reads={**own})
+        if (folder / MEMORY).exists():
+            self._restore()
+
+    def status(self) -> dict[str, Any]:
+        """Numbers for the server's status."""
+        rounds = 0 if self._agent is None else self._agent.rounds
+        return {**self.operators.status(), "sync_rounds": rounds}
+
+    def close(self) -> None:
+        """Compute no more."""
+        if self._agent is not None:
+            self._agent.abandon()
+        self.operators.close()
+
+    # --- Parts -------------------------------------------------------------------------------------------------------
+
+    def _load(self, request: Request) -> object:
+        """Serve the parts of the folder's file, in place of those of before, and tell the size of their memory."""
+        take_nothing(request)
+        if not (self._folder / FILE).exists():
+            raise KeyError(f"no rank of this machine has written parts to {self._folder}")
+        if self._agent is not None:
+            raise ValueError("the parts are being synchronised with other groups: end that first")
+        parts = GroupParts.load(self._folder)
+        layout = GroupMemory(parts)
+        new = self._folder / f".{MEMORY}"  # becomes the memory once it is whole
+        new.unlink(missing_ok=True)
+        layout.fill(layout.views(_map(new, layout.num_bytes)), parts)
+        new.rename(self._folder / MEMORY)
+        self._serve(parts, layout)
+        return layout.num_bytes
+
+    def _restore(self) -> None:
+        parts = GroupParts.load(self._folder)
+        self._serve(parts, GroupMemory(parts))
+        updates = {name: int(part.version) for name, part in self.operators.parts.items()}
+        log.warning(
+            "Parts are served as the server before left them, after so many updates: %s. Batches whose backward passes"
+            " it had not made are lost for these parts.",
+            updates,
+        )
+        if (self._folder / SYNCHRONISES).exists():
+            self._start_agent()
+
+    def _serve(self, parts: GroupParts, layout: GroupMemory) -> None:
+        self._memory = _map(self._folder / MEMORY, layout.num_bytes)
+        views = layout.views(self._memory)
+        layout.replica.assign(views[REPLICA])  # before they move there, which would bring their own values along
+        layout.replica.attach(views[REPLICA])
+        for name, buffer in parts.buffers.items():
+            buffer.data = views[f"buffer.{name}"]
+        for name, (parameter, key, _) in parts.states().items():
+            for part in parts.parts.values():
+                if part.optimizer is not None and parameter in part.optimizer.state:
+                    part.optimizer.state[parameter][key] = views[name]
+        self._parts = parts
+        self.operators.parts = {
+            name: TrainedPart(part.module, part.optimizer, version=views[f"version.{name}"])
+            for name, part in parts.parts.items()
+        }
+
+    def _read(self, request: Request) -> object:
+        """A piece of the memory, as bytes."""
+        start, stop = take_arguments(request, start=int, stop=int)
+        if not 0 <= start <= stop <= self._memory.numel():
+            raise IndexError(f"the memory has {self._memory.numel()} bytes, got {start} to {stop}")
+        if stop - start > self._limits.message_bytes:
+            raise ValueError(f"a reply has at most {self._limits.message_bytes} bytes: ask in pieces")
+        return self._memory[start:stop].clone()
+
+    # --- Rounds ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request) -> object:
+        """Synchronise from now on."""
+        take_nothing(request)
+        if self._agent is None:
+            (self._folder / SYNCHRONISES).touch()
+            self._start_agent()
+        return None
+
+    def _start_agent(self) -> None:
+        if self._parts is None or self._parts.sync is None:
+            raise ValueError("there is nothing to synchronise with other groups")
+        replica = GroupMemory(self._parts).views(self._memory)[REPLICA]
+        self._agent = SyncAgent(self._parts.sync, replica)
+        self._agent.start()
+
+    def _end(self, request: Request) -> object:
+        """Synchronise no more; answered when no round is under way."""
+        take_nothing(request)
+        agent, self._agent = self._agent, None
+        (self._folder / SYNCHRONISES).unlink(missing_ok=True)
+        return None if agent is None else self.operators.submit(agent.stop)
+
+
+def _map(path: Path, num_bytes: int) -> torch.Tensor:
+    return torch.from_file(str(path), shared=True, size=max(num_bytes, 1), dtype=torch.uint8)[:num_bytes]

@@ -1,0 +1,91 @@
+"""What the first rank of a group does for all of them: it brings the parts to the servers, and their numbers back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_recsys.parameter_server.client import Connection
+from lightning_recsys.strategies.hierarchical.group_parts import REPLICA, GroupMemory, GroupParts
+
+
+class GroupLeader:
+    """A group's parts on its servers.
+
+    Args:
+        servers: Connections to the group's servers, by the names of devices.
+        parts: What each of them is to have.
+    """
+
+    def __init__(self, servers: Mapping[str, Connection], parts: Mapping[str, GroupParts]) -> None:
+        self._servers, self._parts = dict(servers), dict(parts)
+        self._layouts = {device: GroupMemory(own) for device, own in parts.items()}
+        self.synchronises = False
+
+    def load(self) -> None:
+        """Bring the parts, with parameters and optimizer states as they are, to the servers of this machine.
+
+        Raises:
+            RuntimeError: a server has other numbers than was asked for.
+        """
+        for device, connection in self._servers.items():
+            self._parts[device].save(Path(connection.request("hello").value["folder"]))
+            loaded = connection.request("load_parts").value
+            if loaded != self._layouts[device].num_bytes:
+                raise RuntimeError(f"{connection.endpoint} has {loaded} bytes of {device}'s parts")
+
+    def begin_sync(self) -> None:
+        """Let the servers keep the replica together with those of other groups from now on."""
+        for device, connection in self._servers.items():
+            if self._parts[device].sync is not None:
+                connection.request("begin_sync")
+                self.synchronises = True
+
+    def end_sync(self) -> dict[str, float]:
+        """Return when no round is under way; rounds and their seconds, of the server with the fewest."""
+        if not self.synchronises:
+            return {}
+        self.synchronises = False
+        # All are asked before one is waited for: where groups average among themselves, each waits for its peers.
+        pending = [connection.begin("end_sync") for connection in self._servers.values()]
+        told = [c.wait(x).value or {} for c, x in zip(self._servers.values(), pending, strict=True)]
+        return min(told, key=lambda numbers: numbers.get("rounds", 0.0))
+
+    def pull_model(self) -> None:
+        """Take parameters and buffers into the model."""
+        for device in self._servers:
+            layout = self._layouts[device]
+            self._take(device, layout.views(self._read(device, layout.model_bytes)))
+
+    def pull_state(self, optimizer: Optimizer) -> None:
+        """Take the state that the servers' optimizers have into the run's own."""
+        for device in self._servers:
+            layout = self._layouts[device]
+            views = layout.views(self._read(device, layout.num_bytes))
+            for name, (parameter, key, _) in self._parts[device].states().items():
+                optimizer.state[parameter][key] = views[name].clone()
+
+    def _take(self, device: str, views: Mapping[str, Tensor]) -> None:
+        self._layouts[device].replica.assign(views[REPLICA])
+        for name, buffer in self._parts[device].buffers.items():
+            buffer.copy_(views[f"buffer.{name}"])
+
+    def _read(self, device: str, num_bytes: int) -> Tensor:
+        connection, pieces = self._servers[device], []
+        step = connection.limits.message_bytes
+        for start in range(0, num_bytes, step):
+            arguments = {"start": start, "stop": min(start + step, num_bytes)}
+            pieces.append(connection.request("read_memory", arguments=arguments).arrays[0])
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def initial_replica(parts: GroupParts) -> Tensor:
+    """The replica of a server's parts as it starts, which is also where the centre does."""
+    layout = GroupMemory(parts)
+    views = layout.views(torch.zeros(layout.num_bytes, dtype=torch.uint8))
+    layout.fill(views, parts)
+    return views[REPLICA]

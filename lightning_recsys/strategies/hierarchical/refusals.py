@@ -1,0 +1,100 @@
+"""What cannot be trained in parts on group servers, said before training begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.plugins.precision import Precision
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_recsys.strategies.common.averaged_copies import averaging_callbacks
+
+
+def cut_module(task: pl.LightningModule, path: str | None) -> nn.Module:
+    """The module that is cut: the one at a path, or the task's ``model``, or the task itself where it has none.
+
+    Raises:
+        ValueError: there is no such module.
+    """
+    if path is None:
+        own = getattr(task, "model", None)
+        return own if isinstance(own, nn.Module) else task
+    try:
+        return task.get_submodule(path)
+    except AttributeError:
+        names = [name for name, _ in task.named_children()]
+        raise ValueError(f"strategy.module={path!r}: the task has no such module; it has {names}.") from None
+
+
+def refuse_trainer(trainer: pl.Trainer, precision: Precision) -> None:
+    """Refuse settings of a trainer that look at gradients between the backward pass and the update.
+
+    Raises:
+        ValueError: there is one.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ValueError(
+            "strategy=hierarchical updates a part of the model as soon as its gradients are there, which manual"
+            " optimization (automatic_optimization=False) has no say in. Use strategy=shadowsync."
+        )
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val} needs the gradients of the whole model before any"
+            " of them is applied, and strategy=hierarchical applies them part by part, on several servers. Leave it"
+            " out, or use strategy=shadowsync."
+        )
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    if trainer.accumulate_grad_batches != 1 or any(
+        isinstance(x, GradientAccumulationScheduler) and x.going_to_accumulate_grad_batches() for x in callbacks
+    ):
+        raise ValueError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: strategy=hierarchical updates the"
+            " model at every backward pass, on its group servers. Use larger batches (data.batch_size)."
+        )
+    if (name := getattr(precision, "precision", "32-true")) != "32-true":
+        raise ValueError(
+            f"trainer.precision={name}: group servers compute in float32, whatever trainers do. Use 32-true, and"
+            " strategy.compression=bf16 to send half the bytes."
+        )
+    if averaging := averaging_callbacks(trainer):
+        raise ValueError(
+            f"callback {type(averaging[0]).__name__} averages weights after each step, and with strategy=hierarchical"
+            " these are on group servers meanwhile. Leave it out, or use strategy=shadowsync."
+        )
+
+
+def refuse_optimizers(task: pl.LightningModule, optimizers: Sequence[Optimizer], *, cut: str | None) -> None:
+    """Refuse optimizers that group servers cannot share, and parameters that no part of the model has.
+
+    Raises:
+        ValueError: there is not one optimizer, or a parameter is outside the module that is cut.
+        TypeError: the optimizer has hooks before its step.
+    """
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"strategy=hierarchical trains with one optimizer, of which group servers each have a share, and"
+            f" configure_optimizers gives {len(optimizers)}."
+        )
+    (optimizer,) = optimizers
+    if optimizer._optimizer_step_pre_hooks:
+        raise TypeError(
+            "strategy=hierarchical trains the dense part on group servers, and hooks before the steps of"
+            f" {type(optimizer).__name__} (register_step_pre_hook, lightning_recsys.optim.swap) would find neither"
+            " gradients nor state. Leave them out, or use strategy=shadowsync."
+        )
+    module = cut_module(task, cut)
+    inside = {id(x) for x in module.parameters()}
+    trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    outside = [
+        name for name, x in task.named_parameters() if x.requires_grad and id(x) in trained and id(x) not in inside
+    ]
+    if outside:
+        raise ValueError(
+            f"strategy=hierarchical cuts {type(module).__name__} over group servers, and {outside[0]} is outside of"
+            " it, where each trainer would train its own. Put it into the model, or name with strategy.module the path"
+            " of a module that has all trained parameters ('' is the task itself)."
+        )

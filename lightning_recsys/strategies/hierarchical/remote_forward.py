@@ -1,0 +1,115 @@
+"""One net of a group: parts that a group server computes, as steps of autograd in a trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.optim import Optimizer
+
+from lightning_recsys.parameter_server.remote_parts import RemoteParts, TokenLostError
+from lightning_recsys.partition.parts import Part
+from lightning_recsys.stores.versions import StalenessHistogram
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+class Net:
+    """Computes parts on group servers, and has them trained.
+
+    Args:
+        servers: Of its group.
+        optimizer: The run's, with the present learning rate.
+        groups: For each part, which of the optimizer's groups are its own.
+
+    Attributes:
+        staleness: What each update of a part had missed of the updates of other nets.
+        lost: Backward passes that a group server could not make, for it was started anew meanwhile.
+    """
+
+    def __init__(
+        self, servers: Mapping[str, RemoteParts], optimizer: Optimizer, groups: Mapping[str, Sequence[int]]
+    ) -> None:
+        self.staleness = StalenessHistogram()
+        self.lost = 0
+        self._servers, self._optimizer, self._groups = servers, optimizer, groups
+        # Without an input that requires a gradient autograd would leave a part's backward pass out, though the part
+        # has parameters.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def run(self, part: Part, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """Compute a part: a :data:`~lightning_recsys.partition.parts.Runner`."""
+        if not torch.is_grad_enabled():
+            return tuple(
+                self._servers[part.device].forward(part.name, inputs, wanted=[False] * len(inputs), keep=False)[1]
+            )
+        outputs: tuple[Tensor, ...] = _RemotePart.apply(self, part, self._anchor, *inputs)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def forward(self, part: Part, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[int, list[Tensor]]:
+        """As :meth:`RemoteParts.forward`, for a backward pass to come."""
+        return self._servers[part.device].forward(part.name, inputs, wanted=wanted, keep=True)
+
+    def backward(self, part: Part, token: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """As :meth:`RemoteParts.backward`; a lost forward pass is counted, and gives no gradients."""
+        settings = [_numbers(self._optimizer.param_groups[number]) for number in self._groups[part.name]]
+        try:
+            found, staleness = self._servers[part.device].backward(part.name, token, grads, settings=settings)
+        except TokenLostError as error:
+            self.lost += 1
+            log.warning("A batch is lost for a part of the model, and for what lies before it: %s", error)
+            return [None] * len(part.inputs)
+        self.staleness.add(torch.tensor([[staleness, 1]]))
+        return found
+
+
+class _RemotePart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, net: Net, part: Part, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.net, ctx.part = net, part
+        ctx.token, outputs = net.forward(part, inputs, ctx.needs_input_grad[3:])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, *ctx.net.backward(ctx.part, ctx.token, grads)
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an optimizer's group that a schedule may move."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if isinstance(plain, int | float) and not isinstance(plain, bool):
+            found[name] = plain
+        elif isinstance(plain, tuple | list) and plain and all(isinstance(x, int | float) for x in plain):
+            found[name] = [float(x) for x in plain]
+    return found
+
+
+class CutForward:
+    """Stands in the place of a module's ``forward`` while group servers have its parameters.
+
+    Args:
+        module: Whose.
+        function: What is called instead.
+    """
+
+    def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
+        self._module, self._function = module, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module computes by itself."""
+        copied = memo.get(id(self._module), self._module)
+        return type(copied).forward.__get__(copied)

@@ -1,0 +1,145 @@
+"""Hierarchical Training with processes: as exact as one process where one net trains, and near it where many do."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import psutil
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+
+from lightning_recsys.callbacks import TelemetryMonitor
+from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.models import DLRM, DeepFM
+from lightning_recsys.strategies import HierarchicalStrategy
+from lightning_recsys.tasks import CTRTask
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(200),
+    # Lightning 2.6 on torch 2.13
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    # a run that goes on elsewhere, on purpose
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
+FIELDS = {"c0": 50, "c1": 30, "c2": 20}
+MODELS = {
+    "dlrm": partial(DLRM, 4, FIELDS, embedding_dim=8, bottom_hidden=(16,), top_hidden=(16,)),
+    "deepfm": partial(DeepFM, 4, FIELDS, embedding_dim=8, hidden=(16, 16)),
+}
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.05, fused=True)
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+def schedule(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.8)
+
+
+def make_task(model="dlrm", optimizer=ADAGRAD, **options):
+    torch.manual_seed(0)
+    return CTRTask(MODELS[model](), optimizer=optimizer, **options)
+
+
+def make_data(rows=512, batch_size=64):
+    sizes = {"train_rows": rows, "val_rows": 256, "test_rows": 64, "batch_size": batch_size}
+    return SyntheticDataModule(num_dense=4, cardinalities=tuple(FIELDS.values()), **sizes)
+
+
+def fit(task, data=None, *, strategy="auto", epochs=1, callbacks=(), ckpt_path=None):
+    pl.seed_everything(1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=1 if strategy == "auto" else "auto",
+        max_epochs=epochs,
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=any(isinstance(x, ModelCheckpoint) for x in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(task, data or make_data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def hierarchical(**options):
+    return HierarchicalStrategy(table_placement="size", **options)
+
+
+def assert_equal(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("dlrm", SGD), ("deepfm", ADAM)])
+def test_one_net_when_it_trains_then_all_parameters_and_metrics_are_those_of_one_process_bit_by_bit(model, optimizer):
+    task, reference = (make_task(model, optimizer, scheduler=schedule) for _ in range(2))
+    before = [x.clone() for x in task.parameters()]
+    trainer = fit(task, strategy=hierarchical(servers_per_group=2))
+    expected = fit(reference)
+    assert trainer.world_size == 1
+    assert not any(torch.equal(a, b) for a, b in zip(before, task.parameters(), strict=True) if a.numel() > 1)
+    assert_equal(task, reference)
+    assert trainer.callback_metrics["val/ne"] == expected.callback_metrics["val/ne"]
+
+
+def test_checkpoint_when_training_goes_on_in_another_layout_and_in_one_process_then_as_never_interrupted(tmp_path):
+    saving = ModelCheckpoint(tmp_path, filename="first")
+    fit(make_task(), strategy=hierarchical(servers_per_group=2), callbacks=[saving])
+    whole, elsewhere, alone = make_task(), make_task(), make_task()
+    fit(whole, epochs=2)
+    fit(elsewhere, strategy=hierarchical(), epochs=2, ckpt_path=saving.best_model_path)
+    fit(alone, epochs=2, ckpt_path=saving.best_model_path)
+    assert_equal(elsewhere, whole)
+    assert_equal(alone, whole)
+
+
+def test_two_groups_when_as_many_updates_as_one_process_made_then_near_it_with_the_staleness_of_their_nets(tmp_path):
+    data = partial(make_data, rows=4096)
+    expected = fit(make_task(), data()).callback_metrics["val/ne"]
+    saving, strategy = (
+        ModelCheckpoint(tmp_path, filename="first"),
+        partial(hierarchical, num_groups=2, nets_per_trainer=2),
+    )
+    trainer = fit(make_task(), data(), strategy=strategy(), epochs=1, callbacks=[TelemetryMonitor(), saving])
+    seen = trainer.callback_metrics
+    assert trainer.world_size == 4
+    assert 0 <= float(seen["staleness/group/mean"]) <= 1 * 2  # t trainers of r nets
+    # Two nets make each group's updates: half as many in an epoch as one process makes.
+    again = fit(make_task(), data(), strategy=strategy(), epochs=2, ckpt_path=saving.best_model_path).callback_metrics
+    assert float(again["val/ne"]) == pytest.approx(float(expected), rel=0.03)
+
+
+class KillsGroupServer(Callback):
+    """Kills a group server in the midst of training, once."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 0 and batch_idx == self.step:
+            path = trainer.strategy.endpoints["group"][0].removeprefix("ipc://")
+            for process in psutil.Process(os.getppid()).children():
+                if any(x.laddr == path for x in process.net_connections("unix")):
+                    process.send_signal(signal.SIGKILL)
+                    while psutil.pid_exists(process.pid) and process.status() != psutil.STATUS_ZOMBIE:
+                        time.sleep(0.01)
+                    return
+            raise AssertionError(f"nobody listens at {path}")
+
+
+def test_group_server_when_killed_between_two_batches_then_nothing_is_lost():
+    task, reference = make_task(), make_task()
+    trainer = fit(task, strategy=hierarchical(), callbacks=[KillsGroupServer(3)])
+    fit(reference)
+    assert trainer.global_step == 8
+    assert_equal(task, reference)

@@ -1,0 +1,237 @@
+"""Parts of a model in a group server's hands: pickled, mapped, trained, restored; and what cannot be trained so."""
+
+import copy
+import logging
+import stat
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.plugins.precision import MixedPrecision, Precision
+from torch import nn
+
+from lightning_recsys.optim import swap
+from lightning_recsys.parameter_server.handler import RequestHandler, Unfinished
+from lightning_recsys.parameter_server.wire import Limits, Request, decode_reply, encode_request
+from lightning_recsys.partition.parts import split
+from lightning_recsys.partition.tracing import trace
+from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.strategies import HierarchicalStrategy
+from lightning_recsys.strategies.hierarchical.group_parts import FILE, GroupMemory, GroupParts
+from lightning_recsys.strategies.hierarchical.group_server import GroupRequests
+from lightning_recsys.strategies.hierarchical.groups import Groups
+from lightning_recsys.strategies.hierarchical.leader import initial_replica
+from lightning_recsys.strategies.hierarchical.refusals import cut_module, refuse_optimizers, refuse_trainer
+from lightning_recsys.strategies.hierarchical.remote_forward import CutForward
+
+CLIENT = bytes(range(1, 17))
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bottom, self.norm, self.top = nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.top(self.norm(self.bottom(x)).relu()).squeeze(1)
+
+
+def group_parts(model, optimizer):
+    traced = trace(model, [X])
+    devices = {op.name: "server0" if op.owns_parameters else "trainer" for op in traced.operators.operators}
+    return GroupParts.of(split(traced, OperatorPlan(devices)).on("server0"), optimizer)
+
+
+@pytest.fixture
+def served(tmp_path):
+    model = Model()
+    parts = group_parts(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    parts.save(tmp_path)
+    handler = RequestHandler(tmp_path, offer=GroupRequests)
+    yield SimpleNamespace(model=model, parts=parts, handler=handler, folder=tmp_path)
+    handler.close()
+
+
+def ask(handler, operation, *arrays, **arguments):
+    request = Request(operation, 1, CLIENT, 0, "", arguments, list(arrays))
+    reply = handler.handle([bytearray(frame) for frame in encode_request(request)])
+    if isinstance(reply, Unfinished):
+        reply.future.exception(20)
+        reply = handler.finish(reply)
+    return decode_reply([bytearray(frame) for frame in reply], Limits())
+
+
+def train(handler, name, inputs, times=1):
+    for _ in range(times):
+        shapes = [list(x.shape) for x in inputs]
+        arguments = {"part": name, "keep": True, "wanted": [True] * len(inputs), "shapes": shapes}
+        reply = ask(handler, "forward", *(x.reshape(-1) for x in inputs), **arguments)
+        grads = [x.cos() for x in reply.arrays]
+        shapes = reply.value["shapes"]
+        assert ask(handler, "backward", *grads, token=reply.value["token"], settings=[{}], shapes=shapes).status == "ok"
+
+
+def model_of(served, handler):
+    """What the server has, in a model."""
+    layout = GroupMemory(served.parts)
+    size = ask(handler, "load_parts").value if not handler._offer.operators.parts else layout.num_bytes
+    return layout, layout.views(ask(handler, "read_memory", start=0, stop=size).arrays[0])
+
+
+def test_server_when_it_loads_parts_then_has_their_numbers_and_an_own_state_for_each_parameter(served):
+    _, views = model_of(served, served.handler)
+    assert torch.equal(views["replica"], initial_replica(served.parts))
+    assert torch.equal(views["buffer.norm.running_var"], torch.ones(5))
+    assert sorted(x for x in views if x.startswith("state.top")) == [
+        f"state.top.{parameter}.{name}"
+        for parameter in ("bias", "weight")
+        for name in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    copied = Model()
+    with torch.no_grad():
+        for x in copied.parameters():
+            x.zero_()
+    other = group_parts(copied, torch.optim.Adam(copied.parameters()))
+    GroupMemory(other).replica.assign(views["replica"])
+    assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), served.model.parameters(), strict=True))
+    assert stat.S_IMODE((served.folder / FILE).stat().st_mode) == 0o600
+
+
+def test_server_when_killed_and_started_again_then_goes_on_where_it_was_and_says_what_is_lost(served, caplog):
+    model_of(served, served.handler)
+    train(served.handler, "server0.0", [X], times=3)
+    _, views = model_of(served, served.handler)
+    before = {name: x.clone() for name, x in views.items()}
+    assert before["version.server0.0"] == 3
+    assert before["state.bottom.weight.step"] == 3
+    assert before["buffer.norm.num_batches_tracked"] == 3
+    assert not torch.equal(before["replica"], initial_replica(served.parts))
+    served.handler.journal.close()  # as after SIGKILL: nothing else is said to it
+    with caplog.at_level(logging.WARNING):
+        again = RequestHandler(served.folder, offer=GroupRequests)
+    assert "Batches whose backward passes" in caplog.text
+    assert "'server0.0': 3" in caplog.text
+    _, after = model_of(served, again)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    train(again, "server0.0", [X])
+    assert model_of(served, again)[1]["state.bottom.weight.step"] == 4
+    again.close()
+
+
+def test_server_when_the_same_is_trained_by_torch_then_equal(served):
+    model_of(served, served.handler)
+    train(served.handler, "server0.0", [X], times=4)
+    twin = Model().train()
+    optimizer = torch.optim.Adam(twin.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        out = twin.norm(twin.bottom(X))
+        out.backward(out.detach().cos())
+        optimizer.step()
+    layout, views = model_of(served, served.handler)
+    layout.replica.assign(views["replica"])
+    # The server's threads take denormal numbers as zero, and its parameters lie elsewhere in their cache lines.
+    torch.testing.assert_close(served.model.bottom.weight, twin.bottom.weight, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(served.model.norm.bias, twin.norm.bias, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(views["buffer.norm.running_mean"], twin.norm.running_mean, rtol=1e-6, atol=1e-7)
+
+
+def test_server_when_nothing_was_written_or_asked_for_wrongly_then_says_so(tmp_path):
+    handler = RequestHandler(tmp_path, offer=GroupRequests)
+    assert "has written parts" in ask(handler, "load_parts").value
+    assert ask(handler, "read_memory", start=0, stop=8).status == "refused"
+    assert "nothing to synchronise" in ask(handler, "begin_sync").value
+    assert ask(handler, "end_sync").status == "ok"
+    (tmp_path / "elsewhere").write_bytes(b"")
+    (tmp_path / FILE).symlink_to(tmp_path / "elsewhere")
+    assert "is a link" in ask(handler, "load_parts").value
+    handler.close()
+
+
+def test_optimizer_when_it_has_no_state_before_its_first_step_then_refused_by_name():
+    model = Model()
+    with pytest.raises(TypeError, match="strategy=hierarchical needs the state of SGD"):
+        group_parts(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5))
+
+
+def test_groups_when_over_nodes_then_servers_are_where_their_group_begins():
+    groups = Groups(num_groups=2, trainers_per_group=2, nets_per_trainer=3, servers_per_group=2, num_nodes=2)
+    assert (groups.world_size, groups.ranks_per_node, groups.leaders) == (12, 6, (0, 6))
+    assert [groups.node_of(group) for group in range(2)] == [0, 1]
+    with pytest.raises(ValueError, match="no multiple of the 2 nodes"):
+        Groups(num_groups=1, trainers_per_group=3, nets_per_trainer=2, servers_per_group=1, num_nodes=2)
+    with pytest.raises(ValueError, match=r"strategy.servers_per_group must be at least 1, got 0"):
+        HierarchicalStrategy(servers_per_group=0)
+    with pytest.raises(ValueError, match=r"strategy.servers=.* Leave strategy.servers out"):
+        HierarchicalStrategy(servers=["tcp://10.0.0.1:5790"])
+
+
+def test_cut_forward_when_the_module_is_copied_then_the_copy_computes_by_itself():
+    model = Model().eval()
+    model.forward = CutForward(model, lambda x: "elsewhere")
+    assert model(X) == "elsewhere"
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.top.bias += 1
+    del model.forward
+    assert torch.allclose(copied(X), model(X) + 1)
+
+
+class Task(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model, self.scale = Model(), nn.Parameter(torch.ones(1))
+
+
+def trainer_of(task, callbacks=(), **settings):
+    found = {"gradient_clip_val": None, "accumulate_grad_batches": 1, **settings}
+    return SimpleNamespace(lightning_module=task, callbacks=list(callbacks), **found)
+
+
+class TwoBatches(GradientAccumulationScheduler):
+    def __init__(self):
+        super().__init__({0: 2})
+
+
+class Manual(Task):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("trainer", "precision", "reason"),
+    [
+        (trainer_of(Manual()), Precision(), "automatic_optimization=False"),
+        (trainer_of(Task(), gradient_clip_val=1.0), Precision(), r"trainer.gradient_clip_val=1.0"),
+        (trainer_of(Task(), accumulate_grad_batches=4), Precision(), "accumulate_grad_batches=4"),
+        (trainer_of(Task(), [TwoBatches()]), Precision(), "updates the model at every backward pass"),
+        (trainer_of(Task()), MixedPrecision("bf16-mixed", "cpu"), "trainer.precision=bf16-mixed"),
+        (trainer_of(Task(), [StochasticWeightAveraging(1e-2)]), Precision(), "StochasticWeightAveraging averages"),
+    ],
+)
+def test_setting_when_it_needs_gradients_before_the_update_then_refused_by_name(trainer, precision, reason):
+    with pytest.raises(ValueError, match=reason):
+        refuse_trainer(trainer, precision)
+
+
+def test_optimizers_when_servers_cannot_share_them_then_refused_by_name():
+    task = Task()
+    own = torch.optim.SGD(task.model.parameters(), lr=0.1)
+    refuse_optimizers(task, [own], cut=None)
+    with pytest.raises(ValueError, match="configure_optimizers gives 2"):
+        refuse_optimizers(task, [own, own], cut=None)
+    with pytest.raises(ValueError, match="scale is outside"):
+        refuse_optimizers(task, [torch.optim.SGD(task.parameters(), lr=0.1)], cut=None)
+    refuse_optimizers(task, [torch.optim.SGD(task.parameters(), lr=0.1)], cut="")
+    swapped = swap(task.model.parameters(), partial(torch.optim.Adagrad, lr=0.1), period=10, discount=0.5)
+    with pytest.raises(TypeError, match="hooks before the steps of Adagrad"):
+        refuse_optimizers(task, [swapped], cut=None)
+    with pytest.raises(ValueError, match=r"strategy.module='tower': the task has no such module; it has \['model'\]"):
+        cut_module(task, "tower")
+    assert cut_module(task, None) is task.model
+    assert cut_module(task, "") is task
+    assert cut_module(task, "model.top") is task.model.top
