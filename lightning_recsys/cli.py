@@ -16,6 +16,7 @@ RECIPES = {
     "evaluate": "metrics of a checkpoint",
     "predict": "predictions of a checkpoint for rows without labels, to a file",
     "prepare": "guess the schema of your own data, or turn large logs into shards",
+    "new": "write a small project of your own: a model, configurations, a test",
     "benchmark": "measure speed",
     "simulate": "train as a cluster would, in virtual time",
 }

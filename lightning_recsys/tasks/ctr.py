@@ -40,6 +40,9 @@ class CTRTask(Task):
     A checkpoint holds no model class; hand in the model that it was trained with:
     ``CTRTask.load_from_checkpoint(path, model=model)``. The path may be that of a folder, here and in any trainer.
 
+    Raises:
+        ValueError: the model returns something else than a logit for each example.
+
     >>> from lightning_recsys.models import DLRM
     >>> task = CTRTask(DLRM(13, {"user": 1000, "movie": 500}, embedding_dim=8))
     >>> optimizer = task.configure_optimizers()
@@ -77,6 +80,12 @@ class CTRTask(Task):
 
     def _step(self, batch: Batch) -> StepOutput:
         logits_B: Tensor = self(batch)
+        if logits_B.shape != batch.labels.shape:
+            raise ValueError(
+                f"{type(self.model).__name__}.forward must return one logit for each example, of shape "
+                f"{list(batch.labels.shape)}, got {list(logits_B.shape)}."
+                + (" End it with .squeeze(1)." if logits_B.shape == (*batch.labels.shape, 1) else "")
+            )
         return {"loss": F.binary_cross_entropy_with_logits(logits_B, batch.labels), "logits": logits_B.detach()}
 
     def _evaluate(self, batch: Batch, metrics: nn.ModuleDict) -> StepOutput:

@@ -89,7 +89,7 @@ def build_task(config: Config, datamodule: Any) -> Task:
         ValueError: the model is for graphs and the data are none, or the other way round.
     """
     optim, arguments = config["optim"], datamodule.model_arguments
-    if not arguments.keys() <= inspect.signature(get_object(config["model"]["_target_"])).parameters.keys():
+    if "num_dense" not in arguments and not arguments.keys() <= _parameters(config["model"]):
         raise ValueError(f"model: {config['model']['_target_']} cannot be trained on a graph: use model=graphsage.")
     if "num_classes" not in arguments and "num_classes" in _required(config["model"]["_target_"]):
         raise ValueError(
@@ -99,15 +99,44 @@ def build_task(config: Config, datamodule: Any) -> Task:
     options = {"row_optimizer": build(optim["rows"]), **config["embeddings"]}
     if optim["first_order_rows"] is not None:
         options["first_order_optimizer"] = build(optim["first_order_rows"])
-    make_model = build(config["model"], partial=True)
+    model = build_model(config["model"], arguments, options)
     task: Task = build(config["task"], partial=True)(
-        make_model(**arguments, **options),
+        model,
         optimizer=build_dense_optimizer(optim["dense"]),
         scheduler=build(optim["scheduler"]) if optim["scheduler"] is not None else None,
         scheduler_config=optim["scheduler_config"],
         config=config,
     )
     return task
+
+
+def build_model(node: Config, arguments: Config, options: Config) -> nn.Module:
+    """The model, from its own arguments and those that data and embedding tables give it.
+
+    Raises:
+        TypeError: its signature is not that of a model here; the message names what is missing.
+    """
+    target = node["_target_"]
+    lacks = sorted(arguments.keys() - _parameters(node))
+    lacks += [name for name in options if not _takes(get_object(target), name)]
+    if lacks:
+        raise TypeError(
+            f"model: {target} takes no {', '.join(lacks)}. A model is made with num_dense and fields, which the data "
+            "know, and with the options of its embedding tables: end its __init__ with **options, and hand them on to "
+            "field_embeddings(fields, embedding_dim, **options) (docs/own_model.md)."
+        )
+    model: nn.Module = build(node, partial=True)(**arguments, **options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: {target} made {type(model).__name__}, which is no torch.nn.Module.")
+    if "num_dense" in arguments:
+        try:
+            inspect.signature(model.forward).bind(dense=None, sparse=None)
+        except TypeError as error:
+            raise TypeError(
+                f"model: {target}.forward has to take (dense, sparse), numeric features [B, num_dense] and "
+                f"SparseFeatures, and to return logits [B]: {error}."
+            ) from None
+    return model
 
 
 def build_dense_optimizer(node: Config) -> Any:
@@ -122,6 +151,10 @@ def build_dense_optimizer(node: Config) -> Any:
 def _required(target: str) -> set[str]:
     parameters = inspect.signature(get_object(target)).parameters.values()
     return {x.name for x in parameters if x.default is x.empty and x.kind is x.KEYWORD_ONLY}
+
+
+def _parameters(node: Config) -> set[str]:
+    return set(inspect.signature(get_object(node["_target_"])).parameters)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

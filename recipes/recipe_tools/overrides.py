@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -63,7 +66,8 @@ def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CO
                 overrides.append(parser.parse_override(argument))
             except HydraException:  # not in Hydra's grammar: its own message points at the character
                 continue
-    with initialize_config_dir(str(config_dir), version_base="1.3"):
+    own_dir, config_name = _own_configurations(arguments, config_name)
+    with _search_path(config_dir, own_dir):
         groups = GlobalHydra.instance().config_loader()
         messages, chosen, values = [], [], []
         for override in overrides:
@@ -79,9 +83,31 @@ def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CO
             config = compose(config_name, overrides=chosen, return_hydra_config=True)
         except HydraException:  # a group that this config does not choose from: Hydra's own message says so
             return messages
-        names = {*map(str, config), *groups_of(config_name, config_dir)} - {"hydra"}
+        named = config_name if (config_dir / f"{config_name}.yaml").is_file() else "train"
+        names = {*map(str, config), *groups_of(named, config_dir)} - {"hydra"}
     messages += [message for override in values if (message := _unknown_key(config, override, names))]
     return messages
+
+
+def _own_configurations(arguments: Sequence[str], config_name: str) -> tuple[str | None, str]:
+    """What ``--config-dir`` and ``--config-name`` say on a command line."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn", default=config_name)
+    given, _ = parser.parse_known_args(arguments)
+    return given.config_dir, given.config_name
+
+
+@contextmanager
+def _search_path(config_dir: Path, own_dir: str | None) -> Iterator[None]:
+    """Hydra with our folder of configurations and somebody's own, in the order of the command line."""
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
+        if own_dir is not None:
+            path = create_config_search_path(str(config_dir))
+            path.prepend("command-line", f"file://{Path(own_dir).absolute()}", anchor="schema")
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2("app", path)
+        yield
 
 
 def _choices(override: Override) -> list[str]:

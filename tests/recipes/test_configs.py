@@ -11,7 +11,15 @@ import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
 from recipe_helpers import CONF, plain, train_here
-from recipe_tools.build import build, build_all, build_callbacks, build_datamodule, build_task, build_trainer
+from recipe_tools.build import (
+    build,
+    build_all,
+    build_callbacks,
+    build_datamodule,
+    build_model,
+    build_task,
+    build_trainer,
+)
 from recipe_tools.config_types import check_types
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
@@ -218,6 +226,50 @@ def test_model_when_it_does_not_fit_the_data_then_says_so(model, data, message, 
     config = plain(composed("train", f"model={model}", f"data={data}"))
     with pytest.raises(ValueError, match=message):
         build_task(config, build_datamodule(config))
+
+
+class NoOptions(torch.nn.Module):
+    def __init__(self, num_dense, fields, *, hidden=8):
+        super().__init__()
+
+
+class NoFields(torch.nn.Module):
+    def __init__(self, num_dense, **options):
+        super().__init__()
+
+
+class OneInput(NoOptions):
+    def __init__(self, num_dense, fields, **options):
+        super().__init__(num_dense, fields)
+
+    def forward(self, features):
+        return features
+
+
+def no_module(num_dense, fields, **options):
+    return "model"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            "NoOptions",
+            r"NoOptions takes no row_optimizer, kernel, check_ids, pooling.*end its __init__ with \*\*options",
+        ),
+        ("NoFields", r"NoFields takes no fields\."),
+        (
+            "OneInput",
+            r"OneInput\.forward has to take \(dense, sparse\).*: missing a required argument: 'features'|unexpected",
+        ),
+        ("no_module", r"no_module made str, which is no torch\.nn\.Module"),
+    ],
+)
+def test_model_when_its_signature_is_wrong_then_what_is_missing_is_named(target, message, datamodule):
+    node = {"_target_": f"{__name__}.{target}"}
+    options = dict.fromkeys(["row_optimizer", "kernel", "check_ids", "pooling"])
+    with pytest.raises(TypeError, match=message):
+        build_model(node, datamodule.model_arguments, options)
 
 
 @pytest.mark.parametrize("name", leaves("experiment"))

@@ -43,10 +43,10 @@ def unpacked(tmp_path_factory) -> Path:
 def command(unpacked, tmp_path) -> Command:
     """``lightning-recsys`` of the wheel, in the test's folder."""
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, folder: Path = tmp_path) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
         line = [sys.executable, "-m", "lightning_recsys", *arguments]
-        return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
     return run
 
@@ -66,6 +66,49 @@ def test_train_from_the_wheel_then_runs_with_its_own_configuration(command, tmp_
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/metrics.json").read_text())["status"] == "completed"
     assert "AUC" in done.stdout
+
+
+STRATEGIES = ("single", "ddp", "shadowsync", "het", "async_ps", "des")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_new_project_then_trains_under_every_strategy_and_passes_its_own_test(command, tmp_path):
+    """Somebody's first hour: its model is in no library, and its configuration extends ours."""
+    done = command("new", "clickers")
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in (tmp_path / "clickers").rglob("*") if "my_project" in path.name]
+    again = command("new", "clickers")
+    assert (again.returncode, "clickers exists" in again.stderr) == (2, True)
+    project = tmp_path / "clickers"
+    # 200 rows each for two workers, or 100 for one: what the strategies make of it is their own tests' business
+    own = ("--config-dir=conf", "--config-name=clickers")
+    tiny = [x for x in TINY if x.startswith("data.")] + ["trainer=cpu", "callbacks/progress_bar=none", "logger=none"]
+    strategies = f"strategy={','.join(STRATEGIES)}"
+    done = command("train", *own, "-m", *tiny, "hydra.sweep.dir=out", strategies, folder=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(path.read_text()) for path in project.glob("out/*/metrics.json")]
+    assert sorted(x["config"]["name"].rpartition("-")[2] for x in records) == sorted(STRATEGIES)
+    assert {(x["status"], x["config"]["model"]["_target_"]) for x in records} == {
+        ("completed", "clickers.model.MyModel")
+    }
+    assert all(x["metrics"]["test/auc"] > 0 for x in records)
+    (checkpoint,) = project.glob("out/*single*/checkpoints/best.ckpt")
+    done = command("predict", f"checkpoint={checkpoint}", "out=p.csv", folder=project)
+    assert done.returncode == 0, done.stderr
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q"], cwd=project, capture_output=True, text=True, timeout=240
+    )
+    assert "1 passed" in tested.stdout, tested.stdout
+    done = command("train", *own, "model.hiden=3", folder=project)
+    assert "model.hiden: no such choice. Did you mean model.hidden?" in done.stderr
+
+
+def test_new_project_when_its_name_cannot_be_one_then_says_why(command):
+    done = command("new", "my-project")
+    assert (done.returncode, "cannot name a Python package" in done.stderr) == (2, True)
+    done = command("new", "json")
+    assert (done.returncode, "is the name of another module" in done.stderr) == (2, True)
 
 
 def test_help_from_the_wheel_then_names_commands_and_no_file_of_the_repository(command):

@@ -242,3 +242,14 @@ def test_gradient_clipping_when_asked_for_then_a_line_says_that_rows_are_left_al
     monkeypatch.setattr(base.log, "info", lambda message, *values: lines.append(message % values))
     make_trainer(tmp_path, gradient_clip_val=value).fit(make_task(), make_batches(1))
     assert [line.split(" clips")[0] for line in lines] == ([] if value is None else ["trainer.gradient_clip_val=0.5"])
+
+
+def test_model_when_it_returns_a_column_then_says_how_to_end_it():
+    class Column(nn.Linear):
+        def forward(self, dense, sparse):
+            return super().forward(dense)
+
+    with pytest.raises(
+        ValueError, match=r"Column\.forward must return one logit .* \[16\], got \[16, 1\]\. End it with"
+    ):
+        CTRTask(Column(NUM_DENSE, 1)).training_step(make_batches(1)[0], 0)
