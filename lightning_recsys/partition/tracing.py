@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from lightning_recsys.partition.fc_split import co_partition
 from lightning_recsys.partition.grouping import group_nodes, module_of
 from lightning_recsys.partition.lookups import is_lookup
 from lightning_recsys.partition.sampling import Sampled, count_flops, in_mode, run_sample
@@ -62,6 +63,7 @@ def trace(model: nn.Module, sample: Sequence[Any], *, whole: Sequence[str] = ())
         raise ValueError(f"the model has no modules {unknown} to keep whole.")
     fx_graph = _trace(model, whole)
     _check_mode(model, fx_graph, whole)
+    co_partition(model, fx_graph)
     sampled = run_sample(model, fx_graph, sample)
     nodes = group_nodes(model, fx_graph, tensors=sampled.tensors)
     return TracedModel(model, fx_graph, _operator_graph(model, fx_graph, nodes, sampled), nodes)

@@ -75,8 +75,9 @@ def tag(graph: OperatorGraph) -> dict[str, bool]:
 
     Those with parameters are, so that a group has these once; their backward passes are part of them. All others are
     cheap, and on trainers by these rules, applied until nothing changes: operators that look embeddings up; those that
-    read what trainers have, or what such an operator makes; those whose results trainers need. What is left stands
-    between operators with parameters alone, an activation between two layers, say, and stays with these.
+    read what trainers have, or what such an operator makes; those whose results trainers need; those that bring
+    together what several others make, the pieces of a layer, say. What is left stands between operators with parameters
+    alone, an activation between two layers, say, and stays with these.
     """
     on_server = {operator.name: not operator.trainer_only for operator in graph.operators}
     changed = True
@@ -94,10 +95,11 @@ def tag(graph: OperatorGraph) -> dict[str, bool]:
 
 
 def _touches_trainer(graph: OperatorGraph, operator: Operator, on_server: Mapping[str, bool]) -> bool:
-    sources = (graph.value_of[name].producer for name in operator.inputs)
+    sources = [graph.value_of[name].producer for name in operator.inputs]
     made = [value.name for value in graph.made_by[operator.name]]
     return (
-        any(source is None or not on_server[source] for source in sources)
+        len(set(sources)) > 1
+        or any(source is None or not on_server[source] for source in sources)
         or any(name in graph.results for name in made)
         or any(not on_server[reader] for name in made for reader in graph.readers[name])
     )

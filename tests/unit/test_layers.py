@@ -43,7 +43,7 @@ EDGES: dict[str, set[str]] = {
     "tasks": {"callbacks", "checkpoints", "data", "embeddings", "metrics"},
     "callbacks": {"data", "metrics", "renamed"},
     "models": {"embeddings", "optim", "partition"},
-    "partition": {"embeddings", "placement"},
+    "partition": {"embeddings", "errors", "placement"},
     "data": {"compiled", "embeddings", "metrics", "runtime"},
     "embeddings": {"compiled", "optim"},
     "optim": {"compiled", "renamed", "sync"},

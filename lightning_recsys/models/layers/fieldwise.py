@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ class FieldwiseLinear(FieldLayer):
     Weights start from N(0, 2 / (F D + N + H)) (Glorot over the whole layer, not over a block), the bias at 0.
     """
 
+    output_dims: Mapping[str, int] = MappingProxyType({"weight": 2, "dense_weight": 1, "bias": 0})
     dense_weight: nn.Parameter | None
 
     def __init__(self, num_dense: int, *, num_fields: int, embedding_dim: int, out_features: int) -> None:
