@@ -27,6 +27,7 @@ from lightning_recsys.data.preparation.progress import progress_bar
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.module import PreparedReader
 from lightning_recsys.data.raw import InputFile, TabularFormat
+from lightning_recsys.data.raw.checksums import check_md5
 from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.raw.table_reader import OnBadRow
 from lightning_recsys.data.tables.schema import Schema
@@ -57,6 +58,8 @@ class TabularDataModule(PreparedReader):
         batch_size: Rows per batch and rank.
         on_bad_row: ``error`` stops at the first row that does not fit the schema, and says where it is; ``skip`` leaves
             such rows out, counts them in :attr:`skipped_rows` and logs what was wrong.
+        checksums: MD5 sums by file name, as a publisher states them: a file of that name with another sum is refused
+            when it is prepared.
         cache: Folder for prepared rows; ``None`` for ``~/.cache/lightning_recsys`` (or below ``$XDG_CACHE_HOME``).
             Machines of one run may share it, and then prepare once; else each prepares into its own.
         cache_gigabytes: Once the folder takes more, rows that were not used for longest are removed from it.
@@ -79,6 +82,7 @@ class TabularDataModule(PreparedReader):
         root: str | Path | None = None,
         batch_size: int = 2048,
         on_bad_row: OnBadRow = "error",
+        checksums: Mapping[str, str] | None = None,
         cache: str | Path | None = None,
         cache_gigabytes: float = 50.0,
         shuffle_window: int = 1 << 20,
@@ -103,6 +107,7 @@ class TabularDataModule(PreparedReader):
         self._root = Path(root or "").expanduser().absolute()
         self.schema = TabularFormat(schema=schema, root=self._root).schema
         self._on_bad_row: OnBadRow = on_bad_row
+        self._checksums = dict(checksums or {})
         self.skipped_rows: dict[str, int] = {}
         self._encoding: Encoding | None = None  # that of a checkpoint, or what was learned, once it is asked for
         self._given = False  # whether it is that of a checkpoint: nothing is learned then
@@ -232,6 +237,8 @@ class TabularDataModule(PreparedReader):
                 raise ValueError(f"{', '.join(map(str, files))}: a file has changed while it was read. Start again.")
 
         def prepare(folder: Path) -> None:
+            for path in files:
+                check_md5(path, self._checksums)
             log.info("Preparing %s in %s", ", ".join(map(str, files)), folder)
             console = Console(stderr=True)
             with progress_bar(console, delay=_PATIENCE, transient=True) as show:
@@ -256,6 +263,8 @@ class TabularDataModule(PreparedReader):
             "files": before,
             "on_bad_row": self._on_bad_row,
         }
+        if self._checksums:
+            content["checksums"] = self._checksums
         root, lease = self._look_up(content, given, prepare)
         manifest = Manifest.load(root)
         if given is None:

@@ -16,6 +16,7 @@ from lightning_recsys.data.preparation import Preparation, split_by_schema, spli
 from lightning_recsys.data.preparation.progress import progress_bar
 from lightning_recsys.data.prepared import Manifest
 from lightning_recsys.data.raw import find_files
+from lightning_recsys.data.raw.checksums import check_md5
 from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.typed_yaml import load_yaml
 
@@ -27,6 +28,9 @@ def prepare_rows(config: Config) -> Manifest:
     out = Path(config["out"])
     raw_format = build(with_schema(config, out=out))
     files = raw_format.files("train") if config["raw"] is None else find_files(config["raw"])
+    evaluation = [config["split"][name] for name in ("validation", "test") if config["split"]["by"] == "file"]
+    for path in [*files, *(file for patterns in evaluation if patterns for file in find_files(patterns))]:
+        check_md5(path, config["checksums"] or {})
     with progress_bar(console()) as on_progress:
         preparation = Preparation(
             out,

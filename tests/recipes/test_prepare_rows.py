@@ -161,3 +161,45 @@ def test_cache_when_listed_and_cleared_then_says_what_is_in_it(tmp_path, capsys)
     gc.collect()
     show_cache([*cache, "--clear"])
     assert re.search(r"removed 1 entries, [\d,]+ bytes.*is empty", capsys.readouterr().out, re.DOTALL)
+
+
+def bars_folder(folder, header, line):
+    folder.mkdir()
+    for split, rows in {"train": 80, "valid": 30, "test": 20}.items():
+        (folder / f"{split}.csv").write_text("".join(f"{x}\n" for x in [header, *(line() for _ in range(rows))]))
+    return folder
+
+
+CRITEO_HEADER = ",".join(["Label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))])
+AVAZU_HEADER = (
+    "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"
+    "device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21"
+)
+
+
+@pytest.mark.parametrize("name", ["criteo_x4", "avazu_x4"])
+def test_published_splits_when_prepared_then_each_file_is_a_split_and_other_files_are_refused(name, composed, tmp_path):
+    rng = random.Random(0)
+    lines = {
+        "criteo_x4": lambda: criteo_line(rng).replace("\t", ","),
+        "avazu_x4": lambda: f"{rng.randrange(10**6)},{rng.randrange(2)},141021{rng.randrange(24):02}" + ",ab12" * 21,
+    }
+    headers = {"criteo_x4": CRITEO_HEADER, "avazu_x4": AVAZU_HEADER}
+    folder = bars_folder(tmp_path / "raw", headers[name], lines[name])
+    overrides = [f"data={name}", f"folder={folder}", f"out={tmp_path / 'rows'}"]
+
+    def prepared(*more):
+        config = composed("rows", *overrides, *more, folder="conf/prepare")
+        return prepare_rows(OmegaConf.to_container(config, resolve=True))
+
+    with pytest.raises(ValueError, match=r"train\.csv is not the published file"):
+        prepared()
+    manifest = prepared("checksums=null", "preprocessing.min_count=1")
+    assert {split: sum(x.rows for x in shards) for split, shards in manifest.splits.items()} == {
+        "train": 80,
+        "validation": 30,
+        "test": 20,
+    }
+    (folder / "train.csv").write_text("Label,I1\n")
+    with pytest.raises(ValueError, match="the header must be"):
+        prepared("checksums=null", f"out={tmp_path / 'other'}")

@@ -13,7 +13,11 @@ class CriteoFormat(RawFormat):
     r"""Tab-separated lines without a header: label, 13 integers, 26 hexadecimal numbers.
 
     All but the label may be empty. There is no time in the rows; those of the Kaggle file are in order of time, and
-    each file of the terabyte set is a day.
+    each file of the terabyte set is a day. Other editions part columns by commas, below a header.
+
+    Args:
+        separator: Between the columns.
+        header: Whether files start with a line of column names, ``Label,I1,...,C26``.
 
     >>> rows = CriteoFormat().parse(b"1" + b"\t5" * 13 + b"\t68fd1e64" * 26 + b"\n")
     >>> rows.labels_N.tolist(), rows.dense_IN.shape, rows.categories["C1"].to_pylist()
@@ -21,13 +25,28 @@ class CriteoFormat(RawFormat):
     """
 
     name = "criteo"
+
+    def __init__(self, *, separator: str = "\t", header: bool = False) -> None:
+        self._separator, self.header = separator, header
+
+    def options(self) -> dict[str, object]:
+        """See the base class."""
+        plain = self._separator == "\t" and not self.header
+        return super().options() | ({} if plain else {"separator": self._separator, "header": self.header})
+
+    def check_header(self, line: bytes) -> None:
+        """See the base class."""
+        expected = self._separator.join(("Label", *self.dense, *self.categories))
+        if (found := line.decode("utf-8", "backslashreplace")) != expected:
+            raise ValueError(f"the header must be {expected}, got {found[:200]}.")
+
     dense = tuple(f"I{i}" for i in range(1, 14))
     categories = tuple(f"C{i}" for i in range(1, 27))
     number_base = dict.fromkeys(categories, 16)
 
     def parse(self, block: bytes) -> RawColumns:
         """The rows of a block of whole lines."""
-        columns, lines, bad = split_columns(block, ("label", *self.dense, *self.categories), separator="\t")
+        columns, lines, bad = split_columns(block, ("label", *self.dense, *self.categories), separator=self._separator)
         checks = Checks(lines, bad)
         labels, wrong = parse_labels(columns[0])
         checks.refuse(wrong, "label", columns[0], "must be 0 or 1")

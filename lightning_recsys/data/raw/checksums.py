@@ -1,0 +1,29 @@
+"""Whether files are those that somebody has published."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def check_md5(path: Path, checksums: Mapping[str, str]) -> None:
+    """Compare a file with the MD5 sum that is given for its name; nothing happens where none is.
+
+    Args:
+        path: The file.
+        checksums: MD5 sum by file name, in hexadecimal.
+
+    Raises:
+        ValueError: the file has another one.
+    """
+    expected = checksums.get(path.name)
+    if expected is None:
+        return
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if found != expected.lower():
+        raise ValueError(
+            f"{path} is not the published file: its MD5 sum is {found}, not {expected}. Fetch it again; for a file that"
+            " you changed on purpose, set the checksums to null (data.checksums in train, checksums in prepare)."
+        )
