@@ -1,7 +1,8 @@
 """From training to serving: versions of a model, published while it is trained, and opened to answer requests."""
 
+from lightning_recsys.serving.export import export_model
 from lightning_recsys.serving.manifest import Manifest
 from lightning_recsys.serving.publisher import ModelPublisher
 from lightning_recsys.serving.reader import ModelReader, Prediction, PublishedModel
 
-__all__ = ["Manifest", "ModelPublisher", "ModelReader", "Prediction", "PublishedModel"]
+__all__ = ["Manifest", "ModelPublisher", "ModelReader", "Prediction", "PublishedModel", "export_model"]

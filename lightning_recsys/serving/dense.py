@@ -48,7 +48,7 @@ class DensePart(nn.Module):
         model: ``forward(dense, sparse) -> logits``; it gives what it gets as ``sparse`` to its collections only.
 
     Attributes:
-        collections: Paths of the collections, with the features and the width of each.
+        tables: The tables of each collection, by its path.
 
     Raises:
         ValueError: the model has no collection.
@@ -62,7 +62,7 @@ class DensePart(nn.Module):
                 f"{type(model).__name__} has no EmbeddingBagCollection, and it is rows that are published apart from"
                 " the dense part: build its tables with lightning_recsys.embeddings."
             )
-        self.collections = {path: (len(x.feature_names), x.embedding_dim) for path, x in found.items()}
+        self.tables = {path: x.tables for path, x in found.items()}
         stubs: dict[int, Any] = {id(x): _Pooled(path) for path, x in found.items()}
         self.model = copy.deepcopy(model, stubs).eval().cpu()
         for module in self.model.modules():
@@ -73,6 +73,12 @@ class DensePart(nn.Module):
         """Logits ``[B]``."""
         logits: Tensor = self.model(dense, pooled)
         return logits.float()
+
+    @property
+    def features(self) -> dict[str, int]:
+        """Every feature, with how many ids it has."""
+        tables = [table for some in self.tables.values() for table in some]
+        return {name: table.num_embeddings for table in tables for name in table.feature_names}
 
     @property
     def names(self) -> list[str]:
@@ -139,7 +145,10 @@ def with_weights(program: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module
 def _export(part: DensePart, num_dense: int, target: Path) -> None:
     batch = torch.export.Dim("batch")
     dense = torch.randn(_EXAMPLES, num_dense)
-    pooled = {path: torch.randn(_EXAMPLES, *shape) for path, shape in part.collections.items()}
+    pooled = {
+        path: torch.randn(_EXAMPLES, sum(len(x.feature_names) for x in tables), tables[0].embedding_dim)
+        for path, tables in part.tables.items()
+    }
     shapes: Any = ({0: batch}, {path: {0: batch} for path in pooled})
     with torch.no_grad():
         program = torch.export.export(part, (dense, pooled), dynamic_shapes=shapes, strict=False)

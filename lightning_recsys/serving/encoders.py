@@ -46,6 +46,10 @@ class RequestEncoder(ABC):
         """
 
     @abstractmethod
+    def example(self) -> dict[str, Any]:
+        """A row that can be encoded."""
+
+    @abstractmethod
     def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What is plain, and what are tensors; :func:`encoder_from` takes both."""
 
@@ -120,6 +124,14 @@ class SchemaEncoder(RequestEncoder):
         except (pa.ArrowException, TypeError, OverflowError) as error:
             raise ValueError(f"{name!r} has values that do not go together ({error!s:.120}).") from error
 
+    def example(self) -> dict[str, Any]:  # noqa: D102 - inherited
+        row: dict[str, Any] = dict.fromkeys(self._schema.dense, 0.0)
+        for name in embedded(self._schema):
+            known = self._encoding.vocabularies.get(name)
+            value = known[0].as_py() if known is not None and len(known) else None
+            row[name] = [value] if value is not None and name in self._schema.multi_valued else value
+        return row
+
     def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:  # noqa: D102 - inherited
         state = self._encoding.state_dict()
         tensors = {
@@ -179,6 +191,9 @@ class IdEncoder(RequestEncoder):
         lists = None if all(length == 1 for length in lengths) else torch.tensor(lengths)
         sparse = SparseFeatures(tuple(self._features), torch.tensor(values, dtype=torch.int64), lists)
         return torch.tensor(dense, dtype=torch.float32).reshape(len(rows), self._num_dense), sparse
+
+    def example(self) -> dict[str, Any]:  # noqa: D102 - inherited
+        return {DENSE: [0.0] * self._num_dense, **dict.fromkeys(self._features, 0)}
 
     def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:  # noqa: D102 - inherited
         return {"kind": "ids", "features": self._features, "num_dense": self._num_dense}, {}

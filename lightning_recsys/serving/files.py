@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.serving.manifest import (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor, nn
 
 from lightning_recsys.callbacks import LeanCallback
@@ -21,10 +22,14 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.files import VersionFolder
-from lightning_recsys.serving.snapshots import backend_of, snapshot_of
+from lightning_recsys.serving.snapshots import Backend, CopiedTables, backend_of, snapshot_of
 from lightning_recsys.serving.writer import Cut, Skeleton, VersionWriter
 
 DEFAULT_SECONDS = 60.0
+_AGREE_BATCHES = 16  # between two looks at rank 0's clock, where all processes publish together
+
+_Gathered = tuple[Mapping[str, Tensor], Mapping[str, Backend]]
+"""The dense part, and where the rows of each collection are."""
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
@@ -83,6 +88,7 @@ class ModelPublisher(LeanCallback):
         self._work: _Work | None = None  # of rank 0, while it trains
         self._due = 0  # the step, or the multiple of `every_seconds`, of the latest version
         self._model: nn.Module | None = None
+        self._names: list[str] = []  # of the dense part's tensors
         self.on_train_batch_end: Any = None  # Lightning passes over it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,6 +126,7 @@ class ModelPublisher(LeanCallback):
         if trainer.is_global_zero:
             if self._part is None:  # made in configure_model
                 self._part = DensePart(model)
+            self._names = self._part.names
             self._work = _Work(self, self._part)
         self.on_train_batch_end = self._after_batch
 
@@ -137,19 +144,34 @@ class ModelPublisher(LeanCallback):
         if work is not None:
             self._examples += len(batch) * _workers(trainer)
             if not work.is_prepared:
-                work.prepare(trainer, _collections(pl_module.get_submodule(self.module)), batch)
-            if work.is_busy:
+                work.prepare(trainer, self._collections(), batch)
+            if work.is_busy and not self._is_cut:
                 return
-        if (now := self._now(trainer)) != self._due:
+        now = self._now(trainer)
+        if self._is_cut and (now != self._due if self.every_n_steps else batch_idx % _AGREE_BATCHES == 0):
+            now = trainer.strategy.broadcast(self._due if work is not None and work.is_busy else now)
+        elif self._is_cut:
+            return
+        if now != self._due:
             self._due = now
             self._publish(trainer, batch_idx)
+
+    def _collections(self) -> dict[str, EmbeddingBagCollection]:
+        assert self._model is not None
+        return {path: x for path, x in self._model.named_modules() if isinstance(x, EmbeddingBagCollection)}
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether each process has some of the tables: then all of them publish together, at the same step."""
+        return any(x.whole_tables is not None for x in self._collections().values())
 
     def _publish(self, trainer: pl.Trainer, batch_idx: int | None) -> None:
         """Let the stores have every update of this worker; on rank 0, let a version be written."""
         assert self._model is not None
-        collections = _collections(self._model)
+        collections = self._collections()
         for collection in collections.values():
             collection.flush()
+        gathered = self._gather(trainer, collections) if self._is_cut else None
         if self._work is not None:
             position = {
                 "epoch": trainer.current_epoch,
@@ -157,7 +179,25 @@ class ModelPublisher(LeanCallback):
                 "batch_idx": batch_idx,
                 "examples": self._examples,
             }
-            self._work.submit(self._model, collections, position)
+            self._work.submit(self._model, collections, position, gathered)
+
+    def _gather(self, trainer: pl.Trainer, collections: Mapping[str, EmbeddingBagCollection]) -> _Gathered | None:
+        """The whole model on rank 0, where each process has a part: all stand still for it, as for a checkpoint.
+
+        Communication: the rows of all tables go to rank 0.
+        """
+        own = {
+            path: ({t.name: backend_of(x).read(t.name, "weight").cpu() for t in x.tables}, backend_of(x).step)
+            for path, x in collections.items()
+        }
+        everybody: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+        torch.distributed.gather_object(own, everybody)
+        state = trainer.strategy.lightning_module_state_dict()
+        if everybody is None:
+            return None
+        rows = {path: {k: v.clone() for part in everybody for k, v in part[path][0].items()} for path in own}
+        dense = {name: state[f"{self.module}.{name}"].detach().cpu().clone() for name in self._names}
+        return dense, {path: CopiedTables(rows[path], step) for path, (_, step) in own.items()}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Publish the trained model, and wait for it."""
@@ -229,13 +269,12 @@ class _Work:
                 f" has; got {type(batch).__name__}."
             )
         self.is_prepared = True
-        datamodule, keys, num_dense = getattr(trainer, "datamodule", None), tuple(sparse.keys), dense.shape[1]
+        datamodule, num_dense = getattr(trainer, "datamodule", None), dense.shape[1]
 
         def make() -> None:
             export_apart(self._part, num_dense, self._program)
-            sizes = {name: size for x in collections.values() for name, size in _features(x).items()}
-            encoder = encoder_of(datamodule, {key: sizes[key] for key in keys if key in sizes}, num_dense)
-            tables = {path: snapshot_of(x) for path, x in collections.items()}
+            encoder = encoder_of(datamodule, self._part.features, num_dense)
+            tables = {path: snapshot_of(configs, collections[path]) for path, configs in self._part.tables.items()}
             self._skeleton = Skeleton(self._program, encoder, num_dense, tables)
 
         self._tasks.put(make)
@@ -253,10 +292,19 @@ class _Work:
         return self._tasks.unfinished_tasks > 0
 
     def submit(
-        self, model: nn.Module, collections: Mapping[str, EmbeddingBagCollection], position: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        collections: Mapping[str, EmbeddingBagCollection],
+        position: Mapping[str, Any],
+        gathered: _Gathered | None,
     ) -> None:
-        """Copy the dense part, and let the thread do the rest."""
+        """Copy the dense part, unless all was copied already, and let the thread do the rest."""
         taken = time.time()
+        lag = {path: getattr(x.embedding_bags, "staleness", 0) for path, x in collections.items()}
+        dense, backends = (self._copy(model), _backends(collections)) if gathered is None else gathered
+        self._tasks.put(partial(self._write, Cut(dense, position, taken, backends, lag)))
+
+    def _copy(self, model: nn.Module) -> dict[str, Tensor]:
         named = dict(model.named_parameters()) | dict(model.named_buffers())
         lacking = [name for name in self._part.names if name not in named]
         if lacking:
@@ -265,10 +313,7 @@ class _Work:
                 " nn.Embedding on servers (strategy.min_rows, strategy.embeddings). Rows that are published apart from"
                 " the dense part belong in an EmbeddingBagCollection."
             )
-        dense = {name: named[name].detach().to("cpu", copy=True) for name in self._part.names}
-        backends = {path: backend_of(x) for path, x in collections.items()}
-        lag = {path: getattr(backend, "staleness", 0) for path, backend in backends.items()}
-        self._tasks.put(partial(self._write, Cut(dense, position, taken, backends, lag)))
+        return {name: named[name].detach().to("cpu", copy=True) for name in self._part.names}
 
     def wait(self) -> None:
         """Return when every version that was submitted is written."""
@@ -300,12 +345,8 @@ class _Work:
         log.info("Published version %d (%s, %d bytes) in %.1f s.", manifest.version, manifest.kind, size, seconds)
 
 
-def _collections(model: nn.Module) -> dict[str, EmbeddingBagCollection]:
-    return {path: x for path, x in model.named_modules() if isinstance(x, EmbeddingBagCollection)}
-
-
-def _features(collection: EmbeddingBagCollection) -> dict[str, int]:
-    return {name: table.num_embeddings for table in collection.tables for name in table.feature_names}
+def _backends(collections: Mapping[str, EmbeddingBagCollection]) -> dict[str, Backend]:
+    return {path: backend_of(x) for path, x in collections.items()}
 
 
 def _workers(trainer: pl.Trainer) -> int:

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,19 +178,27 @@ class ModelReader:
                     return True
         return False
 
-    def follow(self, seconds: float = 1.0) -> None:
-        """Look for a new version every so many seconds from now on, until :meth:`close`. Errors are logged."""
+    def follow(self, seconds: float = 1.0, *, tell: Callable[[PublishedModel], None] = lambda model: None) -> None:
+        """Look for a new version every so many seconds from now on, until :meth:`close`. Errors are logged.
+
+        Args:
+            seconds: Between two looks.
+            tell: Is called with the version that is open, and with each that takes its place.
+        """
         if self._thread is None:
             self._ended.clear()
-            self._thread = threading.Thread(target=self._follow, args=(seconds,), name="model-reader", daemon=True)
+            arguments = (seconds, tell)
+            self._thread = threading.Thread(target=self._follow, args=arguments, name="model-reader", daemon=True)
             self._thread.start()
 
-    def _follow(self, seconds: float) -> None:
+    def _follow(self, seconds: float, tell: Callable[[PublishedModel], None]) -> None:
         told: str | None = None
+        tell(self.model)
         while not self._ended.wait(seconds):
             try:
                 if self.refresh():
                     log.info("serving version %d of %s", self.version, self.folder.url)
+                    tell(self.model)
                 told = None
             except Exception as error:  # the next version may be whole again
                 if str(error) != told:

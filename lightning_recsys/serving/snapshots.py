@@ -10,8 +10,8 @@ is found again by the next version.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.digests import digest_rows
 
 _LOOKS = 3  # at a row that moves while it is copied
+
+Backend: TypeAlias = "TableBackend | CopiedTables"
 
 Rows = tuple[Tensor | None, Tensor]
 """Ids, or ``None`` where row ``i`` is that of id ``i``; and rows."""
@@ -48,11 +50,11 @@ class TableSnapshot(ABC):
         self.moving = 0
 
     @abstractmethod
-    def all_rows(self, backend: TableBackend) -> Iterator[Rows]:
+    def all_rows(self, backend: Backend) -> Iterator[Rows]:
         """Every row, in blocks."""
 
     @abstractmethod
-    def changed_rows(self, backend: TableBackend) -> Iterator[Rows]:
+    def changed_rows(self, backend: Backend) -> Iterator[Rows]:
         """The rows that are not as they were published, in blocks, with their ids."""
 
     @abstractmethod
@@ -71,14 +73,14 @@ class WholeTable(TableSnapshot):
         super().__init__(config)
         self._published_N = torch.zeros(config.num_embeddings, dtype=torch.int64)  # digests
 
-    def all_rows(self, backend: TableBackend) -> Iterator[Rows]:  # noqa: D102 - inherited
+    def all_rows(self, backend: Backend) -> Iterator[Rows]:  # noqa: D102 - inherited
         self.moving = 0
         for first, count in self._blocks():
             rows_UD = _read(backend, self.config.name, first, count)
             self._published_N[first : first + count] = digest_rows(rows_UD)
             yield None, rows_UD
 
-    def changed_rows(self, backend: TableBackend) -> Iterator[Rows]:  # noqa: D102 - inherited
+    def changed_rows(self, backend: Backend) -> Iterator[Rows]:  # noqa: D102 - inherited
         self.moving = 0
         for first, count in self._blocks():
             now_U = _digests(backend, self.config.name, first, count)
@@ -88,7 +90,7 @@ class WholeTable(TableSnapshot):
                 self._published_N[ids_U] = digests_U
                 yield ids_U, rows_UD
 
-    def _copy(self, backend: TableBackend, ids_U: Tensor) -> tuple[Tensor, Tensor]:
+    def _copy(self, backend: Backend, ids_U: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of rows and their digests; of a row that moves meanwhile the latest copy.
 
         In shared memory a copy may be half of one update and half of the next, as every lookup may.
@@ -128,12 +130,12 @@ class GrowingTable(TableSnapshot):
         self._digests_N = torch.empty(0, dtype=torch.int64)
         self._gone = self._ids_N
 
-    def all_rows(self, backend: TableBackend) -> Iterator[Rows]:  # noqa: D102 - inherited
+    def all_rows(self, backend: Backend) -> Iterator[Rows]:  # noqa: D102 - inherited
         ids_N = _dynamic(backend).live_ids()[self.config.name]
         self._ids_N, self._digests_N = ids_N, torch.zeros_like(ids_N)
         yield from self._copy(backend, torch.arange(ids_N.numel()))
 
-    def changed_rows(self, backend: TableBackend) -> Iterator[Rows]:  # noqa: D102 - inherited
+    def changed_rows(self, backend: Backend) -> Iterator[Rows]:  # noqa: D102 - inherited
         tables = _dynamic(backend)
         ids_N = tables.live_ids()[self.config.name]
         now_N = tables.digests(self.config.name, ids_N)
@@ -145,7 +147,7 @@ class GrowingTable(TableSnapshot):
         self._ids_N, self._digests_N = ids_N, before_N
         yield from self._copy(backend, changed)
 
-    def _copy(self, backend: TableBackend, places: Tensor) -> Iterator[Rows]:
+    def _copy(self, backend: Backend, places: Tensor) -> Iterator[Rows]:
         for some in torch.split(places, block_rows(self.config.embedding_dim)):
             if some.numel():
                 ids_U = self._ids_N[some]
@@ -160,18 +162,22 @@ class GrowingTable(TableSnapshot):
         return self._gone
 
 
-def snapshot_of(collection: EmbeddingBagCollection) -> list[TableSnapshot]:
-    """What was published of a collection's tables: nothing yet."""
+def snapshot_of(tables: Sequence[EmbeddingBagConfig], collection: EmbeddingBagCollection) -> list[TableSnapshot]:
+    """What was published of a collection's tables: nothing yet.
+
+    Args:
+        tables: All of them, those included that other processes have.
+        collection: In training.
+    """
     backend = backend_of(collection)
-    tables: list[TableSnapshot] = []
     dynamic = backend.dynamic if isinstance(backend, StoreBackend) else None
-    for config in collection.tables:
-        if dynamic is None:
-            tables.append(WholeTable(config))
-        else:
-            seed, first_key, key_step = dynamic.drawing(config.name)
-            tables.append(GrowingTable(config, Drawing(seed, first_key % 2**64, key_step)))
-    return tables
+    if dynamic is None:
+        return [WholeTable(config) for config in tables]
+    rules = [dynamic.drawing(config.name) for config in tables]
+    return [
+        GrowingTable(config, Drawing(seed, first_key % 2**64, key_step))
+        for config, (seed, first_key, key_step) in zip(tables, rules, strict=True)
+    ]
 
 
 def backend_of(collection: EmbeddingBagCollection) -> TableBackend:
@@ -181,31 +187,49 @@ def backend_of(collection: EmbeddingBagCollection) -> TableBackend:
         ValueError: there are none.
     """
     backend = collection.embedding_bags
-    if not isinstance(backend, TableBackend) or backend.is_meta:
+    is_cut = collection.whole_tables is not None
+    if not isinstance(backend, TableBackend) or backend.is_meta or (is_cut and isinstance(backend, StoreBackend)):
         names = [table.name for table in collection.tables]
-        raise ValueError(f"the tables {names} have no rows that could be published (device='meta').")
+        why = "they are dynamic, and of each process its own" if is_cut else "device='meta'"
+        raise ValueError(f"the tables {names} have no rows that could be published ({why}).")
     return backend
 
 
-def _dynamic(backend: TableBackend) -> Any:
+class CopiedTables:
+    """Tables whose rows were copied from several processes at one moment: what a snapshot asks of a backend.
+
+    Args:
+        rows: Of each table, float32 ``[N, D]``.
+        step: Updates that the tables have seen.
+    """
+
+    def __init__(self, rows: Mapping[str, Tensor], step: int) -> None:
+        self._rows, self.step = rows, step
+
+    def read(self, table: str, name: str) -> Tensor:
+        """The rows of a table."""
+        return self._rows[table]
+
+
+def _dynamic(backend: Backend) -> Any:
     assert isinstance(backend, StoreBackend)
     assert backend.dynamic is not None
     return backend.dynamic
 
 
-def _read(backend: TableBackend, table: str, first: int, count: int) -> Tensor:
+def _read(backend: Backend, table: str, first: int, count: int) -> Tensor:
     if isinstance(backend, StoreBackend):
         return backend.read_rows(table, "weight", first, count)
     return backend.read(table, "weight")[first : first + count].detach().to("cpu", copy=True)
 
 
-def _digests(backend: TableBackend, table: str, first: int, count: int) -> Tensor:
+def _digests(backend: Backend, table: str, first: int, count: int) -> Tensor:
     if isinstance(backend, StoreBackend):
         return backend.digests(table, first, count)
     return digest_rows(backend.read(table, "weight")[first : first + count].detach().cpu())
 
 
-def _lookup(backend: TableBackend, table: str, ids_U: Tensor) -> Tensor:
+def _lookup(backend: Backend, table: str, ids_U: Tensor) -> Tensor:
     if isinstance(backend, StoreBackend):
         return backend.lookup_ids(table, ids_U)
     rows = backend.read(table, "weight").detach()

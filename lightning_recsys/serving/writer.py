@@ -22,14 +22,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_recsys.embeddings import TableBackend
 from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.serving.encoders import RequestEncoder
 from lightning_recsys.serving.files import DigestedFile, VersionFolder, digest_file, write_file
 from lightning_recsys.serving.manifest import MANIFEST, Collection, FileEntry, Link, Manifest, TableRows, digest_of
 from lightning_recsys.serving.reader import DENSE, ENCODER, ENCODER_TENSORS, PROGRAM, open_rows
 from lightning_recsys.serving.row_files import RowWriter, block_rows, write_ids
-from lightning_recsys.serving.snapshots import Rows, TableSnapshot
+from lightning_recsys.serving.snapshots import Backend, Rows, TableSnapshot
 from lightning_recsys.serving.tables import PublishedRows
 from lightning_recsys.stores.backend import StoreBackend
 
@@ -67,7 +66,7 @@ class Cut:
     dense: Mapping[str, Tensor]
     position: Mapping[str, Any]
     taken: float
-    backends: Mapping[str, TableBackend]
+    backends: Mapping[str, Backend]
     lag: Mapping[str, int | None]
 
 
@@ -206,9 +205,7 @@ class _Clock:
         self._parts: dict[str, Any] = {}
 
     @contextmanager
-    def reading(
-        self, path: str, backend: TableBackend, tables: Sequence[TableSnapshot], lag: int | None
-    ) -> Iterator[None]:
+    def reading(self, path: str, backend: Backend, tables: Sequence[TableSnapshot], lag: int | None) -> Iterator[None]:
         """The tables of a collection are read meanwhile."""
         first, began = _steps(backend), time.time()
         yield
@@ -229,7 +226,7 @@ class _Clock:
         return {"apart": apart, "collections": self._parts}
 
 
-def _steps(backend: TableBackend) -> list[int]:
+def _steps(backend: Backend) -> list[int]:
     """The updates that each server of a collection has seen."""
     return [store.step for store in backend.stores] if isinstance(backend, StoreBackend) else [backend.step]
 
@@ -263,7 +260,7 @@ def _write_table(
     files: dict[str, FileEntry],
     name: str,
     table: TableSnapshot,
-    backend: TableBackend,
+    backend: Backend,
     is_base: bool,
 ) -> TableRows:
     """Write the rows of a table that a version has: all of them, or those that changed."""

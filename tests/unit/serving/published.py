@@ -76,7 +76,7 @@ class Trained:
         self.folder = VersionFolder(url)
         self.writer = VersionWriter(self.folder, **options)
         encoder = IdEncoder(dict.fromkeys(FEATURES, 50), 2)
-        self.skeleton = Skeleton(program, encoder, 2, {"embeddings": snapshot_of(self.model.embeddings)})
+        self.skeleton = Skeleton(program, encoder, 2, {"embeddings": snapshot_of(tables, self.model.embeddings)})
 
     def train(self, ids, lr=0.5):
         """One update of the rows of some ids, the same for all three features."""

@@ -1,0 +1,54 @@
+"""Publishes a model that is not trained any more."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.serving.dense import DensePart, export_apart
+from lightning_recsys.serving.encoders import encoder_of
+from lightning_recsys.serving.files import VersionFolder
+from lightning_recsys.serving.manifest import Manifest
+from lightning_recsys.serving.snapshots import backend_of, snapshot_of
+from lightning_recsys.serving.writer import Cut, Skeleton, VersionWriter
+
+
+def export_model(
+    model: nn.Module,
+    url: str | Path,
+    *,
+    num_dense: int,
+    datamodule: object = None,
+    position: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Publish a model as a base.
+
+    Args:
+        model: ``forward(dense, sparse) -> logits``, with its rows.
+        url: A folder, or a URL that fsspec knows.
+        num_dense: Numeric features.
+        datamodule: Where requests are encoded as its rows are; without one they have ids.
+        position: What the manifest says of the training: plain values.
+
+    Raises:
+        ValueError: the model has no rows here, or another process publishes there.
+        RuntimeError: the dense part cannot be exported.
+    """
+    part, folder = DensePart(model), VersionFolder(url)
+    collections = {path: x for path, x in model.named_modules() if isinstance(x, EmbeddingBagCollection)}
+    backends = {path: backend_of(x) for path, x in collections.items()}
+    tables = {path: snapshot_of(x.tables, x) for path, x in collections.items()}
+    encoder = encoder_of(datamodule, part.features, num_dense)
+    with tempfile.TemporaryDirectory(prefix="lightning-recsys-") as temporary, folder.locked():
+        program = Path(temporary) / "program.pt2"
+        export_apart(part, num_dense, program)
+        writer = VersionWriter(folder, keep=1, compact_share=1.0, max_increments=1)
+        dense = part.model.state_dict()
+        cut = Cut(dense, position or {}, time.time(), backends, dict.fromkeys(backends, 0))
+        return writer.publish(Skeleton(program, encoder, num_dense, tables), cut)

@@ -1,0 +1,27 @@
+"""Answer requests by a published model: ``python recipes/serve.py url=FOLDER``, ``--help`` for what it answers."""
+
+from __future__ import annotations
+
+import hydra
+from omegaconf import DictConfig
+from recipe_tools.config_types import check_complete
+from recipe_tools.overrides import explained_overrides
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="serve")
+def main(cfg: DictConfig) -> None:
+    check_complete(cfg)
+    try:
+        from lightning_recsys.serving.server import ScoringAPI, make_server
+    except ImportError as error:
+        raise SystemExit(f"serve.py needs the extra [serving]: pip install -e .[serving] ({error})") from None
+    names = ("cache", "follow_seconds", "max_batch_size", "batch_timeout")
+    api = ScoringAPI(cfg.url, **{name: cfg[name] for name in names})
+    make_server(api, workers=cfg.workers).run(
+        host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning"
+    )
+
+
+if __name__ == "__main__":
+    with explained_overrides("serve"):
+        main()

@@ -1,0 +1,81 @@
+"""Publishing under strategies with two workers: the last version has the bits of the rows that were trained."""
+
+import json
+
+import pytest
+import pytorch_lightning as pl
+from publishing_runs import Held
+
+from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.models import WideDeep
+from lightning_recsys.serving import ModelPublisher, ModelReader
+from lightning_recsys.serving.dense import DensePart, export_apart
+from lightning_recsys.stores import DynamicRows
+from lightning_recsys.strategies import (
+    AsyncParameterServerStrategy,
+    DESStrategy,
+    HETStrategy,
+    ShadowSyncStrategy,
+)
+from lightning_recsys.tasks import CTRTask
+
+COME_AND_GO = DynamicRows(admission=2, expire_after=8)
+STRATEGIES = {
+    "shadowsync": (lambda: ShadowSyncStrategy(num_trainers=2, dynamic_rows=COME_AND_GO), True),
+    "het": (lambda: HETStrategy(dynamic_rows=COME_AND_GO, cache_rows=100, staleness=3), True),
+    "async_ps": (lambda: AsyncParameterServerStrategy(num_embedding_servers=2, dynamic_rows=COME_AND_GO), True),
+    "des": (lambda: DESStrategy(), False),
+}
+
+
+CARDINALITIES = (400, 300, 20)
+
+
+def wide_deep(**options):
+    fields = {f"c{i}": count for i, count in enumerate(CARDINALITIES)}
+    return WideDeep(2, fields, embedding_dim=4, hidden=(4,), **options)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("program") / "p.pt2"
+    export_apart(DensePart(wide_deep()), 2, path)
+    return path
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_last_version_when_two_workers_have_trained_then_it_has_the_bits_of_their_rows(name, program, tmp_path):
+    make_strategy, dynamic = STRATEGIES[name]
+    data = SyntheticDataModule(train_rows=1280, val_rows=64, batch_size=32, cardinalities=CARDINALITIES, num_dense=2)
+    options = {"device": "meta"} if dynamic else {}
+    publisher = ModelPublisher(tmp_path / "model", every_n_steps=4, keep=50, compact_share=1e9)
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=2,
+        strategy=make_strategy(),
+        callbacks=[publisher, Held(publisher, program, tmp_path / "result.json")],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    task = CTRTask(wide_deep(**options))
+    trainer.fit(task, datamodule=data)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["wrong"] == []
+    assert result["world_size"] == 2
+    assert result["version"] >= 6
+    assert (result["gone"] > 0) == dynamic
+    assert result["examples"] == 2560
+    assert (result["live"] > 0) == dynamic
+    assert set(result["cut"]["collections"]) == {"embeddings", "first_order.embeddings"}
+    reader = ModelReader(tmp_path / "model")
+    batch = data.sample_batches(1)[0]
+    logits = reader.model.logits(batch.dense, batch.sparse)
+    assert logits.isfinite().all()
+    if not dynamic:  # this process has the trained rows, too
+        with torch.no_grad():
+            assert torch.allclose(logits, task.eval()(batch), atol=1e-6)
