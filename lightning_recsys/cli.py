@@ -15,6 +15,8 @@ RECIPES = {
     "train": "train a model, test it, close with a table",
     "evaluate": "metrics of a checkpoint",
     "predict": "predictions of a checkpoint for rows without labels, to a file",
+    "export": "publish the model of a checkpoint, for serve",
+    "serve": "answer requests by a published model, and follow new versions",
     "prepare": "guess the schema of your own data, or turn large logs into shards",
     "new": "write a small project of your own: a model, configurations, a test",
     "benchmark": "measure speed",

@@ -17,9 +17,8 @@ def main(cfg: DictConfig) -> None:
         raise SystemExit(f"serve.py needs the extra [serving]: pip install -e .[serving] ({error})") from None
     names = ("cache", "follow_seconds", "max_batch_size", "batch_timeout")
     api = ScoringAPI(cfg.url, **{name: cfg[name] for name in names})
-    make_server(api, workers=cfg.workers).run(
-        host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning"
-    )
+    server = make_server(api, workers=cfg.workers)
+    server.run(host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning")
 
 
 if __name__ == "__main__":

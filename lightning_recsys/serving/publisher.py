@@ -350,5 +350,5 @@ def _backends(collections: Mapping[str, EmbeddingBagCollection]) -> dict[str, Ba
 
 
 def _workers(trainer: pl.Trainer) -> int:
-    """How many workers see examples of their own."""
-    return trainer.world_size if getattr(trainer.strategy, "sees_own_examples", True) else 1
+    """How many workers see examples of their own; of a group that cuts the model by fields, all see the same."""
+    return int(trainer.world_size // getattr(trainer.strategy, "group_size", 1))

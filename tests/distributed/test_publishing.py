@@ -4,6 +4,7 @@ import json
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from publishing_runs import Held
 
 from lightning_recsys.data import SyntheticDataModule

@@ -54,7 +54,7 @@ def skip_unless_installed(leaf: str) -> None:
 def test_every_file_composes(root, leaf, composed):
     skip_unless_installed(leaf)
     group, _, name = leaf.rpartition("/")
-    if leaf in ("evaluate", "predict") or group == "hydra":
+    if leaf in ("evaluate", "predict", "export", "serve") or group == "hydra":
         pytest.skip("composed by its recipe, with a checkpoint")
     if not group:
         config = composed(name, folder=root)

@@ -1,0 +1,168 @@
+"""Published models score as those that were trained: every model, raw rows included; over HTTP, too."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+
+from lightning_recsys.data import TabularDataModule
+from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
+from lightning_recsys.serving import ModelReader, dense, export, export_model
+
+SMALL = {
+    LogisticRegression: {},
+    FactorizationMachine: {"embedding_dim": 4},
+    DeepFM: {"embedding_dim": 4, "hidden": (8,), "normalization": "batch"},
+    WideDeep: {"embedding_dim": 4, "hidden": (8,), "pooling": "mean"},
+    DCN: {"embedding_dim": 4, "hidden": (8,)},
+    DCNv2: {"embedding_dim": 4, "hidden": (8,), "normalization": "local"},
+    DLRM: {"embedding_dim": 4, "bottom_hidden": (8,), "top_hidden": (8,)},
+}
+LINES = [
+    {"price": price, "user": user, "tags": tags, "clicked": i % 2, "other": 1}
+    for i, (price, user, tags) in enumerate(
+        [(1.5, "ann", "a|b"), (None, "bob", "b"), (100, "ann", ""), (7, "eve", "c|a|a"), (0.25, "bob", "b|c")] * 20
+    )
+]
+SCHEMA = {
+    "files": "rows.csv",
+    "label": "clicked",
+    "dense": {"price": {"transform": "log"}},
+    "categorical": {"user": {}, "other": {"hash_buckets": 7}},
+    "multi_valued": ["tags"],
+    "split": {"validation": 0.1, "test": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    names = list(LINES[0])
+    text = [",".join(names), *(",".join("" if x[n] is None else str(x[n]) for n in names) for x in LINES)]
+    (folder / "rows.csv").write_text("\n".join(text) + "\n")
+    module = TabularDataModule(schema=SCHEMA, root=folder, batch_size=32, cache=folder / "cache")
+    module.prepare_data()
+    module.setup("fit")
+    return module
+
+
+def trained(model, data):
+    """A model whose parts are what no start has them at."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(x for x in model.buffers() if x.is_floating_point())):
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", SMALL, ids=lambda kind: kind.__name__)
+def test_scores_of_raw_rows_then_they_are_those_of_the_model_on_the_prepared_rows(kind, data, tmp_path, monkeypatch):
+    # In this process, which traces nothing else meanwhile: another one takes seconds to start.
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    model = trained(kind(data.num_dense, data.fields, **SMALL[kind]), data)
+    export_model(model, tmp_path / "model", num_dense=data.num_dense, datamodule=data)
+    reader = ModelReader(tmp_path / "model")
+    rows = {(row["price"], row["user"], row["tags"]): row for row in LINES}
+    prepared = data.rows("train")
+    batch = prepared.take(torch.arange(len(prepared)))
+    with torch.no_grad():
+        expected = model(batch.dense, batch.sparse)
+        assert torch.allclose(reader.model.logits(batch.dense, batch.sparse), expected, atol=1e-6)
+        encoded = reader.model.encoder.encode(list(rows.values()))
+        scores = torch.tensor(reader.predict(list(rows.values())).probabilities)
+        assert torch.allclose(scores, model(*encoded).sigmoid(), atol=1e-6)
+    known = {tuple(x.tolist()) for x in batch.dense}
+    assert {tuple(x.tolist()) for x in encoded[0]} <= known
+    assert sorted(set(expected.sigmoid().round(decimals=4).tolist())) == sorted(set(scores.round(decimals=4).tolist()))
+
+
+def test_rows_when_values_are_unknown_missing_or_wrong_then_as_in_training_or_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    model = LogisticRegression(data.num_dense, data.fields)
+    export_model(model, tmp_path / "model", num_dense=data.num_dense, datamodule=data)
+    reader = ModelReader(tmp_path / "model")
+    strange = {"price": None, "user": "zoe", "tags": ["x", "b"], "other": None}
+    numbers, sparse = reader.model.encoder.encode([strange, {**strange, "user": None, "price": "3"}])
+    assert numbers[0].tolist() == [0.0]  # the mean
+    assert sparse.select(("user",)).values.tolist() == [0, 1]
+    assert reader.predict([reader.model.encoder.example()]).version == 1
+    with pytest.raises(ValueError, match="row 1 has no 'user'"):
+        reader.predict([strange, {"price": 1, "tags": "", "other": 2}])
+    with pytest.raises(ValueError, match=r"row 0: 'price' must be a finite number.*'many'"):
+        reader.predict([{**strange, "price": "many"}])
+    text = (tmp_path / "model" / "versions" / "1" / "encoder.json").read_text()
+    assert str(data._root) not in text
+
+
+def test_export_when_made_in_its_own_process_then_it_is_the_same(tmp_path):
+    model = LogisticRegression(2, {"a": 5})
+    part = dense.DensePart(model)
+    dense.export_apart(part, 2, tmp_path / "p.pt2")
+    program = dense.load_program(tmp_path / "p.pt2")
+    inputs = torch.randn(7, 2), {"first_order.embeddings": torch.randn(7, 1, 1)}
+    assert torch.allclose(program(*inputs), part(*inputs))
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def ask(port, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("litserve") is None, reason="litserve is not installed (extra [serving])")
+def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    model, port = LogisticRegression(2, {"a": 5}), free_port()
+    export_model(model, tmp_path / "model", num_dense=2)
+    recipe = os.path.join(os.path.dirname(__file__), "../../../recipes/serve.py")
+    command = [sys.executable, recipe, f"url={tmp_path / 'model'}", f"port={port}", "follow_seconds=0.1"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path)
+    try:
+        deadline, example = time.monotonic() + 100, None
+        while example is None:
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            try:
+                example = ask(port, "/example")
+            except OSError:  # it does not listen, or has no version, yet
+                time.sleep(0.1)
+        assert ask(port, "/predict", example) == {"version": 1, "probabilities": [0.5]}
+        with torch.no_grad():
+            model.first_order.bias.fill_(1.0)
+        export_model(model, tmp_path / "model", num_dense=2)
+        while ask(port, "/health")["version"] == 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        answer = ask(port, "/predict", {"rows": [*example["rows"], {"dense": [0, 0], "a": [1, 2]}]})
+        assert answer["version"] == 2
+        assert answer["probabilities"] == pytest.approx([torch.ones(()).sigmoid().item()] * 2)
+        with pytest.raises(urllib.error.HTTPError, match="422"):
+            ask(port, "/predict", {"rows": [{"a": 9}]})
+        health = ask(port, "/health")
+        assert (health["status"], health["version"], health["workers"]) == ("ok", 2, 1)
+        assert health["age_seconds"] >= 0
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()

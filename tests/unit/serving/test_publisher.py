@@ -1,0 +1,144 @@
+"""The callback in one process: when it publishes, what it says of the position, and what it refuses."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.models import LogisticRegression
+from lightning_recsys.serving import ModelPublisher, ModelReader, publisher
+from lightning_recsys.serving.dense import DensePart, _export
+from lightning_recsys.serving.files import VersionFolder
+from lightning_recsys.tasks import CTRTask
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("program") / "p.pt2"
+    _export(DensePart(model()), 2, path)
+    return path
+
+
+@pytest.fixture
+def exported(program, monkeypatch):
+    monkeypatch.setattr(publisher, "export_apart", lambda part, num_dense, target: shutil.copyfile(program, target))
+
+
+def model():
+    return LogisticRegression(2, {"c0": 60, "c1": 9})
+
+
+def data():
+    return SyntheticDataModule(train_rows=320, val_rows=8, batch_size=32, cardinalities=(60, 9), num_dense=2)
+
+
+class Waits(pl.Callback):
+    """Behind a publisher: trains on when what is due is written."""
+
+    def __init__(self, callback):
+        self.callback = callback
+
+    def on_train_batch_end(self, *_):
+        self.callback._work.wait()
+
+
+def fit(callback, task=None, *, waits=True, **options):
+    task = task or CTRTask(model())
+    callbacks = [callback, Waits(callback)] if waits else [callback]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
+    options = {"max_epochs": 1, "enable_checkpointing": False, **options}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **quiet, **options)
+    trainer.fit(task, datamodule=data())
+    return task
+
+
+def positions(folder):
+    found = [json.loads(path.read_text()) for path in folder.glob("versions/*/manifest.json")]
+    return {x["version"]: (x["kind"], x["position"]["global_step"], x["position"]["examples"]) for x in found}
+
+
+def test_run_when_it_publishes_every_three_steps_then_versions_say_where_and_the_last_is_the_trained_model(
+    exported, tmp_path
+):
+    task = fit(ModelPublisher(tmp_path / "m", every_n_steps=3, compact_share=100))
+    assert positions(tmp_path / "m") == {
+        1: ("base", 3, 96),
+        2: ("increment", 6, 192),
+        3: ("increment", 9, 288),
+        4: ("increment", 10, 320),
+    }
+    reader, batch = ModelReader(tmp_path / "m"), data().sample_batches(1)[0]
+    with torch.no_grad():
+        assert torch.equal(reader.model.logits(batch.dense, batch.sparse), task.eval()(batch))
+    assert [x.name for x in (tmp_path / "m").iterdir() if x.name.startswith(".current")] == []
+    fit(ModelPublisher(tmp_path / "m", every_n_steps=8), task.train())  # the next run goes on, with a base
+    assert positions(tmp_path / "m")[5][0] == "base"
+    assert reader.refresh()
+    assert reader.version == 6
+
+
+def test_publisher_when_due_by_seconds_then_it_publishes_at_multiples_of_them(exported, tmp_path, monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(publisher.time, "time", lambda: float(next(now)))
+    fit(ModelPublisher(tmp_path / "m", every_seconds=4, keep=100, compact_share=100))
+    assert len(positions(tmp_path / "m")) >= 3
+
+
+def test_publisher_when_resumed_then_it_goes_on_counting(exported, tmp_path):
+    callback = ModelPublisher(tmp_path / "m", every_n_steps=100)
+    fit(callback)
+    other = pickle.loads(pickle.dumps(callback))
+    other.load_state_dict(callback.state_dict())
+    fit(other)
+    assert ModelReader(tmp_path / "m").model.manifest.position["examples"] == 640
+
+
+def test_publisher_when_another_one_is_there_then_it_says_so(exported, tmp_path):
+    with VersionFolder(tmp_path / "m").locked(), pytest.raises(ValueError, match="another process publishes there"):
+        fit(ModelPublisher(tmp_path / "m"))
+
+
+def test_model_when_it_cannot_be_exported_then_the_run_ends_with_what_torch_says(tmp_path, monkeypatch):
+    def refuse(part, num_dense, target):
+        raise RuntimeError("data-dependent")
+
+    monkeypatch.setattr(publisher, "export_apart", refuse)
+    with pytest.raises(RuntimeError, match="data-dependent"):
+        fit(ModelPublisher(tmp_path / "m"))
+
+
+def test_disk_when_full_then_training_goes_on_and_a_later_version_is_a_base(exported, tmp_path, monkeypatch):
+    write, failures = publisher.VersionWriter.publish, iter([False, True, False, False])
+
+    def publish(self, *arguments):
+        if next(failures):
+            self._last_manifest = None
+            raise OSError(28, "No space left on device")
+        return write(self, *arguments)
+
+    monkeypatch.setattr(publisher.VersionWriter, "publish", publish)
+    fit(ModelPublisher(tmp_path / "m", every_n_steps=3, compact_share=100))
+    assert {kind for kind, *_ in positions(tmp_path / "m").values()} == {"base", "increment"}
+    assert ModelReader(tmp_path / "m").model.manifest.position["global_step"] == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": 1, "every_seconds": 1}, "not both"),
+        ({"every_n_steps": 0}, "every_n_steps must be above 0"),
+        ({"keep": 0}, "keep must be above 0"),
+    ],
+)
+def test_argument_when_wrong_then_it_says_so(options, message):
+    with pytest.raises(ValueError, match=message):
+        ModelPublisher("m", **options)
+
+
+def test_module_when_it_is_not_there_then_it_says_so(tmp_path):
+    with pytest.raises(ValueError, match="module=net: CTRTask has no such part"):
+        fit(ModelPublisher(tmp_path / "m", module="net"))
