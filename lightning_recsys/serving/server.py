@@ -12,7 +12,7 @@ from typing import Any
 
 import litserve
 from fastapi import HTTPException
-from torch import Tensor, cat
+from torch import Tensor, cat, split
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.serving.reader import ModelReader, PublishedModel
@@ -80,7 +80,7 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
             places = [place for place, request in enumerate(requests) if request[0] is model]
             dense = cat([requests[place][1] for place in places])
             sparse = SparseFeatures.cat([requests[place][2] for place in places])
-            scores = model.logits(dense, sparse).sigmoid().split([len(requests[place][1]) for place in places])
+            scores = split(model.logits(dense, sparse).sigmoid(), [len(requests[place][1]) for place in places])
             for place, some in zip(places, scores, strict=True):
                 answers[place] = {"version": model.version, "probabilities": some.tolist()}
         found = [answers[place] for place in range(len(requests))]
@@ -116,14 +116,14 @@ def make_server(api: ScoringAPI, *, workers: int = 1) -> litserve.LitServer:
         oldest: dict[str, Any] = min(found, key=lambda x: x["created"])
         return oldest | {"workers": len(found)}
 
-    @server.app.get("/health")
     def health() -> dict[str, Any]:
         now = status()
         age = time.time() - now["created"]
         return {"status": "ok", "version": now["version"], "age_seconds": round(age, 3), "workers": now["workers"]}
 
-    @server.app.get("/example")
     def example() -> dict[str, Any]:
         return {"rows": [status()["example"]]}
 
+    server.app.add_api_route("/health", health)
+    server.app.add_api_route("/example", example)
     return server
