@@ -1,4 +1,4 @@
-"""Tensors of any shape between a net and the server that computes a part of it."""
+"""Tensors between a net and the server that computes a part of it: of any shape, compressed, some left out."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recsys.parameter_server.wire import DTYPES, Limits
-
-MAX_DIMS = 8
+from lightning_recsys.compression import Codec, Receiver, Sender, describe, specs
 
 
-def flatten(tensors: Sequence[Tensor | None]) -> tuple[list[list[int] | None], list[Tensor]]:
-    """The shapes of some tensors, and those that are there as vectors; contiguous, and on the CPU as they are.
+def pack(sender: Sender, tensors: Sequence[Tensor | None]) -> tuple[list[Any], list[Tensor]]:
+    """What tensors are, ``None`` for one that is left out, and the arrays that travel, all of them vectors.
 
     Raises:
         TypeError: a tensor has a dtype that does not travel.
+        ValueError: a value cannot be expressed in the sender's codec.
     """
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype not in DTYPES.values():
-            raise TypeError(f"tensors of {tensor.dtype} do not travel between trainers and group servers")
-    shapes = [None if tensor is None else list(tensor.shape) for tensor in tensors]
-    return shapes, [tensor.detach().contiguous().view(-1) for tensor in tensors if tensor is not None]
+    present = [tensor for tensor in tensors if tensor is not None]
+    try:
+        described = iter(describe(present))
+    except ValueError as error:
+        raise TypeError(f"{error} A part of a model takes and gives tensors of these.") from None
+    arrays = [array.reshape(-1) for array in sender.encode(present)]
+    return [None if tensor is None else next(described) for tensor in tensors], arrays
 
 
-def restore(shapes: object, arrays: Sequence[Tensor], *, limits: Limits) -> list[Tensor | None]:
-    """The reverse of :func:`flatten`, for what a stranger may have sent.
+def unpack(receiver: Receiver, described: object, arrays: Sequence[Tensor]) -> list[Tensor | None]:
+    """The reverse of :func:`pack`, for what a stranger may have sent.
 
     Raises:
-        ValueError: shapes and arrays do not belong together.
+        ValueError: description and arrays do not belong together.
     """
-    if type(shapes) is not list or len(shapes) > limits.frames or not all(map(_is_shape, shapes)):
-        raise ValueError(f"shapes must be a list of lists of sizes, got {shapes!r:.100}")
-    if sum(shape is not None for shape in shapes) != len(arrays):
-        raise ValueError(f"{len(arrays)} arrays came for the shapes {shapes!r:.100}")
-    rest = iter(arrays)
-    return [None if shape is None else _shaped(next(rest), shape) for shape in shapes]
+    if type(described) is not list:
+        raise ValueError(f"tensors must be described by a list, got {described!r:.100}")
+    expected = specs([one for one in described if one is not None])
+    places = [place for dtype, shape in expected for place in _layout(receiver.codec, dtype, shape)]
+    if len(places) != len(arrays):
+        raise ValueError(f"{len(arrays)} arrays came for {described!r:.100}, which has {len(places)}")
+    shaped = [_shaped(array, shape) for array, (_, shape) in zip(arrays, places, strict=True)]
+    found = iter(receiver.decode(shaped, expected))
+    return [None if one is None else next(found) for one in described]
 
 
-def _is_shape(value: Any) -> bool:
-    sizes_are_right = type(value) is list and all(type(size) is int and size >= 0 for size in value)
-    return value is None or (sizes_are_right and len(value) <= MAX_DIMS)
+def _layout(codec: Codec, dtype: torch.dtype, shape: tuple[int, ...]) -> Sequence[tuple[torch.dtype, Sequence[int]]]:
+    return codec.layout(shape) if dtype == torch.float32 else [(dtype, shape)]
 
 
-def _shaped(array: Tensor, shape: list[int]) -> Tensor:
+def _shaped(array: Tensor, shape: Sequence[int]) -> Tensor:
     if array.dim() != 1 or array.numel() != math.prod(shape):
-        raise ValueError(f"an array of shape {list(array.shape)} came for the shape {shape}")
+        raise ValueError(f"an array of shape {list(array.shape)} came for the shape {list(shape)}")
     return array.view(torch.Size(shape))

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_recsys.compression import Compression, Receiver, Sender
 from lightning_recsys.parameter_server.connections import Peer
-from lightning_recsys.parameter_server.operator_wire import flatten, restore
+from lightning_recsys.parameter_server.operator_wire import pack, unpack
 from lightning_recsys.parameter_server.requests.checks import take_arguments
 from lightning_recsys.parameter_server.requests.operations import Answer, Operations
 from lightning_recsys.parameter_server.trained_part import Graph, Settings, TrainedPart
@@ -31,26 +32,37 @@ MAX_SETTINGS = 64  # numbers for one group of an optimizer
 
 
 @dataclass(eq=False)
+class _Net:
+    """Who has passes computed.
+
+    Args:
+        peer: The connection that it was last heard over.
+        lost: When that was first seen to be lost.
+        senders: Of the gradients that go back to it, by part: what a codec has kept back belongs to one net and part.
+    """
+
+    peer: Peer | None = None
+    lost: float | None = None
+    senders: dict[str, Sender] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class _Token:
     """A forward pass whose backward pass may come.
 
     Args:
         part: What was computed.
         client: Whose net it is.
-        peer: The connection that it came over.
         since: When it was made, in seconds of the clock.
         graph: For the backward pass, which takes it.
         answer: Of the backward pass, once that is asked for: it may be asked again, where an answer is lost.
-        lost: When the connection was first seen to be lost.
     """
 
     part: str
     client: bytes
-    peer: Peer | None
     since: float
-    graph: Graph | None
+    graph: Graph | None = None
     answer: Future[object] | None = None
-    lost: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -104,6 +116,7 @@ class OperatorRequests:
 
     Attributes:
         parts: What can be computed, by name.
+        compression: How nets send, and are sent, activations and gradients.
         counts: What was computed.
         operations: What is offered here.
     """
@@ -118,10 +131,12 @@ class OperatorRequests:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.parts: dict[str, TrainedPart] = {}
+        self.compression = Compression.from_option("none")
         self.counts = OperatorCounts()
         self.operations = Operations(reads={"forward": self._forward, "backward": self._backward})
         self._limits, self._peer, self._clock = limits, peer, clock
         self._max_kept_bytes = max_kept_bytes
+        self._nets: dict[bytes, _Net] = {}  # by client, as long as it is connected, and a moment longer
         self._tokens: dict[int, _Token] = {}  # oldest first; only the server's loop adds, looks and removes
         self._working: dict[Future[object], int] = {}  # requests under way, with the bytes that they brought
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="operators", initializer=configure_worker)
@@ -167,12 +182,13 @@ class OperatorRequests:
     # --- Requests ----------------------------------------------------------------------------------------------------
 
     def _forward(self, request: Request) -> object:
-        name, keep, wanted, shapes = take_arguments(request, part=str, keep=bool, wanted=list, shapes=list)
+        name, keep, wanted, described = take_arguments(request, part=str, keep=bool, wanted=list, tensors=list)
         part = self._part(name)
-        inputs = restore(shapes, request.arrays, limits=self._limits)
+        inputs = unpack(Receiver(self.compression.activations), described, request.arrays)
         if any(x is None for x in inputs) or len(wanted) != len(inputs) or not all(type(x) is bool for x in wanted):
             raise ValueError(f"{name} takes tensors, and for each whether its gradient is wanted, got {wanted!r:.100}")
         self._expire()
+        self._meet(request.client)
         if not keep:
             return self._submit_forward(part, inputs, wanted, None)
         kept = sum(token.num_bytes for token in self._tokens.values())
@@ -180,7 +196,7 @@ class OperatorRequests:
             raise ValueError(f"{kept:,} bytes of forward passes wait for their backward passes already: ask later")
         self._forget_old(request.client, name)
         number = secrets.randbits(62)  # never one of before a restart
-        token = self._tokens[number] = _Token(name, request.client, self._peer(), self._clock(), None)
+        token = self._tokens[number] = _Token(name, request.client, self._clock())
         return self._submit_forward(part, inputs, wanted, (number, token))
 
     def _submit_forward(
@@ -188,17 +204,17 @@ class OperatorRequests:
     ) -> Future[object]:
         def compute() -> Answer:
             graph = part.forward(inputs, wanted=wanted, keep=kept is not None)
-            shapes, arrays = flatten(graph.outputs)
+            described, arrays = pack(Sender(self.compression.activations), graph.outputs)
             self._check_reply(arrays)
             if kept is not None:
                 kept[1].graph = graph
-            return Answer({"token": kept[0] if kept else 0, "shapes": shapes}, arrays)
+            return Answer({"token": kept[0] if kept else 0, "tensors": described}, arrays)
 
         self.counts.forwards += 1
         return self.submit(compute, num_bytes=sum(x.nbytes for x in inputs))
 
     def _backward(self, request: Request) -> object:
-        number, settings, shapes = take_arguments(request, token=int, settings=list, shapes=list)
+        number, settings, described = take_arguments(request, token=int, settings=list, tensors=list)
         token = self._tokens.get(number)
         if token is None or token.client != request.client:
             raise KeyError(
@@ -209,20 +225,27 @@ class OperatorRequests:
             return token.answer
         if token.graph is None:
             raise ValueError("the forward pass of this token has failed, or is not done")
-        grads = restore(shapes, request.arrays, limits=self._limits)
+        grads = unpack(Receiver(self.compression.gradients), described, request.arrays)
         _check_plain(settings)
         part, size = self._part(token.part), sum(array.nbytes for array in request.arrays)
-        token.answer = self.submit(self._compute_backward, part, token.graph, grads, settings, num_bytes=size)
+        senders = self._meet(request.client).senders
+        sender = senders.setdefault(token.part, Sender(self.compression.gradients))
+        token.answer = self.submit(self._compute_backward, part, token.graph, grads, settings, sender, num_bytes=size)
         token.graph = None  # it is used, whatever comes of it: asked again, the answer is the same
         return token.answer
 
     def _compute_backward(
-        self, part: TrainedPart, graph: Graph, grads: Sequence[Tensor | None], settings: Sequence[Settings]
+        self,
+        part: TrainedPart,
+        graph: Graph,
+        grads: Sequence[Tensor | None],
+        settings: Sequence[Settings],
+        sender: Sender,
     ) -> Answer:
         found, staleness = part.backward(graph, grads, settings)
         self.counts.count_backward(staleness)
-        shapes, arrays = flatten(found)
-        return Answer({"staleness": staleness, "shapes": shapes}, arrays)
+        described, arrays = pack(sender, found)
+        return Answer({"staleness": staleness, "tensors": described}, arrays)
 
     def _part(self, name: str) -> TrainedPart:
         if name not in self.parts:
@@ -239,18 +262,23 @@ class OperatorRequests:
 
     # --- Tokens ------------------------------------------------------------------------------------------------------
 
+    def _meet(self, client: bytes) -> _Net:
+        """The net of a client, which is at the other end of the present connection."""
+        net = self._nets.setdefault(client, _Net())
+        net.peer, net.lost = self._peer(), None
+        return net
+
     def _expire(self) -> None:
-        """Let go of tokens that are old, or whose net has gone."""
+        """Let go of tokens that are old, or whose net has gone, and of nets that have."""
         now = self._clock()
-        for token in self._tokens.values():
-            if token.peer is not None and not token.peer.is_alive and token.lost is None:
-                token.lost = now
-        gone = (
-            number
-            for number, token in self._tokens.items()
-            if now - token.since > MAX_AGE_SECONDS or (token.lost is not None and now - token.lost > GRACE_SECONDS)
-        )
-        self._drop(list(gone))
+        for net in self._nets.values():
+            if net.peer is not None and not net.peer.is_alive and net.lost is None:
+                net.lost = now
+        gone = [x for x, net in self._nets.items() if net.lost is not None and now - net.lost > GRACE_SECONDS]
+        for client in gone:
+            del self._nets[client]
+        old = (x for x, token in self._tokens.items() if token.client in gone or now - token.since > MAX_AGE_SECONDS)
+        self._drop(list(old))
 
     def _forget_old(self, client: bytes, part: str) -> None:
         """A net that goes on has taken the answers of before for this part, and forgotten the oldest of many."""

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_recsys.compression import CodecTraffic, Compression, Receiver, Sender
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.operator_wire import flatten, restore
+from lightning_recsys.parameter_server.operator_wire import pack, unpack
 
 
 class TokenLostError(RuntimeError):
@@ -34,10 +35,25 @@ class RemoteParts:
 
     Args:
         connection: To the server, of this net alone: tokens belong to connections.
+        compression: How activations and gradients travel; the server's is the same.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, compression: Compression | None = None) -> None:
+        compression = compression or Compression.from_option("none")
         self.connection = connection
+        self._activations, self._gradients = Sender(compression.activations), compression.gradients
+        self._outputs, self._input_gradients = Receiver(compression.activations), Receiver(compression.gradients)
+        # What a codec has kept back of the gradients belongs to the part that they go to.
+        self._output_gradients: dict[str, Sender] = {}
+
+    @property
+    def traffic(self) -> CodecTraffic:
+        """What this end has encoded and decoded."""
+        total = CodecTraffic()
+        senders: list[Sender] = [self._activations, *self._output_gradients.values()]
+        for traffic in (*(x.traffic for x in senders), self._outputs.traffic, self._input_gradients.traffic):
+            total.add(traffic)
+        return total
 
     def forward(
         self, part: str, inputs: Sequence[Tensor], *, wanted: Sequence[bool], keep: bool
@@ -58,10 +74,10 @@ class RemoteParts:
             RequestRefusedError: the server could not compute it.
             ServerUnreachableError: it does not answer.
         """
-        shapes, arrays = flatten(inputs)
-        arguments = {"part": part, "keep": keep, "wanted": list(wanted), "shapes": shapes}
+        described, arrays = pack(self._activations, inputs)
+        arguments = {"part": part, "keep": keep, "wanted": list(wanted), "tensors": described}
         reply = self.connection.request("forward", arguments=arguments, arrays=arrays)
-        outputs = restore(reply.value["shapes"], reply.arrays, limits=self.connection.limits)
+        outputs = unpack(self._outputs, reply.value["tensors"], reply.arrays)
         return int(reply.value["token"]), [x for x in outputs if x is not None]
 
     def backward(
@@ -81,11 +97,10 @@ class RemoteParts:
         Raises:
             TokenLostError: the server has forgotten the forward pass. The update may have been made.
         """
-        shapes, arrays = flatten(grads)
-        arguments = {"token": token, "settings": list(settings), "shapes": shapes}
+        described, arrays = pack(self._output_gradients.setdefault(part, Sender(self._gradients)), grads)
+        arguments = {"token": token, "settings": list(settings), "tensors": described}
         try:
             reply = self.connection.request("backward", arguments=arguments, arrays=arrays)
         except KeyError:
             raise TokenLostError(self.connection.endpoint, part) from None
-        grads = restore(reply.value["shapes"], reply.arrays, limits=self.connection.limits)
-        return grads, int(reply.value["staleness"])
+        return unpack(self._input_gradients, reply.value["tensors"], reply.arrays), int(reply.value["staleness"])

@@ -15,6 +15,7 @@ from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import DLRM, DeepFM
 from lightning_recsys.strategies import HierarchicalStrategy
+from lightning_recsys.strategies.hierarchical import OperatorPlacement
 from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
@@ -117,6 +118,22 @@ def test_two_groups_when_as_many_updates_as_one_process_made_then_near_it_with_t
     # Two nets make each group's updates: half as many in an epoch as one process makes.
     again = fit(make_task(), data(), strategy=strategy(), epochs=2, ckpt_path=saving.best_model_path).callback_metrics
     assert float(again["val/ne"]) == pytest.approx(float(expected), rel=0.03)
+
+
+def test_compression_when_chosen_then_fewer_bytes_travel_and_the_model_is_nearly_the_same(tmp_path):
+    expected, plan = fit(make_task()).callback_metrics["val/ne"], tmp_path / "operators.yaml"
+    seen = {}
+    for compression in ("none", {"activations": "int8", "gradients": "bf16"}):
+        placement = OperatorPlacement("rules", save=plan) if compression == "none" else OperatorPlacement(plan=plan)
+        strategy = hierarchical(servers_per_group=2, compression=compression, operator_placement=placement)
+        seen[str(compression)] = fit(make_task(), strategy=strategy, callbacks=[TelemetryMonitor()]).callback_metrics
+    plain, compressed = seen.values()
+    assert float(compressed["comm/sent_bytes"]) < 0.6 * float(plain["comm/sent_bytes"])
+    assert float(compressed["comm/received_bytes"]) < 0.6 * float(plain["comm/received_bytes"])
+    assert "compression/saved_bytes" not in plain
+    assert float(compressed["compression/saved_bytes"]) > 0
+    assert plain["val/ne"] == expected
+    assert float(compressed["val/ne"]) == pytest.approx(float(expected), rel=0.01)
 
 
 class KillsGroupServer(Callback):

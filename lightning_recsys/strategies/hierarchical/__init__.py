@@ -1,5 +1,6 @@
 """Hierarchical Training: groups of trainers with one dense replica, cut over group servers that compute it."""
 
+from lightning_recsys.strategies.hierarchical.planning import OperatorPlacement
 from lightning_recsys.strategies.hierarchical.strategy import HierarchicalStrategy
 
-__all__ = ["HierarchicalStrategy"]
+__all__ = ["HierarchicalStrategy", "OperatorPlacement"]

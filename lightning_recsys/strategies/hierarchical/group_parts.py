@@ -7,7 +7,7 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_recsys.compression import Compression
 from lightning_recsys.parameter_server.keys import ClientKeys
 from lightning_recsys.parameter_server.own_files import open_own
 from lightning_recsys.partition.parts import Part
@@ -73,12 +74,14 @@ class GroupParts:
         parameters: Those that are trained, by their names in the model, in the order of the replica.
         buffers: Of the parts, by their names in the model.
         sync: ``None`` where there is one group.
+        compression: Of activations and gradients.
     """
 
     parts: dict[str, ServedPart]
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     sync: SyncOrder | None = None
+    compression: Compression = field(default_factory=lambda: Compression.from_option("none"))
 
     @classmethod
     def of(cls, parts: Sequence[Part], optimizer: Optimizer) -> GroupParts:

@@ -129,6 +129,7 @@ class GroupRequests:
                 if part.optimizer is not None and parameter in part.optimizer.state:
                     part.optimizer.state[parameter][key] = views[name]
         self._parts = parts
+        self.operators.compression = parts.compression
         self.operators.parts = {
             name: TrainedPart(part.module, part.optimizer, version=views[f"version.{name}"])
             for name, part in parts.parts.items()

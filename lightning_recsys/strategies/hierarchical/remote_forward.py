@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
+from lightning_recsys.compression import CodecTraffic
 from lightning_recsys.parameter_server.remote_parts import RemoteParts, TokenLostError
 from lightning_recsys.partition.parts import Part
 from lightning_recsys.stores.versions import StalenessHistogram
@@ -40,6 +41,14 @@ class Net:
         # Without an input that requires a gradient autograd would leave a part's backward pass out, though the part
         # has parameters.
         self._anchor = torch.zeros((), requires_grad=True)
+
+    @property
+    def traffic(self) -> CodecTraffic:
+        """What this net has encoded and decoded."""
+        total = CodecTraffic()
+        for server in self._servers.values():
+            total.add(server.traffic)
+        return total
 
     def run(self, part: Part, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Compute a part: a :data:`~lightning_recsys.partition.parts.Runner`."""

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,14 +20,16 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import is_folder, read_extras
+from lightning_recsys.compression import Compression
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.remote_parts import RemoteParts
 from lightning_recsys.partition.parts import PartitionedModel, split
 from lightning_recsys.partition.tracing import trace
-from lightning_recsys.placement.operators import server_name
+from lightning_recsys.placement.operators import OperatorGraph, server_name
 from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.tagging import OperatorMethod
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.ranks import check_ranks, take_ranks
@@ -36,6 +38,7 @@ from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy,
 from lightning_recsys.strategies.hierarchical.group_parts import GroupParts, SyncOrder
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.leader import GroupLeader, initial_replica
+from lightning_recsys.strategies.hierarchical.planning import OperatorPlacement, make_plan
 from lightning_recsys.strategies.hierarchical.refusals import cut_module, refuse_optimizers, refuse_trainer
 from lightning_recsys.strategies.hierarchical.remote_forward import CutForward, Net
 from lightning_recsys.strategies.shadowsync.rounds import open_center
@@ -70,6 +73,12 @@ class HierarchicalStrategy(ServedStrategy):
         num_sync_servers: Servers for the centre, where there are several groups.
         module: Path of the module that is cut, which has all trained parameters of the dense part and is called once in
             a training step. Default: the task's ``model``, or the task itself where it has none.
+        operator_placement: Where operators are computed: a method's name, or
+            :class:`~lightning_recsys.strategies.hierarchical.OperatorPlacement`, by which a plan can be read and saved.
+        compression: How activations and gradients travel between trainers and group servers: ``none`` or ``bf16``, or a
+            mapping with ``activations`` (none, bf16, int8) and ``gradients`` (none, bf16, topk).
+        top_k_fraction: For ``topk``: share of the elements that are sent.
+        row_compression: How embedding rows and their gradients travel: ``none`` or ``bf16``.
         **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, such as
             ``table_placement``; not ``servers``.
 
@@ -105,9 +114,17 @@ class HierarchicalStrategy(ServedStrategy):
         num_embedding_servers: int = 1,
         num_sync_servers: int = 1,
         module: str | None = None,
+        operator_placement: OperatorPlacement | OperatorMethod = "greedy",
+        compression: str | Mapping[str, str] = "none",
+        top_k_fraction: float = 0.1,
+        row_compression: str = "none",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(compression=row_compression, **kwargs)
+        self.operator_compression = Compression.from_option(compression, top_k_fraction=top_k_fraction)
+        self.operator_placement = (
+            OperatorPlacement(operator_placement) if isinstance(operator_placement, str) else operator_placement
+        )
         if self.servers is not None:
             raise ValueError(
                 f"strategy.servers={list(self.servers)}: group servers compute parts of the run's own model, which does"
@@ -241,18 +258,20 @@ class HierarchicalStrategy(ServedStrategy):
             self._cut.forward = CutForward(self._cut, self._forward)
         # Each rank comes here at its first batch, and waits only for those who have something that it needs.
         news = PrefixStore(f"lightning_recsys/hierarchical/{next(_RUNS)}", _get_default_store())
-        if self.is_global_zero:
-            news.set("plan", json.dumps(dict(self._plan(traced.operators).devices)))
-        plan = OperatorPlan(json.loads(news.get("plan")), num_servers=self.servers_per_group)
-        partitioned = split(traced, plan)
         groups = self.groups
         group = groups.group_of(self.global_rank)
         devices = [server_name(index) for index in range(self.servers_per_group)]
+        connections = dict(zip(devices, (self._group_connections()[x] for x in groups.servers_of(group)), strict=True))
+        if self.is_global_zero:
+            plan = self._plan(traced.operators, list(connections.values()))
+            news.set("plan", json.dumps(dict(plan.devices)))
+        plan = OperatorPlan(json.loads(news.get("plan")), num_servers=self.servers_per_group)
+        partitioned = split(traced, plan)
         (optimizer,) = self.optimizers
         parts = {device: GroupParts.of(partitioned.on(device), optimizer) for device in devices}
         for number, device in enumerate(devices):
+            parts[device].compression = self.operator_compression
             parts[device].sync = self._sync_order(parts[device], number, group, news)
-        connections = dict(zip(devices, (self._group_connections()[x] for x in groups.servers_of(group)), strict=True))
         if self.global_rank in groups.leaders:
             # The centres are made: they start at the mean over groups, as a checkpoint has it, and each group where it
             # was.
@@ -265,22 +284,22 @@ class HierarchicalStrategy(ServedStrategy):
             news.set(f"group-{group}", "has its parts")
         news.get(f"group-{group}")
         numbers = {name: part.groups for own in parts.values() for name, part in own.parts.items()}
-        remote = {device: RemoteParts(connection) for device, connection in connections.items()}
+        remote = {
+            device: RemoteParts(connection, self.operator_compression) for device, connection in connections.items()
+        }
         self._net = Net(remote, optimizer, numbers)
         partitioned.runners = dict.fromkeys(devices, self._net.run)
         return partitioned
 
-    def _plan(self, operators: Any) -> OperatorPlan:
-        devices: dict[str, str] = {}
-        loads = dict.fromkeys((server_name(index) for index in range(self.servers_per_group)), 0)
-        for operator in sorted(operators.operators, key=lambda x: -x.weight_bytes):
-            if operator.owns_parameters:
-                device = min(loads, key=lambda name: loads[name])
-                loads[device] += operator.weight_bytes
-                devices[operator.name] = device
-            else:
-                devices[operator.name] = "trainer"
-        return OperatorPlan(devices, num_servers=self.servers_per_group)
+    def _plan(self, operators: OperatorGraph, servers: Sequence[Connection]) -> OperatorPlan:
+        told = [server.request("status").value.get("free_bytes") for server in servers]
+        sharing = 1 if self.num_nodes > 1 else self.num_groups * self.servers_per_group
+        rooms = [room and room // sharing for room in told]
+        plan, prediction = make_plan(
+            operators, self.operator_placement, groups=self.groups, compression=self.operator_compression, rooms=rooms
+        )
+        log.info("Operators on the devices of a group:\n%s", prediction)
+        return plan
 
     def _group_connections(self) -> list[Connection]:
         servers: list[Stores] = self._run_servers.connect(GROUP, by_messages=True, timeout=ANSWER_SECONDS)
@@ -440,6 +459,9 @@ class HierarchicalStrategy(ServedStrategy):
             values["staleness/group"] = self._net.staleness
         if self._net is not None and self._net.lost:
             values["group/lost_passes"] = float(self._net.lost)
+        if self._net is not None and (saved := self._net.traffic.raw_bytes - self._net.traffic.encoded_bytes):
+            values["compression/saved_bytes"] = float(saved)
+            values["compression/cpu_seconds"] = self._net.traffic.cpu_seconds
         if self._rounds:  # as of the last time that weights were brought together
             values["sync/rounds"] = self._rounds["rounds"] / max(self._rounds["seconds"], 1e-9)
         return values

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_recsys.compression import Compression, Receiver, Sender
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.handler import RequestHandler, Unfinished
+from lightning_recsys.parameter_server.operator_wire import pack, unpack
 from lightning_recsys.parameter_server.operators import GRACE_SECONDS, MAX_AGE_SECONDS, MAX_TOKENS, OperatorRequests
 from lightning_recsys.parameter_server.remote_parts import RemoteParts, TokenLostError
 from lightning_recsys.parameter_server.server import Server
@@ -90,13 +92,13 @@ def ask(handler, operation, *arrays, client=NET, peer=None, **arguments):
 
 
 def forward(handler, **others):
-    arguments = {"part": "top", "keep": True, "wanted": [True], "shapes": [[6, 4]]} | others
+    arguments = {"part": "top", "keep": True, "wanted": [True], "tensors": [["f4", [6, 4]]]} | others
     return ask(handler, "forward", X.view(-1), **arguments)
 
 
 def backward(handler, token, **others):
     grads = torch.ones(6), torch.zeros(6)
-    arguments = {"token": token, "settings": [{"lr": 0.1}], "shapes": [[6], [6, 1]]} | others
+    arguments = {"token": token, "settings": [{"lr": 0.1}], "tensors": [["f4", [6]], ["f4", [6, 1]]]} | others
     return ask(handler, "backward", *grads, **arguments)
 
 
@@ -165,10 +167,10 @@ def test_part_when_several_threads_train_it_then_no_update_is_lost():
 def test_token_when_used_twice_then_one_update_and_the_same_answer(handler):
     reply = forward(handler)
     assert [list(x.shape) for x in reply.arrays] == [[6], [6]]
-    assert reply.value["shapes"] == [[6], [6, 1]]
+    assert reply.value["tensors"] == [["f4", [6]], ["f4", [6, 1]]]
     once = backward(handler, reply.value["token"])
     again = backward(handler, reply.value["token"])
-    assert once.value == again.value == {"staleness": 0, "shapes": [[6, 4]]}
+    assert once.value == again.value == {"staleness": 0, "tensors": [["f4", [6, 4]]]}
     assert torch.equal(once.arrays[0], again.arrays[0])
     assert int(handler.operators.parts["top"].version) == 1
     assert forward(handler).status == "ok"  # it has gone on, so it has the answer
@@ -193,8 +195,13 @@ def test_tokens_when_a_net_forgets_its_connection_is_lost_or_they_are_old_then_t
     peer.is_alive = False
     assert handler.status()["tokens"] == MAX_TOKENS + 2
     clock.now = GRACE_SECONDS - 1
-    assert backward(handler, back, client=OTHER).status == "ok"  # over another connection, in time
+    another = Peer(1, 1)
+    assert backward(handler, back, client=OTHER, peer=another).status == "ok"  # in time
     clock.now = GRACE_SECONDS + 1
+    assert handler.status()["tokens"] == MAX_TOKENS + 1
+    another.is_alive = False
+    handler.status()
+    clock.now += GRACE_SECONDS + 1
     assert handler.status()["tokens"] == MAX_TOKENS
     assert backward(handler, lost, client=OTHER).status == "missing"
     clock.now = MAX_AGE_SECONDS + 1
@@ -209,11 +216,11 @@ def test_tokens_when_a_net_forgets_its_connection_is_lost_or_they_are_old_then_t
         ({"part": "bottom"}, "there is no part 'bottom'"),
         ({"wanted": []}, "whether its gradient is wanted"),
         ({"wanted": [1]}, "whether its gradient is wanted"),
-        ({"shapes": [[5, 4]]}, r"for the shape \[5, 4\]"),
-        ({"shapes": [None]}, "1 arrays came for the shapes"),
-        ({"shapes": [[-6, -4]]}, "lists of sizes"),
-        ({"shapes": [[6, 4, 1, 1, 1, 1, 1, 1, 1]]}, "lists of sizes"),
-        ({"shapes": [[4, 6]]}, "mat1 and mat2"),
+        ({"tensors": [["f4", [5, 4]]]}, r"for the shape \[5, 4\]"),
+        ({"tensors": [None]}, "1 arrays came for"),
+        ({"tensors": [["f4", [-6, -4]]]}, "sizes from 0"),
+        ({"tensors": [["f9", [6, 4]]]}, "dtype must be one of"),
+        ({"tensors": [["f4", [4, 6]]]}, "mat1 and mat2"),
         ({"keep": 1}, "keep must be bool"),
         ({"more": 1}, "takes the arguments"),
     ],
@@ -235,8 +242,8 @@ def test_forward_when_wrong_then_refused_counted_and_the_next_one_served(handler
         ({"settings": [{"params": 1.0}]}, r"no settings \['params'\]"),
         ({"settings": [{"lr": "fast"}]}, "must be numbers"),
         ({"settings": [[0.1]]}, "must be numbers"),
-        ({"shapes": [[6], [1, 6]]}, r"of shape \[6, 1\], got"),
-        ({"shapes": [None, [6]]}, "2 arrays came"),
+        ({"tensors": [["f4", [6]], ["f4", [1, 6]]]}, r"of shape \[6, 1\], got"),
+        ({"tensors": [None, ["f4", [6]]]}, "2 arrays came"),
     ],
 )
 def test_backward_when_wrong_then_refused_and_nothing_is_updated(handler, others, reason):
@@ -246,6 +253,34 @@ def test_backward_when_wrong_then_refused_and_nothing_is_updated(handler, others
         raise AssertionError(reply.value)
     assert all(torch.equal(a, b) for a, b in zip(before, handler.operators.parts["top"]._parameters, strict=True))
     assert handler.counts.refused == 1
+
+
+def test_gradients_when_some_are_sent_then_what_is_kept_back_is_one_nets_and_parts_and_goes_with_it(handler, clock):
+    handler.operators.compression = Compression.from_option({"gradients": "topk"}, top_k_fraction=0.1)
+    peer = Peer(0, 0)
+    sender, receiver = (kind(handler.operators.compression.gradients) for kind in (Sender, Receiver))
+    sums = torch.zeros(2, 6, 4)
+    for _ in range(40):
+        for number, (client, scale) in enumerate([(NET, 1.0), (OTHER, -1.0)]):
+            token = forward(handler, client=client, peer=peer).value["token"]
+            described, arrays = pack(sender, [torch.full((6,), scale), None])
+            arguments = {"token": token, "settings": [{"lr": 0.0, "weight_decay": 0.0}], "tensors": described}
+            reply = ask(handler, "backward", *arrays, client=client, peer=peer, **arguments)
+            sums[number] += unpack(receiver, reply.value["tensors"], reply.arrays)[0]
+            sender.forget()
+    # Of 24 elements 2 or 3 go at a time; what is kept back is one net's, and makes up for what was not sent.
+    expected = handler.operators.parts["top"].forward([X.clone()], wanted=[True], keep=True)
+    (sent,) = unpack(receiver, *pack(sender, [torch.ones(6)]))  # few elements of this, too
+    (whole,), _ = handler.operators.parts["top"].backward(expected, [sent, None], [{"lr": 0.0}])
+    kept_back = handler.operators._nets[NET].senders["top"]._residuals[0]
+    torch.testing.assert_close(sums[0] + kept_back, 40 * whole)
+    assert torch.equal(sums[0], -sums[1])
+    assert len(handler.operators._nets) == 2
+    peer.is_alive = False
+    handler.status()
+    clock.now = GRACE_SECONDS + 1
+    handler.status()
+    assert handler.operators._nets == {}
 
 
 def test_forward_when_nothing_is_to_be_kept_then_no_token(handler):
@@ -278,7 +313,7 @@ def test_server_when_a_part_takes_long_then_answers_others_and_this_one_later(tm
     try:
         pending = nets[0].begin(
             "forward",
-            arguments={"part": "slow", "keep": True, "wanted": [True], "shapes": [[3]]},
+            arguments={"part": "slow", "keep": True, "wanted": [True], "tensors": [["f4", [3]]]},
             arrays=[torch.zeros(3)],
         )
         assert slow.begun.wait(20)
@@ -299,7 +334,7 @@ def test_server_when_a_part_takes_long_then_answers_others_and_this_one_later(tm
         # A server that is told to stop answers what it is at.
         slow.leave.clear()
         slow.begun.clear()
-        arguments = {"part": "slow", "keep": False, "wanted": [False], "shapes": [[3]]}
+        arguments = {"part": "slow", "keep": False, "wanted": [False], "tensors": [["f4", [3]]]}
         pending = nets[0].begin("forward", arguments=arguments, arrays=[torch.zeros(3)])
         assert slow.begun.wait(20)
         server.stop()

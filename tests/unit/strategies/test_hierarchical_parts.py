@@ -68,12 +68,13 @@ def ask(handler, operation, *arrays, **arguments):
 
 def train(handler, name, inputs, times=1):
     for _ in range(times):
-        shapes = [list(x.shape) for x in inputs]
-        arguments = {"part": name, "keep": True, "wanted": [True] * len(inputs), "shapes": shapes}
+        tensors = [["f4", list(x.shape)] for x in inputs]
+        arguments = {"part": name, "keep": True, "wanted": [True] * len(inputs), "tensors": tensors}
         reply = ask(handler, "forward", *(x.reshape(-1) for x in inputs), **arguments)
         grads = [x.cos() for x in reply.arrays]
-        shapes = reply.value["shapes"]
-        assert ask(handler, "backward", *grads, token=reply.value["token"], settings=[{}], shapes=shapes).status == "ok"
+        tensors = reply.value["tensors"]
+        arguments = {"token": reply.value["token"], "settings": [{}], "tensors": tensors}
+        assert ask(handler, "backward", *grads, **arguments).status == "ok"
 
 
 def model_of(served, handler):
