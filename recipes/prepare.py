@@ -13,6 +13,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from recipe_tools.command import command
 from recipe_tools.config_types import check_complete
+from recipe_tools.guess import show_guess
 from recipe_tools.overrides import CONFIG_DIR, explained_overrides
 from recipe_tools.prepare_rows import prepare_rows
 from recipe_tools.row_cache import show_cache
@@ -31,6 +32,7 @@ def schema(cfg: DictConfig) -> None:
         raise SystemExit(f"{out} exists. Choose another out=, or overwrite=true.")
     guessed = guess_schema(cfg.raw, label=cfg.label)
     out.write_text(guessed.to_yaml(), encoding="utf-8")
+    show_guess(guessed)
     log.info("Wrote %s. Look it over: a remark says why each column is where it is. Then train:", out)
     log.info("  %s data=tabular data.schema=%s", command("train"), out)
 

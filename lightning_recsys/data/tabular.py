@@ -32,7 +32,7 @@ from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.raw.table_reader import OnBadRow
 from lightning_recsys.data.tables.schema import Schema
 
-_VERSION = 1  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
+_VERSION = 2  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
 _ALL = 1 << 31  # values of the vocabularies; more do not fit into their tables
 _PATIENCE = 2.0  # seconds until a progress bar is shown
 
@@ -127,9 +127,23 @@ class TabularDataModule(PreparedReader):
             wanted = [others.get(stage, "test")]
         else:
             return  # what is to be learned from may not be at hand, and not be needed
+        if "train" in wanted and "train" not in self._folders:
+            self._check_files()
         for split in wanted:
             if self.has(split):
                 self.folder(split)
+
+    def _check_files(self) -> None:
+        """Open the files of all splits: a run is not to end at its test because of a name.
+
+        Raises:
+            FileNotFoundError: one is not there.
+            ValueError: one is not what the schema says; the message names it.
+        """
+        for split in self.schema.files:
+            raw_format = self._format(split)
+            for path in raw_format.files(split):
+                raw_format.check_file(path)
 
     def setup(self, stage: str | None = None) -> None:
         """Open what training needs; what only evaluation needs is opened once it is asked for.

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lightning_recsys.data.raw.columns import Bags
-from lightning_recsys.data.tables.columns import as_categories, parse_numbers, parse_times
+from lightning_recsys.data.tables.columns import as_categories, parse_numbers, parse_times, plain_numbers
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import TableFormat
@@ -141,7 +141,7 @@ class _Parser:
             missing = ~self._present() | (np.isnan(numbers) & ("nan" in map(str.lower, self.table.missing)))
             bad = ~np.isfinite(numbers) & ~missing
         else:
-            numbers, bad = parse_numbers(self._strings())
+            numbers, bad = parse_numbers(plain_numbers(self._strings(), self.table))
         self._flag(bad, "must be a finite number (or listed under `missing`, if it stands for a missing one)")
         return np.where(np.isfinite(numbers), numbers, np.nan)
 

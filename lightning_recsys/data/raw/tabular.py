@@ -23,6 +23,8 @@ from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Label
 from lightning_recsys.data.tables.schema_parts import Split as SchemaSplit
 
+_GLANCE = 1 << 16  # bytes of a file that are read to see whether it is what the schema says
+
 
 class TabularFormat(RawFormat):
     """Rows as a schema describes them.
@@ -61,7 +63,7 @@ class TabularFormat(RawFormat):
         self._reader = TableReader(self.schema, root=root, on_bad_row=on_bad_row, labelled=labelled)
         self._labelled = labelled
         # What the columns mean; where there are no labels, their column is one like any other.
-        meaning = replace(self.schema, label=Label(column=""), time=None, split=SchemaSplit())
+        meaning = replace(self.schema, label=Label(column="\0"), time=None, split=SchemaSplit())
         self._meaning = self.schema if labelled else meaning
         self._files: dict[Path, TableFile] = {}
         self._matched: dict[Path, list[bool]] = {}
@@ -103,6 +105,16 @@ class TabularFormat(RawFormat):
         """Raise ``ValueError`` if no row of a file refers to any row of some side table."""
         for path, matched in self._matched.items():
             self._reader.check_joins(matched, path)
+
+    def check_file(self, path: Path) -> None:
+        """Open a file and look at its beginning.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            ValueError: a column of the schema is missing, the file has no rows, or it cannot be read.
+        """
+        if next(self._reader.file(path).blocks(block_bytes=_GLANCE), None) is None:
+            raise ValueError(f"{path} has a header and no rows.")
 
     def good_rows(self, path: Path, column: str | None) -> Iterator[pa.Array]:
         """A column of the good rows of a file as strings, a block at a time, or their numbers from 1.

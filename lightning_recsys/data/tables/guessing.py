@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lightning_recsys.data.tables.columns import TIME
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import Categorical, Dense, Label, MultiValued
 from lightning_recsys.data.tables.sniffing import is_number, sniff
@@ -19,8 +20,14 @@ _LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "convers
 _POSITIVE = ("1", "true", "yes", "y", "click", "clicked", "positive")
 _ID_NAME = re.compile(r"(^|[_ .-])(id|user|item|movie|product|zip|code)$|[a-z]I[dD]$", re.IGNORECASE)
 _TIME_NAME = re.compile(r"time|date|hour|(^|_)ts$", re.IGNORECASE)
-_ISO_TIME = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?Z?)?")
-_LIST_SEPARATORS = ("|", ";", ",")
+_TIME = re.compile(TIME)
+_INDEX_NAME = re.compile(r"|Unnamed: ?\d+|index|__index_level_\d+__|column_1")
+_LIST_SEPARATORS = ("|", ";", ",", "^", " ")
+_DECIMAL_COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+),\d+")
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
+_GAPS = 5  # whole numbers of a span so many times as wide as they are many are taken for ids
+_LARGE_NUMBER = 1000  # from which on
+_ALMOST = 0.95  # share of the rows from which on other labels are strays
 _FEW_NUMBERS = 10  # a number with no more distinct values than that is a category
 _LARGE_SAMPLE = 100  # rows that it takes to tell that a column never repeats
 _SKEWED = 100  # largest value over the typical one, from which on a logarithm helps
@@ -56,7 +63,7 @@ class _Guess:
 
 
 def guess_schema(path: str | Path, label: str | None = None) -> Schema:
-    """Guess what the columns of a file mean, from its first ten thousand rows.
+    """Guess what the columns of a file mean, from its first fifty thousand rows.
 
     Numbers become dense features, or categories where they are few or named like ids; words become categories, or bags
     where they are lists; what is constant, or different in every row, is ignored. ``to_yaml`` of the result writes all
@@ -72,11 +79,13 @@ def guess_schema(path: str | Path, label: str | None = None) -> Schema:
     """
     path = Path(path).absolute()
     table, columns = sniff(path)
+    columns, marks = _plain_numbers(columns)
     tokens = [token for token in _MISSING if any(token in column for column in columns.values())]
     samples = {
         name: _Sample(name, [value for value in column if value is not None and value not in _MISSING])
         for name, column in columns.items()
     }
+    present = {name: sample.values for name, sample in samples.items()}
     chosen = _find_label(path, samples, label)
     rule, reason = _label_rule(samples.pop(chosen))
     guesses = {name: _guess(sample) for name, sample in samples.items()}
@@ -93,13 +102,14 @@ def guess_schema(path: str | Path, label: str | None = None) -> Schema:
     split = "a tenth of the rows each for validation and test, drawn at random"
     return Schema(
         files={"train": (str(path),)},
-        table=replace(table, missing=tuple(dict.fromkeys(["", *tokens]))),
+        table=replace(table, **marks, missing=tuple(dict.fromkeys(["", *tokens]))),
         label=Label(column=chosen, rule=rule),
         dense={name: guess.options for name, guess in guesses.items() if guess.key == "dense"},
         categorical={name: guess.options for name, guess in guesses.items() if guess.key == "categorical"},
         multi_valued={name: guess.options for name, guess in guesses.items() if guess.key == "multi_valued"},
         time=times[0] if times else None,
         ignore=tuple(name for name, guess in guesses.items() if guess.key == "ignore"),
+        present={name: len(values) / max(len(columns[name]), 1) for name, values in present.items()},
         comments={
             "": f"Guessed from the first rows of {path.name}. Check it: a remark says why. Every key: docs/data.md",
             **{name: guess.reason for name, guess in guesses.items()},
@@ -108,9 +118,40 @@ def guess_schema(path: str | Path, label: str | None = None) -> Schema:
             "comment": "lines at the top that start like this are skipped",
             "encoding": "it is not UTF-8",
             "missing": "what stands for a missing value",
+            "decimal": "before the fraction of a number",
+            "thousands": "between the thousands of a number",
             "split": split + ("; {by: time} holds back the latest instead" if times else ""),
         },
     )
+
+
+def _plain_numbers(
+    columns: dict[str, list[str | None]],
+) -> tuple[dict[str, list[str | None]], dict[str, Any]]:
+    """Columns with their numbers written with a dot, and how the file writes them."""
+    marks: dict[str, Any] = {}
+    for pattern, found in ((_DECIMAL_COMMA, {"decimal": ","}), (_THOUSANDS, {"thousands": ","})):
+        chosen = [name for name, column in columns.items() if _has_marks(column, pattern)]
+        if not chosen or marks:
+            continue
+        marks = dict(found)
+        if "decimal" in marks and any("." in (value or "") for name in chosen for value in columns[name]):
+            marks["thousands"] = "."
+        drop, point = marks.get("thousands", ""), marks.get("decimal", ".")
+        columns = columns | {
+            name: [
+                None if x is None else (x.replace(drop, "") if drop else x).replace(point, ".") for x in columns[name]
+            ]
+            for name in chosen
+        }
+    return columns, marks
+
+
+def _has_marks(column: list[str | None], pattern: re.Pattern[str]) -> bool:
+    """Whether values are numbers, and so many of them written so that it is no chance."""
+    values = [value for value in column if value is not None and value not in _MISSING]
+    marked = sum(pattern.fullmatch(value) is not None for value in values)
+    return 10 * marked >= len(values) > 0 and all(is_number(x) or pattern.fullmatch(x) for x in values)
 
 
 def _find_label(path: Path, samples: dict[str, _Sample], label: str | None) -> str:
@@ -135,6 +176,14 @@ def _label_rule(sample: _Sample) -> tuple[str | None, str]:
     if (sample.is_numeric and {float(word) for word in counts} <= {0.0, 1.0}) or words <= {"true", "false"}:
         share = sum(count for word, count in counts.items() if word.lower() in ("true", "1", "1.0")) / total
         return None, f"0 and 1 already; {share:.1%} positive in the sample"
+    (_, first), (_, second), *stray = [*counts.most_common(), ("", 0)]
+    if stray and _ALMOST * total <= first + second < total:
+        values = ", ".join(f"{value!r} ({count} rows)" for value, count in stray[:5] if count)
+        raise ValueError(
+            f"the label {sample.name!r} has two values in almost all rows, and also {values}. What do they mean? "
+            "List them under missing and leave such rows out (on_bad_row=skip), or write the schema's label with a "
+            f"rule such as {{column: {sample.name}, rule: '== {counts.most_common(1)[0][0]}'}}."
+        )
     if sample.is_numeric:
         # The threshold that cuts the sample most evenly.
         shares = {
@@ -152,6 +201,8 @@ def _guess(sample: _Sample) -> _Guess:
     values = f"{num_values} different values in the sample"
     if num_values < 2:
         return _Guess("ignore", None, "the same in every row of the sample" if num_values else "empty in the sample")
+    if _INDEX_NAME.fullmatch(sample.name) and _counts_rows(sample):
+        return _Guess("ignore", None, "counts the rows, as pandas writes its index")
     if _is_time(sample):
         return _Guess("time", None, "looks like the time of the row")
     if sample.is_numeric and num_values > _FEW_NUMBERS and not _ID_NAME.search(sample.name):
@@ -160,7 +211,8 @@ def _guess(sample: _Sample) -> _Guess:
         return _Guess("ignore", None, "different in every row of the sample")
     for separator in _LIST_SEPARATORS:
         items = [item for value in sample.values for item in value.split(separator)]
-        if len(items) > 1.2 * len(sample.values) and len(set(items)) < num_values:
+        several = 1.5 if separator == " " else 1.2  # names of two words are no lists
+        if len(items) > several * len(sample.values) and several * len(set(items)) < 1.2 * num_values:
             return _Guess(
                 "multi_valued", MultiValued(separator=separator), f"lists of {len(set(items))} different values"
             )
@@ -169,8 +221,19 @@ def _guess(sample: _Sample) -> _Guess:
     return _Guess("categorical", Categorical(), values)
 
 
+def _counts_rows(sample: _Sample) -> bool:
+    """Whether each value is the one before and 1."""
+    try:
+        numbers = [int(value) for value in sample.values]
+    except ValueError:
+        return False
+    return numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
 def _guess_number(sample: _Sample) -> _Guess:
     numbers = [float(value) for value in sample.values]
+    if (ids := _looks_like_ids(sample, numbers)) is not None:
+        return _Guess("categorical", Categorical(), ids)
     if sample.never_repeats and all(number.is_integer() for number in numbers):
         return _Guess("ignore", None, "a whole number of its own in every row of the sample")
     span = f"from {min(numbers):g} to {max(numbers):g}"
@@ -179,8 +242,21 @@ def _guess_number(sample: _Sample) -> _Guess:
     return _Guess("dense", Dense(), span)
 
 
+def _looks_like_ids(sample: _Sample, numbers: list[float]) -> str | None:
+    """Why whole numbers are taken for ids: each comes often, and most of those between them never do."""
+    distinct, largest = len(sample.counts), max(numbers)
+    span = largest - min(numbers) + 1
+    repeats = len(numbers) / distinct
+    whole = all(number.is_integer() for number in numbers)
+    even = median(numbers) > largest / _SKEWED  # amounts have most values near zero
+    round_numbers = all(number % 10 == 0 for number in numbers)
+    if whole and even and repeats >= 2 and largest >= _LARGE_NUMBER and span >= _GAPS * distinct and not round_numbers:
+        return f"{distinct} different whole numbers with gaps, each {repeats:.0f} times on average: taken for ids"
+    return None
+
+
 def _is_time(sample: _Sample) -> bool:
-    if all(map(_ISO_TIME.fullmatch, sample.counts)):
+    if all(map(_TIME.fullmatch, sample.counts)):
         return True
     if not sample.is_numeric or len(sample.counts) <= _FEW_NUMBERS:
         return False

@@ -18,6 +18,7 @@ from lightning_recsys.data.tables.schema_parts import TableFormat
 BLOCK_BYTES = 1 << 24  # also the longest row that can be read
 _UNIT_SEPARATOR = b"\x1f"  # stands in for separators of several characters, which Arrow does not know
 _QUOTED_CHARACTERS = 80
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # what a file in UTF-16 starts with
 _HEADER_BYTES = 1 << 14
 
 
@@ -44,7 +45,13 @@ def column_names(path: Path, table: TableFormat) -> list[str]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if is_parquet(path, table):
-        return list(parquet.read_schema(path).names)
+        try:
+            return list(parquet.read_schema(path).names)
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"{path} is no Parquet file, or not all of it ({str(error).splitlines()[0]}). If it is text, name it "
+                ".csv, or write format: text in the schema."
+            ) from error
     names = list(table.column_names) if table.column_names else _split_line(_header(path, table)[1], path, table)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -151,6 +158,10 @@ def _header(path: Path, table: TableFormat) -> tuple[int, str]:
             if num_comments + 1 < len(lines) or not more:
                 break
             size *= 2
+    if start[:2] in _UTF_16 and "16" not in table.encoding:
+        raise ValueError(f"{path} is written in UTF-16. Write encoding: utf-16 in the schema.")
+    if start[:4] == b"PAR1":
+        raise ValueError(f"{path} is a Parquet file. Name it .parquet, or write format: parquet in the schema.")
     if num_comments == len(lines) or not start.strip():
         raise ValueError(f"{path} is empty.")
     return num_comments, lines[num_comments]

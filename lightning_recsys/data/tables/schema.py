@@ -50,6 +50,7 @@ class Schema:
         joins: Side tables.
         split: How evaluation rows are parted from training rows.
         comments: Remarks for :meth:`to_yaml`, by column or key.
+        present: Share of the rows that have a value, by column; of a guessed schema.
 
     Raises:
         ValueError: see :meth:`from_dict`.
@@ -66,6 +67,7 @@ class Schema:
     joins: tuple[Join, ...] = ()
     split: Split = field(default_factory=Split)
     comments: Mapping[str, str] = field(default_factory=dict, compare=False)
+    present: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         self._check_uses()

@@ -27,6 +27,8 @@ class TableFormat:
             Separators of several characters know no quotes.
         strip: Whether white space around values is dropped.
         missing: Values that stand for a missing one.
+        decimal: What stands before the fraction of a number: a dot or a comma.
+        thousands: What stands between the thousands of a number; ``None`` for nothing.
     """
 
     format: Literal["text", "parquet"] | None = None
@@ -37,6 +39,8 @@ class TableFormat:
     quote: str | None = '"'
     strip: bool = True
     missing: tuple[str, ...] = ("",)
+    decimal: Literal[".", ","] = "."
+    thousands: str | None = None
 
     def check(self, where: str) -> None:
         """Raise ``ValueError`` about what the types leave open, naming it as a key below ``where``."""
@@ -46,6 +50,11 @@ class TableFormat:
             codecs.lookup(self.encoding)
         except LookupError:
             raise ValueError(f"{where}.encoding {self.encoding!r} is unknown. Common ones: utf-8, latin-1.") from None
+        thousands = self.thousands
+        require(
+            thousands is None or (len(thousands) == 1 and thousands != self.decimal and not thousands.isalnum()),
+            f"{where}.thousands must be one character that is no digit and not {where}.decimal, got {thousands!r}.",
+        )
         names = self.column_names or ()
         twice = sorted({name for name in names if names.count(name) > 1})
         require(not twice, f"{where}.column_names lists {', '.join(twice)} more than once.")

@@ -15,8 +15,8 @@ from lightning_recsys.data.tables.reading import is_parquet, separator_of
 from lightning_recsys.data.tables.schema_parts import TableFormat
 
 _SEPARATORS = ("\t", "::", ",", ";", "|")
-_SAMPLE_BYTES = 4_000_000
-_SAMPLE_ROWS = 10_000
+_SAMPLE_BYTES = 16_000_000
+_SAMPLE_ROWS = 50_000
 _STEADY = 0.9  # share of lines that must have the same number of columns
 
 
@@ -38,12 +38,17 @@ def sniff(path: Path) -> tuple[TableFormat, dict[str, list[str | None]]]:
     separator, num_columns = _separator(path, lines)
     rows = _split(lines, separator)
     comment = None
-    if len(rows[0]) != num_columns:
+    header: list[str] | None = None  # where it is not one that the file's own would be
+    if _lacks_a_separator(rows, num_columns):  # all other lines end in one
+        comment, header, rows = lines[0], [*rows[0], ""], rows[1:]
+    elif len(rows[0]) != num_columns:
         comment = lines[0][0]
         rows = rows[next(i for i, line in enumerate(lines) if not line.startswith(comment)) :]
     rows = [[value.strip() for value in row] for row in rows if len(row) == num_columns]
-    named = _is_header(rows)
-    names = rows[0] if named else [f"column_{i}" for i in range(1, num_columns + 1)]
+    named = header is None and _is_header(rows)
+    if named and len(set(rows[0])) < len(rows[0]):  # the line is passed over, and its names are told apart
+        named, comment, header, rows = False, lines[0] if comment is None else comment, rows[0], rows[1:]
+    names = rows[0] if named else _told_apart(header) if header else [f"column_{i + 1}" for i in range(num_columns)]
     table = TableFormat(
         separator=None if separator == separator_of(path, TableFormat()) else separator,
         column_names=None if named else tuple(names),
@@ -61,9 +66,16 @@ def is_number(word: str) -> bool:
 
 def _decode(path: Path) -> tuple[str, str]:
     with pa.input_stream(str(path), compression="detect") as stream:
-        start: bytes = stream.read(_SAMPLE_BYTES)
+        try:
+            start: bytes = stream.read(_SAMPLE_BYTES)
+        except OSError as error:
+            raise ValueError(f"{path}: the file is damaged ({error}).") from error
     if len(start) == _SAMPLE_BYTES:
         start = start[: start.rfind(b"\n")]  # leave out the line that was cut off
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return start[: len(start) // 2 * 2].decode("utf-16"), "utf-16"
+    if start[:4] == b"PAR1":
+        raise ValueError(f"{path} is a Parquet file: name it .parquet.")
     try:
         return start.decode("utf-8-sig"), "utf-8"
     except UnicodeDecodeError:
@@ -93,20 +105,49 @@ def _split(lines: list[str], separator: str) -> list[list[str]]:
 
 
 def _is_header(rows: list[list[str]]) -> bool:
-    """Whether the first row names the columns: no number, nothing twice, and no name stands in its own column."""
+    """Whether the first row names the columns: no number, and no name stands in its own column.
+
+    One column may have no name: pandas writes the index of its rows so, and some programs a separator behind the last.
+    """
     first, *others = rows
     columns = list(zip(*others, strict=True)) if others else [()] * len(first)
     return (
-        all(first)
-        and len(set(first)) == len(first)
+        first.count("") <= 1
+        and len(set(first)) > len(first) / 2
         and not any(map(is_number, first))
-        and not any(name in column for name, column in zip(first, columns, strict=True))
+        and not any(name and name in column for name, column in zip(first, columns, strict=True))
     )
+
+
+def _lacks_a_separator(rows: list[list[str]], num_columns: int) -> bool:
+    """Whether the first row is a header without the separator that ends all others."""
+    others = [row for row in rows[1:] if len(row) == num_columns]
+    ends = not any(row[-1].strip() for row in others)
+    return len(rows[0]) == num_columns - 1 and ends and not any(map(is_number, rows[0]))
+
+
+def _told_apart(names: list[str]) -> list[str]:
+    """Names with numbers behind those that were there before.
+
+    >>> _told_apart(["a", "b", "a", ""])
+    ['a', 'b', 'a_2', 'column_4']
+    """
+    found: list[str] = []
+    for place, name in enumerate(names, 1):
+        candidate, number = name or f"column_{place}", 1
+        while candidate in found:
+            number += 1
+            candidate = f"{name}_{number}"
+        found.append(candidate)
+    return found
 
 
 def _sample_parquet(path: Path) -> dict[str, list[str | None]]:
     """Lists become strings joined by a bar, as they might stand in a text file."""
-    batches = parquet.ParquetFile(path).iter_batches(batch_size=_SAMPLE_ROWS)
+    try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=_SAMPLE_ROWS)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Parquet file, or not all of it ({str(error).splitlines()[0]}).") from error
     sample = next(batches, None)
     if sample is None:
         raise ValueError(f"{path} has no rows.")

@@ -96,9 +96,30 @@ def test_times_when_they_are_iso_8601_then_are_seconds_as_python_counts_them(wor
 
 
 @pytest.mark.parametrize(
-    "word", ["2000-13-01", "yesterday", "31.12.2000", "2000-12-31T25:00:00", "2000-12-31T10:00:00+02:00"]
+    "word", ["2000-13-01", "yesterday", "31/12/2000", "2000-12-31T25:00:00", "2000-12-31+02:00", "2000-12-31 noon"]
 )
 def test_times_when_they_are_none_then_are_bad(word):
     times, bad = parse_times(pa.array([word, "2000-12-31", None]))
     assert bad.tolist() == [True, False, False]
     assert np.isnan(times).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("2000-12-31T10:00:00+02:00", "2000-12-31T08:00:00+00:00"),
+        ("2000-12-31 10:00:00.25-0330", "2000-12-31T13:30:00+00:00"),
+        ("2000-12-31 10:00 UTC", "2000-12-31T10:00:00+00:00"),
+        ("31.12.2000", "2000-12-31T00:00:00+00:00"),
+        ("31.12.2000 10:00", "2000-12-31T10:00:00+00:00"),
+        ("2000/12/31", "2000-12-31T00:00:00+00:00"),
+    ],
+)
+def test_times_when_they_have_offsets_or_other_dates_then_are_seconds_all_the_same(word, expected):
+    times, bad = parse_times(pa.array([word]))
+    assert (times.tolist(), bad.tolist()) == ([dt.datetime.fromisoformat(expected).timestamp()], [False])
+
+
+def test_categories_when_whole_numbers_have_a_fraction_then_are_the_same_without():
+    column = as_categories(pa.chunked_array([["3", "3.0", "-7.0", "3.10", "v3.0"]]), strip=True, missing=[""])
+    assert column.to_pylist() == ["3", "3", "-7", "3.10", "v3.0"]

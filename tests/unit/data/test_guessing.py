@@ -181,3 +181,61 @@ def test_guess_when_it_cannot_then_says_why(tmp_path, content, label, message):
 def test_guess_when_there_is_no_file_then_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no file .*rows\.csv"):
         guess_schema(tmp_path / "rows.csv")
+
+
+def guess_of(tmp_path: Path, header: str, rows: list[str], *, label: str | None = "click") -> Schema:
+    path = tmp_path / "rows.csv"
+    path.write_text("".join(f"{line}\n" for line in (header, *rows)))
+    schema = guess_schema(path, label=label)
+    assert_loads(schema, tmp_path, len(rows))
+    return schema
+
+
+def test_guess_when_whole_numbers_have_gaps_and_come_often_then_are_ids(tmp_path):
+    rng = random.Random(0)
+    shops = rng.sample(range(1000, 90_000), 30)
+    rows = [f"{i % 2},{rng.choice(shops)},{rng.randrange(18, 80)},{rng.randrange(10) * 1000}" for i in range(400)]
+    schema = guess_of(tmp_path, "click,shop,age,income", rows)
+    assert "shop" in schema.categorical
+    assert "with gaps" in schema.comments["shop"]
+    assert "age" in schema.dense
+
+
+def test_guess_when_pandas_wrote_its_index_then_is_ignored(tmp_path):
+    schema = guess_of(tmp_path, ",click,user", [f"{i},{i % 2},u{i % 7}" for i in range(200)])
+    assert schema.ignore == ("",)
+
+
+def test_guess_when_names_stand_twice_then_they_are_told_apart(tmp_path):
+    schema = guess_of(tmp_path, "click,user,user", [f"{i % 2},u{i % 7},v{i % 5}" for i in range(200)])
+    assert set(schema.categorical) == {"user", "user_2"}
+
+
+@pytest.mark.parametrize("header", ["click,user,", "click,user"])
+def test_guess_when_lines_end_in_a_separator_then_the_last_column_is_ignored(tmp_path, header):
+    schema = guess_of(tmp_path, header, [f"{i % 2},u{i % 7}," for i in range(200)])
+    assert set(schema.categorical) == {"user"}
+    assert len(schema.ignore) == 1
+
+
+def test_guess_when_numbers_have_commas_then_the_schema_says_how_they_are_written(tmp_path):
+    rows = [f"{i % 2};u{i % 7};{i % 9}.{100 + i},{i % 10}5" for i in range(200)]
+    schema = guess_of(tmp_path, "click;user;price", rows)
+    assert (schema.table.decimal, schema.table.thousands) == (",", ".")
+    assert set(schema.dense) == {"price"}
+    schema = guess_of(tmp_path, "click;user;price", [f"{i % 2};u{i % 7};{1 + i % 9},{100 + i}" for i in range(200)])
+    assert set(schema.dense) == {"price"}
+
+
+def test_guess_when_a_label_is_stray_then_asks(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("click,user\n" + "".join(f"{i % 2},u{i % 7}\n" for i in range(200)) + "-1,u1\n")
+    with pytest.raises(ValueError, match=r"label 'click' has two values in almost all rows, and also '-1' \(1 rows\)"):
+        guess_schema(path, label="click")
+
+
+def test_guess_then_tells_in_how_many_rows_a_column_has_a_value(tmp_path):
+    schema = guess_of(
+        tmp_path, "click,user", [f"{i % 2},{'' if i % 4 else 'u'}{i % 3 if not i % 4 else ''}" for i in range(200)]
+    )
+    assert schema.present == {"click": 1.0, "user": 0.25}

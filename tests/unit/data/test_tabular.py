@@ -624,3 +624,46 @@ def test_ids_when_counted_over_a_large_random_file_then_match_a_counter(tmp_path
     assert data.fields["user"] == len(known) + 2
     assert [id_ == 0 for id_ in seen] == [user not in known for user in users]
     assert len({(user, id_) for user, id_ in zip(users, seen, strict=True) if user in known}) == len(known)
+
+
+# --- Before anything is trained --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"schema\.files\.test: there is no file .*later\."),
+        (b"click,age,user,tags\n", r"later\.csv has a header and no rows"),
+        (b"", r"later\.csv is empty"),
+        (b"click,age,tags\n1,2,x\n", r"schema\.categorical names column 'user', which is not in .*later\.csv"),
+        (
+            "click,age,user,tags\n1,2,a,x\n".encode("utf-16"),
+            r"later\.csv is written in UTF-16\. Write encoding: utf-16",
+        ),
+        (b"PAR1....", r"later\.csv is a Parquet file\. Name it \.parquet"),
+    ],
+)
+def test_files_when_one_of_the_test_cannot_be_used_then_an_error_before_training(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "later.csv").write_bytes(content)
+    write(tmp_path, LINES)
+    data = TabularDataModule(
+        schema=SCHEMA | {"files": {"train": "clicks.csv", "test": "later.csv"}, "split": {"validation": 0}},
+        root=tmp_path,
+    )
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        data.prepare_data()
+
+
+def test_file_when_it_is_text_that_is_named_parquet_then_says_so(tmp_path):
+    write(tmp_path, LINES, "clicks.parquet")
+    with pytest.raises(ValueError, match=r"clicks\.parquet is no Parquet file, or not all of it .* name it \.csv"):
+        load(tmp_path, files="clicks.parquet")
+
+
+def test_numbers_when_written_with_commas_then_are_read_by_the_schema(tmp_path):
+    lines = ["click;age;user;tags", "1;1.234,5;3;x", "0;7;3.0;y"]
+    data = load(tmp_path, lines, separator=";", decimal=",", thousands=".", dense={"age": {"standardize": False}})
+    batch = all_rows(data)
+    assert sorted(batch.dense.flatten().tolist()) == [7.0, 1234.5]
+    assert ids_of(batch, "user") == [[2], [2]]  # 3 and 3.0 are one user
