@@ -4,11 +4,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -16,49 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, Ticket
-from lightning_recsys.embeddings.int64_ids import as_int64s
-from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
-from lightning_recsys.optim import RowOptimizer, RowSGD
+from lightning_recsys.embeddings import SparseFeatures, Ticket
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.accumulating import is_additive
 from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.placement import TablePart
-from lightning_recsys.row_cache.copies import RowCache, RowUpdates
+from lightning_recsys.row_cache.copies import RowCache
 from lightning_recsys.row_cache.index import BatchPlan, CachePolicy
-from lightning_recsys.row_cache.messages import NO_KEYS, RowMessages
-from lightning_recsys.row_cache.owners import RowGradients
-from lightning_recsys.row_cache.places import Integers, RowPlaces, add_starts
+from lightning_recsys.row_cache.messages import BatchMessages, CachedTicket, RowMessages
+from lightning_recsys.row_cache.owners import RowGradients, StepGradients, join_gradients
+from lightning_recsys.row_cache.places import Integers, RowPlaces
 from lightning_recsys.row_cache.shared_index import SharedIndex
 from lightning_recsys.row_cache.transfers import RowTransfers
+from lightning_recsys.row_cache.window import AnnouncedFeatures, same_ids
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.stores.exchange import RowValues
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
 from lightning_recsys.sync import ClockName, ClockRule
 
-_OUT_OF_ORDER = 8
-"""An announced batch is recognised if fewer others than this were to come before it."""
-
 _FLUSH_BYTES = 16 << 20  # of updates in one message, when all of them go
-
-_NAMED_PER_EXPIRY = 16
-"""How often a worker names all its copies to a store that forgets rows, while it makes as many batches as the store
-counts updates until it forgets. Each worker's batch is an update or two there, so 8 workers fit in."""
-
-
-@dataclass(eq=False)
-class CachedTicket(Ticket):
-    """Names a batch whose rows are in the cache, or on their way to it.
-
-    Args:
-        plan: Where the rows are. They stay while the cache waits for the batch's gradients.
-        answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch and to
-            check. Empty once they have been taken.
-        stale: Positions in the plan of copies that a store found too old.
-    """
-
-    plan: BatchPlan = field(kw_only=True)
-    answers: list[tuple[Callable[[], RowValues], Integers, Integers]] = field(default_factory=list)
-    stale: list[Integers] = field(default_factory=list)
 
 
 class CachedBackend(StoreBackend):
@@ -128,31 +101,32 @@ class CachedBackend(StoreBackend):
     ) -> None:
         super().__init__(layout, optimizer, stores=stores)
         self.cache_rows = cache_rows
-        self._in_step, self._any_rule = in_step, any_rule
         self.staleness = staleness
         self.policy: CachePolicy = policy
-        self._rule = ClockRule(staleness=staleness, clock=clock)
-        passing = RowCache(0, layout.embedding_dim, optimizer, device=device, any_rule=any_rule)
-        self._passing = passing  # rows of evaluation
-        places = RowPlaces(layout, [parts for _, parts in stores])
-        self._messages = RowMessages(self.stores, places, self._rule, self.row_shapes)
+        self._in_step, self._any_rule = in_step, any_rule
+        self._passing = self._make_copies(0, device)  # rows of evaluation, which go behind each lookup
+        self._places = RowPlaces(layout, [parts for _, parts in stores])
+        # Messages are there in any case: they bring rows of evaluation that are to have this worker's own updates.
+        rule = ClockRule(staleness=staleness, clock=clock)
+        self._messages = RowMessages(self.stores, self._places, rule, self.row_shapes)
+        self._batches = BatchMessages(self._messages, rule)
+        # Where it is not None, rows of training move between here and this machine's memory, without messages.
+        self._transfers: RowTransfers | None = None
         mapped = RowTransfers.between(self.stores, self._passing.rows.device)
-        self._transfers = None
         if mapped and not in_step and is_additive(optimizer):
-            self._transfers = RowTransfers(mapped, places, self._rule, self.row_shapes)
-        self._starts = as_int64s(layout.feature_starts)
-        self._kernels: dict[RowCache, tuple[int, Kernel]] = {}
-        self._coming: deque[tuple[SparseFeatures, int]] = deque()  # announced, with the announcement's number
-        self._planned: CachedTicket | None = None  # its message was sent ahead of its lookup
-        # In step: plans of batches whose gradients wait for the other workers', with the gradients of their rows.
-        self._gradients: list[tuple[BatchPlan, Tensor]] = []
-        self._lr = 0.0  # of the update with those gradients
+            self._transfers = RowTransfers(mapped, self._places, rule, self.row_shapes)
+        self._coming = AnnouncedFeatures()  # batches that were announced and have not been planned
+        self._planned: CachedTicket | None = None  # the batch whose message was sent ahead of its lookup
+        self._gradients = StepGradients() if in_step else None
         self._updates: int | None = None  # that the tables have seen, where the rule asks; None: to be asked for
-        self._counts: Counter[str] = Counter()
-        self._lags_U = np.empty(0, dtype=np.int32)
+        self._counts: Counter[str] = Counter()  # "reads" and "evictions" in rows, "gradients" in bytes
         self._may_owe = False  # whether a copy here may have updates that the stores lack
-        self._unnamed_batches = 0  # since the stores were told which copies are here, where they have to be
         self._make_cache(shared)
+
+    def _make_copies(self, limit: int, device: torch.device | str | None, **options: Any) -> RowCache:
+        features = [name for table in self.layout.tables for name in table.feature_names]
+        dim, any_rule = self.layout.embedding_dim, self._any_rule
+        return RowCache(limit, dim, self.optimizer, device=device, any_rule=any_rule, features=features, **options)
 
     def _make_cache(self, shared: SharedIndex | None) -> None:
         self._waiting: WeakSet[CachedTicket] = WeakSet()  # looked up, and may still get gradients
@@ -161,16 +135,9 @@ class CachedBackend(StoreBackend):
         num_keys = None if dynamic else self.layout.num_rows
         if self._transfers is not None:
             self._shared = shared or SharedIndex(self.cache_rows, policy=self.policy, num_keys=num_keys)
-        self._cache = RowCache(
-            self.cache_rows,
-            self.layout.embedding_dim,
-            self.optimizer,
-            policy=self.policy,
-            device=self._passing.rows.device,
-            num_keys=num_keys,
-            index=None if self._shared is None else self._shared.index,
-            any_rule=self._any_rule,
-        )
+        index = None if self._shared is None else self._shared.index
+        options = {"policy": self.policy, "num_keys": num_keys, "index": index}
+        self._cache = self._make_copies(self.cache_rows, self._passing.rows.device, **options)
         if self._shared is not None:
             self._shared.join(self)
 
@@ -196,11 +163,9 @@ class CachedBackend(StoreBackend):
         features = sparse.to("cpu")
         batch = self._take_planned(features) or self._begin(features)
         batch.sparse = sparse
-        if self._transfers is None:
-            self._settle(batch)
-            self._refresh(batch)
+        self._await(batch)
         self._waiting.add(batch)
-        return self._pool(self._cache, batch.plan, sparse), batch
+        return self._cache.pool(batch.plan, sparse), batch
 
     def prefetch(self, sparse: SparseFeatures) -> None:
         """Send the message of the batch that is looked up next, after the present one's lookup.
@@ -213,27 +178,28 @@ class CachedBackend(StoreBackend):
             return
         features = sparse.to("cpu")
         if self._planned is not None:
-            if _same_ids(self._planned.sparse, features):
+            if same_ids(self._planned.sparse, features):
                 return
-            self._settle(self._planned)
+            self._settle_planned()
         self._planned = self._begin(features)
 
     def announce(self, sparse: SparseFeatures, *, ahead: int) -> None:  # noqa: D102 - inherited
         if not self.cache_rows or self._transfers is not None:
             return
-        while len(self._coming) > ahead:
-            self._cache.forget(self._coming.popleft()[1])
+        for number in self._coming.drop_beyond(ahead):
+            self._cache.forget(number)
         features = sparse.to("cpu")
-        self._coming.append((features, self._cache.announce(self.keys_of(features))))
+        self._coming.add(features, self._cache.announce(self.keys_of(features)))
 
     def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
         batches = self._redeem(tickets)
-        if self._in_step:
-            self._gradients += [(plan, sums_UD.clone()) for plan, sums_UD in self._sum_by_row(batches, grad_BFD)]
-            self._lr = lr
-            return
         sums = self._sum_by_row(batches, grad_BFD)
-        plan, sums_UD = next(sums) if len(batches) == 1 else _joined([(plan, part.clone()) for plan, part in sums])
+        if self._gradients is not None:
+            self._gradients.add(sums, lr=lr)
+            return
+        plan, sums_UD = (
+            next(sums) if len(batches) == 1 else join_gradients([(plan, part.clone()) for plan, part in sums])
+        )
         self._may_owe = True
         self._cache.update(plan.slots_U, sums_UD, lr=lr, step=self._count_update())
         self._messages.count_step()
@@ -248,12 +214,7 @@ class CachedBackend(StoreBackend):
         """
         if not is_additive(self.optimizer) and self._updates is None:
             self._updates = self.step
-        if not self._gradients:
-            return None
-        if len(self._gradients) > 1:
-            self._gradients = [_joined(self._gradients)]
-        ((plan, sums_UD),) = self._gradients
-        return RowGradients(plan.keys_U, sums_UD)
+        return self._gradients.joined() if self._gradients else None
 
     def finish_step(self, owned: Integers, *, counts: bool) -> None:
         """In step: train the rows that this worker owns; the copies of the others become outdated.
@@ -264,12 +225,8 @@ class CachedBackend(StoreBackend):
         """
         step = self._count_update()
         if self._gradients:
-            ((plan, sums_UD),) = self._gradients
-            self._gradients = []
-            grads = sums_UD.index_select(0, torch.from_numpy(owned).to(sums_UD.device))
             self._may_owe = True
-            self._cache.update(plan.slots_U[owned], grads, lr=self._lr, step=step)
-            self._cache.outdate(np.delete(plan.slots_U, owned))
+            self._gradients.train(self._cache, owned, step=step)
         if counts:
             self._messages.count_step()
         self._evict()
@@ -293,13 +250,10 @@ class CachedBackend(StoreBackend):
         if not self.cache_rows:  # nothing stays
             return self.lookup_fresh(sparse)
         with torch.inference_mode(False):  # memory that is made here is written to again, perhaps outside of that mode
-            if self._planned is not None:
-                self._settle(self._planned)  # they may share rows
+            self._settle_planned()  # they may share rows
             batch = self._begin(sparse.to("cpu"), announced=False)
-            if self._transfers is None:
-                self._settle(batch)
-                self._refresh(batch)
-            return self._pool(self._cache, batch.plan, sparse)
+            self._await(batch)
+            return self._cache.pool(batch.plan, sparse)
 
     def lookup_fresh(self, sparse: SparseFeatures) -> Tensor:
         """As :meth:`lookup`, past the cache: rows as the stores have them, and updates that only this worker has.
@@ -311,17 +265,16 @@ class CachedBackend(StoreBackend):
         with torch.inference_mode(False):
             plan = self._passing.plan(self.keys_of(sparse.to("cpu")))
             batch = CachedTicket(sparse, plan=plan)
-            self._ask(batch, fetch=np.arange(len(plan.keys_U)))
-            self._settle(batch, self._passing)
+            self._batches.ask(batch, self._passing, fetch=np.arange(len(plan.keys_U)))
+            self._batches.settle(batch, self._passing)
             self._cache.subtract_unsent(plan.keys_U, self._passing.rows, plan.slots_U)
-            pooled_BFD = self._pool(self._passing, plan, sparse)
+            pooled_BFD = self._passing.pool(plan, sparse)
             self._passing.evict(spare_from=plan.number + 1)  # it owes nothing
             return pooled_BFD
 
     def flush(self) -> None:
         """Push every update that is still here, and return when all are in the stores. The copies stay."""
-        if self._planned is not None:
-            self._settle(self._planned)  # what it asked for must not lack what is pushed now
+        self._settle_planned()  # what it asked for must not lack what is pushed now
         dirty = self._cache.dirty_slots()
         row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
         for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
@@ -329,7 +282,7 @@ class CachedBackend(StoreBackend):
             if self._transfers is not None:
                 self._transfers.push(self._cache, some)
             else:
-                self._messages.owe(self._take(some))
+                self._batches.owe(self._cache, some)
                 self._messages.send()
         if self._in_step and self.dynamic is None:  # nobody else has updates of these, and all of them are admitted
             self._cache.keep(dirty)
@@ -342,7 +295,8 @@ class CachedBackend(StoreBackend):
         self.flush()
         self._planned = None
         self._waiting.clear()
-        self._gradients.clear()
+        if self._gradients is not None:
+            self._gradients.clear()
         self._updates = None  # who writes rows may set the steps as well
         self._cache.clear()
 
@@ -351,10 +305,21 @@ class CachedBackend(StoreBackend):
     def _take_planned(self, features: SparseFeatures) -> CachedTicket | None:
         """The announced batch, if it is this one. If not, its rows come into the cache as they would have."""
         planned, self._planned = self._planned, None
-        if planned is None or _same_ids(planned.sparse, features):
+        if planned is None or same_ids(planned.sparse, features):
             return planned
-        self._settle(planned)
+        self._batches.settle(planned, self._cache)
         return None
+
+    def _settle_planned(self) -> None:
+        """Take the answers of the batch that was asked for ahead of its lookup, if there is one."""
+        if self._planned is not None:
+            self._batches.settle(self._planned, self._cache)
+
+    def _await(self, batch: CachedTicket) -> None:
+        """Have all rows of a batch here, fit for use."""
+        if self._transfers is None:
+            self._batches.settle(batch, self._cache)
+            self._batches.refresh(batch, self._cache)
 
     def _redeem(self, tickets: Sequence[Ticket]) -> list[CachedTicket]:
         """The batches that tickets name, with their rows here; the cache waits no longer for them."""
@@ -365,10 +330,9 @@ class CachedBackend(StoreBackend):
                 continue
             # Its rows may be gone: it was redeemed before (a second backward pass through one graph), all copies were
             # dropped in between, or another backend gave it out.
-            if self._planned is not None:
-                self._settle(self._planned)  # they may share rows
+            self._settle_planned()  # they may share rows
             batches.append(batch := self._begin(ticket.sparse.to("cpu"), validate=False))
-            self._settle(batch)
+            self._batches.settle(batch, self._cache)
             batch.sparse = ticket.sparse
             self._waiting.add(batch)  # so that the next one does not evict its rows
         for batch in batches:
@@ -398,65 +362,21 @@ class CachedBackend(StoreBackend):
             self._counts["reads"] += len(plan.keys_U)
             return CachedTicket(features, plan=plan)
         self._evict()
-        cache, number = self._cache, self._announcement_of(features) if validate and announced else None
+        cache, number = self._cache, self._coming.take(features) if validate and announced else None
         plan = cache.plan(self.keys_of(features)) if number is None else cache.plan_announced(number)
         batch = CachedTicket(features, plan=plan)
-        if not validate or self.staleness is None:
-            fetch, check, refresh = np.flatnonzero(plan.new_U), NO_KEYS, NO_KEYS
-        else:
-            # Without any slack it is no use to refresh a copy ahead of the update at hand: it is refreshed behind it.
-            training = [waiting.plan.slots_U for waiting in self._waiting] if self.staleness else []
-            fetch, check, refresh = cache.sort(plan, self._rule.bound, np.concatenate([NO_KEYS, *training]))
         if validate:
             self._counts["reads"] += len(plan.keys_U)
-            self._counts["misses"] += len(fetch)
-            self._counts["refreshes"] += len(refresh)
-        self._ask(batch, fetch=fetch, check=check, refresh=refresh)
-        self._name_copies(batch)
+        training = [waiting.plan.slots_U for waiting in self._waiting]
+        self._batches.begin(batch, cache, training, validate=validate)
         return batch
-
-    def _name_copies(self, batch: CachedTicket) -> None:
-        """Now and then tell stores that forget rows which ones are here, so that they keep them.
-
-        A copy may be in use for long before its updates, or its next check, name the row. The answers, which say
-        nothing that is needed, come with those of the batch.
-        """
-        expiry = self._messages.shortest_expiry
-        if expiry is None or not self.cache_rows:
-            return
-        self._unnamed_batches += 1
-        if self._unnamed_batches * _NAMED_PER_EXPIRY < expiry:
-            return
-        self._unnamed_batches = 0
-        slots = self._cache.held_slots()
-        for answer in self._messages.send(check_C=self._cache.keys(slots), clocks_C=self._cache.current[slots]):
-            batch.answers.append((answer.wait, NO_KEYS, NO_KEYS))
-
-    def _announcement_of(self, features: SparseFeatures) -> int | None:
-        """The number of a batch's announcement, which it uses up, and all before it."""
-        for index, (coming, number) in enumerate(islice(self._coming, _OUT_OF_ORDER)):
-            if _same_ids(coming, features):
-                for _ in range(index + 1):
-                    self._coming.popleft()
-                return number
-        return None
-
-    def _refresh(self, batch: CachedTicket) -> None:
-        """Second message of a batch whose first was answered: push and fetch what may not be used as it is."""
-        self._lags_U, again_U = self._cache.find_outrun(batch.plan, self._rule.bound)
-        if not again_U.any() and not any(map(len, batch.stale)):
-            return
-        self._counts["refreshes"] += int(again_U.sum())
-        for positions in batch.stale:
-            self._counts["stale"] += len(positions)
-            again_U[positions] = True
-        self._ask(batch, refresh=np.flatnonzero(again_U))
-        self._settle(batch)
 
     @property
     def needs_from(self) -> int:
         """Number of the first plan whose rows must stay: those of batches that are still to be trained."""
-        needed = [batch.plan.number for batch in self._waiting] + [plan.number for plan, _ in self._gradients]
+        needed = [batch.plan.number for batch in self._waiting]
+        if self._gradients is not None:
+            needed += self._gradients.plans
         if self._planned is not None:
             needed.append(self._planned.plan.number)
         return min(needed, default=np.iinfo(np.int64).max)
@@ -478,62 +398,11 @@ class CachedBackend(StoreBackend):
         if self._transfers is not None:
             self._transfers.push(self._cache, slots, leave=True)
         else:
-            self._messages.owe(self._take(slots))
-
-    def _take(self, slots: Integers) -> RowUpdates:
-        """The updates of copies that have some, for the stores: a copy owes nothing afterwards."""
-        return self._cache.take(slots, with_copies=self._messages.needs_copies)
-
-    def _ask(
-        self, batch: CachedTicket, *, fetch: Integers = NO_KEYS, check: Integers = NO_KEYS, refresh: Integers = NO_KEYS
-    ) -> None:
-        """Fetch, check and refresh rows of a batch, by their positions in its plan; what is owed goes ahead of it.
-
-        To refresh is to push and to fetch, in one message: the store makes the push first.
-        """
-        plan = batch.plan
-        if len(refresh):
-            self._messages.owe(self._take(plan.slots_U[refresh]))
-            fetch = np.concatenate([fetch, refresh])
-        clocks = self._cache.current[plan.slots_U[check]]
-        for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks):
-            batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked]))
-
-    def _settle(self, batch: CachedTicket, cache: RowCache | None = None) -> None:
-        """Wait for what was asked for a batch, and put it into the cache."""
-        cache = self._cache if cache is None else cache  # one that is empty counts as false
-        for answer, fetched, checked in batch.answers:
-            found = answer()
-            if len(fetched):
-                cache.install(batch.plan.slots_U[fetched], found.values, found.clocks.numpy())
-            if len(checked):
-                batch.stale.append(checked[found.stale.numpy()])
-        batch.answers.clear()
+            self._batches.owe(self._cache, slots)
 
     def keys_of(self, features: SparseFeatures) -> Integers:
-        """The key of each id, int64 ``[N]``: its row's number among the rows of all tables."""
-        if features.is_single_hot:
-            keys_FB: Integers = features.values.numpy().reshape(len(self._starts), -1) + self._starts[:, None]
-            return keys_FB.reshape(-1)
-        keys_N = np.empty(features.values.numel(), dtype=np.int64)
-        add_starts(features.values.numpy(), np.array(features.feature_bounds()), self._starts, keys_N)
-        return keys_N
-
-    def _pool(self, cache: RowCache, plan: BatchPlan, sparse: SparseFeatures) -> Tensor:
-        """Sum each bag's rows, which are in the slots of the plan."""
-        rows, slots = cache.rows, sparse.with_values(torch.from_numpy(plan.slots_N))
-        return self._kernel(cache).lookup(rows, slots.to(rows.device)).to(sparse.device)
-
-    def _kernel(self, cache: RowCache) -> Kernel:
-        """A kernel for all slots as one table that every feature shares."""
-        num_slots, kernel = self._kernels.get(cache, (0, None))
-        if kernel is None or num_slots != len(cache.rows):
-            features = tuple(name for table in self.layout.tables for name in table.feature_names)
-            slots = EmbeddingBagConfig("slots", max(len(cache.rows), 1), self.layout.embedding_dim, features)
-            # It only looks up: on a GPU that of a rule with state would have room for a state of its own.
-            kernel = choose_kernel("auto", TableLayout((slots,)), RowSGD(), cache.rows.device)
-            self._kernels[cache] = len(cache.rows), kernel
-        return kernel
+        """The key of each id of a batch on the CPU, int64 ``[N]``."""
+        return self._places.keys_of(features)
 
     # --- What others see ---------------------------------------------------------------------------------------------
 
@@ -577,7 +446,7 @@ class CachedBackend(StoreBackend):
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
         and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
         """
-        counts, lags_U = self._counts + self._messages.counts, self._lags_U
+        counts, lags_U = self._counts + self._batches.counts, self._batches.lags_U
         if self._transfers is not None:
             counts += self._transfers.counts
             lags_U = self._transfers.lags_U
@@ -597,7 +466,7 @@ class CachedBackend(StoreBackend):
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts with an empty cache: the updates that are here must not be pushed twice.
         self.invalidate()
-        return super().__getstate__() | {"_kernels": {}, "_cache": None, "_shared": None, "_waiting": None}
+        return super().__getstate__() | {"_cache": None, "_shared": None, "_waiting": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -606,26 +475,3 @@ class CachedBackend(StoreBackend):
     def extra_repr(self) -> str:
         """Names the tables, the rule, the stores and the cache."""
         return f"{super().extra_repr()}; cache_rows={self.cache_rows}, staleness={self.staleness}"
-
-
-def _joined(gradients: Sequence[tuple[BatchPlan, Tensor]]) -> tuple[BatchPlan, Tensor]:
-    """One plan of several, of which some have rows in common, and the sums of their rows' gradients."""
-    plans = [plan for plan, _ in gradients]
-    keys_U, first, places = np.unique(
-        np.concatenate([plan.keys_U for plan in plans]), return_index=True, return_inverse=True
-    )
-    slots_U = np.concatenate([plan.slots_U for plan in plans])[first]
-    sums = torch.cat([sums_UD for _, sums_UD in gradients])
-    joined_UD = sums.new_zeros(len(keys_U), sums.shape[1])
-    joined_UD.index_add_(0, torch.from_numpy(places).to(sums.device), sums)
-    plan = min(plans, key=lambda plan: plan.number)
-    return dataclasses.replace(plan, keys_U=keys_U, slots_U=slots_U), joined_UD
-
-
-def _same_ids(one: SparseFeatures, other: SparseFeatures) -> bool:
-    """Whether two batches look up the same rows, features in the same order."""
-    if one.values is other.values and one.lengths is other.lengths and one.offsets is other.offsets:
-        return True
-    if one.is_single_hot != other.is_single_hot or not torch.equal(one.values, other.values):
-        return False
-    return one.is_single_hot or torch.equal(one.bag_offsets(), other.bag_offsets())

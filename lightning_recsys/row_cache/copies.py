@@ -6,19 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.compiled.loops import AHEAD, compile_loop, prefetch_row
-from lightning_recsys.compiled.vectors import add_floats, vector_width
-from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.embeddings.kernels import Kernel, TableLayout, choose_kernel
+from lightning_recsys.optim import RowOptimizer, RowSGD
 from lightning_recsys.optim.accumulating import (
     CLOCK_COLUMNS,
     CURRENT,
@@ -30,8 +29,9 @@ from lightning_recsys.optim.accumulating import (
     check_additive,
     is_additive,
 )
+from lightning_recsys.row_cache.copy_loops import find_outrun, set_clocks, sort_copies, sum_by_position_for, take_unsent
 from lightning_recsys.row_cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
-from lightning_recsys.sync.clocks import ClockRule, advance, is_too_far
+from lightning_recsys.sync.clocks import ClockRule
 
 Clocks = NDArray[np.int32]
 
@@ -60,112 +60,6 @@ class RowUpdates:
     copies: dict[str, Tensor] = field(default_factory=dict)
 
 
-@cache
-def _sum_by_position_for(dim: int) -> Callable[..., None]:
-    """A loop that sums gradients of width ``dim`` by the position of their rows."""
-    width = vector_width(dim)
-
-    @compile_loop
-    def sum_by_position(distinct_N, offsets, weights, grad_BFD, sums_UD):  # noqa: ANN001, ANN202
-        batch_size, num_features = grad_BFD.shape[0], grad_BFD.shape[1]
-        last_id = distinct_N.shape[0] - 1
-        sums_UD[:] = np.float32(0)
-        for f in range(num_features):
-            for b in range(batch_size):
-                bag, source = f * batch_size + b, (b * num_features + f) * dim
-                first, end = bag, bag + 1
-                if offsets.shape[0]:
-                    first, end = offsets[bag], offsets[bag + 1]
-                for position in range(first, end):
-                    prefetch_row(sums_UD, distinct_N[min(position + AHEAD, last_id)])
-                    target = distinct_N[position] * dim
-                    weight = weights[position] if weights.shape[0] else np.float32(1)
-                    for d in range(0, dim, width):
-                        add_floats(sums_UD, target + d, grad_BFD, source + d, weight, width)
-
-    return cast(Callable[..., None], sum_by_position)
-
-
-@compile_loop
-def _set_clocks(slots, fetched, clocks):  # noqa: ANN001, ANN202
-    """Rows were fetched at these clocks; returns whether updates have been made here meanwhile."""
-    has_updates = False
-    for i in range(slots.shape[0]):
-        slot, unsent = slots[i], clocks[slots[i], UNSENT]
-        clocks[slot, START], clocks[slot, CURRENT] = fetched[i], advance(fetched[i], unsent)
-        has_updates |= unsent > 0
-    return has_updates
-
-
-@compile_loop
-def _take_unsent(slots, clocks, taken, current, unsent):  # noqa: ANN001, ANN202
-    """Let slots owe nothing; fills those that did, and their clocks, and returns how many."""
-    count, last = 0, slots.shape[0] - 1
-    for i in range(slots.shape[0]):
-        prefetch_row(clocks, slots[min(i + AHEAD, last)])
-        slot = slots[i]
-        if clocks[slot, UNSENT] > 0:
-            taken[count], current[count], unsent[count] = slot, clocks[slot, CURRENT], clocks[slot, UNSENT]
-            clocks[slot, UNSENT] = 0
-            count += 1
-    return count
-
-
-@compile_loop
-def _sort_copies(slots, is_new, in_training, clocks, marks, staleness, positions):  # noqa: ANN001, ANN202
-    """Sort a batch's rows by what has to be asked for them; returns how many are to be fetched, checked, refreshed.
-
-    Args:
-        slots: Theirs, int64 ``[U]``.
-        is_new: Which of the slots hold nothing yet, bool ``[U]``.
-        in_training: Slots of copies that get another update before this batch reads them, int64 ``[W]``.
-        clocks: Of all copies, int32 ``[C, 4]``.
-        marks: For each slot a place to write to, bool ``[C]``; all ``False``, before and afterwards.
-        staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
-        positions: Result, int64 ``[3, U]``: positions of those to fetch, to check and to refresh.
-    """
-    for slot in in_training:
-        marks[slot] = True
-    fetched, checked, refreshed, last = 0, 0, 0, slots.shape[0] - 1
-    for u in range(slots.shape[0]):
-        prefetch_row(clocks, slots[min(u + AHEAD, last)])
-        slot = slots[u]
-        if is_new[u]:
-            positions[0, fetched] = u
-            fetched += 1
-        elif is_too_far(advance(clocks[slot, CURRENT], marks[slot]), clocks[slot, START], staleness):
-            positions[2, refreshed] = u
-            refreshed += 1
-        else:
-            positions[1, checked] = u
-            checked += 1
-    for slot in in_training:
-        marks[slot] = False
-    return fetched, checked, refreshed
-
-
-@compile_loop
-def _find_outrun(slots, clocks, staleness, lags, is_outrun):  # noqa: ANN001, ANN202
-    """Find copies that went too far ahead after they had been asked for.
-
-    A row that is as it was fetched is fit for use, even where its clock has come to its end.
-
-    Args:
-        slots: Of a batch's rows, int64 ``[U]``.
-        clocks: Of all copies, int32 ``[C, 4]``.
-        staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
-        lags: Result, int32 ``[U]``: by how much each copy is ahead of what was fetched.
-        is_outrun: Result, bool ``[U]``.
-    """
-    last = slots.shape[0] - 1
-    for u in range(slots.shape[0]):
-        prefetch_row(clocks, slots[min(u + AHEAD, last)])
-        start, current = clocks[slots[u], START], clocks[slots[u], CURRENT]
-        lags[u] = current - start
-        is_as_fetched = current == start and clocks[slots[u], UNSENT] == 0
-        is_outrun[u] = not is_as_fetched and is_too_far(current, start, staleness)
-
-
 class RowCache:
     """A bounded set of rows with optimizer state and clocks, trained here and sent later.
 
@@ -183,6 +77,7 @@ class RowCache:
         index: One that other caches use as well, instead of an own one of this limit and policy. It is for its owner
             to plan and to evict then, and for who uses the cache to keep the column ``HELD`` of its clocks.
         any_rule: Nobody else updates a row between its fetch and the push of what was made of it, so any rule will do.
+        features: Names of the features that are pooled from the slots.
 
     Attributes:
         rows: float32 ``[C, D]``, contiguous; a new tensor whenever the slots grow, so read it after :meth:`plan`.
@@ -217,6 +112,7 @@ class RowCache:
         num_keys: int | None = None,
         index: CacheIndex | None = None,
         any_rule: bool = False,
+        features: Sequence[str] = (),
     ) -> None:
         if not any_rule:
             check_additive(optimizer)
@@ -228,6 +124,8 @@ class RowCache:
         self.owed = {name: torch.empty_like(x) for name, x in {"weight": self.rows, **self.row_state}.items()}
         self.clocks: Clocks = np.zeros((0, CLOCK_COLUMNS), dtype=np.int32)
         self._sums = self.rows  # room for the gradients of a batch's rows, kept from batch to batch
+        self._features = tuple(features)
+        self._kernel: tuple[int, Kernel] | None = None  # for so many slots; made when a batch is first pooled from them
         self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
 
     def __len__(self) -> int:
@@ -308,7 +206,7 @@ class RowCache:
         where = self._indices(slots_M)
         for name, tensor in {"weight": self.rows, **self.row_state}.items():
             tensor.index_copy_(0, where, values[name].to(tensor.device))
-        if _set_clocks(slots_M, clocks_M, self.clocks):
+        if set_clocks(slots_M, clocks_M, self.clocks):
             again = self._indices(slots_M[self.unsent[slots_M] > 0])
             for name, tensor in {"weight": self.rows, **self.row_state}.items():
                 tensor.index_add_(0, again, self.owed[name].index_select(0, again), alpha=-1 if name == "weight" else 1)
@@ -326,14 +224,14 @@ class RowCache:
             self._marks = np.zeros(len(self.clocks), dtype=np.bool_)
         positions = np.empty((3, len(plan.slots_U)), dtype=np.int64)
         there = self.clocks, self._marks, staleness
-        sizes = _sort_copies(plan.slots_U, plan.new_U, training, *there, positions)
+        sizes = sort_copies(plan.slots_U, plan.new_U, training, *there, positions)
         fetch, check, refresh = (row[:size] for row, size in zip(positions, sizes, strict=True))
         return fetch, check, refresh
 
     def find_outrun(self, plan: BatchPlan, staleness: int) -> tuple[Clocks, NDArray[np.bool_]]:
         """By how much each copy of a batch is ahead of what was fetched, and which of them went too far since then."""
         lags_U, is_outrun_U = np.empty(len(plan.slots_U), dtype=np.int32), np.empty(len(plan.slots_U), dtype=np.bool_)
-        _find_outrun(plan.slots_U, self.clocks, staleness, lags_U, is_outrun_U)
+        find_outrun(plan.slots_U, self.clocks, staleness, lags_U, is_outrun_U)
         return lags_U, is_outrun_U
 
     def keep(self, slots: Integers) -> None:
@@ -359,7 +257,7 @@ class RowCache:
             self._sums = self.rows.new_empty(num_rows * 5 // 4, dim)  # kept: fresh pages would cost more than the sums
         sums_UD = self._sums[:num_rows]
         if self.rows.device.type == "cpu":
-            _sum_by_position_for(dim)(
+            sum_by_position_for(dim)(
                 plan.distinct_N,
                 _NO_OFFSETS if offsets is None else offsets.numpy(),
                 _NO_WEIGHTS if weights is None else weights.numpy(),
@@ -373,6 +271,16 @@ class RowCache:
         if weights is not None:
             per_id = per_id * weights.unsqueeze(1)
         return sums_UD.zero_().index_add_(0, self._indices(plan.distinct_N), per_id)
+
+    def pool(self, plan: BatchPlan, sparse: SparseFeatures) -> Tensor:
+        """Sum each bag's rows, which are in the slots of the plan: float32 ``[B, F, D]``, where the batch is."""
+        if self._kernel is None or self._kernel[0] != len(self.rows):
+            # All slots are one table, which every feature shares. The kernel only looks up: on a GPU that of a rule
+            # with state would have room for a state of its own.
+            slots = EmbeddingBagConfig("slots", max(len(self.rows), 1), self.rows.shape[1], self._features)
+            self._kernel = len(self.rows), choose_kernel("auto", TableLayout((slots,)), RowSGD(), self.rows.device)
+        in_slots = sparse.with_values(torch.from_numpy(plan.slots_N))
+        return self._kernel[1].lookup(self.rows, in_slots.to(self.rows.device)).to(sparse.device)
 
     def update(self, slots_U: Integers, grads_UD: Tensor, *, lr: float, step: int = 0) -> None:
         """Train rows in place, accumulate the same update for the server, and tick their clocks once.
@@ -400,7 +308,7 @@ class RowCache:
         counts as ahead of where it started.
         """
         slots_P, (current_P, unsent_P) = np.empty_like(slots), np.empty((2, slots.size), dtype=np.int32)
-        count = _take_unsent(slots, self.clocks, slots_P, current_P, unsent_P)
+        count = take_unsent(slots, self.clocks, slots_P, current_P, unsent_P)
         slots_P, current_P, unsent_P = slots_P[:count], current_P[:count], unsent_P[:count]
         where = self._indices(slots_P)
         values = {name: tensor.index_select(0, where) for name, tensor in self.owed.items()}
@@ -453,3 +361,6 @@ class RowCache:
 
     def _indices(self, numbers: Integers | NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(numbers).to(self.rows.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kernel": None}

@@ -27,8 +27,8 @@ Who it is follows from the row's key, so that each owns about as many rows as th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -39,6 +39,8 @@ from torch import Tensor
 
 from lightning_recsys.compiled.hash_table import EMPTY, find, make_table, put, value_at
 from lightning_recsys.compiled.loops import compile_loop
+from lightning_recsys.row_cache.copies import RowCache
+from lightning_recsys.row_cache.index import BatchPlan
 from lightning_recsys.row_cache.places import Integers
 
 _MIXER = np.int64(-7046029254386353131)  # 2^64 / golden ratio
@@ -107,6 +109,62 @@ def sum_at_owners(parts: Sequence[RowGradients | None], group: dist.ProcessGroup
                 receives[other].append((index, elsewhere[other]))
     gradient_bytes = _exchange(parts, sends, receives, group, device)
     return Owned(rows, num_bytes=key_bytes + gradient_bytes)
+
+
+class StepGradients:
+    """The gradients of batches that wait for those of the other workers, until all train in step."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[BatchPlan, Tensor]] = []
+        self._lr = 0.0  # of the update with them
+
+    def __len__(self) -> int:
+        """Batches that wait."""
+        return len(self._waiting)
+
+    @property
+    def plans(self) -> list[int]:
+        """Numbers of their plans, whose rows must stay."""
+        return [plan.number for plan, _ in self._waiting]
+
+    def add(self, gradients: Iterable[tuple[BatchPlan, Tensor]], *, lr: float) -> None:
+        """Keep copies of the gradients of further batches' rows."""
+        self._waiting += [(plan, sums_UD.clone()) for plan, sums_UD in gradients]
+        self._lr = lr
+
+    def joined(self) -> RowGradients | None:
+        """All of them as those of one batch, which are summed at their owners in place; ``None`` without any."""
+        if not self._waiting:
+            return None
+        if len(self._waiting) > 1:
+            self._waiting = [join_gradients(self._waiting)]
+        ((plan, sums_UD),) = self._waiting
+        return RowGradients(plan.keys_U, sums_UD)
+
+    def train(self, cache: RowCache, owned: Integers, *, step: int) -> None:
+        """Train the copies of the rows that this worker owns, and have the others count as outdated."""
+        ((plan, sums_UD),) = self._waiting
+        self._waiting = []
+        cache.update(plan.slots_U[owned], sums_UD.index_select(0, _on(sums_UD, owned)), lr=self._lr, step=step)
+        cache.outdate(np.delete(plan.slots_U, owned))
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._waiting.clear()
+
+
+def join_gradients(gradients: Sequence[tuple[BatchPlan, Tensor]]) -> tuple[BatchPlan, Tensor]:
+    """One plan of several, of which some have rows in common, and the sums of their rows' gradients."""
+    plans = [plan for plan, _ in gradients]
+    keys_U, first, places = np.unique(
+        np.concatenate([plan.keys_U for plan in plans]), return_index=True, return_inverse=True
+    )
+    slots_U = np.concatenate([plan.slots_U for plan in plans])[first]
+    sums = torch.cat([sums_UD for _, sums_UD in gradients])
+    joined_UD = sums.new_zeros(len(keys_U), sums.shape[1])
+    joined_UD.index_add_(0, _on(sums, places), sums)
+    plan = min(plans, key=lambda plan: plan.number)
+    return replace(plan, keys_U=keys_U, slots_U=slots_U), joined_UD
 
 
 def _gather_keys(

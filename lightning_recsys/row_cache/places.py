@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.compiled.loops import compile_loop
+from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.placement import TablePart
@@ -52,6 +53,7 @@ class RowPlaces:
     """
 
     def __init__(self, layout: TableLayout, stores: Sequence[Sequence[TablePart]]) -> None:
+        self._starts = as_int64s(layout.feature_starts)
         order = {table.name: number for number, table in enumerate(layout.tables)}
         stripes = [1] * len(order)
         places = []
@@ -82,3 +84,12 @@ class RowPlaces:
         place_keys(keys_K, *self._tables, counts, positions_K, rows_K)
         bounds = np.cumsum([0, *counts])
         return [(positions_K[first:stop], rows_K[first:stop]) for first, stop in pairwise(bounds)]
+
+    def keys_of(self, features: SparseFeatures) -> Integers:
+        """The key of each id of a batch on the CPU, int64 ``[N]``: its row's number among the rows of all tables."""
+        if features.is_single_hot:
+            keys_FB: Integers = features.values.numpy().reshape(len(self._starts), -1) + self._starts[:, None]
+            return keys_FB.reshape(-1)
+        keys_N = np.empty(features.values.numel(), dtype=np.int64)
+        add_starts(features.values.numpy(), np.array(features.feature_bounds()), self._starts, keys_N)
+        return keys_N

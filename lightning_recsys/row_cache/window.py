@@ -10,9 +10,12 @@ steps take constant time for a key.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lightning_recsys.compiled.hash_table import (
@@ -30,10 +33,14 @@ from lightning_recsys.compiled.hash_table import (
     values,
 )
 from lightning_recsys.compiled.loops import AHEAD, SOON, compile_inline, compile_loop, prefetch_row
+from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.row_cache import order
 from lightning_recsys.row_cache.order import COUNT, LIST, NEXT, NOWHERE, PLANNED
 
 Integers = NDArray[np.int64]
+
+_OUT_OF_ORDER = 8
+"""An announced batch is recognised if fewer others than this were to come before it."""
 
 # Columns of the occurrences' array, int32 [R, 4].
 FOLLOWING = 0  # the key's next occurrence, or NOWHERE
@@ -281,3 +288,41 @@ class UpcomingBatches:
             links[:] = np.where(links < 0, links, (links - first) & mask)
         self.batches = deque(Announced(x.number, (x.start - first) & mask, x.size, x.distinct_N) for x in self.batches)
         self.keys, self.occurrences, self.counts[_FIRST] = keys, occurrences, 0
+
+
+class AnnouncedFeatures:
+    """What the announced batches look up, by which a batch is recognised when it comes."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[SparseFeatures, int]] = deque()  # in the order in which they are expected
+
+    def __len__(self) -> int:
+        """Batches that have not come."""
+        return len(self._batches)
+
+    def add(self, features: SparseFeatures, number: int) -> None:
+        """Expect a batch behind all others; ``number`` is that of its announcement."""
+        self._batches.append((features, number))
+
+    def drop_beyond(self, ahead: int) -> Iterator[int]:
+        """Expect so many at most; gives the numbers of the others, the oldest first."""
+        while len(self._batches) > ahead:
+            yield self._batches.popleft()[1]
+
+    def take(self, features: SparseFeatures) -> int | None:
+        """The number of a batch's announcement, which it uses up, and all before it."""
+        for index, (coming, number) in enumerate(islice(self._batches, _OUT_OF_ORDER)):
+            if same_ids(coming, features):
+                for _ in range(index + 1):
+                    self._batches.popleft()
+                return number
+        return None
+
+
+def same_ids(one: SparseFeatures, other: SparseFeatures) -> bool:
+    """Whether two batches look up the same rows, features in the same order."""
+    if one.values is other.values and one.lengths is other.lengths and one.offsets is other.offsets:
+        return True
+    if one.is_single_hot != other.is_single_hot or not torch.equal(one.values, other.values):
+        return False
+    return one.is_single_hot or torch.equal(one.bag_offsets(), other.bag_offsets())
