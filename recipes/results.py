@@ -42,6 +42,8 @@ def keep(run: Path, name: str, root: Path) -> Path:
         raise ValueError(f"{run} is {record['status']}: only completed runs are kept.")
     config = _without_paths(record["config"])
     seed = config.pop("seed")
+    if config["data"].get("seed") == seed:  # one configuration for all seeds
+        config["data"]["seed"] = "${seed}"
     overrides = [x for x in record["overrides"] if not x.startswith(("seed=", "paths.", "hydra."))]
     folder = root / name
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,21 +32,23 @@ def test_run_when_kept_then_its_folder_tells_all_but_paths_and_a_check_redoes_it
     root = tmp_path / "kept"
     folder = results.keep(run, "synthetic/lr", root)
     assert sorted(x.name for x in folder.iterdir()) == ["config.yaml", "seed-3.csv", "seed-3.json"]
+    kept = (run / "metrics.json").read_text()
+    other = json.loads(kept.replace('"seed": 3', '"seed": 4'))
+    (run / "metrics.json").write_text(json.dumps(other))
+    results.keep(run, "synthetic/lr", root)
+    (folder / "seed-4.json").unlink()
     text = "".join(x.read_text() for x in folder.iterdir())
     assert str(tmp_path) not in text
     assert "${paths.output_dir}/checkpoints" in text
     assert "val/auc" in (folder / "seed-3.csv").read_text()
-    done = check(root, "synthetic/lr")
-    assert done.returncode == 0, done.stderr
-    assert "DIFFERS" not in done.stdout
-    assert done.stdout.count("synthetic/lr") == 3
     path = folder / "seed-3.json"
     record = json.loads(path.read_text())
     record["metrics"]["test/auc"] += 0.01
     path.write_text(json.dumps(record))
-    done = check(root)
-    assert done.returncode == 1
-    assert done.stdout.count("DIFFERS") == 1
+    done = check(root, "synthetic/lr")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("synthetic/lr") == 3
+    assert done.stdout.count("DIFFERS") == 1, "log loss and NE come out as before"
 
 
 def test_run_when_it_cannot_be_kept_or_found_then_says_why(run, composed, tmp_path):
