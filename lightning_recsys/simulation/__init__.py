@@ -1,14 +1,19 @@
 """Clusters of any size in virtual time, on one core: real gradients, and the rules that strategies run."""
 
 from lightning_recsys.simulation.cluster import Synchronization, VirtualCluster
+from lightning_recsys.simulation.groups import Group, Leg
 from lightning_recsys.simulation.machines import Constant, Duration, Exponential, Link, Normal, Servers, Workers
+from lightning_recsys.simulation.planned import LargeModel, planned_group
 from lightning_recsys.simulation.results import Histogram, Results
 
 __all__ = [
     "Constant",
     "Duration",
     "Exponential",
+    "Group",
     "Histogram",
+    "LargeModel",
+    "Leg",
     "Link",
     "Normal",
     "Results",
@@ -16,4 +21,5 @@ __all__ = [
     "Synchronization",
     "VirtualCluster",
     "Workers",
+    "planned_group",
 ]

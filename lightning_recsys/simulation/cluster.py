@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_recsys.data import Batch
 from lightning_recsys.simulation.events import Meeting, Process, Signal, VirtualClock
+from lightning_recsys.simulation.groups import Group, GroupAtWork
 from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least
 from lightning_recsys.simulation.replica import Gradient, end_replicas, make_replicas
 from lightning_recsys.simulation.results import Results
@@ -93,31 +94,34 @@ class VirtualCluster:
     have dealt with its push: whatever others push in between makes it stale. Batches are dealt to whoever asks first.
 
     One replica whose dense part is on servers is an asynchronous parameter server; replicas that keep theirs are
-    ShadowSync's trainers with their Hogwild workers; replicas whose dense part is on servers (of their own, alike) are
-    the groups of hierarchical training.
+    ShadowSync's trainers with their Hogwild workers; replicas with a ``group`` are hierarchical training's: their
+    workers are the nets of its trainers, and a batch takes what its legs through trainers and group servers take.
 
     Args:
         num_replicas: Copies of the dense part.
-        workers_per_replica: Workers that train one copy, without locks.
+        workers_per_replica: Workers that train one copy, without locks; ``None``: 1, or all nets of a ``group``.
         dense_on_servers: Whether the dense part is pulled and pushed with every batch. If not, workers share it in
             memory and it costs nothing to read; rows travel in either case.
         dense_bytes: What the dense part weighs on the network, where that is another model's than the one that is
             trained; ``None``: as many bytes as it has.
         workers: What workers are like.
+        group: The machines of each replica and a net's way through them, in place of ``workers.compute``.
         link: Of each worker to the network. (Workers that share a machine's port have their part of it.)
         servers: Of the rows, and with ``dense_on_servers`` of the dense part.
         staleness: What stale gradients count, of the dense part and of each row; ``None``: as fresh ones.
         synchronization: How replicas are kept together. Needed where there are several.
 
     Raises:
-        ValueError: there is no worker, or nothing keeps several replicas together.
+        ValueError: there is no worker, nothing keeps several replicas together, or a group has another number of
+            nets.
     """
 
     num_replicas: int = 1
-    workers_per_replica: int = 1
+    workers_per_replica: int | None = None
     dense_on_servers: bool = True
     dense_bytes: int | None = None
     workers: Workers = field(default_factory=Workers)
+    group: Group | None = None
     link: Link = field(default_factory=Link)
     servers: Servers = field(default_factory=Servers)
     staleness: StalenessNormalization | None = None
@@ -125,17 +129,36 @@ class VirtualCluster:
 
     def __post_init__(self) -> None:
         check_at_least("num_replicas", self.num_replicas, 1)
-        check_at_least("workers_per_replica", self.workers_per_replica, 1)
+        check_at_least("workers_per_replica", self.workers_each, 1)
         check_at_least("dense_bytes", self.dense_bytes or 0, 0)
         if self.num_replicas > 1 and self.synchronization is None:
             raise ValueError(
                 f"cluster.synchronization: {self.num_replicas} replicas need one, else each goes its own way."
             )
 
+        if self.group is not None:
+            if self.workers_each != self.group.num_nets:
+                raise ValueError(
+                    f"cluster.workers_per_replica={self.workers_per_replica}, but cluster.group has"
+                    f" {self.group.num_nets} nets: leave it null."
+                )
+            if self.workers.failures is not None or self.workers.cores is not None:
+                raise ValueError(
+                    "cluster.workers: failures and cores are of workers that compute by themselves; leave them null"
+                    " with cluster.group, which has cores of its own."
+                )
+
+    @property
+    def workers_each(self) -> int:
+        """Workers of one replica."""
+        if self.workers_per_replica is not None:
+            return self.workers_per_replica
+        return 1 if self.group is None else self.group.num_nets
+
     @property
     def num_workers(self) -> int:
         """Of all replicas."""
-        return self.num_replicas * self.workers_per_replica
+        return self.num_replicas * self.workers_each
 
     def train(
         self,
@@ -206,6 +229,9 @@ class _Run:
         self._computing_seconds = 0.0
         self._last_push = 0.0
         self._all_have_work = True
+        self.groups: list[GroupAtWork] = []
+        if (group := cluster.group) is not None:
+            self.groups = [GroupAtWork(group, clock, self.random) for _ in replicas]
         self.rule = rule = cluster.synchronization
         self.rounds: list[ReplicaRounds] = []
         if rule is not None:
@@ -220,9 +246,10 @@ class _Run:
     def run(self) -> Results:
         cluster, results = self.cluster, self.results
         self._next_mark = self.mark_every
-        slowness = cluster.workers.slowness(cluster.num_workers, cluster.workers_per_replica, self.random)
+        slowness = cluster.workers.slowness(cluster.num_workers, cluster.workers_each, self.random)
         for number, factor in enumerate(slowness):
-            self.clock.start(self._work(number // cluster.workers_per_replica, factor))
+            replica, worker = divmod(number, cluster.workers_each)
+            self.clock.start(self._work(replica, worker, factor))
         if (rule := self.rule) is not None and rule.rounds == "background":
             centres = self.rounds[0].algorithm.topology is Topology.CENTRAL
             one_rounds = [partial(self._ask_center, i) for i in range(len(self.rounds))] if centres else [self._average]
@@ -236,9 +263,10 @@ class _Run:
 
     # --- Workers -----------------------------------------------------------------------------------------------------
 
-    def _work(self, number: int, slowness: float) -> Process:
-        workers, replica = self.cluster.workers, self.replicas[number]
-        cycle = slowness * (workers.compute.mean + workers.elsewhere.mean)
+    def _work(self, number: int, worker: int, slowness: float) -> Process:
+        workers, replica, group = self.cluster.workers, self.replicas[number], self.cluster.group
+        compute_seconds = workers.compute.mean if group is None else group.cycle_seconds
+        cycle = slowness * (compute_seconds + workers.elsewhere.mean)
         yield self.random.random() * cycle  # else they would be in step for a long time
         fails_at, settled = self._draw_failure(), False
         schedule = None
@@ -246,15 +274,18 @@ class _Run:
             schedule = RoundSchedule(gap=rule.gap, interval=rule.interval)
         while (batch := self._next_batch()) is not None:
             gradient = yield from self._pull(replica, batch)
-            seconds = workers.compute.draw(self.random) * slowness
-            if self.clock.now + seconds > fails_at:
-                yield max(fails_at - self.clock.now, 0.0) + workers.restart.draw(self.random)
-                self._lost.append(batch)
-                self.results.counts["failures"] += 1
-                fails_at = self._draw_failure()
-                continue
-            self._computing_seconds += seconds
-            yield seconds
+            if group is not None:
+                yield from self.groups[number].step(worker // group.nets_per_trainer, slowness)
+            else:
+                seconds = workers.compute.draw(self.random) * slowness
+                if self.clock.now + seconds > fails_at:
+                    yield max(fails_at - self.clock.now, 0.0) + workers.restart.draw(self.random)
+                    self._lost.append(batch)
+                    self.results.counts["failures"] += 1
+                    fails_at = self._draw_failure()
+                    continue
+                self._computing_seconds += seconds
+                yield seconds
             yield from self._push(replica, gradient, settled=settled)
             settled = True
             del gradient  # while the worker waits for others it holds no memory
@@ -353,7 +384,10 @@ class _Run:
 
     def _take_stock(self) -> None:
         results, seconds = self.results, self.results.seconds or math.inf
-        results.utilization["workers"] = self._computing_seconds / seconds / self.cluster.num_workers
+        if self.groups:
+            results.utilization |= self.groups[0].busy_shares(seconds)
+        else:
+            results.utilization["workers"] = self._computing_seconds / seconds / self.cluster.num_workers
         queues = {"servers": self.queues}
         if self.rule is not None:
             queues["sync servers"] = self.sync_queues

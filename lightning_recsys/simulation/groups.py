@@ -1,0 +1,180 @@
+"""A group of hierarchical training at work: a net's step goes through its trainer and the group servers, leg by leg."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lightning_recsys.simulation.events import Process, Station, VirtualClock
+from lightning_recsys.simulation.machines import Link, check_at_least
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A stretch of a net's step on one device.
+
+    Args:
+        server: The group server that computes it; ``None``: the net's own trainer.
+        seconds: Of one core of that device.
+        sent_bytes: What the trainer sends to the server before.
+        returned_bytes: What the server sends back afterwards.
+    """
+
+    server: int | None
+    seconds: float
+    sent_bytes: float = 0.0
+    returned_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """The machines of a group, and what a net does on them in a step.
+
+    A net goes through its legs one after the other. A core serves one leg at a time, and a port one message at a time,
+    first come, first served; each way of a port is a queue of its own.
+
+    Args:
+        legs: Of a step, in their order.
+        num_trainers: Trainers.
+        nets_per_trainer: Nets of a trainer, which share its cores and its port.
+        num_servers: Group servers.
+        trainer_cores: Cores of a trainer.
+        server_cores: Cores of a group server.
+        link: Of every trainer and every group server.
+        deviation: By how much the time of a leg varies: the standard deviation of a normal distribution, as a share.
+
+    Raises:
+        ValueError: there are no legs, one is on a server that there is not, or a number is out of range.
+    """
+
+    legs: Sequence[Leg]
+    num_trainers: int = 1
+    nets_per_trainer: int = 1
+    num_servers: int = 0
+    trainer_cores: int = 1
+    server_cores: int = 1
+    link: Link = field(default_factory=Link)
+    deviation: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("num_trainers", "nets_per_trainer", "trainer_cores", "server_cores"):
+            check_at_least(f"group.{name}", getattr(self, name), 1)
+        check_at_least("group.num_servers", self.num_servers, 0)
+        check_at_least("group.deviation", self.deviation, 0.0)
+        if not self.legs or self.deviation >= 1:
+            raise ValueError(f"cluster.group needs at least one leg, and a deviation below 1, got {self.deviation}.")
+        for leg in self.legs:
+            check_at_least("a leg's seconds and bytes", min(leg.seconds, leg.sent_bytes, leg.returned_bytes), 0.0)
+            if leg.server is not None and not 0 <= leg.server < self.num_servers:
+                raise ValueError(
+                    f"cluster.group: a leg is on server {leg.server}, but the group has {self.num_servers} servers."
+                )
+
+    @property
+    def num_nets(self) -> int:
+        """Of all its trainers."""
+        return self.num_trainers * self.nets_per_trainer
+
+    @property
+    def cycle_seconds(self) -> float:
+        """Of a step that waits for nobody."""
+        seconds = sum(leg.seconds for leg in self.legs)
+        visits = [leg for leg in self.legs if leg.server is not None]
+        moved = sum(leg.sent_bytes + leg.returned_bytes for leg in visits)
+        return seconds + moved / self.link.bandwidth + 4 * self.link.delay * len(visits)
+
+
+class Cores:
+    """Cores of one machine that serve requests, first come, first served.
+
+    Args:
+        clock: Says when a request comes.
+        count: Cores.
+
+    Attributes:
+        busy_seconds: How long all of them have served so far, together.
+
+    >>> cores = Cores(VirtualClock(), 2)
+    >>> cores.serve(2.0), cores.serve(3.0), cores.serve(1.0)
+    (2.0, 3.0, 3.0)
+    """
+
+    def __init__(self, clock: VirtualClock, count: int) -> None:
+        self.busy_seconds = 0.0
+        self._clock = clock
+        self._free_at = [0.0] * count
+
+    def serve(self, seconds: float) -> float:
+        """How long a request that comes now waits until one core has served it."""
+        if not seconds:
+            return 0.0
+        ends = max(self._free_at[0], self._clock.now) + seconds
+        heapq.heapreplace(self._free_at, ends)
+        self.busy_seconds += seconds
+        return ends - self._clock.now
+
+
+class _Machine:
+    """Cores and a port."""
+
+    def __init__(self, clock: VirtualClock, cores: int) -> None:
+        self.cores, self.inward, self.outward = Cores(clock, cores), Station(clock), Station(clock)
+        self.count = cores
+
+
+class GroupAtWork:
+    """One group, while a cluster runs.
+
+    Args:
+        group: What it is like.
+        clock: Virtual time.
+        random: Draws times.
+    """
+
+    def __init__(self, group: Group, clock: VirtualClock, random: np.random.Generator) -> None:
+        self._group, self._random = group, random
+        self._trainers = [_Machine(clock, group.trainer_cores) for _ in range(group.num_trainers)]
+        self._servers = [_Machine(clock, group.server_cores) for _ in range(group.num_servers)]
+
+    def step(self, trainer: int, slowness: float) -> Process:
+        """What a net of a trainer does between its pull and its push.
+
+        Args:
+            trainer: The trainer's number in the group.
+            slowness: By what the net's times are multiplied.
+        """
+        own = self._trainers[trainer]
+        for leg in self._group.legs:
+            seconds = self._draw(leg.seconds) * slowness
+            if leg.server is None:
+                if wait := own.cores.serve(seconds):
+                    yield wait
+                continue
+            server = self._servers[leg.server]
+            yield from self._send(own, server, leg.sent_bytes)
+            if wait := server.cores.serve(seconds):
+                yield wait
+            yield from self._send(server, own, leg.returned_bytes)
+
+    def _draw(self, mean: float) -> float:
+        return mean * max(1 + self._group.deviation * self._random.standard_normal(), 0.0)
+
+    def _send(self, sender: _Machine, receiver: _Machine, num_bytes: float) -> Process:
+        link = self._group.link
+        seconds = num_bytes / link.bandwidth
+        if wait := 2 * link.delay + max(sender.outward.serve(seconds), receiver.inward.serve(seconds)):
+            yield wait
+
+    def busy_shares(self, seconds: float) -> dict[str, float]:
+        """How busy its machines were, by name: of trainers the mean, and each group server."""
+        machines = {f"group server {i}": [server] for i, server in enumerate(self._servers)}
+        shares = {}
+        for name, of_name in {"trainers": self._trainers, **machines}.items():
+            count = len(of_name)
+            shares[f"{name} processor"] = sum(x.cores.busy_seconds / x.count for x in of_name) / seconds / count
+            shares[f"{name} in"] = sum(x.inward.busy_seconds for x in of_name) / seconds / count
+            shares[f"{name} out"] = sum(x.outward.busy_seconds for x in of_name) / seconds / count
+        return shares

@@ -1,0 +1,282 @@
+"""From a plan of operators to the legs of a group's nets, and a model of the size of the paper's to plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from lightning_recsys.compression import COSTS, make_codec
+from lightning_recsys.compression.codec import Carries
+from lightning_recsys.placement.communication import Network
+from lightning_recsys.placement.loads import LoadModel, PartTraffic
+from lightning_recsys.placement.machines import Coding, GroupMachines, Processor
+from lightning_recsys.placement.operators import TRAINER, Operator, OperatorGraph, Value, server_index
+from lightning_recsys.placement.plan import levels
+from lightning_recsys.placement.tagging import OperatorMethod, place_operators
+from lightning_recsys.simulation.groups import Group, Leg
+from lightning_recsys.simulation.machines import Link
+
+PLANNING_SECONDS = 600.0  # far more than it takes: a plan that is cut short would depend on how busy this machine is
+_FLOAT_BYTES = 4
+_CODED_WIDTH = 1024  # of the rows whose scales int8 sends
+
+
+@dataclass(frozen=True)
+class LargeModel:
+    """A model of the paper's kind and size: what is published of it is a dense part of several hundred megabytes.
+
+    Groups of embeddings, and the dense features, go through towers of two layers; their results and the embeddings meet
+    in an interaction; layers follow. Every number is an input, not a result.
+
+    Args:
+        batch_size: Examples of a step of a net.
+        towers: Groups of embeddings.
+        tower_inputs: Numbers of each group: 64 fields of width 64, say.
+        tower_widths: Of a tower's two layers.
+        interaction_width: Numbers that come out of the interaction.
+        top_widths: Of the layers above it.
+        pieces: Into how many parts layers of more than half of the largest one's weights are cut; 1: none. The first
+            of two such layers is cut by its outputs and the second by its inputs, and no gather is between them
+            (section 4.1); a single one is cut by its outputs.
+        forward_speedup: How much faster layers are forward: above 1 with 8-bit products (Model-B).
+    """
+
+    batch_size: int = 200
+    towers: int = 4
+    tower_inputs: int = 4096
+    tower_widths: tuple[int, int] = (2048, 1024)
+    interaction_width: int = 4096
+    top_widths: tuple[int, ...] = (4096, 4096, 1024)
+    pieces: int = 1
+    forward_speedup: float = 1.0
+
+    def graph(self) -> OperatorGraph:
+        """Its operators."""
+        made = _Builder(self.batch_size, self.forward_speedup)
+        made.value("dense", 1024)
+        made.operator(
+            "lookups", (), {f"embeddings.{i}": self.tower_inputs for i in range(self.towers)}, only_trainer=True
+        )
+        threshold = max(a * b for a, b in zip(self.top_widths, self.top_widths[1:], strict=False)) // 2
+        outputs = []
+        for name, source in [("bottom", "dense"), *((f"tower.{i}", f"embeddings.{i}") for i in range(self.towers))]:
+            outputs.append(made.chain(name, source, self.tower_widths, self.pieces, threshold))
+        outputs += [f"embeddings.{i}" for i in range(self.towers)]
+        made.operator(
+            "interaction",
+            outputs,
+            {"interactions": self.interaction_width},
+            flops_each=len(outputs) * self.tower_widths[-1],
+        )
+        result = made.chain("top", "interactions", (*self.top_widths, 1), self.pieces, threshold)
+        return OperatorGraph(tuple(made.operators), tuple(made.values), (result,), self.batch_size)
+
+
+@dataclass
+class _Builder:
+    """Collects operators and values of one batch size."""
+
+    batch_size: int
+    forward_speedup: float
+    operators: list[Operator] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    widths: dict[str, int] = field(default_factory=dict)
+
+    def value(self, name: str, width: int, producer: str | None = None, *, has_gradient: bool = True) -> None:
+        size = self.batch_size * width * _FLOAT_BYTES
+        self.values.append(Value(name, size, producer, has_gradient and name != "dense"))
+        self.widths[name] = width
+
+    def operator(
+        self,
+        name: str,
+        inputs: Iterable[str],
+        outputs: Mapping[str, int],
+        *,
+        weights: int = 0,
+        flops_each: float = 1.0,
+        only_trainer: bool = False,
+    ) -> None:
+        """An operator; one with weights is a layer, others make so many operations for each number of their results."""
+        numbers = self.batch_size * sum(outputs.values())
+        forward = 2.0 * self.batch_size * weights if weights else flops_each * numbers
+        self.operators.append(
+            Operator(
+                name,
+                "layer" if weights else "function",
+                tuple(inputs),
+                forward_flops=0.0 if only_trainer else forward / (self.forward_speedup if weights else 1.0),
+                backward_flops=0.0 if only_trainer else 2 * forward,
+                weight_bytes=_FLOAT_BYTES * weights,
+                activation_bytes=_FLOAT_BYTES * numbers,
+                owns_parameters=weights > 0,
+                trainer_only=only_trainer,
+            )
+        )
+        for value, width in outputs.items():
+            self.value(value, width, name)
+
+    def chain(self, name: str, source: str, widths: tuple[int, ...], pieces: int, threshold: int) -> str:
+        """Layers one behind the other, large ones in pieces; returns the name of the last one's result."""
+        index = 0
+        while index < len(widths):
+            width, own = widths[index], self.widths[source]
+            following = widths[index + 1] if index + 1 < len(widths) else 0
+            layer = f"{name}.{index}"
+            if pieces == 1 or own * width <= threshold:
+                self.operator(layer, (source,), {f"{layer}.out": width}, weights=own * width)
+                index += 1
+            elif width * following > threshold:
+                partial = []
+                for i in range(pieces):  # by outputs, then by inputs: what is between them stays where it is
+                    part = _share(width, pieces, i)
+                    self.operator(f"{layer}.{i}", (source,), {f"{layer}.{i}.out": part}, weights=own * part)
+                    partial.append(f"{name}.{index + 1}.{i}.out")
+                    second = f"{name}.{index + 1}.{i}"
+                    self.operator(second, (f"{layer}.{i}.out",), {partial[-1]: following}, weights=part * following)
+                layer = f"{name}.{index + 1}"
+                self.operator(f"{layer}.sum", partial, {f"{layer}.out": following}, flops_each=pieces)
+                index += 2
+            else:
+                sizes = {f"{layer}.{i}.out": _share(width, pieces, i) for i in range(pieces)}
+                for i, (piece, size) in enumerate(sizes.items()):
+                    self.operator(f"{layer}.{i}", (source,), {piece: size}, weights=own * size)
+                self.operator(f"{layer}.cat", tuple(sizes), {f"{layer}.out": width})
+                index += 1
+            source = f"{layer}.out"
+        return source
+
+
+def _share(width: int, pieces: int, index: int) -> int:
+    return width // pieces + (index < width % pieces)
+
+
+def legs_of(graph: OperatorGraph, machines: GroupMachines, devices: Mapping[str, str]) -> list[Leg]:
+    """What one net does in a step: forward through the parts in their order, then backward through them.
+
+    The seconds of each device are those that :class:`~lightning_recsys.placement.loads.LoadModel` counts for it: here
+    they are put in an order.
+
+    Args:
+        graph: The operators.
+        machines: The group.
+        devices: Where each operator is.
+    """
+    level_of, traffic = levels(graph, devices), LoadModel(graph, machines).traffic(devices)
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for operator in graph.operators:
+        own = seconds.setdefault((devices[operator.name], level_of[operator.name]), [0.0, 0.0])
+        own[0] += machines.processor.forward_seconds(operator)
+        own[1] += machines.processor.backward_seconds(operator)
+    last = max(level_of.values())
+    legs = [Leg(None, machines.trainer_seconds)]
+    for backward in (False, True):
+        for level in reversed(range(last + 1)) if backward else range(last + 1):
+            visits = [
+                _visit(machines, server, traffic[device, level], seconds[device, level][backward], backward=backward)
+                for device, of_level in seconds
+                if of_level == level and (server := server_index(device)) is not None
+            ]
+            of_trainer = seconds.get((TRAINER, level), [0.0, 0.0])[backward]
+            messages = [leg for pair in visits for leg in pair]
+            legs += [*messages, Leg(None, of_trainer)] if backward else [Leg(None, of_trainer), *messages]
+    return [leg for leg in legs if leg.seconds or leg.server is not None]
+
+
+def _visit(
+    machines: GroupMachines, server: int, part: PartTraffic, seconds: float, *, backward: bool
+) -> tuple[Leg, Leg]:
+    """What the trainer does for the messages of one pass through a part, and the way to the server and back."""
+    coding = machines.gradients if backward else machines.activations
+    raw = (part.output_grads, part.input_grads) if backward else (part.inputs, part.outputs)
+    sent, returned = (coding.ratio * num_bytes for num_bytes in raw)
+    wire = machines.seconds_per_request + machines.seconds_per_byte * (sent + returned)
+    of_trainer = coding.encode_seconds * raw[0] + coding.decode_seconds * raw[1]
+    of_server = coding.decode_seconds * raw[0] + coding.encode_seconds * raw[1]
+    return Leg(None, wire + of_trainer), Leg(server, seconds + wire + of_server, sent, returned)
+
+
+def coding(name: str, carries: Carries) -> Coding:
+    """A codec as planners have it, with the processor time measured for it."""
+    cost, shape = COSTS[name], (1, _CODED_WIDTH)
+    ratio = make_codec(name, carries).encoded_bytes(shape) / (_FLOAT_BYTES * math.prod(shape))
+    return Coding(ratio, cost.encode_seconds_per_mb / 1e6, cost.decode_seconds_per_mb / 1e6)
+
+
+def planned_group(
+    *,
+    model: LargeModel,
+    num_trainers: int,
+    num_servers: int,
+    nets_per_trainer: int,
+    cores: int,
+    flops: float,
+    bandwidth: float,
+    delay: float,
+    trainer_seconds: float,
+    method: OperatorMethod = "greedy",
+    fc_splits: bool = True,
+    activations: str = "bf16",
+    gradients: str = "bf16",
+    seconds_per_byte: float = 1e-9,
+    deviation: float = 0.05,
+) -> Group:
+    """A group whose operators are placed as :func:`~lightning_recsys.placement.tagging.place_operators` does.
+
+    Args:
+        model: What is trained, as far as time goes.
+        num_trainers: Trainers of the group.
+        num_servers: Group servers; 0: each trainer computes everything, as with elastic averaging alone.
+        nets_per_trainer: Nets of each trainer.
+        cores: Of every machine.
+        flops: Of a core, per second.
+        bandwidth: Of every machine's link, bytes per second.
+        delay: Of every machine's link, seconds.
+        trainer_seconds: Of a core, for each step of a net on its trainer: reading, lookups, loss.
+        method: ``none`` (no tagging), ``rules``, ``greedy``, ``exact``.
+        fc_splits: Whether large layers are cut into as many pieces as there are group servers.
+        activations: Codec of what goes forward.
+        gradients: Codec of what comes back.
+        seconds_per_byte: Processor time of each end for a byte that travels.
+        deviation: As of :class:`~lightning_recsys.simulation.groups.Group`.
+    """
+    processor = Processor(flops=flops)
+    if fc_splits and num_servers > 1:
+        model = replace(model, pieces=num_servers)
+    if num_servers:
+        machines = GroupMachines(
+            num_servers,
+            num_trainers=num_trainers,
+            nets_per_trainer=nets_per_trainer,
+            trainer_cores=cores,
+            server_cores=cores,
+            processor=processor,
+            link=Network(bandwidth, delay),
+            activations=coding(activations, "activations"),
+            gradients=coding(gradients, "gradients"),
+            seconds_per_byte=seconds_per_byte,
+            trainer_seconds=trainer_seconds,
+        )
+        legs = _planned_legs(model, machines, method)
+    else:
+        seconds = sum(processor.forward_seconds(x) + processor.backward_seconds(x) for x in model.graph().operators)
+        legs = (Leg(None, trainer_seconds + seconds),)
+    return Group(
+        legs,
+        num_trainers=num_trainers,
+        nets_per_trainer=nets_per_trainer,
+        num_servers=num_servers,
+        trainer_cores=cores,
+        server_cores=cores,
+        link=Link(delay, bandwidth),
+        deviation=deviation,
+    )
+
+
+@cache  # figures ask for the same plan several times
+def _planned_legs(model: LargeModel, machines: GroupMachines, method: OperatorMethod) -> tuple[Leg, ...]:
+    graph = model.graph()
+    plan = place_operators(graph, machines, method=method, time_limit=PLANNING_SECONDS)
+    return tuple(legs_of(graph, machines, plan.devices))
