@@ -56,5 +56,5 @@ def hierarchical_nets() -> HierarchicalStrategy:
 
 
 def hierarchical_groups() -> HierarchicalStrategy:
-    """Two groups of one trainer."""
-    return HierarchicalStrategy(num_groups=2)
+    """Two groups of one trainer, whose servers average among themselves."""
+    return HierarchicalStrategy(num_groups=2, algorithm="bmuf", block_momentum=0.5)

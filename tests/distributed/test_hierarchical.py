@@ -115,9 +115,19 @@ def test_two_groups_when_as_many_updates_as_one_process_made_then_near_it_with_t
     seen = trainer.callback_metrics
     assert trainer.world_size == 4
     assert 0 <= float(seen["staleness/group/mean"]) <= 1 * 2  # t trainers of r nets
+    assert float(seen["sync/rounds"]) > 0
     # Two nets make each group's updates: half as many in an epoch as one process makes.
     again = fit(make_task(), data(), strategy=strategy(), epochs=2, ckpt_path=saving.best_model_path).callback_metrics
     assert float(again["val/ne"]) == pytest.approx(float(expected), rel=0.03)
+
+
+def test_groups_when_they_average_among_themselves_then_rounds_are_made_and_all_stop_in_the_same_one(tmp_path):
+    strategy = hierarchical(num_groups=2, servers_per_group=2, algorithm="ma", alpha=1.0)
+    trainer = fit(make_task(), make_data(rows=2048), strategy=strategy, epochs=2, callbacks=[TelemetryMonitor()])
+    assert trainer.world_size == 2
+    assert trainer.current_epoch == 2
+    assert float(trainer.callback_metrics["sync/rounds"]) > 0
+    assert float(trainer.callback_metrics["val/ne"]) < 1
 
 
 def test_compression_when_chosen_then_fewer_bytes_travel_and_the_model_is_nearly_the_same(tmp_path):

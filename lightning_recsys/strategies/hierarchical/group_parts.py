@@ -35,7 +35,8 @@ class SyncOrder:
         algorithm: Of this group's own.
         servers: Endpoints of the sync servers; none where the algorithm has no centre.
         keys: To them.
-        store: Name of the centre's pieces there.
+        initial: The share where all groups start.
+        store: Name of the centre's pieces there, or of the meeting of those that average among themselves.
         interval: Seconds from one round to the next; ``None`` for as often as the pace allows.
         group: The group's number.
         num_groups: How many there are.
@@ -44,6 +45,7 @@ class SyncOrder:
     algorithm: SyncAlgorithm
     servers: Sequence[str]
     keys: ClientKeys | Path | str | None
+    initial: Tensor
     store: str
     interval: float | None
     group: int

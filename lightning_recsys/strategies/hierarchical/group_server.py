@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_recsys.parameter_server.trained_part import TrainedPart
 from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.strategies.hierarchical.group_parts import FILE, MEMORY, REPLICA, GroupMemory, GroupParts
 from lightning_recsys.strategies.hierarchical.sync_agent import SyncAgent
+from lightning_recsys.sync import Topology
 
 SYNCHRONISES = "synchronises"  # a file that is there while rounds are to be made
 
@@ -70,7 +72,9 @@ class GroupRequests:
         self._folder, self._limits = folder, limits
         self._parts: GroupParts | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._agent: SyncAgent | None = None
+        self._agent: SyncAgent | None = None  # from the first round on
+        self._synchronises = False
+        self._ending: Future[object] | None = None  # of the last rounds, if they were asked to end
         own = {"load_parts": self._load, "read_memory": self._read, "begin_sync": self._begin, "end_sync": self._end}
         self.operations = self.operators.operations | Operations(reads={**own})
         if (folder / MEMORY).exists():
@@ -94,7 +98,7 @@ class GroupRequests:
         take_nothing(request)
         if not (self._folder / FILE).exists():
             raise KeyError(f"no rank of this machine has written parts to {self._folder}")
-        if self._agent is not None:
+        if self._synchronises:
             raise ValueError("the parts are being synchronised with other groups: end that first")
         parts = GroupParts.load(self._folder)
         layout = GroupMemory(parts)
@@ -102,6 +106,7 @@ class GroupRequests:
         new.unlink(missing_ok=True)
         layout.fill(layout.views(_map(new, layout.num_bytes)), parts)
         new.rename(self._folder / MEMORY)
+        self._agent = None  # of other parts
         self._serve(parts, layout)
         return layout.num_bytes
 
@@ -114,8 +119,11 @@ class GroupRequests:
             " it had not made are lost for these parts.",
             updates,
         )
-        if (self._folder / SYNCHRONISES).exists():
-            self._start_agent()
+        if (self._folder / SYNCHRONISES).exists() and parts.sync is not None:
+            if parts.sync.algorithm.topology is Topology.CENTRAL:
+                self._start_agent(None)
+            else:
+                log.error("Groups that average among themselves cannot go on without this server's predecessor.")
 
     def _serve(self, parts: GroupParts, layout: GroupMemory) -> None:
         self._memory = _map(self._folder / MEMORY, layout.num_bytes)
@@ -148,25 +156,31 @@ class GroupRequests:
 
     def _begin(self, request: Request) -> object:
         """Synchronise from now on."""
-        take_nothing(request)
-        if self._agent is None:
+        host, port = take_arguments(request, {"host": "", "port": 0}, host=str, port=int)
+        if not self._synchronises:
+            self._start_agent((host, port) if host else None)
             (self._folder / SYNCHRONISES).touch()
-            self._start_agent()
         return None
 
-    def _start_agent(self) -> None:
+    def _start_agent(self, meeting: tuple[str, int] | None) -> None:
         if self._parts is None or self._parts.sync is None:
             raise ValueError("there is nothing to synchronise with other groups")
-        replica = GroupMemory(self._parts).views(self._memory)[REPLICA]
-        self._agent = SyncAgent(self._parts.sync, replica)
+        if self._agent is None:
+            if meeting is None and self._parts.sync.algorithm.topology is not Topology.CENTRAL:
+                raise ValueError("the servers of other groups cannot be met again: go on from a checkpoint")
+            replica = GroupMemory(self._parts).views(self._memory)[REPLICA]
+            self._agent = SyncAgent(self._parts.sync, replica, meeting=meeting)
         self._agent.start()
+        self._synchronises, self._ending = True, None
 
     def _end(self, request: Request) -> object:
-        """Synchronise no more; answered when no round is under way."""
+        """Synchronise no more; answered when no round is under way, with numbers of the rounds so far."""
         take_nothing(request)
-        agent, self._agent = self._agent, None
-        (self._folder / SYNCHRONISES).unlink(missing_ok=True)
-        return None if agent is None else self.operators.submit(agent.stop)
+        if self._synchronises:
+            assert self._agent is not None
+            (self._folder / SYNCHRONISES).unlink(missing_ok=True)
+            self._synchronises, self._ending = False, self.operators.submit(self._agent.stop)
+        return self._ending  # asked again, the answer is the same
 
 
 def _map(path: Path, num_bytes: int) -> torch.Tensor:

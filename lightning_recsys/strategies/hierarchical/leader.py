@@ -19,9 +19,17 @@ class GroupLeader:
     Args:
         servers: Connections to the group's servers, by the names of devices.
         parts: What each of them is to have.
+        meeting: Host and port of the store by which servers of several groups meet that average among themselves.
     """
 
-    def __init__(self, servers: Mapping[str, Connection], parts: Mapping[str, GroupParts]) -> None:
+    def __init__(
+        self,
+        servers: Mapping[str, Connection],
+        parts: Mapping[str, GroupParts],
+        *,
+        meeting: tuple[str, int] | None = None,
+    ) -> None:
+        self._meeting = {} if meeting is None else {"host": meeting[0], "port": meeting[1]}
         self._servers, self._parts = dict(servers), dict(parts)
         self._layouts = {device: GroupMemory(own) for device, own in parts.items()}
         self.synchronises = False
@@ -42,7 +50,7 @@ class GroupLeader:
         """Let the servers keep the replica together with those of other groups from now on."""
         for device, connection in self._servers.items():
             if self._parts[device].sync is not None:
-                connection.request("begin_sync")
+                connection.request("begin_sync", arguments=self._meeting)
                 self.synchronises = True
 
     def end_sync(self) -> dict[str, float]:
@@ -51,9 +59,10 @@ class GroupLeader:
             return {}
         self.synchronises = False
         # All are asked before one is waited for: where groups average among themselves, each waits for its peers.
-        pending = [connection.begin("end_sync") for connection in self._servers.values()]
-        told = [c.wait(x).value or {} for c, x in zip(self._servers.values(), pending, strict=True)]
-        return min(told, key=lambda numbers: numbers.get("rounds", 0.0))
+        asked = [self._servers[device] for device, parts in self._parts.items() if parts.sync is not None]
+        pending = [connection.begin("end_sync") for connection in asked]
+        told = [connection.wait(x).value for connection, x in zip(asked, pending, strict=True)]
+        return min((x for x in told if x), key=lambda numbers: float(numbers["rounds"]), default={})
 
     def pull_model(self) -> None:
         """Take parameters and buffers into the model."""

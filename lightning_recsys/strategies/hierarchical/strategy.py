@@ -6,9 +6,11 @@ import inspect
 import itertools
 import json
 import logging
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytorch_lightning as pl
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.optim import Optimizer
 
@@ -32,6 +35,7 @@ from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.tagging import OperatorMethod
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.buffers import meet_buffers
+from lightning_recsys.strategies.common.meeting import LOOPBACK
 from lightning_recsys.strategies.common.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
@@ -66,9 +70,13 @@ class HierarchicalStrategy(ServedStrategy):
         trainers_per_group: Trainers that train one of them.
         servers_per_group: Group servers, over which a replica is cut by operators.
         nets_per_trainer: Ranks of a trainer, all on one node.
-        algorithm: What keeps groups together: ``easgd``, or an algorithm with a centre.
+        algorithm: What keeps groups together: ``easgd``, ``ma``, ``bmuf``, a name registered with
+            :func:`~lightning_recsys.sync.register_algorithm`, or an algorithm.
         alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica; ``None`` is the algorithm's default.
         interval: Seconds from one round to the next; by default as often as 0.35 % of a core allows.
+        eta: BMUF's step size; ``None`` is its default, 1.
+        block_momentum: BMUF's momentum; ``None`` is its default, 0.
+        nesterov: BMUF's look-ahead; ``None`` is its default, off.
         num_embedding_servers: Servers for rows.
         num_sync_servers: Servers for the centre, where there are several groups.
         module: Path of the module that is cut, which has all trained parameters of the dense part and is called once in
@@ -111,6 +119,9 @@ class HierarchicalStrategy(ServedStrategy):
         algorithm: str | SyncAlgorithm = "easgd",
         alpha: float | None = None,
         interval: float | None = None,
+        eta: float | None = None,
+        block_momentum: float | None = None,
+        nesterov: bool | None = None,
         num_embedding_servers: int = 1,
         num_sync_servers: int = 1,
         module: str | None = None,
@@ -135,11 +146,8 @@ class HierarchicalStrategy(ServedStrategy):
         require_positive("num_sync_servers", num_sync_servers)
         if interval is not None and not 0 <= interval < float("inf"):
             raise ValueError(f"strategy.interval must be a finite number of seconds, at least 0, got {interval}.")
-        self.algorithm = make_algorithm(algorithm, {"alpha": alpha}) if isinstance(algorithm, str) else algorithm
-        if self.algorithm.topology is not Topology.CENTRAL:
-            raise ValueError(
-                f"strategy.algorithm={algorithm}: groups are kept together through a centre on sync servers. Use easgd."
-            )
+        options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
+        self.algorithm = make_algorithm(algorithm, options) if isinstance(algorithm, str) else algorithm
         self.num_groups = num_groups
         self.trainers_per_group = trainers_per_group
         self.servers_per_group = servers_per_group
@@ -162,6 +170,7 @@ class HierarchicalStrategy(ServedStrategy):
         self._own_replica: dict[str, Tensor] = {}  # this group's parameters, where the module has the mean over groups
         self._restored: dict[str, Tensor] = {}  # the same, of the checkpoint that the run goes on from
         self._saves_optimizers = False
+        self._meeting: TCPStore | None = None  # where group servers meet, if this rank keeps it
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = type(self).__new__(type(self))
@@ -175,6 +184,10 @@ class HierarchicalStrategy(ServedStrategy):
         """Which rank and which server belong to which group; known once a ``Trainer`` has the strategy."""
         sizes = self.num_groups, self.trainers_per_group, self.nets_per_trainer, self.servers_per_group
         return Groups(*sizes, num_nodes=self.num_nodes)
+
+    @property
+    def _has_center(self) -> bool:
+        return self.num_groups > 1 and self.algorithm.topology is Topology.CENTRAL
 
     def set_world_ranks(self) -> None:
         """Take as many processes as the groups need."""
@@ -197,7 +210,7 @@ class HierarchicalStrategy(ServedStrategy):
             for group in range(self.num_groups)
             for index in groups.servers_of(group)
         ]
-        if self.num_groups > 1:
+        if self._has_center:
             specs += [ServerSpec(SYNC, index) for index in range(self.num_sync_servers)]
         return specs
 
@@ -278,7 +291,8 @@ class HierarchicalStrategy(ServedStrategy):
             for name, parameter in self._cut.named_parameters():
                 if name in self._restored:
                     parameter.data.copy_(self._restored[name])
-            self._leader = GroupLeader(connections, parts)
+            meeting = self._meeting_place(news, connections[devices[0]])
+            self._leader = GroupLeader(connections, parts, meeting=meeting)
             self._leader.load()
             self._leader.begin_sync()
             news.set(f"group-{group}", "has its parts")
@@ -310,17 +324,39 @@ class HierarchicalStrategy(ServedStrategy):
         """How a server keeps its share together with those of other groups; rank 0 makes the centre of it."""
         if self.num_groups == 1 or not parts.parameters:
             return None
-        store = f"center-{number}"
+        store, initial = f"center-{number}", initial_replica(parts)
+        servers: Sequence[str] = ()
+        if self._has_center:
 
-        def wait(_: str) -> None:
-            if self.is_global_zero:
-                news.set(store, "is there")
-            news.get(store)
+            def wait(_: str) -> None:
+                if self.is_global_zero:
+                    news.set(store, "is there")
+                news.get(store)
 
-        open_center(self.stores(SYNC), initial_replica(parts), is_first=self.is_global_zero, barrier=wait, name=store)
-        return SyncOrder(
-            self.algorithm, self.endpoints[SYNC], self._run_servers.keys, store, self.interval, group, self.num_groups
-        )
+            open_center(self.stores(SYNC), initial, is_first=self.is_global_zero, barrier=wait, name=store)
+            servers = self.endpoints[SYNC]
+        keys = self._run_servers.keys
+        return SyncOrder(self.algorithm, servers, keys, initial, store, self.interval, group, self.num_groups)
+
+    def _meeting_place(self, news: PrefixStore, own: Connection) -> tuple[str, int] | None:
+        """Where group servers meet that average among themselves: a store that the first group's first rank keeps.
+
+        Args:
+            news: Tells the other groups' first ranks.
+            own: To a server of this group, which listens at an address of this machine.
+        """
+        if self.num_groups == 1 or self._has_center:
+            return None
+        if self.is_global_zero:
+            host = LOOPBACK if self.num_nodes == 1 else urlsplit(own.endpoint).hostname or LOOPBACK
+            listening = socket.create_server((host, 0))
+            port = listening.getsockname()[1]
+            self._meeting = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+            news.set("meeting", json.dumps([host, port]))
+        host, port = json.loads(news.get("meeting"))
+        return str(host), int(port)
 
     def optimizer_step(
         self,
