@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import signal
+import sys
 from pathlib import Path
 
 import hydra
@@ -29,10 +30,10 @@ from recipe_tools.build import (
     to_floats,
 )
 from recipe_tools.config_types import check_complete, check_types
-from recipe_tools.overrides import explained_overrides
+from recipe_tools.overrides import explained_overrides, schema_changes
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
-from recipe_tools.report import print_results
+from recipe_tools.report import print_results, unknown_ids
 from recipe_tools.sweep import end_with_sweep
 
 from lightning_recsys.runtime import configure_worker
@@ -98,6 +99,7 @@ def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
     )
     record.details["best_normalized_entropy"] = best_ne = datamodule.best_normalized_entropy
     record.details["skipped_rows"] = getattr(datamodule, "skipped_rows", {})  # by file, with on_bad_row=skip
+    record.details["unknown_ids"] = unknown_ids(datamodule)
     print_results(
         config["name"],
         record.metrics,
@@ -128,5 +130,6 @@ def optimized_value(metrics: dict[str, float], name: str) -> float:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = schema_changes(sys.argv[1:])
     with explained_overrides("train"):
         main()

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import yaml  # type: ignore[import-untyped]
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.trainer.states import TrainerFn
@@ -175,6 +177,21 @@ class TabularDataModule(PreparedReader):
     def predicted_split(self) -> Split:
         """The rows of the files that the schema names to be predicted, else those of the test."""
         return "predict" if "predict" in self.schema.files else "test"
+
+    def unknown_ids(self, split: Split) -> dict[str, float]:
+        """Share of the ids of a split that the training rows do not have, by feature; of those with vocabularies."""
+        root, manifest = self.folder(split)
+        found = {}
+        for name, feature in manifest.features.items():
+            if feature.vocabulary is not None:
+                unknown = total = 0
+                for shard in manifest.splits[self._place(split)]:
+                    column = pq.read_table(root / shard.path, columns=[name], use_threads=False)[name]
+                    ids = pc.list_flatten(column) if feature.bag else column
+                    unknown += pc.sum(pc.equal(ids, 0)).as_py() or 0
+                    total += len(ids)
+                found[name] = unknown / max(total, 1)
+        return found
 
     def predicted_rows(self, column: str | None = None) -> Iterator[pa.Array]:
         """What tells apart the rows that are predicted, in their order and some at a time.

@@ -21,6 +21,7 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
 from lightning_recsys.tasks import CTRTask, Task
 
 Config = dict[str, Any]
+SCHEMA_CHANGES = "schema_changes"  # in the configuration of data: what the command line changes of a schema file
 
 
 def self_contained(config: Config) -> Config:
@@ -28,10 +29,19 @@ def self_contained(config: Config) -> Config:
     data = dict(config["data"])
     if isinstance(schema := data.get("schema"), str):
         data["root"] = data["root"] or str(Path(schema).parent)
-        data["schema"] = load_yaml(Path(schema))
+        data["schema"] = merged(load_yaml(Path(schema)), data.pop(SCHEMA_CHANGES, {}))
     if isinstance(data.get("root"), str):
         data["root"] = str(Path(data["root"]).expanduser().absolute())
     return {**config, "data": data}
+
+
+def merged(before: Config, changes: Config) -> Config:
+    """Nested dictionaries with some values changed."""
+    both = {
+        key: merged(before[key], value) if isinstance(value, dict) and isinstance(before.get(key), dict) else value
+        for key, value in changes.items()
+    }
+    return {**before, **both}
 
 
 def build(node: Config, *, partial: bool = False) -> Any:

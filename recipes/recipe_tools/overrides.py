@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,6 +156,19 @@ def _message(override: str, name: str, allowed: Iterable[str], where: str = "") 
     near = get_close_matches(name, allowed, n=3)
     hint = f" Did you mean {' or '.join(prefix + match for match in near)}?" if near else ""
     return f"{override}: no such choice.{hint}\nAllowed{f' in {where}' if where else ''}: {', '.join(allowed)}"
+
+
+def schema_changes(arguments: Sequence[str]) -> list[str]:
+    """The command line with ``+data.schema.key=value`` written so that Hydra takes it beside ``data.schema=FILE``.
+
+    >>> schema_changes(["data.schema=a.yaml", "+data.schema.split.by=time"])
+    ['data.schema=a.yaml', '++data.schema_changes.split.by=time']
+    >>> schema_changes(["+data.schema.split.by=time"])  # of a schema that stands in the configuration
+    ['+data.schema.split.by=time']
+    """
+    if not any(argument.startswith("data.schema=") for argument in arguments):
+        return list(arguments)
+    return [re.sub(r"^\+{0,2}data\.schema\.", "++data.schema_changes.", argument) for argument in arguments]
 
 
 def find_value(arguments: Sequence[str], key: str) -> str | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from lightning_recsys.data import TabularDataModule
 
 # Title, metric, format; shown where the run has the metric.
 METRICS = (
@@ -26,6 +30,10 @@ METRICS = (
     ("Rows fetched, bytes", "comm/rows_bytes", ",.0f"),
     ("Updates of rows, bytes", "comm/gradients_bytes", ",.0f"),
 )
+
+MOST = 0.5  # share of unknown ids from which on there is a warning
+
+log = logging.getLogger(__name__)
 
 
 def console() -> Console:
@@ -61,3 +69,20 @@ def print_results(
     table.add_row("Wall time", f"{seconds:.1f} s")
     table.add_row("Outputs", escape(str(folder)))
     console().print(table)
+
+
+def unknown_ids(datamodule: Any) -> dict[str, dict[str, float]]:
+    """Share of the ids of each column that training has not seen, on validation and test; a line where it is most."""
+    if not isinstance(datamodule, TabularDataModule):
+        return {}
+    found = {split: datamodule.unknown_ids(split) for split in ("validation", "test") if datamodule.has(split)}
+    for split, shares in found.items():
+        for column, share in shares.items():
+            if share > MOST:
+                log.warning(
+                    "%s: %.0f %% of the %s rows' ids are unknown to training, and share one embedding.",
+                    column,
+                    100 * share,
+                    split,
+                )
+    return found

@@ -50,10 +50,23 @@ def trained(own_rows, run_forked):
     """The folder of a run on those rows."""
     folder, _ = own_rows
     done = run_forked(
-        "train.py", *TINY, "data=tabular", "data.schema=clicks.yaml", "hydra.run.dir=train", folder=folder
+        "train.py",
+        *TINY,
+        "data=tabular",
+        "data.schema=clicks.yaml",
+        "+data.schema.split.test=0.2",
+        "hydra.run.dir=train",
+        folder=folder,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return folder / "train"
+
+
+def test_one_key_of_the_schema_is_changed_on_the_command_line(trained):
+    record = json.loads((trained / "metrics.json").read_text())
+    assert record["config"]["data"]["schema"]["split"] == {"test": 0.2}
+    assert record["config"]["data"]["schema"]["label"] == {"column": "click"}
+    assert record["unknown_ids"] == {"validation": {"user": 0.0}, "test": {"user": 0.0}}
 
 
 def test_checkpoint_of_own_rows_is_evaluated_without_their_schema_file(trained, run_forked, tmp_path):

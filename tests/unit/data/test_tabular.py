@@ -667,3 +667,10 @@ def test_numbers_when_written_with_commas_then_are_read_by_the_schema(tmp_path):
     batch = all_rows(data)
     assert sorted(batch.dense.flatten().tolist()) == [7.0, 1234.5]
     assert ids_of(batch, "user") == [[2], [2]]  # 3 and 3.0 are one user
+
+
+def test_unknown_ids_then_their_share_is_told_by_column(tmp_path):
+    write(tmp_path, ["click,age,user,tags", "1,1,a,x", "1,1,d,x|w|v", "0,1,e,y", "1,1,,z"], "test.csv")
+    data = load(tmp_path, LINES, files={"train": "clicks.csv", "test": "test.csv"}, split={"validation": 0})
+    assert data.unknown_ids("test") == {"user": 0.5, "tags": pytest.approx(2 / 6)}
+    assert data.unknown_ids("train") == {"user": 0.0, "tags": 0.0}
