@@ -68,8 +68,11 @@ def solve(
         options={"time_limit": time_limit, "mip_rel_gap": 1e-4},
     )
     if result.x is None or result.status != 0:
-        hint = "Take placement.method=greedy, or give it more time." if result.status == 1 else "Give servers memory."
-        raise ValueError(f"placement.method=exact found no best placement in {time_limit:g} s: {result.message} {hint}")
+        late = result.status == 1
+        hint = "Take operator_placement.method=greedy, or give it more time." if late else "Give the servers memory."
+        raise ValueError(
+            f"operator_placement.method=exact found no best placement in {time_limit:g} s: {result.message} {hint}"
+        )
     return ExactSolution(program.devices(result.x), program.unit * float(result.mip_dual_bound))
 
 

@@ -42,7 +42,9 @@ def read_plan(path: Path) -> dict[str, str]:
         ValueError: the file is not a mapping of devices to lists of operators, or has one of them twice.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no plan {path} (placement.plan). Leave it out to have operators placed.")
+        raise FileNotFoundError(
+            f"there is no plan {path} (operator_placement.plan). Leave it out to have operators placed."
+        )
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -52,7 +52,7 @@ def place_operators(
     swaps of two are tried. Memory counts as a bottleneck only where a device has too little.
     """
     if method not in get_args(OperatorMethod):
-        raise ValueError(f"placement.method must be one of {list(get_args(OperatorMethod))}, got {method!r}.")
+        raise ValueError(f"operator_placement.method must be one of {list(get_args(OperatorMethod))}, got {method!r}.")
     pins = dict(pinned or {})
     _check_pins(graph, machines, pins)
     check_operators(graph, machines)

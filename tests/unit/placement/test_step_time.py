@@ -11,6 +11,7 @@ from lightning_recsys.placement.machines import GroupMachines, Processor
 from lightning_recsys.placement.operators import TRAINER
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.plan_file import read_plan, write_plan
+from lightning_recsys.placement.plan_picture import _places, draw_plan
 from lightning_recsys.placement.step_time import predict
 from lightning_recsys.placement.tagging import place_operators
 
@@ -118,7 +119,7 @@ def test_plan_file_when_wrong_then_says_where(tmp_path, text, message):
 
 
 def test_plan_file_when_missing_then_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"placement\.plan"):
+    with pytest.raises(FileNotFoundError, match=r"operator_placement\.plan"):
         read_plan(tmp_path / "plan.yaml")
 
 
@@ -128,3 +129,19 @@ def test_plan_file_when_operators_are_left_out_then_they_are_placed_anew(tmp_pat
     plan = place_operators(graph, replace(GROUP, num_servers=2), pinned=read_plan(tmp_path / "plan.yaml"))
     assert plan.devices["bottom.0"] == "server1"
     assert plan.devices["top.0"] == "server0"
+
+
+def test_plan_when_drawn_then_every_operator_has_a_place_of_its_own_in_its_devices_band(tmp_path):
+    font_manager = pytest.importorskip("matplotlib.font_manager")
+    graph = dlrm()
+    plan = place_operators(graph, replace(GROUP, num_servers=3))
+    draw_plan(tmp_path / "plan.png", plan, graph)
+    font_manager._get_font.cache_clear()  # matplotlib's, which keeps the fonts' files open
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    devices = ["trainer", "server0", "server1", "server2"]
+    places, heights = _places(plan, graph, devices)
+    assert len(set(places.values())) == len(graph.operators)
+    tops = {device: sum(heights[x] for x in devices[:number]) for number, device in enumerate(devices)}
+    for name, (_, row) in places.items():
+        assert tops[plan.devices[name]] <= row < tops[plan.devices[name]] + heights[plan.devices[name]]
+    assert all(places[first][0] < places[second][0] for first, second in graph.edges)

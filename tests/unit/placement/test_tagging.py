@@ -186,7 +186,7 @@ def test_exact_when_operators_stand_side_by_side_then_divides_them_best():
 
 def test_exact_when_there_is_no_time_then_says_what_to_do():
     operators = [layer(f"a{i}", "x", flops=1e6 * (i % 7 + 1)) for i in range(60)]
-    with pytest.raises(ValueError, match=r"placement\.method=greedy"):
+    with pytest.raises(ValueError, match=r"operator_placement\.method=greedy"):
         solve(graph_of(operators), replace(GROUP, num_servers=4), time_limit=1e-3)
 
 
