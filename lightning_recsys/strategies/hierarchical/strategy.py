@@ -189,6 +189,14 @@ class HierarchicalStrategy(ServedStrategy):
     def _has_center(self) -> bool:
         return self.num_groups > 1 and self.algorithm.topology is Topology.CENTRAL
 
+    @property
+    def needs_all_workers(self) -> str | None:
+        """Why the run ends with a net: the first one of each group brings the group's weights together."""
+        return (
+            "strategy=hierarchical does not go on without a net that dies: the first one of a group brings its weights"
+            " together, and writes its share of checkpoints. Go on from the last checkpoint."
+        )
+
     def set_world_ranks(self) -> None:
         """Take as many processes as the groups need."""
         needed = self.groups.ranks_per_node

@@ -15,8 +15,10 @@ from torch import nn
 
 from lightning_recsys.optim import swap
 from lightning_recsys.parameter_server.handler import RequestHandler, Unfinished
+from lightning_recsys.parameter_server.remote_parts import TokenLostError
+from lightning_recsys.parameter_server.trained_part import TrainedPart
 from lightning_recsys.parameter_server.wire import Limits, Request, decode_reply, encode_request
-from lightning_recsys.partition.parts import split
+from lightning_recsys.partition.parts import Part, split
 from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
@@ -25,7 +27,7 @@ from lightning_recsys.strategies.hierarchical.group_server import GroupRequests
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.leader import initial_replica
 from lightning_recsys.strategies.hierarchical.refusals import cut_module, refuse_optimizers, refuse_trainer
-from lightning_recsys.strategies.hierarchical.remote_forward import CutForward
+from lightning_recsys.strategies.hierarchical.remote_forward import CutForward, Net
 
 CLIENT = bytes(range(1, 17))
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -181,6 +183,46 @@ def test_cut_forward_when_the_module_is_copied_then_the_copy_computes_by_itself(
         copied.top.bias += 1
     del model.forward
     assert torch.allclose(copied(X), model(X) + 1)
+
+
+class Forgets:
+    """A server's connection that computes, and has forgotten every second forward pass."""
+
+    def __init__(self, part):
+        self.part, self.graphs = part, {}
+
+    def forward(self, name, inputs, *, wanted, keep):
+        token = len(self.graphs) + 1
+        self.graphs[token] = self.part.forward([x.clone() for x in inputs], wanted=wanted, keep=keep)
+        return token, [x.detach() for x in self.graphs[token].outputs]
+
+    def backward(self, name, token, grads, *, settings):
+        if token % 2 == 0:
+            raise TokenLostError("ipc:///nowhere", name)
+        return self.part.backward(self.graphs[token], grads, settings)
+
+
+def test_net_when_a_server_has_forgotten_a_batch_then_goes_on_without_its_gradients_and_counts_it(caplog):
+    own, there = Model(), Model()
+    parts = group_parts(there, torch.optim.SGD(there.parameters(), lr=0.1))
+    part = parts.parts["server0.0"]
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    net = Net({"server0": Forgets(TrainedPart(part.module, part.optimizer))}, optimizer, {"server0.0": [0]})
+    asked = Part("server0.0", "server0", 0, part.module, ("x",), ("y",))
+    before = there.bottom.weight.detach().clone()
+    (y,) = net.run(asked, (X,))  # no input wants a gradient, and the part is trained all the same
+    y.square().sum().backward()
+    after = there.bottom.weight.detach().clone()
+    assert not torch.equal(before, after)
+    x = X.clone().requires_grad_()
+    with caplog.at_level(logging.WARNING):
+        net.run(asked, (x,))[0].sum().backward()
+    assert x.grad is None
+    assert (net.lost, len(net.staleness)) == (1, 1)
+    assert "A batch is lost" in caplog.text
+    assert torch.equal(there.bottom.weight, after)
+    with torch.no_grad():
+        assert not net.run(asked, (X,))[0].requires_grad
 
 
 class Task(pl.LightningModule):
