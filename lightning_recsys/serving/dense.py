@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Mapping
 from multiprocessing import spawn
@@ -27,6 +28,7 @@ from lightning_recsys.partition.field_layer import FieldLayer
 
 _EXAMPLES = 3  # to trace with: 0 and 1 would be taken for constants
 _PATIENCE = 600.0  # seconds
+_LOADING = threading.Lock()  # torch reads one program at a time, and says so by a failed assertion
 _NICE = 10  # training comes first
 
 
@@ -120,7 +122,7 @@ def export_apart(part: DensePart, num_dense: int, target: Path) -> None:
 
 def load_program(path: Path) -> nn.Module:
     """The module that a file of :func:`export_apart` has."""
-    with warnings.catch_warnings():
+    with _LOADING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program: nn.Module = torch.export.load(path).module()
     return program

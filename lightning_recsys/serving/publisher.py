@@ -280,6 +280,11 @@ class _Work:
         self._tasks.put(make)
 
     @property
+    def is_exported(self) -> bool:
+        """Whether all is there that versions are made of."""
+        return self._skeleton is not None
+
+    @property
     def is_busy(self) -> bool:
         """Whether a version is being written.
 

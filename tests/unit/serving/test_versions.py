@@ -368,3 +368,14 @@ def test_publisher_when_killed_at_every_step_then_the_last_whole_version_opens_a
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) > 20
+
+
+def test_programs_when_opened_by_several_threads_then_none_disturbs_another(make, tmp_path):
+    trained, readers = make(), []
+    trained.publish()
+    threads = [threading.Thread(target=lambda: readers.append(ModelReader(tmp_path / "model"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [reader.version for reader in readers] == [1] * 4

@@ -1,0 +1,46 @@
+"""A model with one ``nn.Embedding`` per field under LitServe, as many serve it. Arguments: port, cardinalities."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import litserve
+import torch
+from benchmarks.harness.workload import Workload
+from benchmarks.peers.plain_lightning import PlainModule
+
+Encoded = tuple[torch.Tensor, torch.Tensor]
+
+
+class PlainAPI(litserve.LitAPI):
+    """Takes the same requests as ``recipes/serve.py``."""
+
+    def __init__(self, cardinalities: tuple[int, ...]) -> None:
+        super().__init__(max_batch_size=64, batch_timeout=0.002)
+        self.cardinalities = cardinalities
+
+    def setup(self, device: str) -> None:
+        torch.set_num_threads(1)
+        work = Workload(cardinalities=self.cardinalities)
+        self.names, self.module = list(work.fields), PlainModule(work, "dlrm").eval()
+
+    def decode_request(self, request):  # noqa: ANN001, ANN201 - LitServe reads the annotations
+        dense = torch.tensor([row["dense"] for row in request["rows"]], dtype=torch.float32)
+        return dense, torch.tensor([[row[name] for name in self.names] for row in request["rows"]])
+
+    @torch.no_grad()
+    def predict(self, x: list[Encoded]) -> list[Any]:
+        dense, ids_BF = (torch.cat(parts) for parts in zip(*x, strict=True))
+        vectors = torch.stack([table(ids_BF[:, f]) for f, table in enumerate(self.module.embeddings)], 1)
+        scores = self.module.dense_part(dense, vectors).sigmoid().split([len(request[0]) for request in x])
+        return [{"probabilities": some.tolist()} for some in scores]
+
+    def encode_response(self, output):  # noqa: ANN001, ANN201 - as above
+        return output
+
+
+if __name__ == "__main__":
+    port, cardinalities = int(sys.argv[1]), tuple(map(int, sys.argv[2].split(",")))
+    server = litserve.LitServer(PlainAPI(cardinalities), accelerator="cpu", devices=1)
+    server.run(host="127.0.0.1", port=port, generate_client_file=False, log_level="warning")

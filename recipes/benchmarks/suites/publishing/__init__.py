@@ -1,0 +1,1 @@
+"""Publishing while training goes on, and answering requests."""

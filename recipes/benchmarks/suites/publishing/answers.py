@@ -1,0 +1,147 @@
+"""Predictions per second and latency over HTTP: published rows beside plain ``nn.Embedding``, both under LitServe."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from benchmarks.harness.ours import make_task
+from benchmarks.harness.parts import Measured
+from benchmarks.harness.processes import RECIPES, environment, python
+from benchmarks.harness.workload import Workload
+from rich.table import Table
+
+from lightning_recsys.serving import export_model
+
+OURS, PLAIN = "ours", "nn.Embedding"
+_START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What servers have answered, one client asking one request after another.
+
+    Args:
+        latencies: Seconds of each request, by batch size and server.
+    """
+
+    latencies: Mapping[int, Mapping[str, Sequence[float]]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Rates and quantiles, as plain containers."""
+        return {
+            f"B={batch}": {
+                name: {
+                    "predictions_per_second": round(batch * len(seconds) / sum(seconds), 1),
+                    "p50_ms": round(1e3 * float(np.quantile(seconds, 0.5)), 3),
+                    "p99_ms": round(1e3 * float(np.quantile(seconds, 0.99)), 3),
+                }
+                for name, seconds in servers.items()
+            }
+            for batch, servers in self.latencies.items()
+        }
+
+    def table(self) -> Table:
+        """A line for each batch size and server."""
+        table = Table("rows of a request", "server", "predictions/s", "p50", "p99", title="DLRM over HTTP")
+        for batch, servers in self.to_dict().items():
+            for name, x in servers.items():
+                cells = [f"{x['predictions_per_second']:,.0f}", f"{x['p50_ms']} ms", f"{x['p99_ms']} ms"]
+                table.add_row(batch, name, *cells)
+        return table
+
+
+def measure(*, batch_sizes: list[int], cardinalities: list[int] | None, seconds: float, rounds: int) -> Measured:
+    """Ask both servers in turns.
+
+    Args:
+        batch_sizes: Rows of a request.
+        cardinalities: Ids of each field; those of the other suites by default.
+        seconds: Of each server and batch size in each round.
+        rounds: How often.
+    """
+    work = Workload(rows=max(batch_sizes), **({} if cardinalities is None else {"cardinalities": tuple(cardinalities)}))
+    (batch,) = work.batches(max(batch_sizes))
+    ids_BF = batch.sparse.values.view(work.num_fields, -1).t().tolist()
+    rows = [
+        {"dense": dense, **dict(zip(work.fields, ids, strict=True))}
+        for dense, ids in zip(batch.dense.tolist(), ids_BF, strict=True)
+    ]
+    found: dict[int, dict[str, list[float]]] = {size: {OURS: [], PLAIN: []} for size in batch_sizes}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        export_model(make_task(work, "dlrm").model, folder, num_dense=work.num_dense)
+        sizes = ",".join(map(str, work.cardinalities))
+        ports = {
+            OURS: stack.enter_context(_server(folder, str(RECIPES / "serve.py"), f"url={folder}", "port={port}")),
+            PLAIN: stack.enter_context(_server(folder, "-m", "benchmarks.peers.plain_serving", "{port}", sizes)),
+        }
+        for size in batch_sizes:
+            body = json.dumps({"rows": rows[:size]}).encode()
+            for port in ports.values():
+                _ask(port, body, 0.5 * seconds, wait=_START_SECONDS)
+            for number in range(rounds):
+                for name in (OURS, PLAIN) if number % 2 else (PLAIN, OURS):
+                    found[size][name] += _ask(ports[name], body, seconds)
+    return [Answers(found)], []
+
+
+@contextmanager
+def _server(folder: str, *arguments: str) -> Iterator[int]:
+    """A server on a free port, until the end; it ends with all that it has started."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = python(*(argument.replace("{port}", str(port)) for argument in arguments))
+    with open(os.devnull, "w") as quiet:
+        options: dict[str, Any] = {"cwd": folder, "stdout": quiet, "stderr": quiet, "start_new_session": True}
+        variables = environment() | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=variables, **options)  # noqa: S603 - our own interpreter
+        try:
+            yield port
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _ask(port: int, body: bytes, seconds: float, *, wait: float = 0.0) -> list[float]:
+    """Ask again and again for some seconds; returns what each answer took.
+
+    Raises:
+        RuntimeError: an answer is none.
+    """
+    connection, deadline = http.client.HTTPConnection("127.0.0.1", port, timeout=60), time.monotonic() + wait
+    latencies: list[float] = []
+    ends: float | None = None
+    while ends is None or time.monotonic() < ends:
+        began = time.perf_counter()
+        try:
+            connection.request("POST", "/predict", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            content = answer.read()
+        except OSError:
+            connection.close()
+            if ends is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+            continue
+        if answer.status != 200:
+            raise RuntimeError(f"status {answer.status}: {content[:200]!r}")
+        ends = time.monotonic() + seconds if ends is None else ends
+        latencies.append(time.perf_counter() - began)
+    connection.close()
+    return latencies

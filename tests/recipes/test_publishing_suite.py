@@ -1,0 +1,33 @@
+"""Suite publishing at the smallest size."""
+
+import importlib.util
+from functools import partial
+
+import pytest
+from benchmarks.harness.workload import Workload
+from benchmarks.suites.publishing import training
+from benchmarks.suites.publishing.answers import OURS, PLAIN
+from benchmarks.suites.publishing.answers import measure as measure_answers
+from benchmarks.suites.publishing.training import NONE, PUBLISHING
+from benchmarks.suites.publishing.training import measure as measure_training
+
+
+def test_training_when_measured_then_has_rates_bytes_and_delays(monkeypatch):
+    monkeypatch.setattr(training, "Workload", partial(Workload, cardinalities=(500, 50)))
+    sizes = {"batch_size": 64, "rows": 640, "seconds": 1.0, "rounds": 1, "every_seconds": 0.2}
+    (row, published), (bar,) = measure_training(model="wide_deep", at_least=0.97, **sizes)
+    assert set(row.measured.rates) == {NONE, PUBLISHING}
+    assert bar.limit == 0.97
+    found = published.to_dict()
+    assert 0 < found["increment_over_base"] < 1
+    assert 0 < found["delay_median_s"] <= found["delay_p99_s"]
+    assert published.table().row_count == len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("litserve") is None, reason="litserve is not installed (extra [serving])")
+def test_answers_when_measured_then_both_servers_have_answered():
+    (answers,), bars = measure_answers(batch_sizes=[1, 3], cardinalities=[50, 20], seconds=0.2, rounds=1)
+    assert bars == []
+    assert {name for servers in answers.to_dict().values() for name in servers} == {OURS, PLAIN}
+    assert answers.table().row_count == 4
