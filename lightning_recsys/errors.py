@@ -194,3 +194,23 @@ class PublishedVersionError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.version}: {self.reason}. The version that was open before stays as it was."
+
+
+class WorkerLostError(RuntimeError):
+    """A worker died while the others were exchanging something that cannot do without it.
+
+    Args:
+        rank: The worker.
+        kind: What was being exchanged.
+    """
+
+    def __init__(self, rank: int, kind: str) -> None:
+        super().__init__(rank, kind)
+        self.rank = rank
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return (
+            f"worker {self.rank} died while all workers were at {self.kind!r}, which cannot do without it. Go on from"
+            " the last checkpoint."
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -12,6 +13,7 @@ from torch.utils.data import SequentialSampler
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.hashing import key64
+from lightning_recsys.sync.leases import Lease
 
 Shuffle = Literal["rows", "batches"]
 
@@ -89,6 +91,18 @@ class Request:
     def steps(self, num_rows: int) -> Steps:
         """How the rows are dealt out."""
         return Steps(self.start, num_rows, self.batch_size, self.world_size, self.drop_last)
+
+
+class Dealer(Protocol):
+    """Deals out the epochs of a run whose workers may be slow, or die."""
+
+    def __call__(self, num_batches: int) -> Iterator[Lease]:
+        """This rank's leases of a new epoch, in which each rank has a share of so many batches."""
+        ...
+
+    def finish(self, lease: Lease) -> None:
+        """All batches of a lease are trained."""
+        ...
 
 
 class BatchSource(Protocol):
@@ -222,10 +236,35 @@ class BatchLoader:
         self._current = self._next = (0, 0, 0)  # (epoch, rows of it that were served, batches)
         self._finished = False  # whether those are all of the epoch
         self._resumed = self._identity()
+        self._dealer: Dealer | None = None
 
     def __len__(self) -> int:
-        """Batches of the epoch, those served before it was resumed included."""
+        """Batches of the epoch, those served before it was resumed included.
+
+        Raises:
+            TypeError: they are dealt out as the epoch goes on.
+        """
+        if self._dealer is not None:
+            raise TypeError("how many batches of the epoch this rank gets is not known before")
         return self._length
+
+    @property
+    def num_shares(self) -> int:
+        """How many ranks share the rows."""
+        return self._request.world_size
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether the next iteration goes on in the midst of an epoch."""
+        return self._next[1] > 0
+
+    def deal(self, dealer: Dealer) -> None:
+        """From the next iteration on, serve what is leased to this rank instead of its own share.
+
+        The position is then that of this rank's own share, until the epoch is over for it, and it is one batch behind:
+        whoever asks for batches without knowing their number asks for one more than it has trained.
+        """
+        self._dealer = dealer
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, start, served = self._next
@@ -234,11 +273,40 @@ class BatchLoader:
         steps = self._steps(epoch, start)
         self._length = served + len(steps)
         self._next = (epoch + 1, 0, 0)
+        if self._dealer is not None:
+            yield from self._dealt(self._dealer, epoch, start, steps)
+            return
         for step, batch in enumerate(self._source.batches(replace(self._request, epoch=epoch, start=start))):
             self._current = (epoch, steps.bounds(step)[1], served + step + 1)
             self._finished = step == len(steps) - 1
             yield batch
         self._length = len(self._steps(epoch + 1, 0))
+
+    def _dealt(self, dealer: Dealer, epoch: int, start: int, steps: Steps) -> Iterator[Batch]:
+        """The batches of the leases of an epoch. Those that follow each other in a share are made by one iterator."""
+        share: Generator[Batch, None, None] | Iterator[Batch] = iter(())
+        place: tuple[int, int] | None = None  # the share that it makes batches of, and which comes next
+        served, behind = 0, (epoch, start, 0)
+        self._current, self._finished = behind, False
+        before: Lease | None = None  # the lease whose last batches may not be trained
+        for lease in dealer(len(steps)):
+            if place != (lease.owner, lease.first):
+                _close(share)
+                begin = steps.bounds(lease.first)[0] if lease.first else start
+                share = self._source.batches(replace(self._request, epoch=epoch, start=begin, rank=lease.owner))
+            for number in range(lease.first, lease.last):
+                if before is not None and number == lease.first + 2:  # both that were under way are trained
+                    dealer.finish(before)
+                    before = None
+                batch = next(share)
+                served += 1
+                self._current = behind
+                row = steps.bounds(number)[1] if lease.owner == self._request.rank else behind[1]
+                behind = (epoch, row, served)
+                yield batch
+            place, before = (lease.owner, lease.last), lease
+        _close(share)
+        self._current, self._finished = (epoch, len(self._source), served), True
 
     @property
     def sampler(self) -> BatchLoader | SequentialSampler:
@@ -294,3 +362,9 @@ class BatchLoader:
                 f"the checkpoint stopped inside epoch {epoch} with {left} rows left, too few for {ranks} ranks. Resume "
                 f"with at most {left} workers."
             )
+
+
+def _close(batches: Iterator[Batch]) -> None:
+    """End an iterator that is not asked for more: it may have a thread or a connection."""
+    with suppress(AttributeError):  # a plain iterator
+        batches.close()  # type: ignore[attr-defined]

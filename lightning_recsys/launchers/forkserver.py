@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,6 +38,8 @@ from lightning_recsys.launchers.results import load_results, results_path
 from lightning_recsys.launchers.sidecars import Sidecars, no_servers
 from lightning_recsys.launchers.worker import Failure, Job, job_path, run_worker
 from lightning_recsys.runtime import ProcessState
+
+log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 2.0  # for the other workers to notice a failure by themselves
 
@@ -65,6 +69,8 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         strategy: The strategy that launches.
         num_threads: Threads per worker, as in :func:`lightning_recsys.runtime.configure_worker`.
         serving: Makes the context in which the workers run: servers beside them, or none.
+        survive: Asked about a worker other than rank 0 that died without an error: with the trainer, its rank and how
+            many workers are left. ``None`` where the others go on without it; else why they cannot. Default: none can.
 
     Raises:
         ValueError: this platform has no fork server (Windows).
@@ -78,10 +84,12 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         *,
         num_threads: int = 1,
         serving: Callable[[], AbstractContextManager[Sidecars]] = no_servers,
+        survive: Callable[[pl.Trainer | None, int, int], str | None] = lambda *_: "",
     ) -> None:
         super().__init__(strategy, start_method="forkserver")
         self.num_threads = num_threads
         self._serving = serving
+        self._survive = survive
         self.failed = False  # the last launch did: what the main process holds is from before it
 
     @property
@@ -126,10 +134,10 @@ class ForkserverLauncher(_MultiProcessingLauncher):
             self._save_job(job, folder)
             try:
                 workers = self._start(folder, sidecars)
-                _join(workers, sidecars)
+                _join(workers, sidecars, partial(self._survive, trainer))
             finally:
                 self._end()
-            value = load_results(trainer, folder, num_workers=len(workers))
+            value = load_results(trainer, folder, ranks=[x.rank for x in workers if x.succeeded])
         self.failed = False
         return value
 
@@ -210,6 +218,7 @@ class _Worker:
         results: Where its results are once it has succeeded.
         succeeded: It has ended, and its results are there.
         failure: What went wrong; time 0 if it died without a word, which makes it the cause of what others tell.
+        is_lost: It died, and the others go on without it.
     """
 
     rank: int
@@ -218,6 +227,12 @@ class _Worker:
     results: Path
     succeeded: bool = False
     failure: Failure | None = None
+    is_lost: bool = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has not come to an end, as far as we know."""
+        return not self.succeeded and self.failure is None and not self.is_lost
 
     def look(self) -> None:
         """Bring ``succeeded`` and ``failure`` up to date.
@@ -249,15 +264,20 @@ class _Worker:
         )
 
 
-def _join(workers: list[_Worker], sidecars: Sidecars) -> None:
-    """Wait until every worker has succeeded; raise the first error, once the others had time to tell theirs."""
+def _join(workers: list[_Worker], sidecars: Sidecars, survive: Callable[[int, int], str | None]) -> None:
+    """Wait until every worker has succeeded; raise the first error, once the others had time to tell theirs.
+
+    A worker that died is no error where the others can do without it.
+    """
     deadline = math.inf
-    while (busy := [x for x in workers if not x.succeeded and x.failure is None]) and time.monotonic() < deadline:
+    while (busy := [x for x in workers if x.is_busy]) and time.monotonic() < deadline:
         timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         wait([*(x.process.sentinel for x in busy), *(x.receiver for x in busy), *sidecars.sentinels], timeout)
         sidecars.look()
         for worker in busy:
             worker.look()
+            if worker.rank and worker.failure is not None and worker.failure.time == 0.0:
+                _try_to_lose(worker, sum(not x.is_lost for x in workers) - 1, survive)
         if deadline == math.inf and any(x.failure for x in workers):
             deadline = time.monotonic() + SETTLE_SECONDS
     if failures := sorted((x.failure for x in workers if x.failure), key=lambda failure: failure.time):
@@ -265,6 +285,18 @@ def _join(workers: list[_Worker], sidecars: Sidecars) -> None:
         for other in others:
             first.add_note(f"After that, another worker failed: {type(other).__name__}: {other}")
         raise first
+
+
+def _try_to_lose(worker: _Worker, left: int, survive: Callable[[int, int], str | None]) -> None:
+    """Go on without a worker that died, if so many others can; otherwise its death says why they cannot."""
+    assert worker.failure is not None
+    death = worker.failure.error
+    why_not = survive(worker.rank, left)
+    if why_not is None:
+        worker.failure, worker.is_lost = None, True
+        log.warning("%s The other %d go on. What worker %d had not pushed is lost.", death, left, worker.rank)
+    elif why_not:
+        death.add_note(why_not)
 
 
 @contextmanager

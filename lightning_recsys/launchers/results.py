@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -80,13 +80,18 @@ def save_results(value: Any, trainer: pl.Trainer | None, folder: Path, *, rank: 
     torch.save(results, results_path(folder, rank))
 
 
-def load_results(trainer: pl.Trainer | None, folder: Path, *, num_workers: int) -> Any:
+def load_results(trainer: pl.Trainer | None, folder: Path, *, ranks: Sequence[int]) -> Any:
     """Give the main process's trainer what :func:`save_results` wrote, and return the launched function's value.
 
     The predictions of all workers are returned in the order of their steps: step 0 of rank 0, of rank 1, ..., then
     step 1. That is the order of one process's batches where whole batches are dealt out to the ranks in turn.
+
+    Args:
+        trainer: The main process's, or ``None`` where a bare function was launched.
+        folder: Where the results lie.
+        ranks: Whose there are; rank 0 is the first.
     """
-    all_results = [_load(results_path(folder, rank)) for rank in range(num_workers)]
+    all_results = [_load(results_path(folder, rank)) for rank in ranks]
     if trainer is None:
         return all_results[0]
     results: RunResults = all_results[0]

@@ -27,6 +27,7 @@ from lightning_recsys.parameter_server.requests.clients import Clients
 from lightning_recsys.parameter_server.requests.dense import DenseRequests
 from lightning_recsys.parameter_server.requests.dynamic import DynamicRequests
 from lightning_recsys.parameter_server.requests.exchange import ExchangeRequests
+from lightning_recsys.parameter_server.requests.meetings import MeetingRequests
 from lightning_recsys.parameter_server.requests.operations import Answer, Offer, Operations, Push
 from lightning_recsys.parameter_server.requests.rows import RowRequests
 from lightning_recsys.parameter_server.requests.stores import OpenStores
@@ -126,6 +127,7 @@ class RequestHandler:
         self.counts = Counts()
         offered = [kind(self.stores).operations for kind in (RowRequests, DynamicRequests, DenseRequests)]
         offered += [self.clients.operations, self.stores.operations, ExchangeRequests(self.stores).operations]
+        offered.append(MeetingRequests(self.stores.folder).operations)
         self._offer = None
         if offer is not None:
             self._offer = offer(self.stores.folder, self.stores.limits, lambda: self.clients.peer)

@@ -84,7 +84,7 @@ TABLE = (
     Row(
         "factories:shadowsync_trainers",
         2,
-        COMPLETE | HOME | AVERAGES | LOADERS | {"kill", "free"},
+        COMPLETE | HOME | AVERAGES | LOADERS | {"outlives", "free"},
         task="recommendation",
     ),
     Row("factories:shadowsync_workers", 4, BASE | {"test_best"}, task="recommendation"),
@@ -287,6 +287,11 @@ def test_worker_when_killed_then_the_error_names_it_and_the_trainer_is_usable(ro
     with pytest.raises(ProcessExitedException, match=rf"Worker {row.devices - 1} was ended by SIGKILL"):
         raise seen["error"]
     assert seen["status"] == "finished"
+
+
+@promised("outlives")
+def test_worker_when_killed_then_the_others_train_on(row, tmp_path):
+    assert scenarios.kill(row.stage(tmp_path)) == {"error": None, "status": "finished"}
 
 
 @promised("free")

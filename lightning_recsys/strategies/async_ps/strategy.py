@@ -35,6 +35,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
             :class:`~lightning_recsys.sync.StalenessNormalization` with its numbers. The default leaves gradients alone
             up to a staleness of 1 000, so that clusters of fewer workers train as plain asynchronous SGD does.
         num_embedding_servers: Number of servers; rows and dense parameters are spread over them.
+        min_workers: Workers other than the first may die as long as so many are left.
         **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`.
 
     Raises:
@@ -64,12 +65,15 @@ class AsyncParameterServerStrategy(ServedStrategy):
         *,
         normalization: StalenessNormalization | StalenessRule = "relative",
         num_embedding_servers: int = 1,
+        min_workers: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         require_positive("num_embedding_servers", num_embedding_servers)
         self.normalization = StalenessNormalization(normalization) if isinstance(normalization, str) else normalization
+        require_positive("min_workers", min_workers)
         self.num_embedding_servers = num_embedding_servers
+        self.min_workers = min_workers
         self._saved: list[int] = []  # versions of the checkpoint that is made next; they outlive the run
         self._reset()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,6 +21,7 @@ from torch.distributed import ReduceOp
 
 from lightning_recsys.checkpoints import FolderCheckpointIO, StoredRows, StoredTensor
 from lightning_recsys.compression import make_codec
+from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import ForkserverLauncher, ServerSpec
 from lightning_recsys.strategies.common.averaged_copies import (
     AveragedCopies,
@@ -41,6 +43,7 @@ from lightning_recsys.strategies.common.schedules import refuse_metrics_of_all_r
 from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
+    from lightning_recsys.parameter_server.meetings import ShareDealer
     from lightning_recsys.stores.interfaces import Stores
 
 Transport = Literal["auto", "tcp"]
@@ -83,6 +86,8 @@ class RecsysStrategy(DDPStrategy):
         changes: Temporary patches to Lightning, from :meth:`setup` to :meth:`teardown` of a run that fits.
         averages: What callbacks that average weights keep, in such a run with one of them.
         launches: Whether workers are processes of our launcher, on this machine; there from the start.
+        run_name: Of this launch, which no other has; empty where the launcher is not ours.
+        min_workers: An asynchronous run on our launcher goes on without workers that die as long as so many are left.
 
     Raises:
         ValueError: ``max_restarts`` is negative, ``transport`` or ``compression`` is unknown, ``servers`` are no
@@ -93,6 +98,7 @@ class RecsysStrategy(DDPStrategy):
     strategy_name: ClassVar[str]
     asynchronous: bool = False
     wraps_model: bool = True
+    min_workers: int = 1
 
     def __init__(
         self,
@@ -139,9 +145,12 @@ class RecsysStrategy(DDPStrategy):
         self.changes: RunChanges | None = None
         self.averages: AveragedCopies | None = None
         self.launches = False
+        self.run_name = ""
         self._run_servers = RunServers(self)
+        self._dealer: ShareDealer | None = None  # of this worker's part of each epoch, while it trains
         self._checkpoints = RunCheckpoints(self)
         self._own_values = OwnValues(self)
+        self._num_validating = 0  # workers among whom the rows of validation are shared, while a run trains
         self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
 
     @classmethod
@@ -176,6 +185,11 @@ class RecsysStrategy(DDPStrategy):
         Every rank calls this once, before those. What rank 0 has in the end is what the main process gets.
         """
 
+    @property
+    def needs_all_workers(self) -> str | None:
+        """Why an asynchronous run cannot go on without a worker that died; ``None`` where it can."""
+        return None
+
     def telemetry(self) -> Mapping[str, Any]:
         """What ``TelemetryMonitor`` logs: numbers or tensors of many observations, by name. Must not communicate."""
         return {}
@@ -204,7 +218,31 @@ class RecsysStrategy(DDPStrategy):
         """What a checkpoint takes from elsewhere than this process's model, by its keys in the state dict."""
         if self.lightning_module is None:
             return {}
-        return stored_tensors(self.lightning_module, rank=self.global_rank, world_size=self.world_size)
+        return stored_tensors(self.lightning_module, rank=self.group_rank, world_size=self.group_size)
+
+    def _share_validation(self, trainer: pl.Trainer) -> None:
+        """Before validation's loaders are asked for: where workers were lost, the others share all of its rows anew."""
+        self.barrier("who validates")
+        if self.group_size != self._num_validating:
+            self._num_validating = self.group_size
+            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # Lightning asks for them again
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the rows is this worker's, in loaders that are made from now on: one of the living."""
+        if not torch.distributed.is_initialized():
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": self.group_size, "rank": self.group_rank}
+
+    @property
+    def group_rank(self) -> int:
+        """This worker's place among those that live."""
+        return torch.distributed.get_rank() if torch.distributed.is_initialized() else self.global_rank
+
+    @property
+    def group_size(self) -> int:
+        """Workers that live, as of the last time that all of them met."""
+        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else self.world_size
 
     @property
     def saves_folders(self) -> bool:
@@ -232,8 +270,27 @@ class RecsysStrategy(DDPStrategy):
         if not self.cluster_environment.creates_processes_externally:
             self.launches = True
             self._launcher = ForkserverLauncher(
-                self, num_threads=self.num_threads, serving=self._run_servers.beside_workers
+                self,
+                num_threads=self.num_threads,
+                serving=self._run_servers.beside_workers,
+                survive=self._survive,
             )
+
+    def _survive(self, trainer: pl.Trainer | None, rank: int, left: int) -> str | None:
+        """In the main process: ``None`` where the others go on without a worker that died; else why they cannot."""
+        if not self.asynchronous or trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return ""
+        if (why_not := self.needs_all_workers) is not None:
+            return why_not
+        if (place := self._run_servers.meeting_place()) is None:
+            return ""
+        if left < self.min_workers:
+            return f"That leaves {left} workers, fewer than strategy.min_workers={self.min_workers}: the run ends."
+        try:
+            goes_on = place.lose(rank)
+        except (ServerUnreachableError, RequestRefusedError) as error:
+            return f"The others could not be told: {error}"
+        return None if goes_on else "It died before all workers had met: the run could not begin."
 
     def setup_environment(self) -> None:
         """Join the process group and find the servers; start them if no launcher of ours has.
@@ -267,7 +324,8 @@ class RecsysStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         """Join the process group, on one machine where no other reaches it.
 
-        Machines that cannot reach each other end soon, instead of one waiting for the other.
+        Workers of an asynchronous run, which may die, meet at a server. Machines that cannot reach each other end soon,
+        instead of one waiting for the other.
 
         Raises:
             RuntimeError: they cannot.
@@ -275,6 +333,10 @@ class RecsysStrategy(DDPStrategy):
         if torch.distributed.is_initialized() or (self.num_nodes == 1 and not self.launches):
             super().setup_distributed()
         elif self.num_nodes == 1:
+            if (place := self._run_servers.meeting_place()) is not None:
+                from lightning_recsys.strategies.common.process_group import use_meetings
+
+                self._process_group_backend = use_meetings(place, cancelled=self._run_servers.is_asked_to_end)
             join_on_loopback(self)
         else:
             with ending_soon(self):
@@ -301,6 +363,8 @@ class RecsysStrategy(DDPStrategy):
             if self.asynchronous:
                 refuse_metrics_of_all_ranks(trainer.lightning_module)
                 self.changes.log_through(self._own_values.log)
+            if self._run_servers.meeting_place() is not None:
+                self.changes.before_validation_data(partial(self._share_validation, trainer))
         self.bind_backends()
         self._checkpoints.load_rows()
         if trainer.state.fn == TrainerFn.FITTING and averaging_callbacks(trainer):
@@ -325,14 +389,18 @@ class RecsysStrategy(DDPStrategy):
             self._frozen = [(name, x) for name, x in dense if not x.requires_grad]
 
     def on_train_start(self) -> None:
-        """Refuse data that would leave the ranks waiting for each other.
+        """Refuse data that would leave the ranks waiting for each other; where they are free, deal shares out.
 
         Raises:
             ValueError: the ranks have unequal numbers of training batches.
         """
-        if self.asynchronous:
-            return
         assert self.lightning_module is not None
+        if self.asynchronous:
+            if (place := self._run_servers.meeting_place()) is not None:
+                from lightning_recsys.strategies.common.dealing import deal_shares
+
+                self._dealer = deal_shares(self.lightning_module.trainer, place, self._run_servers.is_asked_to_end)
+            return
         per_rank: list[int | float] = [0] * self.world_size
         # inf where a loader has no length
         torch.distributed.all_gather_object(per_rank, self.lightning_module.trainer.num_training_batches)
@@ -368,11 +436,15 @@ class RecsysStrategy(DDPStrategy):
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
         self._frozen = []
         self._own_values = OwnValues(self)
+        if self._dealer is not None:
+            self._dealer.close()
+            self._dealer = None
         self._checkpoints.close()
         self.unbind_backends()
         if self.averages is not None:
             self.averages.release()
             self.averages = None
+        self._num_validating = 0
         try:
             self._run_servers.disconnect()
         finally:
@@ -383,7 +455,13 @@ class RecsysStrategy(DDPStrategy):
             super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"changes": None, "averages": None, "_own_values": OwnValues(self), "_frozen": []}
+        return vars(self) | {
+            "changes": None,
+            "averages": None,
+            "_dealer": None,
+            "_own_values": OwnValues(self),
+            "_frozen": [],
+        }
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 
@@ -399,6 +477,11 @@ class RecsysStrategy(DDPStrategy):
         if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())
         return super().reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks say so, or any; Lightning compares with the number of ranks that the run began with."""
+        own = torch.tensor(int(decision), device=self.root_device)
+        return bool(self.reduce(own, reduce_op="min" if all else "max"))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's tensors, without the rows that are in stores; :meth:`save_checkpoint` takes those from there."""

@@ -104,7 +104,7 @@ class RunChanges:
     def undo(self) -> None:
         """Leave the trainer as it was."""
         for owner, name in self._replaced:
-            delattr(owner, name)
+            vars(owner).pop(name, None)  # one that was replaced twice is gone with the first
         for callback in self._inserted:
             self._callbacks.remove(callback)
         self._replaced, self._inserted = [], []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import NodeServers, ServerSpec, Sidecars
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # importing strategies is quick; stores and their kernels com
     from lightning_recsys.parameter_server.connect import Transport
     from lightning_recsys.parameter_server.keys import ClientKeys
     from lightning_recsys.parameter_server.lease import RunLease
+    from lightning_recsys.parameter_server.meetings import MeetingPlace
     from lightning_recsys.stores.interfaces import Stores
     from lightning_recsys.strategies.common.base import RecsysStrategy
 
@@ -50,6 +52,7 @@ class RunServers:
         """Servers for the workers that the main process of a single machine launches."""
         strategy = self._strategy
         specs = strategy.server_specs() if strategy.servers is None and strategy.num_nodes == 1 else ()
+        strategy.run_name = uuid4().hex
         with Sidecars(specs, store_folder=strategy.store_folder, max_restarts=strategy.max_restarts) as sidecars:
             strategy.endpoints = sidecars.endpoints
             try:
@@ -77,6 +80,26 @@ class RunServers:
             )
             strategy.endpoints = self._started.start()
             self.checks.append(self._started.check)
+
+    def meeting_place(self) -> MeetingPlace | None:
+        """Where the workers of an asynchronous run that our launcher has started meet; ``None`` for any other run.
+
+        They can then do without one that dies. Other launchers end all workers when one dies.
+        """
+        from lightning_recsys.parameter_server.meetings import MeetingPlace
+
+        strategy = self._strategy
+        free = strategy.asynchronous and strategy.launches and strategy.num_processes > 1
+        if not free or strategy.needs_all_workers is not None:
+            return None
+        kinds = [spec.kind for spec in strategy.server_specs()]
+        servers = strategy.endpoints.get(kinds[0]) if kinds else None
+        if strategy.servers is not None and kinds:
+            servers = list(strategy.servers)
+        if not servers:
+            return None
+        keys = None if strategy.key_file is None else str(strategy.key_file)
+        return MeetingPlace(servers[0], strategy.run_name, strategy.num_processes, keys)
 
     @property
     def connected(self) -> dict[str, list[Stores]]:
@@ -106,7 +129,7 @@ class RunServers:
 
             self._borrow()
             transport: Transport = "auto" if strategy.maps_stores and not by_messages else "tcp"
-            options: Any = {"keys": self.keys, "timeout": timeout, "cancelled": self._is_asked_to_end}
+            options: Any = {"keys": self.keys, "timeout": timeout, "cancelled": self.is_asked_to_end}
             options["compression"] = strategy.compression
             self._connected[kind] = [
                 connect(endpoint, transport=transport, **options) for endpoint in strategy.endpoints[kind]
@@ -132,11 +155,11 @@ class RunServers:
             keys=client_keys(strategy.key_file),
             run=run_id(launched_by_others=not strategy.launches),
             holder=run_in_words(),
-            cancelled=self._is_asked_to_end,
+            cancelled=self.is_asked_to_end,
         )
         self.checks.append(self._lease.check)
 
-    def _is_asked_to_end(self) -> bool:
+    def is_asked_to_end(self) -> bool:
         """Whether this process got a SIGTERM: it does not wait for a server that is gone, then."""
         module = self._strategy.lightning_module
         return module is not None and module._trainer is not None and module._trainer.received_sigterm

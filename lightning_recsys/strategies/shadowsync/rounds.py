@@ -152,11 +152,19 @@ def open_center(
         barrier: Returns when all ranks have called it.
         name: The stores'; each centre has its own.
     """
-    chunks = list(zip(servers, chunk_evenly(initial.numel(), len(servers)), strict=False))
     if is_first:
-        for server, (start, stop) in chunks:
+        for server, (start, stop) in _chunks(servers, initial.numel()):
             with suppress(KeyError):
                 server.remove(name)  # left by a run before, where servers outlive runs
             server.create_dense_store(name, initial[start:stop].clone())
     barrier("the centre is there")
-    return [server.dense_store(name) for server, _ in chunks]
+    return find_center(servers, initial.numel(), name)
+
+
+def find_center(servers: Sequence[Stores], size: int, name: str = CENTER_STORE) -> list[DenseStore]:
+    """The pieces of a centre of so many elements, which is there."""
+    return [server.dense_store(name) for server, _ in _chunks(servers, size)]
+
+
+def _chunks(servers: Sequence[Stores], size: int) -> list[tuple[Stores, tuple[int, int]]]:
+    return list(zip(servers, chunk_evenly(size, len(servers)), strict=False))

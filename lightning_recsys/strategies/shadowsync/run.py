@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.strategies.common.buffers import meet_buffers
+from lightning_recsys.strategies.common.process_group import living_ranks
 from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook
 from lightning_recsys.strategies.shadowsync.rounds import CENTER, CenterRounds
 from lightning_recsys.strategies.shadowsync.team import Team
@@ -43,12 +44,19 @@ class TrainerRun:
         self._module = module
         self.num_trainers = num_trainers
         self._barrier = barrier
+        self._successor: Callable[[], Driver | None] = _no_driver  # of this worker, where its trainer's first one dies
         self._own_weights: Tensor | None = None  # a leader's replica, while it is training and the average is in place
         self._is_finished = False  # parameters are in memory of their own, where callbacks may change them
 
-    def start(self, driver: Driver | None) -> None:
-        """Begin to train."""
+    def start(self, driver: Driver | None, *, successor: Callable[[], Driver | None] | None = None) -> None:
+        """Begin to train.
+
+        Args:
+            driver: Of the rounds that this worker makes; ``None`` where it makes none.
+            successor: Makes the driver of this worker where those before it in its trainer have died.
+        """
         self.driver = driver
+        self._successor = successor or _no_driver
         self.is_training = True
         self._barrier("all replicas are there")
         self._start_driver()
@@ -56,6 +64,11 @@ class TrainerRun:
     def _start_driver(self) -> None:
         if self.driver is not None:
             self.driver.start()
+
+    def _elect(self) -> None:
+        """Behind a meeting: take over from this trainer's first worker where that has died."""
+        if self.team.elect(living_ranks()) and self.driver is None:
+            self.driver = self._successor()
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
@@ -102,13 +115,16 @@ class TrainerRun:
         if self.driver is not None:
             self.driver.stop()
         self._barrier("no round is under way")
+        self._elect()
         if self.num_trainers > 1:
-            flat = self.team.replica.flat
-            mean = flat.clone() if self.team.leads else torch.zeros_like(flat)
-            dist.all_reduce(mean)  # of all ranks, to which each trainer's first worker brings its replica
+            flat, leads = self.team.replica.flat, torch.tensor([float(self.team.leads)])
+            # Of all ranks, to which each trainer's first worker brings its replica, and how many trainers that makes:
+            # one whose workers have all died brings none.
+            mean = torch.cat([flat * leads, leads])
+            dist.all_reduce(mean)
             if self.team.leads:
                 self._own_weights = flat.clone()
-                flat.copy_(mean.div_(self.num_trainers))
+                flat.copy_(mean[:-1].div_(mean[-1]))
         if meet is not None:
             meet()
         meet_buffers(self._module)
@@ -121,6 +137,7 @@ class TrainerRun:
         if not self.is_averaged:
             return
         self._barrier("nobody needs the average any more")
+        self._elect()
         if self._own_weights is not None:  # a leader's
             self.team.replica.flat.copy_(self._own_weights)
         self.is_averaged, self._own_weights = False, None
@@ -203,3 +220,7 @@ class TrainerRun:
             if succeeded:
                 self.driver.rounds.close()
         self.team.close()
+
+
+def _no_driver() -> None:
+    return None

@@ -26,7 +26,14 @@ from lightning_recsys.strategies.common.schedules import (
 )
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
 from lightning_recsys.strategies.shadowsync.drivers import ForegroundHook, ShadowThread
-from lightning_recsys.strategies.shadowsync.rounds import CENTER, CenterRounds, MeanRounds, Rounds, open_center
+from lightning_recsys.strategies.shadowsync.rounds import (
+    CENTER,
+    CenterRounds,
+    MeanRounds,
+    Rounds,
+    find_center,
+    open_center,
+)
 from lightning_recsys.strategies.shadowsync.run import TrainerRun
 from lightning_recsys.strategies.shadowsync.team import Team
 from lightning_recsys.sync import RoundSchedule, SyncAlgorithm, Topology, make_algorithm
@@ -76,6 +83,7 @@ class ShadowSyncStrategy(ServedStrategy):
         num_embedding_servers: Servers for rows.
         num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it; 1 where there is none.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
+        min_workers: Workers other than the first may die as long as so many are left; with ``ma`` and ``bmuf`` none.
         **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, such as
             ``table_placement``.
 
@@ -116,6 +124,7 @@ class ShadowSyncStrategy(ServedStrategy):
         num_embedding_servers: int = 1,
         num_sync_servers: int = 1,
         final: Final = "trainer0",
+        min_workers: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -124,6 +133,7 @@ class ShadowSyncStrategy(ServedStrategy):
         require_positive("num_trainers", num_trainers)
         require_positive("workers_per_trainer", workers_per_trainer)
         require_positive("gap", gap)
+        require_positive("min_workers", min_workers)
         require_positive("num_embedding_servers", num_embedding_servers)
         require_positive("num_sync_servers", num_sync_servers)
         if interval is not None and not 0 <= interval < float("inf"):
@@ -145,6 +155,7 @@ class ShadowSyncStrategy(ServedStrategy):
         self.num_embedding_servers = num_embedding_servers
         self.num_sync_servers = num_sync_servers
         self.final: Final = final
+        self.min_workers = min_workers
         self._run: TrainerRun | None = None  # from the model's setup to the teardown of a fit
         self._restored = _Kept()  # of the checkpoint that was read last, for the start of training
         self._saved = _Kept()  # for the checkpoint that is being written, from the model's state to the end of it
@@ -242,7 +253,7 @@ class ShadowSyncStrategy(ServedStrategy):
         if isinstance(rounds, MeanRounds):
             rounds.agree_on(run.team.own_since_round)
         if rounds is None:
-            run.start(None)
+            run.start(None, successor=self._succeed)
         elif self.rounds == "background":
             run.start(ShadowThread(rounds, interval=self.interval))
         else:
@@ -266,6 +277,23 @@ class ShadowSyncStrategy(ServedStrategy):
         if self.rounds == "foreground":
             team.stand_still_for_rounds()
         return MeanRounds(self.algorithm, replica, group=group) if team.leads else None
+
+    def _succeed(self) -> ShadowThread | None:
+        """The driver of a worker whose trainer's first one has died; only rounds with a centre can change hands."""
+        if self.algorithm.topology is not Topology.CENTRAL or self._run is None or self._run.num_trainers == 1:
+            return None
+        replica = self._run.team.replica.flat
+        pieces = find_center(self.stores("sync"), replica.numel())
+        return ShadowThread(CenterRounds(self.algorithm, replica, pieces=pieces), interval=self.interval)
+
+    @property
+    def needs_all_workers(self) -> str | None:  # noqa: D102 - inherited
+        if self.algorithm.topology is Topology.CENTRAL or self.layout.num_trainers == 1:
+            return None
+        return (
+            f"strategy.algorithm={type(self.algorithm).__name__} averages over all trainers in a group that cannot do"
+            " without one of them: the run ends. strategy.algorithm=easgd goes on."
+        )
 
     # --- Training ----------------------------------------------------------------------------------------------------
 

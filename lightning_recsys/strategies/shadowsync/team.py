@@ -33,7 +33,7 @@ class Team:
     Attributes:
         replica: The trainer's.
         size: Workers of the trainer.
-        leads: Whether this is the trainer's first worker.
+        leads: Whether this is the trainer's first worker, of those that live.
         steps: int64 ``[size]``, steps that each worker has made in this run. A worker writes its own number only.
         since_round: int64 ``[size]``, steps of each worker since its last round in the foreground. The same.
     """
@@ -41,6 +41,7 @@ class Team:
     def __init__(self, module: nn.Module, *, layout: ClusterLayout, rank: int) -> None:
         self.size = layout.workers_per_trainer
         self._worker = layout.worker_of(rank)
+        self._layout, self._rank = layout, rank
         self.leads = self._worker == 0
         self.replica = Replica((name, x) for name, x in module.named_parameters() if x.requires_grad)
         counts = torch.zeros(self.size, dtype=torch.int64)
@@ -52,6 +53,12 @@ class Team:
         self._standstill: Standstill | None = None  # where a round needs all workers to hold still
         self._others_before: int | None = None  # steps of the others when the gradient under way was begun
         self._staleness: deque[int] = deque(maxlen=STALENESS_WINDOW)  # of this worker's last updates
+
+    def elect(self, living: Sequence[int]) -> bool:
+        """After a meeting of these ranks: whether this worker leads from now on, and did not before."""
+        own = self._layout.trainer_of(self._rank)
+        did, self.leads = self.leads, self._rank == min(x for x in living if self._layout.trainer_of(x) == own)
+        return self.leads and not did
 
     def share_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Let all workers read and write the first one's optimizer state; all ranks call this together."""

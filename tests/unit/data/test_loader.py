@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from lightning_recsys.data import BatchLoader
+from lightning_recsys.sync.leases import Lease
 
 
 class Numbers:
@@ -194,3 +196,49 @@ def test_loader_when_there_are_fewer_rows_than_ranks_then_raises():
 def test_loader_when_the_batch_size_is_not_positive_then_raises():
     with pytest.raises(ValueError, match=r"data.batch_size must be at least 1, got 0"):
         BatchLoader(Numbers(3), batch_size=0)
+
+
+class Deals:
+    """Deals out what it was told to, and hears what is trained."""
+
+    def __init__(self, *leases) -> None:
+        self.leases, self.finished, self.asked = [Lease(n + 1, *x) for n, x in enumerate(leases)], [], []
+
+    def __call__(self, num_batches):
+        self.asked.append(num_batches)
+        yield from self.leases
+
+    def finish(self, lease):
+        self.finished.append(lease.number)
+
+
+@pytest.mark.parametrize("shuffle", [None, "rows", "batches"])
+def test_batches_when_shares_are_dealt_then_a_lease_has_what_its_owner_would_have_served(shuffle):
+    make = partial(BatchLoader, Numbers(85), batch_size=4, world_size=2, shuffle=shuffle, seed=3)
+    shares = [list(make(rank=rank)) for rank in (0, 1)]
+    loader, dealer = make(rank=0), Deals((0, 0, 5), (1, 8, 11), (1, 4, 8), (0, 5, 6), (0, 6, 11))
+    loader.deal(dealer)
+    with pytest.raises(TypeError, match="not known before"):
+        len(loader)
+    served = list(loader)
+    assert served == [*shares[0][:5], *shares[1][8:11], *shares[1][4:8], *shares[0][5:11]]
+    assert dealer.asked == [11]
+    assert dealer.finished == [1, 2, 4]  # a lease of one batch says nothing; the last one is finished with the epoch
+    assert loader.state_dict()["finished"]
+    again = make(rank=1)
+    again.load_state_dict(loader.state_dict())
+    assert list(again) != shares[1] or shuffle is None  # the next epoch
+
+
+def test_position_when_shares_are_dealt_then_it_is_that_of_the_batch_that_is_trained():
+    loader = BatchLoader(Numbers(40), batch_size=2, world_size=2)
+    loader.deal(Deals((0, 0, 4), (1, 9, 10)))
+    batches = iter(loader)
+    next(batches)
+    assert next(batches) == [4, 5]  # the one fetched ahead
+    assert loader.state_dict()["row"] == 4
+    assert not loader.state_dict()["finished"]
+    again = BatchLoader(Numbers(40), batch_size=2, world_size=2)
+    again.load_state_dict(loader.state_dict())
+    assert again.is_within_epoch
+    assert next(iter(again)) == [4, 5]

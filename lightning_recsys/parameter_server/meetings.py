@@ -1,0 +1,192 @@
+"""A worker's side of meetings at a server, and of the leases of its share of the data."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_recsys.errors import WorkerLostError
+from lightning_recsys.parameter_server.client import Connection
+from lightning_recsys.parameter_server.connect import client_keys
+from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token
+from lightning_recsys.parameter_server.requests.meetings import FAILED, OVER, SEND, WAIT
+from lightning_recsys.parameter_server.wire import Reply
+from lightning_recsys.sync.leases import IN_FLIGHT, Lease
+
+PATIENCE_SECONDS = 5.0  # of one who was asked to end
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05  # seconds between two questions of one who waits
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """Where the workers of a run meet.
+
+    Args:
+        endpoint: Of a server.
+        run: The run's id, letters and digits.
+        size: Workers of the run at first.
+        keys: To the server.
+    """
+
+    endpoint: str
+    run: str
+    size: int
+    keys: ClientKeys | JobKeys | Token | str | None = None
+
+    def connect(self, cancelled: Callable[[], bool] = lambda: False) -> Connection:
+        """A connection of its own: who waits in one holds nobody else up."""
+        return Connection(self.endpoint, keys=client_keys(self.keys), cancelled=cancelled)
+
+    @contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """The same for a moment."""
+        connection = self.connect()
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    def lose(self, rank: int) -> bool:
+        """Tell the others that a worker has died; whether they can go on, which they cannot before they have met."""
+        with self.connected() as connection:
+            arguments = {"run": self.run, "size": self.size, "rank": rank}
+            return bool(connection.request("lose", arguments=arguments).value)
+
+
+class Meetings:
+    """The meetings of one worker with all the others that live.
+
+    Args:
+        place: Where.
+        rank: Of this worker.
+        timeout: Seconds to wait for the others.
+        cancelled: Asked while it waits; once ``True`` it waits a few seconds more.
+
+    Attributes:
+        members: The ranks that take part, as of the last meeting; the same for all of them.
+    """
+
+    def __init__(
+        self, place: MeetingPlace, *, rank: int, timeout: float, cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.place, self.rank = place, rank
+        self.members: tuple[int, ...] = tuple(range(place.size))
+        self._timeout, self._cancelled = timeout, cancelled
+        self._connection = place.connect(cancelled)
+        self._number = 0  # of the last meeting
+
+    def meet(self, kind: str, brought: Tensor, *, combine: str = "all", may_miss: bool = True) -> Tensor:
+        """Wait for all the others; what they have brought, in the order of their ranks, or what was made of it.
+
+        Args:
+            kind: What it is for, as all of them say.
+            brought: uint8, as many from each unless ``combine`` is ``all``.
+            combine: ``all``: one after another. Else an operation and a dtype: ``sum``, ``mean``, ``product``, ``min``
+                or ``max``, as in ``sum float32``.
+            may_miss: Whether it can do without workers that died since the last meeting.
+
+        Raises:
+            WorkerLostError: it cannot.
+            TimeoutError: the others did not come in time.
+            RequestRefusedError: another worker is at a meeting of another kind.
+        """
+        self._number += 1
+        arguments = {
+            **{"run": self.place.run, "size": self.place.size, "rank": self.rank, "number": self._number},
+            **{"kind": f"{kind} {combine}", "may_miss": may_miss, "combine": combine},
+        }
+        deadline, pause, sends = time.monotonic() + self._timeout, SHORTEST_PAUSE, True
+        while True:
+            reply = self._connection.request("meet", arguments=arguments, arrays=[brought] if sends else [])
+            state, *numbers = reply.arrays[0].tolist()
+            if state == OVER:
+                self.members = tuple(numbers[1 : 1 + numbers[0]])
+                return reply.arrays[1]
+            if state == FAILED:
+                raise WorkerLostError(numbers[0], kind)
+            sends = state == SEND
+            if self._cancelled():  # the others may have ended by the same signal, or come yet
+                deadline = min(deadline, time.monotonic() + PATIENCE_SECONDS)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"worker {self.rank} waited for the others at {kind!r}, and they did not come.")
+            if not sends:
+                time.sleep(pause)
+                pause = min(1.5 * pause, LONGEST_PAUSE)
+
+    def close(self) -> None:
+        """Meet nobody any more."""
+        self._connection.close()
+
+
+class ShareDealer:
+    """Leases one worker's part of each pass through the training data.
+
+    Args:
+        place: Where the workers of the run meet.
+        rank: Of this worker.
+        cancelled: Asked while it waits for others.
+
+    Attributes:
+        dealt_again: Batches of all passes so far that were leased again because their worker had died.
+    """
+
+    def __init__(self, place: MeetingPlace, *, rank: int, cancelled: Callable[[], bool] = lambda: False) -> None:
+        self._place, self._rank, self._cancelled = place, rank, cancelled
+        self._connection = place.connect(cancelled)
+        self.dealt_again = 0
+        self._pass = 0  # number of the pass that is under way
+
+    def __call__(self, num_batches: int) -> Iterator[Lease]:
+        """The leases of a new pass, in which every worker has a share of so many batches.
+
+        Whoever iterates asks for the next lease when all batches of the last one are handed out. At the end it waits
+        until nobody else may die with batches of a lease, which would then be its own.
+        """
+        self._pass += 1
+        arguments = {"number": self._pass, "shard": num_batches, "lease": lease_size(num_batches)}
+        latest, pause = 0, SHORTEST_PAUSE
+        while not self._cancelled():
+            state, *numbers = self._ask("take_share", latest=latest, **arguments).arrays[0].tolist()
+            if state == OVER:
+                self._tell(*numbers)
+                return
+            if state == WAIT:
+                time.sleep(pause)
+                pause = min(1.5 * pause, LONGEST_PAUSE)
+                continue
+            lease, pause = Lease(*numbers), SHORTEST_PAUSE
+            latest = lease.number
+            yield lease
+
+    def finish(self, lease: Lease) -> None:
+        """All batches of a lease are trained."""
+        self._ask("finish_share", number=self._pass, lease=lease.number)
+
+    def _tell(self, dealt_again: int) -> None:
+        more, self.dealt_again = dealt_again - self.dealt_again, dealt_again
+        if more and self._rank == 0:
+            log.warning("%d batches were leased again after a worker's death; some of them were trained twice.", more)
+
+    def _ask(self, operation: str, **arguments: int) -> Reply:
+        common = {"run": self._place.run, "size": self._place.size, "rank": self._rank}
+        return self._connection.request(operation, arguments={**common, **arguments})
+
+    def close(self) -> None:
+        """Lease nothing any more."""
+        self._connection.close()
+
+
+def lease_size(num_batches: int) -> int:
+    """Batches of a lease, of which a share has so many: few enough that a death costs little, and worth the asking.
+
+    >>> lease_size(10), lease_size(6400)
+    (8, 100)
+    """
+    return max(4 * IN_FLIGHT, -(-num_batches // 64))

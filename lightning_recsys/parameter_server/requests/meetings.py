@@ -1,0 +1,239 @@
+"""Meetings of a run's workers at a server: each brings bytes, and all get the same ones when everybody has come.
+
+Nobody is answered late: who comes too early is told to ask again. The end of a meeting is written to the folder before
+anybody hears of it, so a server that is started again tells it to the others as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays
+from lightning_recsys.parameter_server.requests.operations import Operations
+from lightning_recsys.parameter_server.wire import Request
+from lightning_recsys.sync.leases import ShardLeases
+from lightning_recsys.sync.membership import Membership, Met
+
+MEETINGS = ".meetings-"  # a beginning that no store's name can have; then the run's id
+LEASES = "-leases"  # behind the run's id
+MAX_RUN, MAX_KIND, MAX_SIZE = 64, 200, 1 << 16
+MAX_RUNS = 8  # that a server which outlives runs remembers
+WAIT, SEND, OVER, FAILED = range(4)  # how a meeting stands; the first number of an answer
+
+_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+@dataclass
+class _Run:
+    """What a server knows of a run's workers.
+
+    Args:
+        membership: Who they are.
+        brought: What has come to the meeting under way, uint8, by rank.
+        result: What the last one gave, uint8.
+        leases: Shares of the pass through the data that is under way, once a worker has asked for one.
+        number: Of that pass.
+    """
+
+    membership: Membership
+    brought: dict[int, Tensor] = field(default_factory=dict)
+    result: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    leases: ShardLeases | None = None
+    number: int = 0
+
+
+class MeetingRequests:
+    """What a server offers to workers that meet at it, and to who watches over them.
+
+    Args:
+        folder: Where the ends of meetings are kept.
+
+    Attributes:
+        operations: What is offered here. All of it may be asked again, so nothing needs a sequence number.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs: OrderedDict[str, _Run] = OrderedDict()
+        self.operations = Operations(
+            reads={
+                "meet": self._meet,
+                "lose": self._lose,
+                "take_share": self._take,
+                "finish_share": self._finish,
+            }
+        )
+
+    def _meet(self, request: Request) -> object:
+        kinds: dict[str, Any] = {"rank": int, "number": int, "kind": str, "may_miss": bool, "combine": str}
+        run, size, rank, number, kind, may_miss, combine = take_arguments(request, run=str, size=int, **kinds)
+        brought = take_arrays(request, ("brought", torch.uint8, 1)) if request.arrays else []
+        if len(kind) > MAX_KIND:
+            raise ValueError(f"kind must have at most {MAX_KIND} characters")
+        _check_way(combine)
+        known = self._run(run, size)
+        membership = known.membership
+        if brought or membership.has(rank, number) or number != membership.number:
+            membership.come(rank, number, kind, may_miss=may_miss)
+            if brought and number == membership.number:
+                known.brought[rank] = brought[0].clone()  # the frame goes with the request
+        else:
+            return _answer(SEND)
+        if (met := membership.met()) is not None:
+            present = [known.brought[x] for x in met.present]
+            known.brought = {}
+            known.result = _combined(present, combine)
+            self._keep(run, known)
+        last = membership.last
+        if last is None or last.number != number:
+            return _answer(WAIT)
+        if last.missing is not None:
+            return _answer(FAILED, last.missing)
+        head = [len(last.members), *last.members, len(last.present), *last.present]
+        return *_answer(OVER, *head), known.result
+
+    def _lose(self, request: Request) -> object:
+        """Take note that a worker has died: whether its run can go on, which it cannot before all have met once."""
+        run, size, rank = take_arguments(request, run=str, size=int, rank=int)
+        take_arrays(request)
+        known = self._run(run, size)
+        if known.membership.last is None:
+            return False
+        known.membership.lose(rank)
+        if known.leases is not None:
+            known.leases.lose(rank)
+        self._keep(run, known)
+        return True
+
+    def _take(self, request: Request) -> object:
+        """A worker's next lease in a pass through the data: ``[SEND, number, owner, first, last]``, or how it stands.
+
+        The first who asks begins the pass. A worker that is behind finds that its own pass is over: nobody begins the
+        next one while another may have something to train.
+        """
+        kinds: dict[str, Any] = {"rank": int, "number": int, "shard": int, "lease": int, "latest": int}
+        run, size, rank, number, shard, lease, latest = take_arguments(request, run=str, size=int, **kinds)
+        take_arrays(request)
+        known = self._run(run, size)
+        _check_rank(rank, size)
+        if known.leases is None or number > known.number:
+            before = 0 if known.leases is None else known.leases.dealt_again
+            known.number, known.leases = number, ShardLeases(size, shard_size=shard, lease_size=lease)
+            known.leases.dealt_again = before
+            for lost in known.membership.lost:
+                known.leases.lose(lost)
+        if number < known.number:
+            return _answer(OVER, known.leases.dealt_again)
+        taken = known.leases.take(rank, latest=latest)
+        self._keep_leases(run, known)
+        if taken is None:
+            return _answer(OVER, known.leases.dealt_again) if known.leases.is_dealt_out else _answer(WAIT)
+        return _answer(SEND, taken.number, taken.owner, taken.first, taken.last)
+
+    def _finish(self, request: Request) -> object:
+        kinds: dict[str, Any] = {"rank": int, "number": int, "lease": int}
+        run, size, rank, number, lease = take_arguments(request, run=str, size=int, **kinds)
+        take_arrays(request)
+        known = self._run(run, size)
+        _check_rank(rank, size)
+        if known.leases is not None and number == known.number:
+            known.leases.finish(rank, lease)
+            self._keep_leases(run, known)
+        return None
+
+    def _run(self, run: str, size: int) -> _Run:
+        if not run.isalnum() or len(run) > MAX_RUN or not 1 <= size <= MAX_SIZE:
+            raise ValueError(f"run must have 1 to {MAX_RUN} letters and digits, and size be 1 to {MAX_SIZE}")
+        known = self._runs.get(run)
+        if known is None:
+            known = self._runs[run] = self._read(run, size)
+            while len(self._runs) > MAX_RUNS:
+                old, _ = self._runs.popitem(last=False)
+                for what in ("", LEASES):
+                    self._path(old, what).unlink(missing_ok=True)
+        if known.membership.size != size:
+            raise ValueError(f"run {run} has {known.membership.size} workers, got {size}")
+        return known
+
+    def _path(self, run: str, what: str = "") -> Path:
+        return self._folder / f"{MEETINGS}{run}{what}"
+
+    def _keep(self, run: str, known: _Run) -> None:
+        """The last meeting alone: all members have heard of the one before when one is over."""
+        membership = known.membership
+        assert membership.last is not None
+        head = {"size": membership.size, "lost": sorted(membership.lost), "last": asdict(membership.last)}
+        _write(self._path(run), json.dumps(head).encode() + b"\n", known.result.numpy().tobytes())
+
+    def _keep_leases(self, run: str, known: _Run) -> None:
+        assert known.leases is not None
+        kept = {"number": known.number, "leases": known.leases.to_plain()}
+        _write(self._path(run, LEASES), json.dumps(kept).encode())
+
+    def _read(self, run: str, size: int) -> _Run:
+        known = _Run(Membership(size))
+        with suppress(FileNotFoundError):
+            head, _, result = self._path(run).read_bytes().partition(b"\n")
+            kept = json.loads(head)
+            last: dict[str, Any] = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in kept["last"].items()
+            }
+            known.membership = Membership(kept["size"])
+            known.membership.restore(Met(**last), kept["lost"])
+            known.result = torch.frombuffer(bytearray(result), dtype=torch.uint8) if result else known.result
+        with suppress(FileNotFoundError):
+            kept = json.loads(self._path(run, LEASES).read_bytes())
+            known.number, known.leases = kept["number"], ShardLeases.from_plain(kept["leases"])
+        return known
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
+
+
+def _write(path: Path, *parts: bytes) -> None:
+    beside = path.with_name(f"{path.name}.new")
+    with beside.open("wb") as file:
+        for part in parts:
+            file.write(part)
+    beside.replace(path)
+
+
+def _answer(*numbers: int) -> tuple[Tensor, ...]:
+    return (torch.tensor(numbers, dtype=torch.int64),)
+
+
+def _check_way(combine: str) -> None:
+    """Raise ``ValueError`` unless ``combine`` is ``all`` or ``<operation> <dtype>``."""
+    name, _, kind = combine.partition(" ")
+    known = name in (*_REDUCE, "mean") and isinstance(getattr(torch, kind, None), torch.dtype)
+    if combine != "all" and not known:
+        raise ValueError(f"there is no way to combine called {combine!r:.100}")
+
+
+def _combined(brought: Sequence[Tensor], combine: str) -> Tensor:
+    """What all have brought, one after another or reduced, as uint8."""
+    if not brought:  # the meeting has failed
+        return torch.empty(0, dtype=torch.uint8)
+    if combine == "all":
+        return torch.cat(list(brought))
+    name, _, kind = combine.partition(" ")
+    values = [x.view(getattr(torch, kind)) for x in brought]
+    total = reduce(_REDUCE["sum" if name == "mean" else name], values)
+    return (total / len(values) if name == "mean" else total).to(values[0].dtype).view(torch.uint8)

@@ -1,0 +1,62 @@
+"""Which runs lease their epochs a piece at a time, and what Lightning has to be told for that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from lightning_recsys.data import BatchLoader
+from lightning_recsys.parameter_server.meetings import MeetingPlace, ShareDealer
+
+
+def deal_shares(trainer: pl.Trainer, place: MeetingPlace, cancelled: Callable[[], bool]) -> ShareDealer | None:
+    """Let workers lease the batches of an epoch, so that how many each of them trains is not known before.
+
+    Lightning is told what it is told of a loader without a length: it looks one batch ahead to know the last one, and
+    validates behind that. Schedules that were made before still count on equal shares. Shares stay fixed where ranks
+    meet after numbers of steps within an epoch, where a part of the epoch is trained, and where the data are not ours.
+
+    Args:
+        trainer: Of this worker, as training starts.
+        place: Where the workers meet.
+        cancelled: Asked while a lease is waited for.
+
+    Returns:
+        What deals; ``None`` where shares stay fixed.
+    """
+    loop = trainer.fit_loop
+    combined, fetcher = loop._combined_loader, loop._data_fetcher
+    if combined is None or fetcher is None or len(combined.flattened) != 1:
+        return None
+    (loader,) = combined.flattened
+    if not isinstance(loader, BatchLoader) or loader.num_shares != place.size or not _trains_whole_epochs(trainer):
+        return None
+    if loader.is_within_epoch:  # of a run that is resumed: the ranks go on where they were
+        return None
+    dealer = ShareDealer(place, rank=trainer.global_rank, cancelled=cancelled)
+    loader.deal(dealer)
+    combined.limits = [math.inf]
+    loop.max_batches = trainer.val_check_batch = math.inf
+    if trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting:
+        iter(fetcher)  # as Lightning does itself at the start of other epochs; this one has begun with a length
+    return dealer
+
+
+def _trains_whole_epochs(trainer: pl.Trainer) -> bool:
+    """Whether ranks meet at the end of epochs only, and each epoch has all rows."""
+    counts_steps = any(isinstance(x, ModelCheckpoint) and x._every_n_train_steps for x in trainer.checkpoint_callbacks)
+    validates_within = trainer.enable_validation and (
+        trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None
+    )
+    return (
+        trainer.limit_train_batches == 1.0
+        and isinstance(trainer.limit_train_batches, float)
+        and not trainer.overfit_batches  # type: ignore[attr-defined]  # set by a connector
+        and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
+        and trainer.max_steps < 0
+        and not counts_steps
+        and not validates_within
+    )

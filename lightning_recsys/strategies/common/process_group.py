@@ -1,0 +1,205 @@
+"""The process group of workers that may die: all of its collectives are meetings at a server."""
+
+# Collectives have the forms by which `torch.distributed` calls them. torch's stubs list others, which nothing uses, and
+# lack a name and a constructor that torch's own groups in Python use.
+# mypy: disable-error-code="override, attr-defined, call-arg"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ScatterOptions,
+    Store,
+    Work,
+    _create_work_from_future,
+)
+from torch.futures import Future
+
+from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings
+
+BACKEND = "recsys_meetings"  # its name among torch's backends
+CHUNK_BYTES = 64 << 20  # of one meeting; a server's messages have a limit
+
+_OPERATIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+}
+
+
+class MeetingGroup(dist.ProcessGroup):
+    """Collectives of all workers that live, for ``torch.distributed`` and all that is built on it.
+
+    A worker that dies leaves the group at the next barrier, broadcast or reduction, and ranks and size are those of the
+    living from then on: rank 1 of the group may be worker 2. A mean is one over those whose values came. Collectives
+    that gather one value of each rank cannot miss one; after a death they raise
+    :class:`~lightning_recsys.errors.WorkerLostError` on all ranks unless one of the others came before.
+
+    Tensors travel through the server, so this is for what workers seldom do together, and not for every step.
+
+    Args:
+        meetings: This worker's.
+    """
+
+    def __init__(self, meetings: Meetings) -> None:
+        super().__init__(meetings.rank, meetings.place.size)
+        self._meetings = meetings
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The workers that live, by the ranks that they began with."""
+        return self._meetings.members
+
+    def rank(self) -> int:
+        """This worker's place among the living."""
+        return self._meetings.members.index(self._meetings.rank)
+
+    def size(self) -> int:
+        """Workers that live, as of the last collective."""
+        return len(self._meetings.members)
+
+    def getBackendName(self) -> str:
+        """Of torch's backends."""
+        return BACKEND
+
+    def shutdown(self) -> None:
+        """Meet nobody any more."""
+        self._meetings.close()
+
+    # --- Collectives, by torch's names -------------------------------------------------------------------------------
+
+    def barrier(self, opts: BarrierOptions | None = None) -> Work:  # noqa: D102
+        self._meetings.meet("barrier", torch.empty(0, dtype=torch.uint8))
+        return _done(None)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:  # noqa: D102
+        self._reduce(tensors, ReduceOp.SUM if opts is None else opts.reduceOp)
+        return _done(tensors)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions | None = None) -> Work:  # noqa: D102
+        self._reduce(tensors, ReduceOp.SUM if opts is None else opts.reduceOp)
+        return _done(tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:  # noqa: D102
+        return self.allreduce(tensors, opts)
+
+    def _reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
+        name = next((name for known, name in _OPERATIONS.items() if operation == known), None)
+        if name is None:
+            raise ValueError(f"workers that may die reduce by {sorted(_OPERATIONS.values())}, got {operation}.")
+        for tensor in tensors:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            meet = partial(self._meetings.meet, f"allreduce of {tensor.numel()}", combine=f"{name} {dtype}")
+            _put(torch.cat([meet(part) for part in _chunks(_bytes_of(tensor))]), tensor)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # noqa: D102
+        for tensor in tensors:
+            own, nothing = _bytes_of(tensor), torch.empty(0, dtype=torch.uint8)
+            is_root = self.rank() == opts.rootRank
+            kind = f"broadcast of {tensor.numel()} from {opts.rootRank}"
+            parts = [self._meetings.meet(kind, part if is_root else nothing) for part in _chunks(own)]
+            _put(torch.cat(parts), tensor)
+        return _done(tensors)
+
+    def allgather(  # noqa: D102
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: AllgatherOptions | None = None
+    ) -> Work:
+        for targets, own in zip(outputs, inputs, strict=True):
+            for target, value in zip(targets, self._gather("allgather", own, len(targets)), strict=True):
+                _put(value, target)
+        return _done(outputs)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: AllgatherOptions | None = None) -> Work:  # noqa: D102
+        return self.allgather([list(output.view(-1).chunk(self.size()))], [own], opts)
+
+    def gather(  # noqa: D102
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: GatherOptions
+    ) -> Work:
+        for own in inputs:
+            values = self._gather(f"gather to {opts.rootRank}", own, self.size())
+            if self.rank() == opts.rootRank:
+                for target, value in zip(outputs[0], values, strict=True):
+                    _put(value, target)
+        return _done(outputs)
+
+    def scatter(  # noqa: D102
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: ScatterOptions
+    ) -> Work:
+        size, rank = self.size(), self.rank()
+        whole = torch.cat([_bytes_of(x) for x in inputs[0]]) if rank == opts.rootRank else None
+        num_bytes = outputs[0].nbytes
+        kind = f"scatter of {outputs[0].numel()} from {opts.rootRank}"
+        parts = []
+        for start in range(0, size * num_bytes, CHUNK_BYTES):
+            brought = torch.empty(0, dtype=torch.uint8) if whole is None else whole[start : start + CHUNK_BYTES]
+            parts.append(self._meetings.meet(kind, brought, may_miss=False))
+        _put(torch.cat(parts)[rank * num_bytes : (rank + 1) * num_bytes], outputs[0])
+        return _done(outputs)
+
+    def _gather(self, kind: str, own: Tensor, size: int) -> list[Tensor]:
+        if size != self.size():
+            raise ValueError(f"{kind}: there is room for {size} values, and {self.size()} workers live.")
+        meet = partial(self._meetings.meet, f"{kind} of {own.numel()}", may_miss=False)
+        parts = [meet(part).chunk(size) for part in _chunks(_bytes_of(own), CHUNK_BYTES // size)]
+        return [torch.cat(list(value)) for value in zip(*parts, strict=True)]
+
+
+def living_ranks() -> tuple[int, ...]:
+    """The workers that live, as of the last collective, by the ranks that they began with; all ranks know the same."""
+    group = dist.group.WORLD
+    return group.members if isinstance(group, MeetingGroup) else tuple(range(dist.get_world_size()))
+
+
+def use_meetings(place: MeetingPlace, *, cancelled: Callable[[], bool]) -> str:
+    """Let ``torch.distributed`` make the default group of this process one that meets there; the backend's name."""
+
+    def make(_: Store, rank: int, __: int, timeout: timedelta) -> MeetingGroup:
+        return MeetingGroup(Meetings(place, rank=rank, timeout=timeout.total_seconds(), cancelled=cancelled))
+
+    dist.Backend.register_backend(BACKEND, make, devices=["cpu", "cuda"])
+    return BACKEND
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's values as uint8 in this process's memory."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) if tensor.numel() else _NOTHING
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _put(values: Tensor, tensor: Tensor) -> None:
+    """Write bytes, as :func:`_bytes_of` has them, into a tensor."""
+    if values.numel() != tensor.nbytes:
+        raise RuntimeError(f"workers exchanged {values.numel()} bytes where {tensor.nbytes} were expected.")
+    if tensor.numel():
+        with torch.no_grad():
+            aligned = torch.empty_like(values).copy_(values)  # a part of a message may begin anywhere
+            tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
+
+
+def _chunks(values: Tensor, size: int = CHUNK_BYTES) -> Sequence[Tensor]:
+    return torch.split(values, max(size // 16 * 16, 16)) if values.numel() else [values]
+
+
+def _done(result: Any) -> Work:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    work: Work = _create_work_from_future(future)
+    return work

@@ -1,0 +1,171 @@
+"""Shares of an epoch that are leased a piece at a time, so that those of the dead and the slow find others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+IN_FLIGHT = 2  # batches that a worker has been given and may not have trained: the one under way, and one fetched ahead
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Batches of one worker's share that another one, or itself, is to train.
+
+    Args:
+        number: Of the lease, from 1, in the order of taking.
+        owner: Whose share.
+        first: The first batch of that share.
+        last: The batch behind the last one.
+    """
+
+    number: int
+    owner: int
+    first: int
+    last: int
+
+
+class ShardLeases:
+    """Who trains which part of an epoch, in which each worker has a share of as many batches.
+
+    A worker leases its own share from its front, piece by piece. Then it takes what the dead have left: pieces that
+    they had not finished, and the rest of their shares. Then it takes the last piece of whoever has most left. So
+    workers of equal speed train their own shares, and a slow one leases fewer.
+
+    Every batch is in one lease, and a lease ends when it was trained. When a worker dies, what it may not have trained
+    is leased again: at most one lease of batches that were trained already.
+
+    Args:
+        num_workers: Shares at first.
+        shard_size: Batches in each.
+        lease_size: Batches in a lease; fewer at the end of a share.
+
+    Attributes:
+        dealt_again: Batches that were leased again after a worker's death.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    >>> leases = ShardLeases(2, shard_size=2, lease_size=1)
+    >>> leases.take(0), leases.take(0, latest=1), leases.take(0, latest=2)
+    (Lease(number=1, owner=0, first=0, last=1), Lease(number=2, owner=0, first=1, last=2), Lease(number=3, owner=1, \
+first=1, last=2))
+    """
+
+    def __init__(self, num_workers: int, *, shard_size: int, lease_size: int) -> None:
+        if num_workers < 1 or shard_size < 0 or lease_size < 1:
+            raise ValueError(
+                "num_workers and lease_size must be at least 1 and shard_size at least 0, got"
+                f" num_workers={num_workers}, lease_size={lease_size}, shard_size={shard_size}."
+            )
+        self._lease_size = lease_size
+        self._left = [(0, shard_size)] * num_workers  # of each share, what nobody has leased
+        self._out: list[list[Lease]] = [[] for _ in range(num_workers)]  # what each worker has not finished
+        self._latest: list[Lease | None] = [None] * num_workers  # what each was given last
+        self._returned: list[Lease] = []  # what the dead had not finished
+        self._lost: set[int] = set()
+        self._idle: set[int] = set()  # those that have been given all they can have so far
+        self._next_number = 1
+        self.dealt_again = 0
+
+    def take(self, worker: int, *, latest: int = 0) -> Lease | None:
+        """The next lease of a worker; ``None`` where there is nothing to lease at the moment.
+
+        Args:
+            worker: Its rank.
+            latest: Number of the lease that it was given last, 0 for none. Where it has not heard of a later one, it is
+                given that again.
+        """
+        given = self._latest[worker]
+        if given is not None and given.number != latest:
+            return given
+        # It asks for more when all of the last lease is handed out, so only the end of that may be untrained.
+        self._out[worker] = [_end_of(x) for x in self._out[worker]]
+        found = self._find(worker)
+        if found is None:
+            self._idle.add(worker)
+            return None
+        self._idle.discard(worker)
+        lease = Lease(self._next_number, *found)
+        self._next_number += 1
+        self._out[worker].append(lease)
+        self._latest[worker] = lease
+        return lease
+
+    def _find(self, worker: int) -> tuple[int, int, int] | None:
+        if self._left[worker][0] < self._left[worker][1]:
+            return self._cut(worker, from_end=False)
+        if self._returned:
+            again = self._returned.pop(0)
+            self.dealt_again += again.last - again.first
+            return again.owner, again.first, again.last
+        for lost in sorted(self._lost):
+            if self._left[lost][0] < self._left[lost][1]:
+                return self._cut(lost, from_end=False)
+        slowest = max(range(len(self._left)), key=lambda x: (self._left[x][1] - self._left[x][0], -x))
+        return self._cut(slowest, from_end=True) if self._left[slowest][0] < self._left[slowest][1] else None
+
+    def _cut(self, owner: int, *, from_end: bool) -> tuple[int, int, int]:
+        first, last = self._left[owner]
+        if from_end:
+            cut = max(first, last - self._lease_size)
+            self._left[owner] = first, cut
+            return owner, cut, last
+        cut = min(last, first + self._lease_size)
+        self._left[owner] = cut, last
+        return owner, first, cut
+
+    def finish(self, worker: int, number: int) -> None:
+        """A worker has trained its leases up to one of this number."""
+        self._out[worker] = [x for x in self._out[worker] if x.number > number]
+
+    def lose(self, worker: int) -> None:
+        """A worker has died: what it has not finished can be leased again, and so can the rest of its share."""
+        if worker not in self._lost:
+            self._lost.add(worker)
+            self._idle.discard(worker)
+            self._returned += self._out[worker]
+            self._out[worker] = []
+
+    @property
+    def is_dealt_out(self) -> bool:
+        """Whether nothing is left to lease, and nobody may die with more than what it is training just now.
+
+        Somebody who has been given nothing so far may still come, and finds nothing.
+        """
+        nothing_left = not self._returned and all(first >= last for first, last in self._left)
+        busy = any(out and worker not in self._idle for worker, out in enumerate(self._out))
+        return nothing_left and not busy
+
+    # --- For whoever keeps it across restarts ------------------------------------------------------------------------
+
+    def to_plain(self) -> dict[str, Any]:
+        """All of it, in plain values."""
+        return {
+            "lease_size": self._lease_size,
+            "left": [list(x) for x in self._left],
+            "out": [[asdict(x) for x in out] for out in self._out],
+            "latest": [None if x is None else asdict(x) for x in self._latest],
+            "returned": [asdict(x) for x in self._returned],
+            "lost": sorted(self._lost),
+            "idle": sorted(self._idle),
+            "next_number": self._next_number,
+            "dealt_again": self.dealt_again,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ShardLeases:
+        """The object of which :meth:`to_plain` told."""
+        leases = cls(len(plain["left"]), shard_size=0, lease_size=plain["lease_size"])
+        leases._left = [(first, last) for first, last in plain["left"]]
+        leases._out = [[Lease(**x) for x in out] for out in plain["out"]]
+        leases._latest = [None if x is None else Lease(**x) for x in plain["latest"]]
+        leases._returned = [Lease(**x) for x in plain["returned"]]
+        leases._lost, leases._idle = set(plain["lost"]), set(plain["idle"])
+        leases._next_number, leases.dealt_again = plain["next_number"], plain["dealt_again"]
+        return leases
+
+
+def _end_of(lease: Lease) -> Lease:
+    return replace(lease, first=max(lease.first, lease.last - IN_FLIGHT))

@@ -1,0 +1,147 @@
+"""Workers that run free go on without one that dies, and train what it had not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from lightning_recsys.checkpoints import read_checkpoint
+from lightning_recsys.data import CTRDataModule
+from lightning_recsys.data.batch import Batch
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.metrics import LogLoss
+from lightning_recsys.optim import RowSGD
+from lightning_recsys.strategies import AsyncParameterServerStrategy, ShadowSyncStrategy
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(200),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.* is deprecated"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
+
+WORLD, ROWS, SIZE = 3, 360, 2  # 60 batches for each of three workers
+SHARE = ROWS // WORLD // SIZE
+
+
+class Numbers:
+    """Rows of which each is told apart by its id."""
+
+    def __len__(self):
+        return ROWS
+
+    def take(self, rows):
+        return Batch(torch.zeros(len(rows), 0), SparseFeatures(("id",), rows), (rows % 2).float())
+
+
+class NumbersModule(CTRDataModule):
+    num_dense, fields = 0, {"id": ROWS}
+
+    def __init__(self):
+        super().__init__(batch_size=SIZE, seed=0, drop_last=False)
+
+    def rows(self, split):
+        return None if split == "test" else Numbers()
+
+
+class Counts(pl.LightningModule):
+    """Each row's embedding counts the steps that it was in."""
+
+    def __init__(self):
+        super().__init__()
+        table = EmbeddingBagConfig("t", ROWS, 1, ("id",), init_std=0.0)
+        self.rows = EmbeddingBagCollection([table], optimizer=RowSGD(1.0))
+        self.bias = torch.nn.Parameter(torch.zeros(()))
+        self.loss = LogLoss()
+        self.validated = []
+
+    def training_step(self, batch, batch_idx):
+        return -self.rows(batch.sparse).sum() + 0.0 * self.bias
+
+    def validation_step(self, batch, batch_idx):
+        self.loss.update(torch.zeros(len(batch)), batch.labels)
+        self.log("val", self.loss, batch_size=len(batch))
+        self.log("seen", float(len(batch)), reduce_fx="sum", sync_dist=True, batch_size=len(batch))
+        self.log("world", float(dist.get_world_size()), sync_dist=True, batch_size=len(batch))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD([self.bias], lr=0.1)
+        self.rows.attach_to(optimizer)
+        return optimizer
+
+    @property
+    def counted(self):
+        return self.state_dict()["rows.embedding_bags.t.weight"].flatten()
+
+
+class Dies(Callback):
+    """One worker ends in mid-epoch, without a word, and the first waits until it has."""
+
+    def __init__(self, folder: Path, rank: int = 1, batch: int = 20) -> None:
+        self.folder, self.rank, self.batch = folder, rank, batch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        with (self.folder / f"batches-{trainer.global_rank}-{trainer.current_epoch}").open("a") as file:
+            file.write(f"{batch.sparse.values.tolist()}\n")
+        if trainer.current_epoch == 0 and batch_idx == self.batch and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while trainer.global_rank != self.rank and batch_idx == self.batch + 1 and not self._has_come_far():
+            time.sleep(0.01)
+
+    def _has_come_far(self) -> bool:
+        path = self.folder / f"batches-{self.rank}-0"
+        return path.exists() and len(path.read_text().splitlines()) > self.batch
+
+
+def make_trainer(strategy, *callbacks, **options):
+    options = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False} | options
+    saving = any(isinstance(x, ModelCheckpoint) for x in callbacks)
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=WORLD,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        enable_checkpointing=saving,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", ["async_ps", "shadowsync"])
+def test_worker_when_killed_in_mid_epoch_then_the_others_train_all_examples_and_the_run_can_be_resumed(
+    tmp_path, caplog, name
+):
+    make = {"async_ps": AsyncParameterServerStrategy, "shadowsync": ShadowSyncStrategy}[name]
+    saving = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
+    model = Counts()
+    trainer = make_trainer(make(transport="tcp", min_workers=2), saving, Dies(tmp_path))
+    trainer.fit(model, NumbersModule())
+    assert trainer.callback_metrics["world"] == WORLD - 1
+    assert trainer.callback_metrics["seen"] == ROWS  # validation is shared out anew
+    assert len([x for x in caplog.messages if "Worker 1 was ended by SIGKILL" in x and "The other 2 go on" in x]) == 1
+    path = tmp_path / "saved" / "epoch=0.ckpt"
+    first = read_checkpoint(path)["state_dict"]["rows.embedding_bags.t.weight"].flatten()
+    assert first.min() >= 1
+    assert first.sum() <= ROWS + 8 * SIZE  # a lease
+    assert torch.equal(model.counted - first, torch.ones(ROWS))  # nobody dies in the second epoch
+    if name == "async_ps":
+        again, resumed = Counts(), make_trainer(make(transport="tcp"))
+        resumed.fit(again, NumbersModule(), ckpt_path=path)
+        assert resumed.callback_metrics["world"] == WORLD
+        assert torch.equal(again.counted - first, torch.ones(ROWS))
+
+
+def test_workers_when_too_few_are_left_then_the_run_ends_and_says_so(tmp_path):
+    trainer = make_trainer(AsyncParameterServerStrategy(min_workers=3), Dies(tmp_path))
+    with pytest.raises(ProcessExitedException, match="Worker 1 was ended by SIGKILL") as caught:
+        trainer.fit(Counts(), NumbersModule())
+    assert any("leaves 2 workers, fewer than strategy.min_workers=3" in note for note in caught.value.__notes__)

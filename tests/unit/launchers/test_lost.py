@@ -1,0 +1,68 @@
+"""A worker that died is an error, unless the others can do without it."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.trainer.states import TrainerFn
+
+from lightning_recsys.launchers.forkserver import Failure, _try_to_lose, _Worker
+from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy, ShadowSyncStrategy
+
+
+def a_dead_worker():
+    return _Worker(1, None, None, None, failure=Failure(RuntimeError("Worker 1 was ended by SIGKILL."), time=0.0))
+
+
+def test_worker_when_the_others_can_do_without_it_then_it_is_lost_and_said_once(caplog):
+    worker = a_dead_worker()
+    with caplog.at_level(logging.WARNING):
+        _try_to_lose(worker, 2, lambda rank, left: None if (rank, left) == (1, 2) else "no")
+    assert worker.is_lost
+    assert worker.failure is None
+    assert not worker.is_busy
+    (said,) = caplog.messages
+    assert said == "Worker 1 was ended by SIGKILL. The other 2 go on. What worker 1 had not pushed is lost."
+
+
+def test_worker_when_the_others_cannot_do_without_it_then_its_death_says_why():
+    worker = a_dead_worker()
+    _try_to_lose(worker, 2, lambda *_: "They are too few.")
+    assert worker.failure.error.__notes__ == ["They are too few."]
+    assert not worker.is_lost
+    worker = a_dead_worker()
+    _try_to_lose(worker, 2, lambda *_: "")
+    assert not hasattr(worker.failure.error, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "left", "says"),
+    [
+        (AsyncParameterServerStrategy(), 1, None),
+        (AsyncParameterServerStrategy(min_workers=2), 1, "1 workers, fewer than strategy.min_workers=2"),
+        (ShadowSyncStrategy(min_workers=2), 2, None),
+        (ShadowSyncStrategy(algorithm="ma"), 2, "algorithm=ModelAveraging averages over all trainers"),
+        (ShadowSyncStrategy(algorithm="bmuf", num_trainers=1, workers_per_trainer=3), 2, None),
+        (HETStrategy(), 2, ""),
+    ],
+    ids=str,
+)
+def test_strategy_when_a_worker_has_died_then_says_whether_the_others_go_on(strategy, left, says, monkeypatch):
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=3, strategy=strategy, logger=False, enable_checkpointing=False, barebones=True
+    )
+    assert trainer.strategy._survive(trainer, 1, left) == ""  # it does not train
+    trainer.state.fn = TrainerFn.FITTING
+    place = SimpleNamespace(lose=lambda rank: rank == 1) if strategy.asynchronous else None
+    monkeypatch.setattr(trainer.strategy._run_servers, "meeting_place", lambda: place)
+    answer = trainer.strategy._survive(trainer, 1, left)
+    assert answer is None if says is None else says in answer
+    if says is None:
+        assert "before all workers had met" in trainer.strategy._survive(trainer, 2, left)
+
+
+@pytest.mark.parametrize("make", [AsyncParameterServerStrategy, ShadowSyncStrategy])
+def test_min_workers_when_it_is_no_number_of_workers_then_is_refused(make):
+    with pytest.raises(ValueError, match=r"strategy\.min_workers must be at least 1, got 0"):
+        make(min_workers=0)

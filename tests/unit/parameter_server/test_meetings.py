@@ -1,0 +1,247 @@
+"""Meetings at a server and leases from it, past all sockets: nothing is lost with the server."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_recsys.errors import RequestRefusedError, WorkerLostError
+from lightning_recsys.parameter_server.handler import RequestHandler
+from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings, ShareDealer
+from lightning_recsys.parameter_server.wire import Limits, Request, Status, decode_reply, encode_request
+from lightning_recsys.strategies.common.process_group import MeetingGroup
+
+
+class Served:
+    """A server and the connections to it, without sockets; it may be killed and started again over the same files."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self.lock = threading.Lock()
+        self.handler = RequestHandler(folder)
+
+    def restart(self):
+        with self.lock:
+            self.handler.close()
+            self.handler = RequestHandler(self.folder)
+
+    def request(self, operation, *, arguments, arrays=()):
+        request = Request(operation, 1, bytes(range(16)), 0, "", arguments, list(arrays))
+        frames = [bytearray(x) for x in encode_request(request)]
+        with self.lock:
+            answer = [bytearray(frame) for frame in self.handler.handle(frames)]
+        reply = decode_reply(answer, Limits())
+        if reply.status != Status.OK:
+            raise RequestRefusedError("here", operation, reply.value)
+        return reply
+
+    def close(self):
+        return
+
+
+class Place(MeetingPlace):
+    """Where everybody is in this process."""
+
+    server: Served
+
+    def connect(self, cancelled=lambda: False):
+        return self.server
+
+
+@pytest.fixture
+def place(tmp_path):
+    found = Place("ipc:///nowhere", "run1", 3)
+    served = Served(tmp_path)
+    object.__setattr__(found, "server", served)
+    yield found
+    served.handler.close()
+
+
+def together(place, *functions, ranks=(0, 1, 2), timeout=20.0):
+    """Run a function of each worker's process group in a thread of its own; what each gave."""
+    given = {}
+
+    def run(rank, function):
+        group = MeetingGroup(Meetings(place, rank=rank, timeout=timeout))
+        try:
+            given[rank] = function(group)
+        except Exception as error:
+            given[rank] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(ranks, functions, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in given.values():
+        if isinstance(error, Exception):
+            raise error
+    return [given[rank] for rank in ranks]
+
+
+def opts(**values):
+    return SimpleNamespace(**{"rootRank": 0, "reduceOp": dist.ReduceOp.SUM} | values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool])
+def test_collectives_when_three_workers_meet_then_they_give_what_torch_says(place, dtype, monkeypatch):
+    monkeypatch.setattr("lightning_recsys.strategies.common.process_group.CHUNK_BYTES", 48)  # in several parts
+    values = (torch.arange(33).view(3, 11) % 5).to(dtype)
+
+    def all_of_them(group):
+        rank = group.rank()
+        own = {name: values[rank].clone() for name in ("sum", "max", "root")}
+        group.allreduce([own["sum"]], opts()).wait()
+        group.allreduce([own["max"]], opts(reduceOp=dist.ReduceOp.MAX)).wait()
+        group.broadcast([own["root"]], opts(rootRank=2)).wait()
+        gathered = [torch.empty_like(values[0]) for _ in range(3)]
+        group.allgather([gathered], [values[rank]]).wait()
+        at_one = [torch.empty_like(values[0]) for _ in range(3)] if rank == 1 else None
+        group.gather([at_one] if at_one else [], [values[rank]], opts(rootRank=1)).wait()
+        mine = torch.empty_like(values[0])
+        group.scatter([mine], [list(values)] if rank == 0 else [], opts()).wait()
+        group.barrier().wait()
+        return own, torch.stack(gathered), mine, None if at_one is None else torch.stack(at_one)
+
+    for rank, (own, gathered, mine, at_one) in enumerate(together(place, *[all_of_them] * 3)):
+        assert torch.equal(own["sum"], values.any(0) if dtype is torch.bool else values.sum(0).to(dtype))
+        assert torch.equal(own["max"], values.amax(0))
+        assert torch.equal(own["root"], values[2])
+        assert torch.equal(gathered, values)
+        assert torch.equal(mine, values[rank])
+        assert (at_one is None) == (rank != 1)
+        assert at_one is None or torch.equal(at_one, values)
+
+
+def test_worker_when_it_dies_then_the_others_have_its_place_and_a_mean_is_theirs(place):
+    assert not place.lose(1)  # nobody has come yet: the run could not begin
+    gone = threading.Event()
+
+    def survivor(group):
+        group.barrier()
+        assert group.size() == 3
+        gone.wait()
+        value = torch.tensor([float(group.rank())])  # ranks 0 and 2
+        group.allreduce([value], opts(reduceOp=dist.ReduceOp.AVG))
+        return value.item(), group.rank(), group.size(), group.members
+
+    def victim(group):
+        group.barrier()
+        assert place.lose(1)
+        place.server.restart()  # the server dies as well, and knows of the death afterwards
+        gone.set()
+        with pytest.raises(RequestRefusedError, match="taken for dead"):
+            group.barrier()
+
+    assert together(place, survivor, victim, survivor) == [(1.0, 0, 2, (0, 2)), None, (1.0, 1, 2, (0, 2))]
+
+
+def test_gathering_when_a_worker_dies_within_it_then_all_hear_of_it_and_the_next_barrier_goes_on_without(place):
+    def survivor(group):
+        group.barrier()
+        with pytest.raises(WorkerLostError, match="worker 2 died while all workers were at 'allgather of 1'"):
+            group.allgather([[torch.zeros(1) for _ in range(3)]], [torch.zeros(1)])
+        group.barrier()
+        with pytest.raises(ValueError, match="room for 3 values, and 2 workers live"):
+            group.allgather([[torch.zeros(1) for _ in range(3)]], [torch.zeros(1)])
+        gathered = [torch.zeros(1) for _ in range(2)]
+        group.allgather([gathered], [torch.tensor([1.0 + group.rank()])])
+        return torch.cat(gathered).tolist()
+
+    def victim(group):
+        group.barrier()
+        place.lose(2)
+
+    assert together(place, survivor, survivor, victim) == [[1.0, 2.0], [1.0, 2.0], None]
+
+
+def test_workers_when_each_waits_for_something_else_then_it_is_said_instead_of_waiting_for_ever(place):
+    here = threading.Event()
+
+    def first(group):
+        here.set()
+        with pytest.raises(TimeoutError, match="worker 0 waited for the others at 'barrier'"):
+            group.barrier()
+
+    def second(group):
+        here.wait()
+        threading.Event().wait(0.2)  # for the other one's request
+        with pytest.raises(RequestRefusedError, match="each would wait for the other"):
+            group.allreduce([torch.zeros(2)], opts())
+
+    assert together(place, first, second, ranks=(0, 1), timeout=1.0) == [None, None]
+
+
+def test_leases_when_the_server_is_killed_between_them_then_each_batch_is_dealt_once(place):
+    dealers = [iter(ShareDealer(place, rank=rank)(20)) for rank in range(3)]
+    seen = []
+    for dealer in dealers:
+        lease = next(dealer)
+        seen += [(lease.owner, number) for number in range(lease.first, lease.last)]
+        place.server.restart()
+
+    def rest(dealer):
+        return [(lease.owner, number) for lease in dealer for number in range(lease.first, lease.last)]
+
+    threads = [threading.Thread(target=lambda dealer=dealer: seen.extend(rest(dealer))) for dealer in dealers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [(owner, number) for owner in range(3) for number in range(20)]
+
+
+def test_leases_when_their_worker_dies_then_others_have_them_and_it_is_counted_over_the_passes(place, caplog):
+    for rank in range(3):
+        place.server.request("meet", arguments=a_meeting(rank), arrays=[torch.empty(0, dtype=torch.uint8)])
+    first, gone, other = (ShareDealer(place, rank=rank) for rank in range(3))
+    next(iter(gone(20)))  # its first eight batches
+    assert place.lose(1)
+    own, others = iter(first(20)), iter(other(20))
+    seen = []
+    while sum(x.last - x.first for x in seen) < 60:  # in turn: neither waits for the other before all is leased
+        seen.append(next(own if len(seen) % 2 else others))
+    batches = {(x.owner, number) for x in seen for number in range(x.first, x.last)}
+    assert batches == {(owner, number) for owner in range(3) for number in range(20)}
+    rest = threading.Thread(target=list, args=(others,))  # each waits until the other has handed out what it has
+    rest.start()
+    with caplog.at_level("WARNING"):
+        assert list(own) == []
+    rest.join()
+    assert first.dealt_again == 8
+    assert caplog.messages == ["8 batches were leased again after a worker's death; some of them were trained twice."]
+
+
+def a_meeting(rank):
+    meeting = {"rank": rank, "number": 1, "kind": "barrier all", "may_miss": True, "combine": "all"}
+    return {"run": "run1", "size": 3} | meeting
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "message"),
+    [
+        ("meet", {"run": "../up"}, "letters and digits"),
+        ("meet", {"size": 0}, "size be 1 to"),
+        ("meet", {"combine": "all float"}, "no way to combine"),
+        ("meet", {"combine": "sum nothing"}, "no way to combine"),
+        ("meet", {"rank": 3}, "no member"),
+        ("meet", {"kind": "x" * 300}, "at most 200"),
+        ("take_share", {"rank": 7}, "rank must be from 0 to 2"),
+        ("lose", {"rank": "1"}, "rank must be int"),
+    ],
+)
+def test_request_when_it_is_odd_then_it_is_refused_and_the_next_is_served(place, operation, arguments, message):
+    usual = {
+        "meet": a_meeting(0),
+        "take_share": {"rank": 0, "number": 1, "shard": 4, "lease": 2, "latest": 0},
+        "lose": {"rank": 1},
+    }[operation]
+    brought = [torch.empty(0, dtype=torch.uint8)] if operation == "meet" else []
+    common = {"run": "run1", "size": 3}
+    with pytest.raises(RequestRefusedError, match=message):
+        place.server.request(operation, arguments={**common, **usual, **arguments}, arrays=brought)
+    place.server.request(operation, arguments={**common, **usual}, arrays=brought)

@@ -1,0 +1,155 @@
+"""Meetings of workers that may die: everybody hears the same, nobody waits for the dead, and no batch is left."""
+
+import random
+
+import pytest
+
+from lightning_recsys.sync.leases import IN_FLIGHT, ShardLeases
+from lightning_recsys.sync.membership import Membership, Met
+
+
+def test_meeting_when_everybody_has_come_then_it_is_over_for_all():
+    membership = Membership(2)
+    membership.come(0, 1, "barrier", may_miss=True)
+    assert membership.met() is None
+    membership.come(0, 1, "barrier", may_miss=True)  # asks again
+    membership.come(1, 1, "barrier", may_miss=True)
+    assert membership.met() == membership.last == Met(1, (0, 1), (0, 1))
+    membership.come(0, 2, "broadcast", may_miss=True)
+    membership.come(1, 1, "barrier", may_miss=True)  # has not heard of its end
+    assert membership.met() is None
+
+
+def test_worker_when_it_dies_after_it_came_then_what_it_brought_counts_and_it_is_gone_afterwards():
+    membership = Membership(3)
+    membership.come(2, 1, "allreduce", may_miss=True)
+    assert membership.lose(2)
+    assert not membership.lose(2)
+    membership.come(0, 1, "allreduce", may_miss=True)
+    membership.come(1, 1, "allreduce", may_miss=True)
+    assert membership.met() == Met(1, (0, 1, 2), (0, 1))
+
+
+def test_meeting_when_it_cannot_miss_anybody_then_it_fails_for_all_and_the_next_one_can():
+    membership = Membership(3)
+    membership.lose(1)
+    for rank in (0, 2):
+        membership.come(rank, 1, "allgather", may_miss=False)
+    assert membership.met() == Met(1, (), (0, 1, 2), missing=1)
+    for rank in (0, 2):
+        membership.come(rank, 2, "barrier", may_miss=True)
+    assert membership.met() == Met(2, (0, 2), (0, 2))
+    for rank in (0, 2):
+        membership.come(rank, 3, "allgather", may_miss=False)
+    assert membership.met() == Met(3, (0, 2), (0, 2))
+
+
+def test_worker_when_it_is_elsewhere_then_both_places_are_named():
+    membership = Membership(2)
+    membership.come(0, 1, "barrier", may_miss=True)
+    with pytest.raises(ValueError, match="worker 1 comes to meeting 1 for 'broadcast', and worker 0 for 'barrier'"):
+        membership.come(1, 1, "broadcast", may_miss=True)
+    with pytest.raises(ValueError, match="comes to meeting 3, and the others are at 1"):
+        membership.come(1, 3, "barrier", may_miss=True)
+    membership.lose(1)
+    with pytest.raises(ValueError, match="taken for dead"):
+        membership.come(1, 1, "barrier", may_miss=True)
+    with pytest.raises(ValueError, match="at least 1 worker"):
+        Membership(0)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_members_when_workers_come_and_die_in_any_order_then_all_living_hear_of_the_same_meetings(seed):
+    chance = random.Random(seed)
+    size = chance.randint(2, 6)
+    membership = Membership(size)
+    numbers, heard, alive = [0] * size, [[] for _ in range(size)], set(range(size))
+    waiting = set()
+    for _ in range(400):
+        if chance.random() < 0.02 and len(alive) > 1:
+            dead = chance.choice(sorted(alive - {0}))
+            membership.lose(dead)
+            alive.discard(dead)
+        rank = chance.choice(sorted(alive))
+        if rank not in waiting:
+            numbers[rank] += 1
+            waiting.add(rank)
+        may_miss = numbers[rank] % 3 != 0
+        membership.come(rank, numbers[rank], f"meeting {may_miss}", may_miss=may_miss)
+        membership.met()
+        if membership.last is not None and membership.last.number == numbers[rank]:
+            heard[rank].append(membership.last)
+            waiting.discard(rank)
+    for rank in alive:
+        shared = min(len(heard[rank]), len(heard[0]))
+        assert heard[rank][:shared] == heard[0][:shared]
+    assert len(heard[0]) > 10
+    for met in heard[0]:
+        assert set(met.members) >= alive
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_leases_when_workers_are_slow_or_die_then_every_batch_is_trained_and_at_most_one_lease_twice(seed):
+    """Workers fetch a batch ahead and train what they fetched before; some die; a restart forgets nothing."""
+    chance = random.Random(seed)
+    size, shard, lease_size = chance.randint(2, 5), chance.randint(1, 60), chance.randint(4, 9)
+    leases = ShardLeases(size, shard_size=shard, lease_size=lease_size)
+    speed = [chance.choice((1.0, 1.0, 0.05)) for _ in range(size)]
+    fetched: list[list] = [[] for _ in range(size)]  # of each worker, batches that it was given and has not trained
+    current: list = [None] * size
+    position, latest, before = [0] * size, [0] * size, [0] * size
+    trained: list[tuple] = []
+    alive, over, deaths = set(range(size)), set(), 0
+    while alive - over:
+        if chance.random() < 0.02 and len(alive - over) > 1 and alive - over - {0}:
+            dead = chance.choice(sorted(alive - over - {0}))
+            alive.discard(dead)
+            deaths += 1
+            leases.lose(dead)
+        if chance.random() < 0.05:
+            leases = ShardLeases.from_plain(leases.to_plain())
+        rank = chance.choice(sorted(alive - over))
+        if chance.random() > speed[rank]:
+            continue
+        lease = current[rank]
+        if lease is None or position[rank] == lease.last:
+            asked = leases.take(rank, latest=latest[rank])
+            if asked is None:
+                if leases.is_dealt_out:
+                    trained += fetched[rank]
+                    over.add(rank)
+                continue
+            assert leases.take(rank, latest=latest[rank]) == asked  # the answer was lost
+            before[rank] = latest[rank]
+            current[rank], position[rank], latest[rank] = asked, asked.first, asked.number
+            lease = asked
+        if before[rank] and position[rank] == lease.first + IN_FLIGHT:
+            leases.finish(rank, before[rank])
+        fetched[rank].append((lease.owner, position[rank]))
+        position[rank] += 1
+        if len(fetched[rank]) > 1:
+            trained.append(fetched[rank].pop(0))
+    everything = {(owner, number) for owner in range(size) for number in range(shard)}
+    assert set(trained) == everything
+    assert len(trained) - len(everything) <= deaths * lease_size
+    assert leases.dealt_again >= len(trained) - len(everything)
+
+
+def test_leases_when_all_are_equally_fast_then_each_trains_its_own_share_in_order():
+    leases = ShardLeases(2, shard_size=16, lease_size=8)
+    latest = [0, 0]
+    seen = []
+    for rank in (0, 1, 0, 1):
+        lease = leases.take(rank, latest=latest[rank])
+        latest[rank] = lease.number
+        seen.append((rank, lease.owner, lease.first, lease.last))
+    assert seen == [(0, 0, 0, 8), (1, 1, 0, 8), (0, 0, 8, 16), (1, 1, 8, 16)]
+    assert leases.take(0, latest=latest[0]) is None
+    assert not leases.is_dealt_out  # worker 1 may still die with its second lease
+    assert leases.take(1, latest=latest[1]) is None
+    assert leases.is_dealt_out
+
+
+def test_leases_when_arguments_are_out_of_range_then_they_are_named():
+    with pytest.raises(ValueError, match="lease_size=0"):
+        ShardLeases(2, shard_size=4, lease_size=0)
