@@ -159,7 +159,7 @@ class ServedDensePart:
         names: The parameters' names in the model, for messages.
 
     Raises:
-        TypeError: stores have no such rule.
+        TypeError: stores have no such rule, or a parameter is not float32.
         ValueError: a parameter is in two optimizers, or twice in one.
     """
 
@@ -175,6 +175,7 @@ class ServedDensePart:
         self._num_workers, self._names = num_workers, names or {}
         self._served: list[tuple[int, Optimizer, ServedParameters]] = []  # with the number of the server
         self._refuse_shared()
+        self._refuse_other_types()
         servers = _deal(self._trained(), num_servers)
         for optimizer in optimizers:
             for index, group in enumerate(optimizer.param_groups):
@@ -196,6 +197,15 @@ class ServedDensePart:
                         " state for a parameter. Let it occur once."
                     )
                 owners[parameter] = number
+
+    def _refuse_other_types(self) -> None:
+        """Servers would train a float32 copy, with less precision or more than the trainer was asked for."""
+        for parameter in self._trained():
+            if parameter.dtype != torch.float32:
+                raise TypeError(
+                    f"strategy=async_ps: servers keep dense parameters in float32, and {self._name_of(parameter)} is"
+                    f" {parameter.dtype}. Use trainer.precision=32-true, or bf16-mixed, which leaves parameters alone."
+                )
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return self._names.get(parameter, f"a parameter of shape {list(parameter.shape)}")

@@ -273,6 +273,15 @@ def test_parameter_when_in_two_optimizers_then_refused_by_name():
         ServedDensePart(optimizers, names=names)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parameter_when_not_float32_then_refused_by_name(dtype):
+    model = make_model()
+    model[2].to(dtype)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with pytest.raises(TypeError, match=rf"in float32, and 2\.weight is {dtype}\. Use trainer\.precision=32-true"):
+        ServedDensePart([torch.optim.SGD(model.parameters(), lr=0.1)], names=names)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_gradient_when_of_a_parameter_on_no_server_then_refused_by_name_with_several_workers(servers, frozen):
     for num_workers in (1, 2):
