@@ -107,7 +107,6 @@ class HierarchicalStrategy(ServedStrategy):
 
     strategy_name = "hierarchical"
     asynchronous = True
-    needs_all_workers = "The trainers of a group share what its servers compute: the run ends with any of them."
     wraps_model = False
 
     def __init__(
