@@ -20,6 +20,7 @@ class Uncompressed(Codec):
     """
 
     name = "none"
+    changes_values = False
 
     def layout(self, shape: Shape) -> list[ArraySpec]:  # noqa: D102 - inherited
         return [(torch.float32, shape)]

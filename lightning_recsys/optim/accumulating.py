@@ -163,7 +163,7 @@ def apply_and_accumulate(
         arrays = [tensor.numpy() for tensor in (rows, *state.values(), *owed.values())]
         loop = _LOOPS[type(optimizer)]
         numbers = (lr, optimizer.eps) if isinstance(optimizer, RowAdagrad) else (lr,)
-        sums = with_decay(optimizer, touched, grads.numpy(), rows)
+        sums = with_decay(optimizer, touched, grads.numpy(), rows) if optimizer.weight_decay else grads.numpy()
         loop(touched, sums, clocks, *arrays, *(np.float32(number) for number in numbers))
         return
     where = torch.from_numpy(touched).to(rows.device)

@@ -105,7 +105,8 @@ def unpack_request(request: Request, num_rows: int, row_shapes: RowShapes, limit
 
 def _pack_rows(values: Mapping[str, Tensor], row_shapes: RowShapes, codec: Codec) -> list[Tensor]:
     packed = {name: values[name].detach().contiguous() for name in row_shapes}
-    (packed["weight"],) = codec.encode(packed["weight"])
+    if codec.changes_values:
+        (packed["weight"],) = codec.encode(packed["weight"])
     return list(packed.values())
 
 
@@ -127,7 +128,7 @@ def pack_reply(values: RowValues, row_shapes: RowShapes, codec: Codec) -> list[T
 def unpack_reply(arrays: list[Tensor], exchange: RowExchange, row_shapes: RowShapes, codec: Codec) -> RowValues:
     """The reverse of :func:`pack_reply`, for the exchange that was sent."""
     *rest, clocks, bits = arrays
-    values = _take_rows(rest, row_shapes, codec)
+    values = _take_rows(rest, row_shapes, codec) if codec.changes_values else dict(zip(row_shapes, rest, strict=True))
     stale = np.unpackbits(bits.numpy(), count=exchange.check_rows.numel()).view(np.bool_)
     return RowValues(values, clocks, torch.from_numpy(stale))
 
