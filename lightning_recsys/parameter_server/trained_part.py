@@ -43,7 +43,7 @@ class TrainedPart:
     Two updates take turns, since an optimizer of torch's keeps its gradients with the parameters.
 
     Args:
-        module: ``forward(*inputs)`` returns a tuple of tensors.
+        module: ``forward(*inputs)`` returns a tuple of tensors. Its modules stay in the mode that they are in.
         optimizer: Over some of its parameters; ``None`` where it trains none. It is changed to train the same memory by
             other names, so that updates are not mistaken for mistakes by torch, which counts what happens to a tensor
             between a forward and a backward pass.
@@ -54,7 +54,7 @@ class TrainedPart:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, *, version: Tensor | None = None) -> None:
         self.version = torch.zeros(1, dtype=torch.int64) if version is None else version
-        self._module = module.train()
+        self._module = module
         self._optimizer = optimizer
         self._parameters: list[nn.Parameter] = []  # that are trained, as the module knows them,
         self._written: list[nn.Parameter] = []  # and as the optimizer does

@@ -146,6 +146,32 @@ def test_compression_when_chosen_then_fewer_bytes_travel_and_the_model_is_nearly
     assert float(compressed["val/ne"]) == pytest.approx(float(expected), rel=0.01)
 
 
+class Normed(torch.nn.Module):
+    """DLRM behind two normalisations, of which one is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.dlrm, self.norm, self.frozen = (
+            MODELS["dlrm"](),
+            torch.nn.BatchNorm1d(4, momentum=0.5),
+            torch.nn.BatchNorm1d(4),
+        )
+        self.frozen.eval()
+
+    def forward(self, dense, sparse):
+        return self.dlrm(self.frozen(self.norm(dense + 100)), sparse)
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode")  # on purpose
+def test_running_values_when_a_server_has_them_for_several_nets_then_the_model_gets_those_of_the_server():
+    torch.manual_seed(0)
+    task = CTRTask(Normed(), optimizer=ADAGRAD)
+    trainer = fit(task, make_data(rows=1024), strategy=hierarchical(nets_per_trainer=2))
+    assert trainer.world_size == 2
+    torch.testing.assert_close(task.model.norm.running_mean, torch.full((4,), 100.0), atol=2, rtol=0)
+    assert torch.equal(task.model.frozen.running_mean, torch.zeros(4))
+
+
 class KillsGroupServer(Callback):
     """Kills a group server in the midst of training, once."""
 

@@ -77,6 +77,7 @@ class GroupParts:
         buffers: Of the parts, by their names in the model.
         sync: ``None`` where there is one group.
         compression: Of activations and gradients.
+        seed: Of what the server draws, such as what a dropout zeroes.
     """
 
     parts: dict[str, ServedPart]
@@ -84,6 +85,7 @@ class GroupParts:
     buffers: dict[str, Tensor]
     sync: SyncOrder | None = None
     compression: Compression = field(default_factory=lambda: Compression.from_option("none"))
+    seed: int = 0
 
     @classmethod
     def of(cls, parts: Sequence[Part], optimizer: Optimizer) -> GroupParts:

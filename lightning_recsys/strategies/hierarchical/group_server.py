@@ -142,6 +142,9 @@ class GroupRequests:
             name: TrainedPart(part.module, part.optimizer, version=views[f"version.{name}"])
             for name, part in parts.parts.items()
         }
+        # A server that was started anew does not draw the same once more.
+        updates = sum(int(part.version) for part in self.operators.parts.values())
+        torch.manual_seed((parts.seed + updates) % 2**63)
 
     def _read(self, request: Request) -> object:
         """A piece of the memory, as bytes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
@@ -97,4 +97,29 @@ def refuse_optimizers(task: pl.LightningModule, optimizers: Sequence[Optimizer],
             f"strategy=hierarchical cuts {type(module).__name__} over group servers, and {outside[0]} is outside of"
             " it, where each trainer would train its own. Put it into the model, or name with strategy.module the path"
             " of a module that has all trained parameters ('' is the task itself)."
+        )
+
+
+def switches(module: nn.Module) -> dict[str, bool]:
+    """What group servers take of a module once: whether each of its modules is in training mode, and is trained."""
+    modes = {f"{name}.training": x.training for name, x in module.named_modules()}
+    return modes | {f"{name}.requires_grad": x.requires_grad for name, x in module.named_parameters()}
+
+
+def refuse_switched(before: Mapping[str, bool], module: nn.Module) -> None:
+    """Refuse a module that is frozen or released in the midst of training, of which group servers would not know.
+
+    Args:
+        before: Its :func:`switches` when group servers took it.
+        module: The same module now.
+
+    Raises:
+        ValueError: one of them has changed.
+    """
+    now = switches(module)
+    if changed := [name for name, value in now.items() if before.get(name) is not value]:
+        raise ValueError(
+            f"strategy=hierarchical: {changed[0]} became {now[changed[0]]} in the midst of training, and group servers"
+            " have the model as it was at the first batch. Freeze and release modules before training, end it and go on"
+            " from its checkpoint with other ones, or use strategy=shadowsync."
         )

@@ -30,7 +30,7 @@ from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.remote_parts import RemoteParts
 from lightning_recsys.partition.parts import PartitionedModel, split
 from lightning_recsys.partition.tracing import trace
-from lightning_recsys.placement.operators import OperatorGraph, server_name
+from lightning_recsys.placement.operators import TRAINER, OperatorGraph, server_name
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.tagging import OperatorMethod
 from lightning_recsys.stores.interfaces import Stores
@@ -43,7 +43,13 @@ from lightning_recsys.strategies.hierarchical.group_parts import GroupParts, Syn
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.leader import GroupLeader, initial_replica
 from lightning_recsys.strategies.hierarchical.planning import OperatorPlacement, make_plan
-from lightning_recsys.strategies.hierarchical.refusals import cut_module, refuse_optimizers, refuse_trainer
+from lightning_recsys.strategies.hierarchical.refusals import (
+    cut_module,
+    refuse_optimizers,
+    refuse_switched,
+    refuse_trainer,
+    switches,
+)
 from lightning_recsys.strategies.hierarchical.remote_forward import CutForward, Net
 from lightning_recsys.strategies.shadowsync.rounds import open_center
 from lightning_recsys.sync import SyncAlgorithm, Topology, make_algorithm
@@ -162,6 +168,7 @@ class HierarchicalStrategy(ServedStrategy):
         self._cut: nn.Module | None = None  # the module in parts, from the start of training on
         self._own_forward: Callable[..., Any] | None = None  # of that module
         self._partitioned: PartitionedModel | None = None  # from the first batch on
+        self._switches: dict[str, bool] = {}  # of that module, as group servers have them
         self._net: Net | None = None
         self._leader: GroupLeader | None = None  # on the first rank of each group
         self._calls = 0  # forward passes since the last step
@@ -260,6 +267,8 @@ class HierarchicalStrategy(ServedStrategy):
         self._shows = False
         if self._partitioned is None:
             self._partitioned = self._distribute(args, kwargs)
+            self._switches = switches(self._cut)
+        refuse_switched(self._switches, self._cut)
         self._calls += torch.is_grad_enabled()
         if self._calls > 1:
             raise ValueError(
@@ -292,6 +301,7 @@ class HierarchicalStrategy(ServedStrategy):
         parts = {device: GroupParts.of(partitioned.on(device), optimizer) for device in devices}
         for number, device in enumerate(devices):
             parts[device].compression = self.operator_compression
+            parts[device].seed = torch.initial_seed() + group * self.servers_per_group + number
             parts[device].sync = self._sync_order(parts[device], number, group, news)
         if self.global_rank in groups.leaders:
             # The centres are made: they start at the mean over groups, as a checkpoint has it, and each group where it
@@ -422,14 +432,21 @@ class HierarchicalStrategy(ServedStrategy):
     def _meet(self) -> None:
         """Give all ranks the mean of what the groups' first ranks have."""
         assert self.lightning_module is not None
-        for parameter in self.lightning_module.parameters():
+        assert self._partitioned is not None
+        # Running values of a part on a server are its first rank's to bring, too; other ranks have them from the start.
+        remote = (part.module.buffers() for part in self._partitioned.parts if part.device != TRAINER)
+        served = {x for buffers in remote for x in buffers if x.is_floating_point()}
+        for tensor in (
+            *self.lightning_module.parameters(),
+            *(x for x in self.lightning_module.buffers() if x in served),
+        ):
             if self.num_groups == 1:
-                dist.broadcast(parameter.data, src=0)
+                dist.broadcast(tensor.data, src=0)
                 continue
             if self._leader is None:
-                parameter.data.zero_()
-            dist.all_reduce(parameter.data)
-            parameter.data.div_(self.num_groups)
+                tensor.data.zero_()
+            dist.all_reduce(tensor.data)
+            tensor.data.div_(self.num_groups)
         meet_buffers(self.lightning_module)
 
     def on_validation_start(self) -> None:

@@ -26,7 +26,13 @@ from lightning_recsys.strategies.hierarchical.group_parts import FILE, GroupMemo
 from lightning_recsys.strategies.hierarchical.group_server import GroupRequests
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.leader import initial_replica
-from lightning_recsys.strategies.hierarchical.refusals import cut_module, refuse_optimizers, refuse_trainer
+from lightning_recsys.strategies.hierarchical.refusals import (
+    cut_module,
+    refuse_optimizers,
+    refuse_switched,
+    refuse_trainer,
+    switches,
+)
 from lightning_recsys.strategies.hierarchical.remote_forward import CutForward, Net
 
 CLIENT = bytes(range(1, 17))
@@ -142,6 +148,53 @@ def test_server_when_the_same_is_trained_by_torch_then_equal(served):
     torch.testing.assert_close(served.model.bottom.weight, twin.bottom.weight, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(served.model.norm.bias, twin.norm.bias, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(views["buffer.norm.running_mean"], twin.norm.running_mean, rtol=1e-6, atol=1e-7)
+
+
+def test_server_when_a_module_is_in_evaluation_mode_then_it_stays_so(tmp_path):
+    model = Model()
+    model.norm.eval()
+    group_parts(model, torch.optim.SGD(model.parameters(), lr=0.1)).save(tmp_path)
+    handler = RequestHandler(tmp_path, offer=GroupRequests)
+    ask(handler, "load_parts")
+    train(handler, "server0.0", [X])
+    (norm,) = (x for x in handler._offer.operators.parts["server0.0"]._module.modules() if type(x) is nn.BatchNorm1d)
+    assert norm.num_batches_tracked == 0
+    assert torch.equal(norm.running_mean, torch.zeros(5))
+    handler.close()
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_server_when_parts_have_a_seed_then_draws_by_it(tmp_path, other):
+    drawn = []
+    for seed in (1, other):
+        folder = tmp_path / str(len(drawn))
+        folder.mkdir()
+        model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
+        traced = trace(model, [X])
+        devices = dict.fromkeys(traced.operators.by_name, "server0")
+        parts = GroupParts.of(split(traced, OperatorPlan(devices)).on("server0"), torch.optim.SGD(model.parameters()))
+        parts.seed = seed
+        parts.save(folder)
+        handler = RequestHandler(folder, offer=GroupRequests)
+        ask(handler, "load_parts")
+        arguments = {"part": "server0.0", "keep": False, "wanted": [False], "tensors": [["f4", [6, 4]]]}
+        (y,) = ask(handler, "forward", X.reshape(-1), **arguments).arrays
+        drawn.append(y == 0)
+        handler.close()
+    assert torch.equal(*drawn) is (other == 1)
+
+
+def test_switches_when_a_module_is_frozen_in_the_midst_of_training_then_refused_by_name():
+    model = Model()
+    before = switches(model)
+    refuse_switched(before, model)
+    model.norm.eval()
+    with pytest.raises(ValueError, match=r"norm.training became False in the midst of training"):
+        refuse_switched(before, model)
+    model.norm.train()
+    model.top.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"top.bias.requires_grad became False"):
+        refuse_switched(before, model)
 
 
 def test_server_when_nothing_was_written_or_asked_for_wrongly_then_says_so(tmp_path):
