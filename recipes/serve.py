@@ -17,7 +17,10 @@ def main(cfg: DictConfig) -> None:
         raise SystemExit(f"serve.py needs the extra [serving]: pip install -e .[serving] ({error})") from None
     names = ("cache", "follow_seconds", "max_batch_size", "batch_timeout")
     api = ScoringAPI(cfg.url, **{name: cfg[name] for name in names})
-    server = make_server(api, workers=cfg.workers)
+    try:
+        server = make_server(api, workers=cfg.workers)
+    except FileNotFoundError as error:
+        raise SystemExit(str(error)) from None
     server.run(host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning")
 
 

@@ -113,16 +113,26 @@ class SchemaEncoder(RequestEncoder):
                 raise ValueError(f"row {number} has no {name!r}; null stands for a missing value.")
         values = [row[name] for row in rows]
         given = {type(value) for value in values} - {type(None)}
+        if name in self._schema.multi_valued and given & {list, tuple} and not given <= {list, tuple}:
+            values, given = [self._items(name, value) for value in values], {list}  # lists beside texts
         try:
             if given <= {int, float} and name in self._schema.dense:
                 return pa.array(values, pa.float64())
             if len(given) <= 1:  # what a Parquet file could have as well
-                return pa.array(values, pa.string() if not given else None)
+                array = pa.array(values, pa.string() if not given else None)
+                if pa.types.is_nested(array.type.value_type if pa.types.is_list(array.type) else array.type):
+                    raise TypeError("they are nested")
+                return array
             return pa.array(
                 [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
             )
         except (pa.ArrowException, TypeError, OverflowError) as error:
             raise ValueError(f"{name!r} has values that do not go together ({error!s:.120}).") from error
+
+    def _items(self, name: str, value: Any) -> Any:
+        if value is None or isinstance(value, list | tuple):
+            return value
+        return value.split(self._schema.multi_valued[name].separator) if isinstance(value, str) else [json.dumps(value)]
 
     def example(self) -> dict[str, Any]:  # noqa: D102 - inherited
         row: dict[str, Any] = dict.fromkeys(self._schema.dense, 0.0)

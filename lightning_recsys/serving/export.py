@@ -49,6 +49,6 @@ def export_model(
         program = Path(temporary) / "program.pt2"
         export_apart(part, num_dense, program)
         writer = VersionWriter(folder, keep=1, compact_share=1.0, max_increments=1)
-        dense = part.model.state_dict()
+        dense = {name: tensor.clone() for name, tensor in part.model.state_dict().items()}  # tied ones, too
         cut = Cut(dense, position or {}, time.time(), backends, dict.fromkeys(backends, 0))
         return writer.publish(Skeleton(program, encoder, num_dense, tables), cut)

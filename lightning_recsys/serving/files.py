@@ -155,7 +155,9 @@ class VersionFolder:
             raise PublishedVersionError(version, f"it has no file {name}")
         place = f"{_VERSIONS}/{manifest.version}/{name}"
         try:
-            path = self._local(place) if self.is_local else self._download(place, entry)
+            if not self.is_local:
+                return self._download(place, entry)
+            path = self._local(place)
             found = digest_file(path)
         except OSError as error:
             raise PublishedVersionError(version, f"{name} cannot be read ({error.strerror or error})") from error
@@ -184,9 +186,9 @@ class VersionFolder:
         return path
 
     def _download(self, place: str, entry: FileEntry) -> Path:
-        """The file in the cache, named by its digest; its suffix stays."""
+        """The file in the cache, named by its digest and compared with it; its suffix stays."""
         target = self.cache / f"{entry.sha256}{Path(place).suffix}"
-        if target.is_file() and target.stat().st_size == entry.size:
+        if target.is_file() and digest_file(target) == entry:  # else the machine went down while it was written
             os.utime(target)
             return target
         self.cache.mkdir(parents=True, exist_ok=True)
@@ -248,9 +250,13 @@ class VersionFolder:
         if self.is_local:
             folder = Path(self._root) / _VERSIONS / str(version)
             folder.mkdir(parents=True)
-            yield folder
-            _sync(folder)
-            _sync(folder.parent)
+            try:
+                yield folder
+                _sync(folder)
+                _sync(folder.parent)
+            except BaseException:
+                self.remove(version)  # the disk may be full of it
+                raise
             return
         with tempfile.TemporaryDirectory(prefix="lightning-recsys-version-") as temporary:
             folder = Path(temporary)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_recsys.callbacks import LeanCallback
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
+from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.files import VersionFolder
@@ -250,9 +251,10 @@ class _Work:
             compact_share=publisher.compact_share,
             max_increments=publisher.max_increments,
         )
+        self._make: Callable[[], Skeleton]
         self._skeleton: Skeleton | None = None
         self._error: BaseException | None = None
-        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._tasks: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="model-publisher", daemon=True)
         self._thread.start()
 
@@ -271,13 +273,19 @@ class _Work:
         self.is_prepared = True
         datamodule, num_dense = getattr(trainer, "datamodule", None), dense.shape[1]
 
-        def make() -> None:
+        def make() -> Skeleton:
             export_apart(self._part, num_dense, self._program)
             encoder = encoder_of(datamodule, self._part.features, num_dense)
             tables = {path: snapshot_of(configs, collections[path]) for path, configs in self._part.tables.items()}
-            self._skeleton = Skeleton(self._program, encoder, num_dense, tables)
+            return Skeleton(self._program, encoder, num_dense, tables)
 
-        self._tasks.put(make)
+        self._make = make
+        self._tasks.put(self._prepared)
+
+    def _prepared(self) -> Skeleton:
+        if self._skeleton is None:  # or the disk was full when it was made
+            self._skeleton = self._make()
+        return self._skeleton
 
     @property
     def is_exported(self) -> bool:
@@ -310,7 +318,7 @@ class _Work:
         self._tasks.put(partial(self._write, Cut(dense, position, taken, backends, lag)))
 
     def _copy(self, model: nn.Module) -> dict[str, Tensor]:
-        named = dict(model.named_parameters()) | dict(model.named_buffers())
+        named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         lacking = [name for name in self._part.names if name not in named]
         if lacking:
             raise ValueError(
@@ -335,7 +343,10 @@ class _Work:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except OSError as error:  # a disk that is full, a bucket that is gone: they may be well again
+            except (
+                OSError,
+                PublishedVersionError,
+            ) as error:  # a full disk, a bucket that is gone: it may be well again
                 log.warning("A version was not published: %s. The last one still counts.", error)
             except BaseException as error:
                 self._error = error
@@ -343,9 +354,8 @@ class _Work:
                 self._tasks.task_done()
 
     def _write(self, cut: Cut) -> None:
-        assert self._skeleton is not None
         began = time.monotonic()
-        manifest = self._writer.publish(self._skeleton, cut)
+        manifest = self._writer.publish(self._prepared(), cut)
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.monotonic() - began
         log.info("Published version %d (%s, %d bytes) in %.1f s.", manifest.version, manifest.kind, size, seconds)
 

@@ -229,7 +229,7 @@ class ModelReader:
                 model = self._opened(model, link, manifest)
             except PublishedVersionError:
                 raise
-            except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+            except (ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
                 raise PublishedVersionError(self.folder.name(link.version), str(error)) from error
         assert model is not None
         return model
@@ -241,8 +241,7 @@ class ModelReader:
         while link != opened:
             manifest = self.folder.manifest(link)
             chain.insert(0, (link, manifest))
-            follows = manifest.previous is not None and manifest.previous == opened
-            if manifest.is_base and not follows:
+            if manifest.is_base:
                 break
             if len(chain) > _LONGEST_CHAIN:
                 raise PublishedVersionError(self.folder.name(current.version), "it has no base")
@@ -251,11 +250,15 @@ class ModelReader:
         return chain
 
     def _opened(self, model: PublishedModel | None, link: Link, manifest: Manifest) -> PublishedModel:
-        """A version, from its own files and the version before."""
-        before = model if model is not None and manifest.previous == model.link else None
+        """A version, from its own files and the version before.
+
+        A compaction is opened from its own files as well: whoever follows for weeks lets go of all that came before.
+        """
+        follows = not manifest.is_base and model is not None and manifest.previous == model.link
+        before = model if follows else None
         rows = open_rows(self.folder, manifest, None if before is None else (before.manifest, before.rows))
-        if before is not None:
-            program, encoder = before.program, before.encoder
+        if model is not None and model.manifest.lineage == manifest.lineage:
+            program, encoder = model.program, model.encoder
         else:
             program = load_program(self.folder.file(manifest, PROGRAM))
             plain = json.loads(self.folder.file(manifest, ENCODER).read_bytes())
@@ -286,8 +289,6 @@ def open_rows(
         raise ValueError("it does not follow the version before: its lineage is another")
     if _tables(manifest_before) != _tables(manifest):
         raise ValueError("it has other tables than the version before")
-    if manifest.is_base:  # a compaction
-        return rows
     return {
         x.path: rows[x.path].changed(
             [_file(folder, manifest, t) for t in x.tables], [_gone(folder, manifest, t) for t in x.tables]

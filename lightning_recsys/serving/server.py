@@ -15,6 +15,7 @@ from fastapi import HTTPException
 from torch import Tensor, cat, split
 
 from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.reader import ModelReader, PublishedModel
 
 _Encoded = tuple[PublishedModel, Tensor, SparseFeatures]
@@ -100,7 +101,14 @@ def make_server(api: ScoringAPI, *, workers: int = 1) -> litserve.LitServer:
     Args:
         api: What it answers by.
         workers: Processes that score; they share the rows of local files.
+
+    Raises:
+        FileNotFoundError: nothing was published there yet.
     """
+    if VersionFolder(api.url, cache=api.cache).current() is None:
+        raise FileNotFoundError(
+            f"{api.url}: nothing was published there yet. Start again once a first version is there."
+        )
     folder = tempfile.TemporaryDirectory(prefix="lightning-recsys-serving-")
     api.status_folder = folder.name
     # LitServe's own check says whether workers run; the version is in what each worker notes.

@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -183,15 +183,17 @@ class VersionWriter:
         return chain
 
     def _clear_old(self) -> None:
-        """Remove the versions that none of the latest ones builds on; what cannot be read is not built on."""
+        """Remove the versions that none of the latest ones builds on, unless it cannot be read what they build on."""
         wanted, link = set[int](), self._last
-        with suppress(PublishedVersionError):
-            while link is not None:
+        while link is not None:
+            try:
                 manifest = self.folder.manifest(link)
-                wanted.add(link.version)
-                if manifest.is_base and len(wanted) >= self._keep:
-                    break
-                link = manifest.previous
+            except PublishedVersionError:  # a network that fails for a moment must not cost a base
+                return
+            wanted.add(link.version)
+            if manifest.is_base and len(wanted) >= self._keep:
+                break
+            link = manifest.previous
         for version in self.folder.versions():
             if version not in wanted:
                 self.folder.remove(version)

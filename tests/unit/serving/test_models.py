@@ -99,6 +99,14 @@ def test_rows_when_values_are_unknown_missing_or_wrong_then_as_in_training_or_re
         reader.predict([strange, {"price": 1, "tags": "", "other": 2}])
     with pytest.raises(ValueError, match=r"row 0: 'price' must be a finite number.*'many'"):
         reader.predict([{**strange, "price": "many"}])
+    # A row's ids are the same whatever the rows beside it look like.
+    _, mixed = reader.model.encoder.encode([{**strange, "tags": tags} for tags in (["a", "b"], "a|b", None, "")])
+    assert mixed.select(("tags",)).bag_lengths().tolist() == [2, 2, 0, 0]
+    first, second = mixed.select(("tags",)).values.view(2, 2).tolist()
+    assert first == second == reader.model.encoder.encode([strange | {"tags": "a|b"}])[1].values[-2:].tolist()
+    for nested in ([["a"]], [{}], {"a": 1}):
+        with pytest.raises(ValueError, match="'tags' has values"):
+            reader.predict([{**strange, "tags": nested}])
     text = (tmp_path / "model" / "versions" / "1" / "encoder.json").read_text()
     assert str(data._root) not in text
 
@@ -110,6 +118,26 @@ def test_export_when_made_in_its_own_process_then_it_is_the_same(tmp_path):
     program = dense.load_program(tmp_path / "p.pt2")
     inputs = torch.randn(7, 2), {"first_order.embeddings": torch.randn(7, 1, 1)}
     assert torch.allclose(program(*inputs), part(*inputs))
+
+
+class Tied(LogisticRegression):
+    """Two names for one parameter."""
+
+    def __init__(self):
+        super().__init__(2, {"a": 5})
+        self.again = self.first_order.bias
+
+    def forward(self, dense, sparse):
+        return super().forward(dense, sparse) + self.again
+
+
+def test_model_when_it_has_tied_parameters_then_it_is_published(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    model = Tied()
+    torch.nn.init.constant_(model.again, 0.5)
+    export_model(model, tmp_path, num_dense=2)
+    score = ModelReader(tmp_path).predict([{"dense": [0, 0], "a": 1}]).probabilities
+    assert score == pytest.approx([torch.ones(()).sigmoid().item()])
 
 
 def free_port():

@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.models import LogisticRegression
 from lightning_recsys.serving import ModelPublisher, ModelReader, publisher
 from lightning_recsys.serving.dense import DensePart, _export
@@ -111,19 +112,35 @@ def test_model_when_it_cannot_be_exported_then_the_run_ends_with_what_torch_says
         fit(ModelPublisher(tmp_path / "m"))
 
 
-def test_disk_when_full_then_training_goes_on_and_a_later_version_is_a_base(exported, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), PublishedVersionError("model/versions/2", "timed out")]
+)
+def test_disk_when_full_then_training_goes_on_and_a_later_version_is_a_base(exported, tmp_path, monkeypatch, error):
     write, failures = publisher.VersionWriter.publish, iter([False, True, False, False])
 
     def publish(self, *arguments):
         if next(failures):
             self._last_manifest = None
-            raise OSError(28, "No space left on device")
+            raise error
         return write(self, *arguments)
 
     monkeypatch.setattr(publisher.VersionWriter, "publish", publish)
     fit(ModelPublisher(tmp_path / "m", every_n_steps=3, compact_share=100))
     assert {kind for kind, *_ in positions(tmp_path / "m").values()} == {"base", "increment"}
     assert ModelReader(tmp_path / "m").model.manifest.position["global_step"] == 10
+
+
+def test_disk_when_full_while_the_dense_part_is_exported_then_it_is_exported_again(program, tmp_path, monkeypatch):
+    failures = iter([True, True, False])
+
+    def export(part, num_dense, target):
+        if next(failures):
+            raise OSError(28, "No space left on device")
+        shutil.copyfile(program, target)
+
+    monkeypatch.setattr(publisher, "export_apart", export)
+    fit(ModelPublisher(tmp_path / "m", every_n_steps=3))
+    assert positions(tmp_path / "m")[1] == ("base", 6, 192)
 
 
 @pytest.mark.parametrize(

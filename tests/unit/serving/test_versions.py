@@ -15,6 +15,7 @@ from published import FEATURES, Trained, save_program
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.serving import ModelReader
+from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import Link, Manifest, current_to_json, digest_of
 from lightning_recsys.stores import DynamicRows
 
@@ -118,11 +119,15 @@ def test_logits_when_asked_for_then_they_are_those_of_the_model(make, tmp_path):
             reader.predict([wrong])
 
 
-def test_compaction_when_due_then_readers_old_and_new_have_the_same_rows_and_old_versions_go(make, tmp_path):
+def test_compaction_when_due_then_readers_old_and_new_have_the_same_rows_and_old_versions_go(
+    make, tmp_path, monkeypatch
+):
     trained = make(keep=2, max_increments=3, dynamic=DynamicRows(expire_after=4))
     trained.train([1, 2])
     trained.publish()
-    follower = ModelReader(tmp_path / "model")
+    follower, compact = ModelReader(tmp_path / "model"), trained.writer._compact
+    # It has every version open before it is compacted, as where that takes long.
+    monkeypatch.setattr(trained.writer, "_compact", lambda *arguments: (follower.refresh(), compact(*arguments)))
     for step in range(7):
         trained.train([step % 5, 40])
         manifest = trained.publish()
@@ -132,9 +137,37 @@ def test_compaction_when_due_then_readers_old_and_new_have_the_same_rows_and_old
         assert new.version == follower.version
         for reader in (follower, new):
             assert_same(trained, reader.model)
+        # Who follows for weeks maps no more files than who has just come.
+        assert len(follower.model.rows["embeddings"]._files) == len(new.model.rows["embeddings"]._files)
     kept = sorted(int(x.name) for x in (tmp_path / "model" / "versions").iterdir())
     assert len(kept) <= 5
     assert kept[-1] == new.version
+
+
+def test_retention_when_a_manifest_cannot_be_read_for_a_moment_then_no_base_is_lost(make, tmp_path, monkeypatch):
+    trained = make(keep=1)
+    trained.publish()
+    trained.train([1])
+    trained.publish()
+    read = trained.folder.manifest
+
+    def fail(link):
+        if link.version == 1:
+            raise PublishedVersionError("model/versions/1", "its manifest is missing (timed out)")
+        return read(link)
+
+    monkeypatch.setattr(trained.folder, "manifest", fail)
+    trained.train([2])
+    trained.publish()
+    assert_same(trained, ModelReader(tmp_path / "model").model)
+
+
+def test_publication_when_it_fails_then_it_leaves_no_files(tmp_path):
+    folder = VersionFolder(tmp_path)
+    with pytest.raises(OSError, match="No space"), folder.writing(1) as path:  # noqa: PT012 - it has to be within
+        (path / "rows-0-0.arrow").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+    assert folder.versions() == []
 
 
 def rewrite(folder, version, **changes):
@@ -343,6 +376,9 @@ def test_remote_folder_when_read_then_files_are_kept_by_their_digests(program, t
         assert_same(trained, reader.model)
         assert names < {path.name for path in (tmp_path / "cache").iterdir()}
         assert trained.folder.versions() == [1, 2, 3]
+        for path in (tmp_path / "cache").iterdir():
+            path.write_bytes(bytes(path.stat().st_size))  # as after a loss of power
+        assert_same(trained, ModelReader("memory://model", cache=tmp_path / "cache").model)
     finally:
         trained.close()
         files.rm("model", recursive=True)
