@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import DLRM, DeepFM
+from lightning_recsys.placement.plan_file import read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
 from lightning_recsys.tasks import CTRTask
@@ -81,6 +82,10 @@ def assert_equal(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+def assert_close(one, other):
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("model", "optimizer"), [("dlrm", SGD), ("deepfm", ADAM)])
 def test_one_net_when_it_trains_then_all_parameters_and_metrics_are_those_of_one_process_bit_by_bit(model, optimizer):
     task, reference = (make_task(model, optimizer, scheduler=schedule) for _ in range(2))
@@ -102,6 +107,24 @@ def test_checkpoint_when_training_goes_on_in_another_layout_and_in_one_process_t
     fit(alone, epochs=2, ckpt_path=saving.best_model_path)
     assert_equal(elsewhere, whole)
     assert_equal(alone, whole)
+
+
+def test_layers_in_pieces_when_saved_and_gone_on_with_whole_or_in_other_pieces_then_as_one_process(tmp_path):
+    saving, splits = ModelCheckpoint(tmp_path, filename="first"), {"top.0": "output", "top.2": "input"}
+    first, reference = (make_task(optimizer=ADAM) for _ in range(2))
+    placement = OperatorPlacement(save=tmp_path / "operators.yaml")
+    pieces = hierarchical(servers_per_group=2, fc_splits=splits, operator_placement=placement)
+    fit(first, strategy=pieces, callbacks=[saving])
+    assert {f"{path}.pieces.{i}" for path in splits for i in range(2)} <= read_plan(placement.save).keys()
+    fit(reference)
+    assert_close(first, reference)
+    assert not torch.equal(first.model.top[0].weight, make_task(optimizer=ADAM).model.top[0].weight)
+    fit(whole := make_task(optimizer=ADAM), epochs=2)
+    other = hierarchical(servers_per_group=3, fc_splits={"top.0": "input"})
+    for strategy in ("auto", other):
+        again = make_task(optimizer=ADAM)
+        fit(again, strategy=strategy, epochs=2, ckpt_path=saving.best_model_path)
+        assert_close(again, whole)
 
 
 def test_two_groups_when_as_many_updates_as_one_process_made_then_near_it_with_the_staleness_of_their_nets(tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_recsys.parameter_server.client import Connection
+from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
 from lightning_recsys.strategies.hierarchical.group_parts import REPLICA, GroupMemory, GroupParts
 
 
@@ -19,6 +19,7 @@ class GroupLeader:
     Args:
         servers: Connections to the group's servers, by the names of devices.
         parts: What each of them is to have.
+        layers: Of which some may be in pieces; parts have these, and the run's model and optimizer the whole ones.
         meeting: Host and port of the store by which servers of several groups meet that average among themselves.
     """
 
@@ -26,11 +27,13 @@ class GroupLeader:
         self,
         servers: Mapping[str, Connection],
         parts: Mapping[str, GroupParts],
+        layers: CutLayers,
         *,
         meeting: tuple[str, int] | None = None,
     ) -> None:
         self._meeting = {} if meeting is None else {"host": meeting[0], "port": meeting[1]}
         self._servers, self._parts = dict(servers), dict(parts)
+        self._layers = layers
         self._layouts = {device: GroupMemory(own) for device, own in parts.items()}
         self.synchronises = False
 
@@ -69,14 +72,16 @@ class GroupLeader:
         for device in self._servers:
             layout = self._layouts[device]
             self._take(device, layout.views(self._read(device, layout.model_bytes)))
+        self._layers.take_model()
 
-    def pull_state(self, optimizer: Optimizer) -> None:
+    def pull_state(self) -> None:
         """Take the state that the servers' optimizers have into the run's own."""
         for device in self._servers:
             layout = self._layouts[device]
             views = layout.views(self._read(device, layout.num_bytes))
             for name, (parameter, key, _) in self._parts[device].states().items():
-                optimizer.state[parameter][key] = views[name].clone()
+                self._layers.state_of(parameter)[key] = views[name].clone()
+        self._layers.take_state()
 
     def _take(self, device: str, views: Mapping[str, Tensor]) -> None:
         self._layouts[device].replica.assign(views[REPLICA])

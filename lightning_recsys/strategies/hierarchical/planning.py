@@ -6,9 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
+
+from torch import nn
 
 from lightning_recsys.compression import COSTS, Codec, Compression
+from lightning_recsys.errors import OperatorRoomError
+from lightning_recsys.partition.fc_split import By, LayerSplit, split_layers
+from lightning_recsys.partition.split_choice import choose_splits
+from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.machines import Coding, GroupMachines
 from lightning_recsys.placement.operators import OperatorGraph
 from lightning_recsys.placement.plan import OperatorPlan
@@ -17,6 +23,8 @@ from lightning_recsys.placement.step_time import StepTime, predict
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.strategies.hierarchical.groups import Groups
 
+FCSplits = Literal["none", "auto"] | Mapping[str, By]
+PlacementMethod = Literal["auto", OperatorMethod]
 _GIVEN = ("num_servers", "num_trainers", "nets_per_trainer", "num_groups", "activations", "gradients")
 
 
@@ -25,11 +33,12 @@ class OperatorPlacement:
     """How operators are placed.
 
     Args:
-        method: ``greedy`` (the paper's rules, refined), ``rules``, ``exact``, or ``none``, which deals operators with
-            parameters to the group servers in turn.
+        method: ``rules`` (the paper's), ``greedy`` (the same, refined), ``auto``, which takes the one of these with
+            the shorter predicted step, ``exact``, or ``none``, which deals operators with parameters to the group
+            servers in turn.
         plan: A file that says where some operators, or all, are to be; the others are placed.
         save: Where to write the plan, as such a file.
-        time_limit: Seconds for ``greedy`` and ``exact``.
+        time_limit: Seconds for ``auto``, ``greedy`` and ``exact``.
         machines: What is known of the machines, as arguments of
             :class:`~lightning_recsys.placement.machines.GroupMachines`; by default the processes of a single node share
             its cores, and servers the room that they tell.
@@ -38,17 +47,16 @@ class OperatorPlacement:
         ValueError: an argument is not one of these.
     """
 
-    method: OperatorMethod = "greedy"
+    method: PlacementMethod = "auto"
     plan: str | Path | None = None
     save: str | Path | None = None
     time_limit: float = 10.0
     machines: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(OperatorMethod):
+        if self.method not in (allowed_methods := get_args(PlacementMethod)):
             raise ValueError(
-                f"strategy.operator_placement.method must be one of {', '.join(get_args(OperatorMethod))}, got"
-                f" {self.method!r}."
+                f"strategy.operator_placement.method must be one of {', '.join(allowed_methods)}, got {self.method!r}."
             )
         allowed = [x.name for x in fields(GroupMachines) if x.name not in _GIVEN]
         if unknown := sorted(self.machines.keys() - allowed):
@@ -56,33 +64,78 @@ class OperatorPlacement:
 
 
 def make_plan(
-    graph: OperatorGraph,
+    model: nn.Module,
+    sample: Sequence[Any],
     settings: OperatorPlacement,
     *,
+    fc_splits: FCSplits,
     groups: Groups,
     compression: Compression,
     rooms: Sequence[int | None],
-) -> tuple[OperatorPlan, StepTime]:
+) -> tuple[list[LayerSplit], OperatorPlan, StepTime]:
     """Place a model's operators on a group, and predict its step.
 
     Args:
-        graph: The operators.
-        settings: How to place them.
+        model: The model.
+        sample: Arguments of one call.
+        settings: How to place operators.
+        fc_splits: Which layers to split first; ``auto`` splits some where that makes the predicted step shorter.
         groups: How many trainers, nets and servers there are.
         compression: Between them.
         rooms: Free bytes that each server of the group tells, ``None`` where it does not.
 
     Raises:
         OperatorRoomError: an operator fits on no server, or a server has no room for its share.
-        ValueError: the file is no plan, or not one of this model.
+        ValueError: the model cannot be traced, a layer cannot be split, or the file is no plan, or not one of this
+            model.
         FileNotFoundError: there is no such file.
     """
+    machines = _machines(settings, groups, compression, rooms)
+    pinned = None if settings.plan is None else read_plan(Path(settings.plan))
+    best: tuple[list[LayerSplit], OperatorGraph, OperatorPlan, StepTime] | None = None
+    refused: OperatorRoomError | None = None
+    for splits in _split_options(model, sample, fc_splits, machines):
+        graph = trace(split_layers(model, splits).model, sample).operators
+        # Greedy refinement relieves the busiest device, and may still make the steps of a few nets longer.
+        methods: Sequence[OperatorMethod] = ("rules", "greedy") if settings.method == "auto" else (settings.method,)
+        for method in methods:
+            try:
+                plan = place_operators(graph, machines, method=method, pinned=pinned, time_limit=settings.time_limit)
+            except OperatorRoomError as error:  # another way may find room
+                refused = error
+                continue
+            prediction = predict(graph, plan, machines)
+            if best is None or prediction.seconds < best[-1].seconds:
+                best = splits, graph, plan, prediction
+    if best is None:
+        assert refused is not None
+        raise refused
+    splits, graph, plan, prediction = best
+    if settings.save is not None:
+        path = Path(settings.save)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_plan(path, plan, graph)
+    return splits, plan, prediction
+
+
+def _split_options(
+    model: nn.Module, sample: Sequence[Any], fc_splits: FCSplits, machines: GroupMachines
+) -> list[list[LayerSplit]]:
+    if not isinstance(fc_splits, str):
+        return [[LayerSplit(path, by, machines.num_servers) for path, by in fc_splits.items()]]
+    chosen = choose_splits(model, sample, machines) if fc_splits == "auto" else []
+    return [[], chosen] if chosen else [[]]
+
+
+def _machines(
+    settings: OperatorPlacement, groups: Groups, compression: Compression, rooms: Sequence[int | None]
+) -> GroupMachines:
     known = dict(settings.machines)
     if groups.num_nodes == 1:
         known.setdefault("shared_cores", float(len(os.sched_getaffinity(0))))
     if rooms and all(rooms):
         known.setdefault("server_memory", tuple(float(room) for room in rooms if room))
-    machines = GroupMachines(
+    return GroupMachines(
         num_servers=groups.servers_per_group,
         num_trainers=groups.trainers_per_group,
         nets_per_trainer=groups.nets_per_trainer,
@@ -91,13 +144,35 @@ def make_plan(
         gradients=_coding(compression.gradients),
         **known,
     )
-    pinned = None if settings.plan is None else read_plan(Path(settings.plan))
-    plan = place_operators(graph, machines, method=settings.method, pinned=pinned, time_limit=settings.time_limit)
-    if settings.save is not None:
-        path = Path(settings.save)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_plan(path, plan, graph)
-    return plan, predict(graph, plan, machines)
+
+
+def check_splits(fc_splits: FCSplits, placement: OperatorPlacement, *, num_servers: int) -> None:
+    """Refuse what cannot be meant.
+
+    Raises:
+        ValueError: it is neither ``none``, ``auto`` nor a mapping of layers to ``output`` or ``input``; layers are
+            named for one group server; or layers are chosen anew for a plan that names their pieces.
+    """
+    if isinstance(fc_splits, str):
+        if fc_splits not in ("none", "auto"):
+            raise ValueError(
+                "strategy.fc_splits must be none, auto, or say for layers by what to split them, such as"
+                f" {{top.0: output, top.2: input}}; got {fc_splits!r}."
+            )
+        if fc_splits == "auto" and placement.plan is not None:
+            raise ValueError(
+                f"strategy.operator_placement.plan={placement.plan} names the operators of a model whose layers are"
+                " split in one way, and strategy.fc_splits=auto may choose another one. Name the layers in"
+                " strategy.fc_splits, as the log of the run that wrote the plan has them."
+            )
+        return
+    if wrong := {path: by for path, by in fc_splits.items() if by not in ("output", "input")}:
+        raise ValueError(f"strategy.fc_splits: a layer is split by output or by input, got {wrong}.")
+    if num_servers < 2:
+        raise ValueError(
+            f"strategy.fc_splits names layers to split over strategy.servers_per_group={num_servers}: it takes at least"
+            " 2 group servers. Use strategy.fc_splits=none."
+        )
 
 
 def _coding(codec: Codec) -> Coding:

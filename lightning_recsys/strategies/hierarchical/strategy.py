@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -28,21 +27,29 @@ from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.remote_parts import RemoteParts
+from lightning_recsys.partition.fc_split import LayerSplit
 from lightning_recsys.partition.parts import PartitionedModel, split
 from lightning_recsys.partition.tracing import trace
-from lightning_recsys.placement.operators import TRAINER, OperatorGraph, server_name
+from lightning_recsys.placement.operators import TRAINER, server_name
 from lightning_recsys.placement.plan import OperatorPlan
-from lightning_recsys.placement.tagging import OperatorMethod
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.meeting import LOOPBACK
 from lightning_recsys.strategies.common.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
+from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
 from lightning_recsys.strategies.hierarchical.group_parts import GroupParts, SyncOrder
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.leader import GroupLeader, initial_replica
-from lightning_recsys.strategies.hierarchical.planning import OperatorPlacement, make_plan
+from lightning_recsys.strategies.hierarchical.news import News
+from lightning_recsys.strategies.hierarchical.planning import (
+    FCSplits,
+    OperatorPlacement,
+    PlacementMethod,
+    check_splits,
+    make_plan,
+)
 from lightning_recsys.strategies.hierarchical.refusals import (
     cut_module,
     refuse_optimizers,
@@ -89,6 +96,9 @@ class HierarchicalStrategy(ServedStrategy):
             a training step. Default: the task's ``model``, or the task itself where it has none.
         operator_placement: Where operators are computed: a method's name, or
             :class:`~lightning_recsys.strategies.hierarchical.OperatorPlacement`, by which a plan can be read and saved.
+        fc_splits: Which fully connected layers are computed by several group servers, in a piece on each: ``none``,
+            ``auto`` (some, where that makes the predicted step shorter), or a mapping of layers' paths in the module
+            that is cut to ``output`` or ``input``.
         compression: How activations and gradients travel between trainers and group servers: ``none`` or ``bf16``, or a
             mapping with ``activations`` (none, bf16, int8) and ``gradients`` (none, bf16, topk).
         top_k_fraction: For ``topk``: share of the elements that are sent.
@@ -131,7 +141,8 @@ class HierarchicalStrategy(ServedStrategy):
         num_embedding_servers: int = 1,
         num_sync_servers: int = 1,
         module: str | None = None,
-        operator_placement: OperatorPlacement | OperatorMethod = "greedy",
+        operator_placement: OperatorPlacement | PlacementMethod = "auto",
+        fc_splits: FCSplits = "none",
         compression: str | Mapping[str, str] = "none",
         top_k_fraction: float = 0.1,
         row_compression: str = "none",
@@ -154,6 +165,8 @@ class HierarchicalStrategy(ServedStrategy):
             raise ValueError(f"strategy.interval must be a finite number of seconds, at least 0, got {interval}.")
         options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
         self.algorithm = make_algorithm(algorithm, options) if isinstance(algorithm, str) else algorithm
+        check_splits(fc_splits, self.operator_placement, num_servers=servers_per_group)
+        self.fc_splits: FCSplits = fc_splits if isinstance(fc_splits, str) else dict(fc_splits)
         self.num_groups = num_groups
         self.trainers_per_group = trainers_per_group
         self.servers_per_group = servers_per_group
@@ -281,25 +294,40 @@ class HierarchicalStrategy(ServedStrategy):
         """Cut the model, and bring its parts to the group servers."""
         assert self._cut is not None
         assert self._own_forward is not None
+        # Each rank comes here at its first batch, and waits only for those who have something that it needs.
+        news = News(PrefixStore(f"lightning_recsys/hierarchical/{next(_RUNS)}", _get_default_store()))
+        sample = _positional(self._own_forward, args, kwargs)
         del self._cut.forward
         try:
-            traced = trace(self._cut, _positional(self._own_forward, args, kwargs))
+            with news.owing(self.global_rank, self._owes()):
+                return self._bring(sample, news)
         finally:
             self._cut.forward = CutForward(self._cut, self._forward)
-        # Each rank comes here at its first batch, and waits only for those who have something that it needs.
-        news = PrefixStore(f"lightning_recsys/hierarchical/{next(_RUNS)}", _get_default_store())
+
+    def _owes(self) -> list[str]:
+        """What other ranks wait for from this one."""
+        leaders = self.groups.leaders
+        owed = [f"group-{leaders.index(self.global_rank)}"] if self.global_rank in leaders else []
+        if self.is_global_zero:
+            owed += ["plan", "meeting", *(f"center-{number}" for number in range(self.servers_per_group))]
+        return owed
+
+    def _bring(self, sample: Sequence[Any], news: News) -> PartitionedModel:
+        assert self._cut is not None
         groups = self.groups
         group = groups.group_of(self.global_rank)
         devices = [server_name(index) for index in range(self.servers_per_group)]
         connections = dict(zip(devices, (self._group_connections()[x] for x in groups.servers_of(group)), strict=True))
         if self.is_global_zero:
-            plan = self._plan(traced.operators, list(connections.values()))
-            news.set("plan", json.dumps(dict(plan.devices)))
-        plan = OperatorPlan(json.loads(news.get("plan")), num_servers=self.servers_per_group)
-        partitioned = split(traced, plan)
+            news.tell("plan", self._plan(sample, list(connections.values())))
+        told = news.ask("plan")
+        plan = OperatorPlan(told["devices"], num_servers=self.servers_per_group)
         (optimizer,) = self.optimizers
-        parts = {device: GroupParts.of(partitioned.on(device), optimizer) for device in devices}
+        layers = CutLayers(self._cut, [LayerSplit(*split) for split in told["splits"]], optimizer)
+        partitioned = split(trace(layers.model, sample), plan)
+        parts = {device: GroupParts.of(partitioned.on(device), layers.optimizer) for device in devices}
         for number, device in enumerate(devices):
+            layers.check(parts[device])
             parts[device].compression = self.operator_compression
             parts[device].seed = torch.initial_seed() + group * self.servers_per_group + number
             parts[device].sync = self._sync_order(parts[device], number, group, news)
@@ -309,12 +337,13 @@ class HierarchicalStrategy(ServedStrategy):
             for name, parameter in self._cut.named_parameters():
                 if name in self._restored:
                     parameter.data.copy_(self._restored[name])
+            layers.give_model()
             meeting = self._meeting_place(news, connections[devices[0]])
-            self._leader = GroupLeader(connections, parts, meeting=meeting)
+            self._leader = GroupLeader(connections, parts, layers, meeting=meeting)
             self._leader.load()
             self._leader.begin_sync()
-            news.set(f"group-{group}", "has its parts")
-        news.get(f"group-{group}")
+            news.tell(f"group-{group}")
+        news.ask(f"group-{group}")
         numbers = {name: part.groups for own in parts.values() for name, part in own.parts.items()}
         remote = {
             device: RemoteParts(connection, self.operator_compression) for device, connection in connections.items()
@@ -323,22 +352,31 @@ class HierarchicalStrategy(ServedStrategy):
         partitioned.runners = dict.fromkeys(devices, self._net.run)
         return partitioned
 
-    def _plan(self, operators: OperatorGraph, servers: Sequence[Connection]) -> OperatorPlan:
+    def _plan(self, sample: Sequence[Any], servers: Sequence[Connection]) -> dict[str, Any]:
+        """The device of each operator, and the layers that are split before that."""
+        assert self._cut is not None
         told = [server.request("status").value.get("free_bytes") for server in servers]
         sharing = 1 if self.num_nodes > 1 else self.num_groups * self.servers_per_group
-        rooms = [room and room // sharing for room in told]
-        plan, prediction = make_plan(
-            operators, self.operator_placement, groups=self.groups, compression=self.operator_compression, rooms=rooms
+        splits, plan, prediction = make_plan(
+            self._cut,
+            sample,
+            self.operator_placement,
+            fc_splits=self.fc_splits,
+            groups=self.groups,
+            compression=self.operator_compression,
+            rooms=[room and room // sharing for room in told],
         )
         log.info("Operators on the devices of a group:\n%s", prediction)
-        return plan
+        if splits:
+            log.info("Layers in pieces: strategy.fc_splits={%s}", ", ".join(f"{x.path}: {x.by}" for x in splits))
+        return {"devices": dict(plan.devices), "splits": [[x.path, x.by, x.num_pieces] for x in splits]}
 
     def _group_connections(self) -> list[Connection]:
         servers: list[Stores] = self._run_servers.connect(GROUP, by_messages=True, timeout=ANSWER_SECONDS)
         assert all(isinstance(server, RemoteStores) for server in servers)
         return [server.connection for server in servers if isinstance(server, RemoteStores)]
 
-    def _sync_order(self, parts: GroupParts, number: int, group: int, news: PrefixStore) -> SyncOrder | None:
+    def _sync_order(self, parts: GroupParts, number: int, group: int, news: News) -> SyncOrder | None:
         """How a server keeps its share together with those of other groups; rank 0 makes the centre of it."""
         if self.num_groups == 1 or not parts.parameters:
             return None
@@ -348,15 +386,15 @@ class HierarchicalStrategy(ServedStrategy):
 
             def wait(_: str) -> None:
                 if self.is_global_zero:
-                    news.set(store, "is there")
-                news.get(store)
+                    news.tell(store)
+                news.ask(store)
 
             open_center(self.stores(SYNC), initial, is_first=self.is_global_zero, barrier=wait, name=store)
             servers = self.endpoints[SYNC]
         keys = self._run_servers.keys
         return SyncOrder(self.algorithm, servers, keys, initial, store, self.interval, group, self.num_groups)
 
-    def _meeting_place(self, news: PrefixStore, own: Connection) -> tuple[str, int] | None:
+    def _meeting_place(self, news: News, own: Connection) -> tuple[str, int] | None:
         """Where group servers meet that average among themselves: a store that the first group's first rank keeps.
 
         Args:
@@ -372,8 +410,8 @@ class HierarchicalStrategy(ServedStrategy):
             self._meeting = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
             )
-            news.set("meeting", json.dumps([host, port]))
-        host, port = json.loads(news.get("meeting"))
+            news.tell("meeting", [host, port])
+        host, port = news.ask("meeting")
         return str(host), int(port)
 
     def optimizer_step(
@@ -461,7 +499,7 @@ class HierarchicalStrategy(ServedStrategy):
         """
         self._settle(goes_on=False)
         if self._leader is not None:
-            self._leader.pull_state(self.optimizers[0])
+            self._leader.pull_state()
         self._restore_forward()
         self._partitioned = None
 
@@ -481,7 +519,7 @@ class HierarchicalStrategy(ServedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, from this group's servers."""
         if self._leader is not None and self._partitioned is not None:
-            self._leader.pull_state(optimizer)
+            self._leader.pull_state()
         return super().optimizer_state(optimizer)
 
     @property

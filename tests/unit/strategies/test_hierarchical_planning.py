@@ -1,0 +1,134 @@
+"""Plans of a group: which of several is taken, how layers are split before, and how ranks hear of a refusal."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+from lightning_recsys.compression import Compression
+from lightning_recsys.errors import OperatorRoomError
+from lightning_recsys.partition.fc_split import LayerSplit
+from lightning_recsys.partition.parts import split
+from lightning_recsys.partition.tracing import trace
+from lightning_recsys.placement.machines import Processor
+from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.strategies import HierarchicalStrategy
+from lightning_recsys.strategies.hierarchical import OperatorPlacement
+from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
+from lightning_recsys.strategies.hierarchical.group_parts import GroupParts
+from lightning_recsys.strategies.hierarchical.groups import Groups
+from lightning_recsys.strategies.hierarchical.news import News
+from lightning_recsys.strategies.hierarchical.planning import make_plan
+
+
+def perceptron(width=64):
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def plan(method="auto", *, fc_splits="none", nets=1, rooms=(), batch_size=32, **machines):
+    return make_plan(
+        perceptron(),
+        [torch.randn(batch_size, 8)],
+        OperatorPlacement(method, machines=machines),
+        fc_splits=fc_splits,
+        groups=Groups(1, 1, nets, 2),
+        compression=Compression.from_option("none"),
+        rooms=rooms,
+    )
+
+
+SLOW = Processor(flops=1e6, memory_bandwidth=1e15, call_seconds=0.0)
+
+
+@pytest.mark.parametrize(("nets", "shorter"), [(1, "rules"), (8, "greedy")])
+def test_auto_then_the_plan_with_the_shorter_predicted_step_is_taken(nets, shorter):
+    found = {
+        method: plan(method, nets=nets, shared_cores=None, trainer_cores=8.0, processor=SLOW)
+        for method in ("auto", "rules", "greedy")
+    }
+    seconds = {method: prediction.seconds for method, (_, _, prediction) in found.items()}
+    assert min(("rules", "greedy"), key=seconds.__getitem__) == shorter
+    assert seconds["rules"] != seconds["greedy"]
+    assert found["auto"][1] == found[shorter][1]
+
+
+def test_splits_when_auto_then_only_where_the_predicted_step_is_shorter_or_there_is_no_room_for_the_whole():
+    slow = {"shared_cores": None, "trainer_cores": 8.0, "processor": SLOW}
+    assert plan(nets=1, fc_splits="auto", **slow)[0] == []
+    splits, _, prediction = plan(nets=8, fc_splits="auto", **slow)
+    assert splits[0] == LayerSplit("2", "output", 2)
+    assert prediction.seconds < plan(nets=8, **slow)[2].seconds
+    small = {"rooms": (49_000, 49_000), "batch_size": 4}
+    with pytest.raises(OperatorRoomError, match="operator 2 "):
+        plan(**small)
+    assert "2" in [split.path for split in plan(fc_splits="auto", **small)[0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"fc_splits": "some"}, "fc_splits must be none, auto"),
+        ({"fc_splits": {"top.0": "rows"}}, "by output or by input"),
+        ({"fc_splits": {"top.0": "output"}}, "servers_per_group=1"),
+        ({"fc_splits": "auto", "operator_placement": OperatorPlacement(plan="a.yaml")}, "may choose another one"),
+    ],
+)
+def test_splits_when_they_cannot_be_meant_then_refused_by_name(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        HierarchicalStrategy(**options)
+
+
+def test_layers_in_pieces_when_there_and_back_then_weights_and_states_are_the_same():
+    model = perceptron()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    before = [x.clone() for x in model.parameters()]
+    states = [{key: x.clone() for key, x in optimizer.state[p].items()} for p in model.parameters()]
+    layers = CutLayers(model, [LayerSplit("0", "output", 2), LayerSplit("2", "input", 2)], optimizer)
+    assert len(layers.optimizer.param_groups[0]["params"]) == 6 + 2 + 1  # one half has the bias of layer 2
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer.state.clear()
+    optimizer.state[model[4].weight], optimizer.state[model[4].bias] = states[4:]
+    layers.take_model()
+    layers.take_state()
+    torch.testing.assert_close(list(model.parameters())[:4], before[:4], rtol=0, atol=0)
+    torch.testing.assert_close([optimizer.state[p] for p in model.parameters()], states, rtol=0, atol=0)
+
+
+def test_layers_in_pieces_when_the_optimizer_looks_at_matrices_then_refused_by_name():
+    model, splits = perceptron(), [LayerSplit("2", "output", 2)]
+    with pytest.raises(TypeError, match="fc_splits: Muon does not"):
+        CutLayers(model, splits, torch.optim.Muon([model[2].weight]))
+    layers = CutLayers(model, splits, torch.optim.Adafactor([model[2].weight]))
+    traced = trace(layers.model, [torch.randn(4, 8)])
+    devices = {x.name: "server0" if x.owns_parameters else "trainer" for x in traced.operators.operators}
+    parts = GroupParts.of(split(traced, OperatorPlan(devices)).on("server0"), layers.optimizer)
+    with pytest.raises(TypeError, match="fc_splits: Adafactor does not"):
+        layers.check(parts)
+
+
+def test_rank_when_it_fails_then_those_who_wait_for_it_hear_why_at_once():
+    news, heard = News(HashStore()), []
+
+    def wait():
+        try:
+            news.ask("plan")
+        except RuntimeError as error:
+            heard.append(str(error))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    news.tell("meeting", ["host", 1])
+    with pytest.raises(FileNotFoundError), news.owing(0, ["plan", "group-0"]):
+        raise FileNotFoundError("there is no plan a.yaml")
+    waiting.join(20)
+    reason = "rank 0 could not bring the model to its group servers: FileNotFoundError: there is no plan a.yaml"
+    assert heard == [reason]
+    assert news.ask("meeting") == ["host", 1]
+    with pytest.raises(RuntimeError, match=reason):
+        news.ask("group-0")
