@@ -61,21 +61,43 @@ def count_flops(
         sampled: What they read.
         parameters: Its parameters.
     """
-    runner = _Runner(model, garbage_collect_values=False, graph=group[0].graph)
-    runner.env = {node: _cut_off(value) for node, value in sampled.values.items() if node not in group}
     with in_mode(model, training=False), torch.enable_grad(), _counter() as counter:
-        for node in group:
-            runner.env[node] = runner.run_node(node)
-    made = [x for node in group if node.op != "get_attr" and isinstance(x := runner.env[node], Tensor)]
+        made, read = _run_alone(model, group, sampled)
     forward = max(counter.get_total_flops(), sum(x.numel() for x in made))
     outputs = [x for x in made if x.requires_grad]
-    read = [x for node in group for x in map(runner.env.get, node.all_input_nodes) if isinstance(x, Tensor)]
     wanted = [x for x in [*read, *parameters] if x.requires_grad and x.is_leaf]
     if not outputs or not wanted:
         return float(forward), 0.0
     with _counter() as counter:
         torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs], allow_unused=True)
     return float(forward), float(max(counter.get_total_flops(), sum(x.numel() for x in outputs)))
+
+
+def run_alone(model: nn.Module, group: Sequence[fx.Node], sampled: Sampled) -> tuple[list[Tensor], list[Tensor]]:
+    """Run one operator with its inputs from the sample batch, cut off from what made them.
+
+    Args:
+        model: The model, in the mode that is wanted.
+        group: The operator's calls.
+        sampled: What they read.
+
+    Returns:
+        What it makes that has a gradient, and its inputs that get one.
+    """
+    made, read = _run_alone(model, group, sampled)
+    inputs = {id(x): x for x in read if x.requires_grad and x.is_leaf and not isinstance(x, nn.Parameter)}
+    return [x for x in made if x.requires_grad], list(inputs.values())
+
+
+def _run_alone(model: nn.Module, group: Sequence[fx.Node], sampled: Sampled) -> tuple[list[Tensor], list[Tensor]]:
+    """All tensors that an operator makes, and all that its calls read."""
+    runner = _Runner(model, garbage_collect_values=False, graph=group[0].graph)
+    runner.env = {node: _cut_off(value) for node, value in sampled.values.items() if node not in group}
+    for node in group:
+        runner.env[node] = runner.run_node(node)
+    made = [x for node in group if node.op != "get_attr" and isinstance(x := runner.env[node], Tensor)]
+    read = [x for node in group for x in map(runner.env.get, node.all_input_nodes) if isinstance(x, Tensor)]
+    return made, read
 
 
 def _cut_off(value: Any) -> Any:

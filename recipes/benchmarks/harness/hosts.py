@@ -81,11 +81,17 @@ def linked_hosts(rate: str | None = "1gbit") -> Iterator[tuple[Host, Host]]:
             _delete(host.namespace)
 
 
-def limit_rate(hosts: tuple[Host, Host], rate: str) -> None:
-    """Give the link another rate, in each direction; whatever runs there goes on."""
+def limit_rate(hosts: tuple[Host, Host], rate: str, *, burst: str = "128kb") -> None:
+    """Give the link another rate, in each direction; whatever runs there goes on.
+
+    Args:
+        hosts: Its ends.
+        rate: In the words of ``tc``.
+        burst: What goes through at once after a pause, in the same words; a large one lets short messages through for
+            free, and a small one cannot keep a fast link busy.
+    """
     for host in hosts:
-        # A larger burst would let the first megabyte after a pause through for free.
-        shape = f"tc qdisc replace dev {host.interface} root tbf rate {rate} burst 128kb latency 50ms"
+        shape = f"tc qdisc replace dev {host.interface} root tbf rate {rate} burst {burst} latency 50ms"
         _run(*host.command(*shape.split()))
 
 

@@ -302,7 +302,7 @@ class Suite:
                     settings=[settings] * HOSTS,
                     folder=folder,
                     workers=HOSTS,
-                    environment=_environments(hosts),
+                    environment=environments(hosts),
                 )
             run_in_turns(jobs, rounds=self.rounds, seconds=self.seconds)
             rates = {name: job.rates(batch_size // HOSTS) for name, job in jobs.items()}
@@ -323,7 +323,7 @@ def _of_one_host(readings: np.ndarray) -> float:
     return float(np.median((sent - HEADERS * packets)[whole]))
 
 
-def _environments(hosts: tuple[Host, Host]) -> list[dict[str, str]]:
+def environments(hosts: tuple[Host, Host]) -> list[dict[str, str]]:
     """What ``torchrun`` would tell a process on each host; itself it would take seconds to start."""
     port = free_port()
     return [

@@ -1,0 +1,102 @@
+"""What a job of suite ``hierarchical`` trains: ``python -m benchmarks.suites.hierarchical.training '{...}'``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from benchmarks.harness.job_training import Batches, StepTimes
+from benchmarks.harness.ours import MODELS, TaskAlone
+from benchmarks.harness.trainer import quiet_trainer
+from benchmarks.harness.workload import Workload
+from benchmarks.suites.het.training import CountedSteps
+from recipe_tools.quiet import be_quiet
+
+from lightning_recsys.optim import RowWiseAdagrad
+from lightning_recsys.runtime import configure_worker
+from lightning_recsys.strategies import HierarchicalStrategy, ShadowSyncStrategy
+from lightning_recsys.strategies.hierarchical import OperatorPlacement
+
+ROWS = 65_536  # held in memory; a trainer goes round and round
+WARM_STEPS = 5
+make_optimizer = partial(torch.optim.Adagrad, lr=0.01, fused=True)
+
+
+class Waits(StepTimes):
+    """Makes the first steps with the others, and then waits for the end: its node only runs the servers."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        super().on_train_batch_end(trainer)
+        while trainer.global_step >= WARM_STEPS and not trainer.should_stop:
+            time.sleep(0.05)
+            trainer.should_stop = (self.folder / "stop").exists() or not self.asker.exists()
+
+
+def make_network(work: Workload, model: str, *, device: str | None = "meta") -> torch.nn.Module:
+    """A model; on ``meta`` its rows are in the stores."""
+    optimizer = RowWiseAdagrad(lr=0.01)
+    make = MODELS[model]
+    return make(work.num_dense, work.fields, embedding_dim=work.dim, row_optimizer=optimizer, device=device)
+
+
+def train(
+    *,
+    folder: Path,
+    asker: int,
+    model: str,
+    batch_size: int,
+    strategy: Mapping[str, Any] | None,
+    plan: str | None = None,
+    interface: str | None = None,
+    rows: int = ROWS,
+) -> None:
+    """Train until told to stop.
+
+    Args:
+        folder: As in :class:`StepTimes`.
+        asker: Id of the process that wants the training.
+        model: One of ``benchmarks.harness.ours.MODELS``.
+        batch_size: Examples of a step.
+        strategy: Arguments of :class:`HierarchicalStrategy` on two nodes; ``None`` trains in this process alone.
+        plan: A file that says where operators are.
+        interface: Where bytes are counted after each step; without it this process only waits.
+        rows: Examples held in memory.
+    """
+    be_quiet()
+    warnings.filterwarnings("ignore")
+    configure_worker()
+    pl.seed_everything(0, verbose=False)
+    work = Workload(rows=rows)
+    times: StepTimes
+    if strategy is None:
+        times = StepTimes(folder, asker=asker)
+    elif interface is None:
+        times = Waits(folder, asker=asker)
+    else:
+        times = CountedSteps(folder, asker=asker, interface=interface)
+    trainer = quiet_trainer(
+        times,
+        num_nodes=1 if strategy is None else 2,
+        strategy=ShadowSyncStrategy()
+        if strategy is None
+        else HierarchicalStrategy(**strategy, operator_placement=OperatorPlacement(plan=plan)),
+    )
+    loader: Any = Batches(work.batches(batch_size), 0.0)
+    trainer.fit(TaskAlone(make_network(work, model), optimizer=make_optimizer), loader)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from benchmarks.suites.hierarchical import training  # whose classes the workers can import
+
+    settings = json.loads(sys.argv[1])
+    training.train(**settings | {"folder": Path(settings["folder"])})

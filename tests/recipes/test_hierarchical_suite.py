@@ -1,0 +1,144 @@
+"""The suite of Hierarchical Training: its plans, and how its measurements are held against what is foretold."""
+
+import os
+import shutil
+from contextlib import nullcontext
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from benchmarks.harness.hosts import Host, NoLinkError
+from benchmarks.harness.workload import Workload
+from benchmarks.suites.hierarchical import suite as hierarchical
+from benchmarks.suites.hierarchical import training
+
+from lightning_recsys.compression import Compression
+from lightning_recsys.placement.plan_file import read_plan
+from lightning_recsys.strategies import HierarchicalStrategy
+
+OPTIONS = {
+    "model": "deepfm",
+    "placements": ["none", "exact"],
+    "compressions": ["none", "int8, bf16"],
+    "compressed_placement": "none",
+    "batch_sizes": [32, 8],
+    "rates": ["1gbit", "100mbit"],
+    "num_servers": 2,
+    "rounds": 1,
+    "seconds": 0.0,
+}
+
+
+class Pretended:
+    """A job that makes a step in 10 ms in this process, and in 40 ms on two hosts."""
+
+    def __init__(self, name, launchers, *, training, settings, folder, workers, warm_steps, environment=({},)):
+        assert training == hierarchical.TRAINING
+        assert len(launchers) == len(settings) == len(environment) == workers
+        for own in settings:
+            assert own.keys() <= signature(training_of_jobs).parameters.keys()
+        self.folder, self.is_alone = folder, settings[0]["strategy"] is None
+        self.batch_size = settings[0]["batch_size"]
+        if not self.is_alone:
+            strategy = HierarchicalStrategy(**settings[0]["strategy"])
+            assert (strategy.groups.world_size, strategy.groups.node_of(0)) == (workers, 0)
+            assert [own.get("interface") for own in settings] == [None, "link-b"]
+            assert read_plan(Path(settings[0]["plan"]))  # which every rank can read
+            step = [1000.0 + 2 * 66, 2, 500 + 66, 1, 900, 600]
+            np.cumsum([step] * 4, axis=0).tofile(folder / "traffic-1-7")
+
+    def rates(self, batch_size, *, rank):
+        assert (batch_size, rank) == (self.batch_size, 0 if self.is_alone else 1)
+        return [batch_size / (0.01 if self.is_alone else 0.04)] * 3
+
+
+training_of_jobs = training.train
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    both = tuple(Host(name, f"10.0.0.{i}", f"link-{name}") for i, name in enumerate("ab"))
+    monkeypatch.setattr(hierarchical, "linked_hosts", lambda rate: nullcontext(both))
+    monkeypatch.setattr(hierarchical, "Job", Pretended)
+    monkeypatch.setattr(hierarchical, "run_in_turns", lambda jobs, **_: None)
+    monkeypatch.setattr(hierarchical, "encryption_seconds", lambda: 1e-9)
+    monkeypatch.setattr(hierarchical, "Workload", partial(Workload, cardinalities=(500, 50)))
+
+
+def test_run_then_every_variant_has_rates_a_prediction_and_bytes(pretended):
+    *results, bars = hierarchical.run(**OPTIONS)
+    told = [x.to_dict() for x in results]
+    rows = [x for x in told if "examples_per_second" in x]
+    first = {"one process", "none", "exact", "none, int8, bf16"}
+    assert [set(x["examples_per_second"]) for x in rows] == [first, first, first - {"exact"}, first - {"exact"}]
+    assert rows[0]["ratio_to_base"]["none"] == 0.25
+    assert {bar.verdict for bar in bars.bars if "bytes" in bar.name} == {"pass"}
+    # Two rates of three variants and of two, and each variant's bytes (exact's perhaps by rate).
+    assert len([bar for bar in bars.bars if "step time" in bar.name and bar.value is not None]) == 2 * (3 + 2)
+    (line, *_) = next(x["rows"] for x in told if "Bytes" in x.get("table", ""))
+    assert (line["MB a step on the interface"], line["MB a step told"]) == ("0.002", "0.002")
+
+
+def test_run_when_there_can_be_no_link_then_its_bars_say_not_measured(pretended, monkeypatch):
+    def refuse(rate):
+        raise NoLinkError("no root")
+
+    monkeypatch.setattr(hierarchical, "linked_hosts", refuse)
+    (bars,) = hierarchical.run(**{**OPTIONS, "batch_sizes": [8]})
+    assert {bar.verdict for bar in bars.bars} == {"not measured"}
+    assert len(bars.bars) == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"placements": ["best"]}, "suite.placements"),
+        ({"compressions": ["gzip"]}, "suite.compressions"),
+        ({"compressed_placement": "greedy"}, "suite.compressed_placement"),
+        ({"rates": ["10kbit"]}, "suite.rates"),
+    ],
+)
+def test_run_when_asked_for_what_there_is_not_then_says_so(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        hierarchical.run(**{**OPTIONS, **wrong})
+
+
+def test_predictions_when_the_link_is_slower_then_a_step_takes_what_its_bytes_take_more(pretended, tmp_path):
+    suite = hierarchical.Suite("dlrm", 32, num_servers=2, rounds=1, seconds=0.0)
+    graph = suite.timed_operators()
+    links = {rate: hierarchical.Network(hierarchical.bytes_per_second(rate)) for rate in ("100mbit", "1gbit")}
+    variants = [hierarchical.Variant("none"), hierarchical.Variant("none", "bf16")]
+    slow, slow_half, fast, fast_half = suite.plan(graph, variants, links, tmp_path)
+    assert slow.devices == slow_half.devices == fast.devices
+    more, more_half = slow.seconds - fast.seconds, slow_half.seconds - fast_half.seconds
+    assert more > 0
+    assert more_half == pytest.approx(more / 2, rel=0.02)  # bfloat16 has half the bytes
+
+
+@pytest.mark.parametrize("name", hierarchical.COMPRESSIONS)
+def test_compressions_then_the_strategy_takes_them(name):
+    Compression.from_option(hierarchical.COMPRESSIONS[name], top_k_fraction=0.1)
+
+
+def test_waits_when_the_end_is_asked_for_then_stops(tmp_path):
+    (tmp_path / "stop").touch()
+    waits = training.Waits(tmp_path, asker=1)
+    trainer = SimpleNamespace(global_rank=0, global_step=training.WARM_STEPS, should_stop=False)
+    waits.on_train_start(trainer)
+    waits.on_train_batch_end(trainer)
+    assert trainer.should_stop
+    waits._file.close()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
+def test_run_on_two_hosts_then_what_crosses_the_link_is_what_is_told():
+    small = {"placements": ["rules"], "compressions": ["none"], "batch_sizes": [32], "rates": ["1gbit"], "seconds": 0.5}
+    row, *_, bars = hierarchical.run(**{**OPTIONS, **small})
+    assert min(row.measured.rates["rules"]) > 0
+    (bar,) = (bar for bar in bars.bars if "bytes" in bar.name)
+    assert bar.verdict == "pass"
