@@ -40,10 +40,11 @@ from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.machines import GroupMachines
 from lightning_recsys.placement.operators import OperatorGraph
-from lightning_recsys.placement.plan_file import read_plan
-from lightning_recsys.placement.tagging import OperatorMethod
+from lightning_recsys.placement.plan_file import read_plan, write_plan
+from lightning_recsys.placement.step_time import predict
+from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.strategies.hierarchical.groups import Groups
-from lightning_recsys.strategies.hierarchical.planning import OperatorPlacement, make_plan
+from lightning_recsys.strategies.hierarchical.planning import OperatorPlacement, _machines
 
 TRAINING = "benchmarks.suites.hierarchical.training"
 ONE_PROCESS = "one process"
@@ -222,9 +223,12 @@ class Suite:
             machines = {"link": link, "shared_cores": None, "seconds_per_byte": per_byte}
             for variant in variants:
                 path = folder / f"{len(planned)}.yaml"
-                settings = OperatorPlacement(variant.method, save=path, machines=machines)
+                settings = OperatorPlacement(variant.method, machines=machines)
                 compression = Compression.from_option(COMPRESSIONS[variant.compression], top_k_fraction=0.1)
-                _, told = make_plan(graph, settings, groups=groups, compression=compression, rooms=())
+                known = _machines(settings, groups, compression, ())
+                plan = place_operators(graph, known, method=variant.method)
+                write_plan(path, plan, graph)
+                told = predict(graph, plan, known)
                 planned.append(Planned(variant, rate, read_plan(path), told.alone_seconds))
         return planned
 
@@ -271,6 +275,7 @@ class Suite:
         strategy = {
             "trainers_per_group": 2,
             "servers_per_group": self.num_servers,
+            "fc_splits": "none",  # the plan names whole layers
             "compression": COMPRESSIONS[variant.compression],
         }
         settings = {"strategy": strategy, "plan": str(plan)}
