@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint, ProgressBar
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.checkpoints import read_checkpoint
@@ -103,6 +103,29 @@ class Dies(Callback):
         return path.exists() and len(path.read_text().splitlines()) > self.batch
 
 
+class Shown(ProgressBar):
+    """Tells how many batches bars show."""
+
+    def disable(self):
+        pass
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("shown", float(self.total_train_batches))
+
+
+class CountsInSteps(Counts):
+    """With a schedule that refuses more steps than it was made for, and a first worker that is slow."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02 * (self.trainer.global_rank == 0))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=SHARE, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 def make_trainer(strategy, *callbacks, **options):
     options = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False} | options
     saving = any(isinstance(x, ModelCheckpoint) for x in callbacks)
@@ -123,9 +146,11 @@ def test_worker_when_killed_in_mid_epoch_then_the_others_train_all_examples_and_
     make = {"async_ps": AsyncParameterServerStrategy, "shadowsync": ShadowSyncStrategy}[name]
     saving = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
     model = Counts()
-    trainer = make_trainer(make(transport="tcp", min_workers=2), saving, Dies(tmp_path))
+    strategy = make(transport="tcp", min_workers=2)
+    trainer = make_trainer(strategy, saving, Dies(tmp_path), Shown(), enable_progress_bar=True)
     trainer.fit(model, NumbersModule())
     assert trainer.callback_metrics["world"] == WORLD - 1
+    assert trainer.callback_metrics["shown"] == SHARE
     assert trainer.callback_metrics["seen"] == ROWS  # validation is shared out anew
     assert len([x for x in caplog.messages if "Worker 1 was ended by SIGKILL" in x and "The other 2 go on" in x]) == 1
     path = tmp_path / "saved" / "epoch=0.ckpt"
@@ -145,3 +170,12 @@ def test_workers_when_too_few_are_left_then_the_run_ends_and_says_so(tmp_path):
     with pytest.raises(ProcessExitedException, match="Worker 1 was ended by SIGKILL") as caught:
         trainer.fit(Counts(), NumbersModule())
     assert any("leaves 2 workers, fewer than strategy.min_workers=3" in note for note in caught.value.__notes__)
+
+
+def test_share_when_a_schedule_follows_steps_then_is_fixed_however_slow_another_worker_is():
+    model = CountsInSteps()
+    trainer = make_trainer(AsyncParameterServerStrategy(), max_epochs=1)
+    trainer.fit(model, NumbersModule())
+    assert trainer.callback_metrics["world"] == WORLD
+    assert (model.counted > 0).all()  # by the rate of its step
+    assert trainer.global_step == SHARE

@@ -396,10 +396,12 @@ class RecsysStrategy(DDPStrategy):
         """
         assert self.lightning_module is not None
         if self.asynchronous:
-            if (place := self._run_servers.meeting_place()) is not None:
+            if (place := self._run_servers.meeting_place()) is not None and self.changes is not None:
                 from lightning_recsys.strategies.common.dealing import deal_shares
 
-                self._dealer = deal_shares(self.lightning_module.trainer, place, self._run_servers.is_asked_to_end)
+                self._dealer = deal_shares(
+                    self.lightning_module.trainer, self.changes, place, self._run_servers.is_asked_to_end
+                )
             return
         per_rank: list[int | float] = [0] * self.world_size
         # inf where a loader has no length

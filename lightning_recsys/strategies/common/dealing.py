@@ -10,17 +10,22 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_recsys.data import BatchLoader
 from lightning_recsys.parameter_server.meetings import MeetingPlace, ShareDealer
+from lightning_recsys.strategies.common.run_changes import RunChanges
 
 
-def deal_shares(trainer: pl.Trainer, place: MeetingPlace, cancelled: Callable[[], bool]) -> ShareDealer | None:
+def deal_shares(
+    trainer: pl.Trainer, changes: RunChanges, place: MeetingPlace, cancelled: Callable[[], bool]
+) -> ShareDealer | None:
     """Let workers lease the batches of an epoch, so that how many each of them trains is not known before.
 
     Lightning is told what it is told of a loader without a length: it looks one batch ahead to know the last one, and
-    validates behind that. Schedules that were made before still count on equal shares. Shares stay fixed where ranks
-    meet after numbers of steps within an epoch, where a part of the epoch is trained, and where the data are not ours.
+    validates behind that. Progress bars show the share that each worker would have had. Shares stay fixed where ranks
+    meet after numbers of steps within an epoch, where a learning rate follows the steps of its worker (a schedule that
+    was made for so many may refuse another one), where a part of the epoch is trained, and where the data are not ours.
 
     Args:
         trainer: Of this worker, as training starts.
+        changes: Of this run, to Lightning.
         place: Where the workers meet.
         cancelled: Asked while a lease is waited for.
 
@@ -36,17 +41,19 @@ def deal_shares(trainer: pl.Trainer, place: MeetingPlace, cancelled: Callable[[]
         return None
     if loader.is_within_epoch:  # of a run that is resumed: the ranks go on where they were
         return None
+    share = len(loader)
     dealer = ShareDealer(place, rank=trainer.global_rank, cancelled=cancelled)
     loader.deal(dealer)
     combined.limits = [math.inf]
     loop.max_batches = trainer.val_check_batch = math.inf
+    changes.show_batches(share)
     if trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting:
         iter(fetcher)  # as Lightning does itself at the start of other epochs; this one has begun with a length
     return dealer
 
 
 def _trains_whole_epochs(trainer: pl.Trainer) -> bool:
-    """Whether ranks meet at the end of epochs only, and each epoch has all rows."""
+    """Whether ranks meet at the end of epochs only, nothing counts a worker's steps, and each epoch has all rows."""
     counts_steps = any(isinstance(x, ModelCheckpoint) and x._every_n_train_steps for x in trainer.checkpoint_callbacks)
     validates_within = trainer.enable_validation and (
         trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None
@@ -58,5 +65,6 @@ def _trains_whole_epochs(trainer: pl.Trainer) -> bool:
         and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
         and trainer.max_steps < 0
         and not counts_steps
+        and all(config.interval == "epoch" for config in trainer.lr_scheduler_configs)
         and not validates_within
     )

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from types import FrameType
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ProgressBar
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
@@ -26,6 +27,7 @@ class RunChanges:
         self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         self._inserted: list[pl.Callback] = []
         self._replaced: list[tuple[object, str]] = []
+        self._shown_batches: property | None = None  # Lightning's own, while progress bars show a number of ours
 
     def before_train_end(self, function: Callable[[], None]) -> None:
         """Call a function before the callbacks' ``on_train_end``; Lightning asks the strategy last of all."""
@@ -92,6 +94,15 @@ class RunChanges:
         results = self._trainer.fit_loop.epoch_loop._results
         self._replace(results, "log", partial(function, results.log))
 
+    def show_batches(self, number: int) -> None:
+        """Let progress bars show an epoch as this many batches, where Lightning itself is told no number.
+
+        Bars ask a property of their class, so all bars of this process get the number until :meth:`undo`.
+        """
+        if self._shown_batches is None:
+            self._shown_batches = vars(ProgressBar)["total_train_batches"]
+        ProgressBar.total_train_batches = property(lambda _: number)  # type: ignore[assignment]
+
     def _replace(self, owner: object, name: str, function: Callable[..., None]) -> None:
         if not callable(getattr(type(owner), name, None)):
             raise RuntimeError(
@@ -108,6 +119,9 @@ class RunChanges:
         for callback in self._inserted:
             self._callbacks.remove(callback)
         self._replaced, self._inserted = [], []
+        if self._shown_batches is not None:
+            ProgressBar.total_train_batches = self._shown_batches  # type: ignore[assignment]
+            self._shown_batches = None
 
 
 class _BeforeTrainEnd(pl.Callback):
