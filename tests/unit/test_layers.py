@@ -195,6 +195,13 @@ def test_readme_then_it_names_every_file_of_its_room(room):
         assert inner.as_posix() in named or parents & named or path.name in named, f"{page[:30]!r} lacks {inner}"
 
 
+def test_files_of_tests_then_no_two_have_the_same_name():
+    """One process that collects both would find only the first: folders of tests are no packages."""
+    paths = sorted(Path(__file__).parents[1].rglob("test_*.py"))
+    names = [path.name for path in paths]
+    assert not [path for path in paths if names.count(path.name) > 1]
+
+
 def test_every_room_then_it_has_a_readme():
     rooms = {path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert {room.name for room in rooms if not (room / "README.md").exists()} == set()

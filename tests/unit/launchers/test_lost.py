@@ -46,7 +46,7 @@ def test_worker_when_the_others_cannot_do_without_it_then_its_death_says_why():
         (ShadowSyncStrategy(algorithm="bmuf", num_trainers=1, workers_per_trainer=3), 2, None),
         (HETStrategy(), 2, ""),
     ],
-    ids=str,
+    ids=["async_ps", "async_ps-too_few", "shadowsync", "ma-trainers", "bmuf-one_trainer", "het"],
 )
 def test_strategy_when_a_worker_has_died_then_says_whether_the_others_go_on(strategy, left, says, monkeypatch):
     trainer = pl.Trainer(
