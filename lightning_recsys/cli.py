@@ -19,6 +19,7 @@ RECIPES = {
     "serve": "answer requests by a published model, and follow new versions",
     "prepare": "guess the schema of your own data, or turn large logs into shards",
     "new": "write a small project of your own: a model, configurations, a test",
+    "results": "keep the results of a run, or redo kept ones and compare",
     "benchmark": "measure speed",
     "simulate": "train as a cluster would, in virtual time",
 }

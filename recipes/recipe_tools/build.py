@@ -99,7 +99,7 @@ def build_task(config: Config, datamodule: Any) -> Task:
         ValueError: the model is for graphs and the data are none, or the other way round.
     """
     optim, arguments = config["optim"], datamodule.model_arguments
-    if "num_dense" not in arguments and not arguments.keys() <= _parameters(config["model"]):
+    if "num_classes" in arguments and not arguments.keys() <= _parameters(config["model"]):
         raise ValueError(f"model: {config['model']['_target_']} cannot be trained on a graph: use model=graphsage.")
     if "num_classes" not in arguments and "num_classes" in _required(config["model"]["_target_"]):
         raise ValueError(
@@ -138,7 +138,7 @@ def build_model(node: Config, arguments: Config, options: Config) -> nn.Module:
     model: nn.Module = build(node, partial=True)(**arguments, **options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: {target} made {type(model).__name__}, which is no torch.nn.Module.")
-    if "num_dense" in arguments:
+    if "num_classes" not in arguments:  # those of graphs take their own
         try:
             inspect.signature(model.forward).bind(dense=None, sparse=None)
         except TypeError as error:

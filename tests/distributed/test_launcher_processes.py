@@ -194,5 +194,5 @@ def test_package_when_imported_then_registers_its_strategies_and_nothing_else():
     imported, registered = map(ast.literal_eval, result.stdout.splitlines())
     assert imported == ["lightning_recsys"]  # no store, no compiled loop, no reader: they come with what is used
     algorithms = ("bmuf", "easgd", "ma")
-    names = ["async_ps", "ddp_forkserver", "des", "het", "het_hybrid"]
+    names = ["async_ps", "ddp_forkserver", "des", "het", "het_hybrid", "hierarchical"]
     assert registered == [*names, "shadowsync", *(f"shadowsync_{algorithm}" for algorithm in algorithms)]

@@ -215,7 +215,7 @@ OFFSETS = torch.tensor([0, 1, 2, 3, 4, 5, 6])
             (ONE_ROW[0], torch.ones(1, 3)),
             {"lr": 1.0, "sequence": 1},
             "refused",
-            r"shape \[1, 4\], got \[1, 3\]",
+            r"shape \[1, 4\], got float32 \[1, 3\]",
         ),
         (
             "apply_gradients",

@@ -235,7 +235,9 @@ def test_loader_when_it_has_processes_then_each_worker_forks_them_beside_its_thr
     [(fail, ZeroDivisionError, "in step 3"), (die, ProcessExitedException, "Worker 1 was ended by SIGKILL")],
 )
 def test_servers_when_a_worker_fails_then_are_gone_and_the_trainer_can_be_used_again(third_step, error, message):
-    trainer = make_trainer()
+    strategy = ServedStrategy()
+    strategy.min_workers = 2
+    trainer = make_trainer(strategy=strategy)
     with pytest.raises(error, match=message):
         trainer.fit(Model(third_step))
     trainer.fit(Model())

@@ -140,5 +140,6 @@ def test_run_on_two_hosts_then_what_crosses_the_link_is_what_is_told():
     small = {"placements": ["rules"], "compressions": ["none"], "batch_sizes": [32], "rates": ["1gbit"], "seconds": 0.5}
     row, *_, bars = hierarchical.run(**{**OPTIONS, **small})
     assert min(row.measured.rates["rules"]) > 0
-    (bar,) = (bar for bar in bars.bars if "bytes" in bar.name)
-    assert bar.verdict == "pass"
+    verdicts = [bar.verdict for bar in bars.bars if "bytes" in bar.name]
+    assert verdicts
+    assert set(verdicts) == {"pass"}

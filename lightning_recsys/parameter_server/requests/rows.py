@@ -141,5 +141,8 @@ def _gradients(arrays: Sequence[Tensor], shape: tuple[int, ...], compression: st
     ((dtype, _),) = codec.layout(shape)
     if len(arrays) != 1 or arrays[0].dtype != dtype or tuple(arrays[0].shape) != shape:
         name = str(dtype).removeprefix("torch.")
-        raise ValueError(f"gradients must be one {name} array of shape {list(shape)}, behind what names their rows")
+        got = " and ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in arrays) or "none"
+        raise ValueError(
+            f"gradients, behind what names their rows, must be one {name} array of shape {list(shape)}, got {got}"
+        )
     return codec.decode(arrays, shape)

@@ -218,13 +218,13 @@ class RecsysStrategy(DDPStrategy):
         """What a checkpoint takes from elsewhere than this process's model, by its keys in the state dict."""
         if self.lightning_module is None:
             return {}
-        return stored_tensors(self.lightning_module, rank=self.group_rank, world_size=self.group_size)
+        return stored_tensors(self.lightning_module, rank=self.living_rank, world_size=self.num_living)
 
     def _share_validation(self, trainer: pl.Trainer) -> None:
         """Before validation's loaders are asked for: where workers were lost, the others share all of its rows anew."""
         self.barrier("who validates")
-        if self.group_size != self._num_validating:
-            self._num_validating = self.group_size
+        if self.num_living != self._num_validating:
+            self._num_validating = self.num_living
             trainer.fit_loop.epoch_loop.val_loop._combined_loader = None  # Lightning asks for them again
 
     @property
@@ -232,15 +232,15 @@ class RecsysStrategy(DDPStrategy):
         """Which part of the rows is this worker's, in loaders that are made from now on: one of the living."""
         if not torch.distributed.is_initialized():
             return super().distributed_sampler_kwargs
-        return {"num_replicas": self.group_size, "rank": self.group_rank}
+        return {"num_replicas": self.num_living, "rank": self.living_rank}
 
     @property
-    def group_rank(self) -> int:
+    def living_rank(self) -> int:
         """This worker's place among those that live."""
         return torch.distributed.get_rank() if torch.distributed.is_initialized() else self.global_rank
 
     @property
-    def group_size(self) -> int:
+    def num_living(self) -> int:
         """Workers that live, as of the last time that all of them met."""
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else self.world_size
 
