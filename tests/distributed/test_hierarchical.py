@@ -54,7 +54,7 @@ def make_data(rows=512, batch_size=64):
     return SyntheticDataModule(num_dense=4, cardinalities=tuple(FIELDS.values()), **sizes)
 
 
-def fit(task, data=None, *, strategy="auto", epochs=1, callbacks=(), ckpt_path=None):
+def fit(task, data=None, *, strategy="auto", epochs=1, callbacks=(), ckpt_path=None, **options):
     pl.seed_everything(1)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -67,6 +67,7 @@ def fit(task, data=None, *, strategy="auto", epochs=1, callbacks=(), ckpt_path=N
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        **options,
     )
     trainer.fit(task, data or make_data(), ckpt_path=ckpt_path)
     return trainer
@@ -211,6 +212,29 @@ class KillsGroupServer(Callback):
                         time.sleep(0.01)
                     return
             raise AssertionError(f"nobody listens at {path}")
+
+
+class TrainsOn(Callback):
+    """The second net is slow to end a validation in mid-epoch, behind which no metric is gathered."""
+
+    def __init__(self, folder):
+        self.validated, self.went_on = folder / "validated", folder / "went_on"
+
+    def on_validation_end(self, trainer, pl_module):
+        if trainer.global_rank == 1 and not self.validated.exists():
+            time.sleep(0.5)
+            self.validated.touch()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 0 and batch_idx == 2:
+            assert trainer.world_size == 2
+            assert self.validated.exists(), "rows change while another net validates"
+            self.went_on.touch()
+
+
+def test_nets_when_one_has_validated_then_it_trains_on_when_all_have(tmp_path):
+    fit(make_task(), strategy=hierarchical(nets_per_trainer=2), callbacks=[TrainsOn(tmp_path)], val_check_interval=2)
+    assert (tmp_path / "went_on").exists()
 
 
 def test_group_server_when_killed_between_two_batches_then_nothing_is_lost():

@@ -492,6 +492,12 @@ class HierarchicalStrategy(ServedStrategy):
         super().on_validation_start()
         self._settle()
 
+    def on_validation_end(self) -> None:
+        """Train on when all have seen what they are to: a net that runs free would change the rows under the others."""
+        super().on_validation_end()
+        if self._partitioned is not None:
+            self.barrier("everybody has validated")
+
     def finish_training(self) -> None:
         """Bring the trained model into this process, and the optimizer's state with it.
 
