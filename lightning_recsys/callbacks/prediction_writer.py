@@ -45,7 +45,7 @@ class PredictionWriter(Callback):
         """See that one process makes all predictions.
 
         Raises:
-            ValueError: there are several.
+            ValueError: several processes predict.
         """
         if trainer.world_size > 1:
             raise ValueError(f"PredictionWriter writes in order, in one process: devices=1, not {trainer.world_size}.")

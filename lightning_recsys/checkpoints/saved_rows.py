@@ -33,7 +33,7 @@ class SavedRows:
     room.
 
     Args:
-        path: The folder.
+        path: The folder of the checkpoint.
         key: The tensor's key in the state dict.
 
     Raises:

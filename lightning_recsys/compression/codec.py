@@ -69,7 +69,7 @@ class Codec(ABC):
 
         Args:
             arrays: What was received; not modified. The result may share their memory.
-            shape: The tensor's.
+            shape: Shape of the tensor that was encoded.
 
         Raises:
             FrameError: the arrays do not follow the layout, or hold what no encoder writes.

@@ -15,8 +15,8 @@ class CodecCost:
     """Processor time for each megabyte (10**6 bytes) of float32, whatever it takes encoded.
 
     Args:
-        encode_seconds_per_mb: Of the sender.
-        decode_seconds_per_mb: Of the receiver.
+        encode_seconds_per_mb: What the sender takes to encode a megabyte.
+        decode_seconds_per_mb: What the receiver takes to decode it.
     """
 
     encode_seconds_per_mb: float
@@ -45,9 +45,9 @@ def measure_cost(codec: Codec, *, rows: int = 2048, width: int = 512, repeats: i
     """The cost on this machine: the median over repeats, on the calling thread and torch's threads for operators.
 
     Args:
-        codec: Whose.
-        rows: Of the tensor that is encoded, of normally distributed values.
-        width: Its columns.
+        codec: The codec that is measured.
+        rows: Rows of the tensor that is encoded, which has normally distributed values.
+        width: Columns of that tensor.
         repeats: How often it is measured.
     """
     tensor = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))

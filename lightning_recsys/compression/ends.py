@@ -29,7 +29,7 @@ class CodecTraffic:
     """What an end has encoded or decoded.
 
     Args:
-        tensors: How many.
+        tensors: Number of tensors that went through the end.
         raw_bytes: Their size as they are in memory.
         encoded_bytes: Their size as they travel.
         cpu_seconds: Processor time of the calling thread.
@@ -92,10 +92,10 @@ class Sender:
     its elements belong to nothing.
 
     Args:
-        codec: How.
+        codec: Encodes every float32 tensor.
 
     Attributes:
-        traffic: What was encoded.
+        traffic: Counts what this sender has encoded so far.
 
     >>> from lightning_recsys.compression import BFloat16
     >>> sender, receiver = Sender(BFloat16()), Receiver(BFloat16())

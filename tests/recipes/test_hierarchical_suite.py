@@ -120,7 +120,8 @@ def test_predictions_when_the_link_is_slower_then_a_step_takes_what_its_bytes_ta
 
 @pytest.mark.parametrize("name", hierarchical.COMPRESSIONS)
 def test_compressions_then_the_strategy_takes_them(name):
-    Compression.from_option(hierarchical.COMPRESSIONS[name], top_k_fraction=0.1)
+    compression = Compression.from_option(hierarchical.COMPRESSIONS[name], top_k_fraction=0.1)
+    assert {compression.activations.name, compression.gradients.name} >= set(name.split(", "))
 
 
 def test_waits_when_the_end_is_asked_for_then_stops(tmp_path):
