@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.compression.codec import ArraySpec, Codec, FrameError, check_shape
-
-_CODES = {
-    torch.float32: "f4",
-    torch.int64: "i8",
-    torch.int32: "i4",
-    torch.uint8: "u1",
-    torch.bfloat16: "b2",
-    torch.int8: "i1",
-}
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+from lightning_recsys.compression.dtypes import CODES, DTYPES
 
 
 @dataclass(slots=True)
@@ -58,9 +49,9 @@ def describe(tensors: Sequence[Tensor]) -> list[Any]:
         ValueError: a dtype cannot travel.
     """
     for tensor in tensors:
-        if tensor.dtype not in _CODES:
-            raise ValueError(f"A tensor of {tensor.dtype} cannot be sent: allowed are {sorted(map(str, _CODES))}.")
-    return [[_CODES[tensor.dtype], list(tensor.shape)] for tensor in tensors]
+        if tensor.dtype not in CODES:
+            raise ValueError(f"A tensor of {tensor.dtype} cannot be sent: allowed are {sorted(map(str, CODES))}.")
+    return [[CODES[tensor.dtype], list(tensor.shape)] for tensor in tensors]
 
 
 def specs(described: object) -> list[ArraySpec]:
@@ -75,9 +66,9 @@ def specs(described: object) -> list[ArraySpec]:
     for one in described:
         if type(one) is not list or len(one) != 2 or type(one[0]) is not str or type(one[1]) is not list:
             raise FrameError(f"a tensor is described by [dtype, shape], got {one!r:.100}")
-        dtype = _DTYPES.get(one[0])
+        dtype = DTYPES.get(one[0])
         if dtype is None:
-            raise FrameError(f"a tensor's dtype must be one of {list(_DTYPES)}, got {one[0]!r:.100}")
+            raise FrameError(f"a tensor's dtype must be one of {list(DTYPES)}, got {one[0]!r:.100}")
         check_shape(one[1])
         found.append((dtype, tuple(one[1])))
     return found

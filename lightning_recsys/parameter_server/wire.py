@@ -21,21 +21,13 @@ import torch
 import zmq
 from torch import Tensor
 
+from lightning_recsys.compression.dtypes import CODES, DTYPES
 from lightning_recsys.stores.mapped_arrays import check_name
 
-VERSION = 7  # raised with every change of a message
+VERSION = 8  # raised with every change of a message
 CLIENT_ID_BYTES = 16
 MAX_SEQUENCE = 2**62
 MAX_WINDOW = 64  # pushes that a client may have on their way: of so many a server knows which it has refused
-DTYPES = {
-    "f4": torch.float32,
-    "b2": torch.bfloat16,
-    "i1": torch.int8,
-    "i4": torch.int32,
-    "i8": torch.int64,
-    "u1": torch.uint8,
-}
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
 
@@ -280,7 +272,10 @@ def _array(description: object, data: memoryview) -> Tensor:
         raise MessageError(f"an array of dtype {code} and shape {shape} does not have {data.nbytes} bytes")
     if not data.nbytes:
         return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(data, dtype=dtype)
+    if dtype == torch.bool:  # any other byte than 0 and 1 would be no truth value
+        flat = torch.frombuffer(data, dtype=torch.uint8) != 0
+    else:
+        flat = torch.frombuffer(data, dtype=dtype)
     if flat.data_ptr() % _ALIGNMENT:  # a small frame, somewhere in a block that ZeroMQ has read
         flat = flat.clone()
     return flat if len(shape) == 1 else flat.view(shape)
@@ -295,10 +290,10 @@ def _buffer(frame: Frame) -> memoryview:
 
 
 def _describe(arrays: Sequence[Tensor]) -> list[tuple[str, list[int]]]:
-    return [(_CODES[array.dtype], list(array.shape)) for array in arrays]
+    return [(CODES[array.dtype], list(array.shape)) for array in arrays]
 
 
 def _as_bytes(array: Tensor) -> memoryview:
-    if array.dtype == torch.bfloat16:  # NumPy has none
-        array = array.view(torch.int16)
+    if array.dtype == torch.bfloat16 or array.dtype.is_complex:  # which a buffer cannot describe
+        array = array.view(torch.uint8)
     return array.numpy().data.cast("B") if array.numel() else memoryview(b"")

@@ -82,7 +82,7 @@ class _RemotePart(torch.autograd.Function):
         ctx.net, ctx.part = net, part
         ctx.token, outputs = net.forward(part, inputs, ctx.needs_input_grad[3:])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        ctx.mark_non_differentiable(*(x for x in outputs if not (x.is_floating_point() or x.is_complex())))
         return tuple(outputs)
 
     @staticmethod

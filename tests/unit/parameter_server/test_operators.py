@@ -126,6 +126,39 @@ def test_part_when_trained_then_outputs_gradients_and_parameters_are_those_of_to
     assert int(part.version) == 4
 
 
+class Masked(nn.Module):
+    """Takes truth values, and computes in double precision."""
+
+    def forward(self, x, mask):
+        return x.double() * 3, x.to(torch.complex64) * 2j, mask.logical_not(), x.half(), x.bfloat16()
+
+
+def test_tensors_when_of_other_dtypes_then_they_cross_with_their_gradients(tmp_path):
+    with Server(tmp_path, offer=lambda *arguments: OperatorRequests(*arguments[1:])) as server:
+        server.handler._offer.parts["masked"] = TrainedPart(Masked(), None)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            connection = Connection(server.endpoint)
+            remote, mask = RemoteParts(connection), torch.tensor([True, False])
+            token, outputs = remote.forward("masked", [torch.ones(2), mask], wanted=[True, False], keep=True)
+            assert [x.dtype for x in outputs] == [
+                torch.float64,
+                torch.complex64,
+                torch.bool,
+                torch.float16,
+                torch.bfloat16,
+            ]
+            assert outputs[2].tolist() == [False, True]
+            grads = [torch.full((2,), 5.0, dtype=torch.float64), None, None, None, torch.ones(2, dtype=torch.bfloat16)]
+            (grad, _), _ = remote.backward("masked", token, grads, settings=[])
+            assert grad.tolist() == [16.0, 16.0]
+            connection.close()
+        finally:
+            server.stop()
+            thread.join()
+
+
 def test_part_when_others_update_between_then_both_passes_work_and_staleness_is_what_was_missed():
     layer = Layer()
     part = TrainedPart(layer, OPTIMIZERS["adam"](layer.parameters()))
@@ -329,8 +362,8 @@ def test_server_when_a_part_takes_long_then_answers_others_and_this_one_later(tm
         assert staleness == 0
         with pytest.raises(TokenLostError, match="part slow"):
             RemoteParts(nets[1]).backward("slow", token, [torch.ones(2, 1)], settings=[])
-        with pytest.raises(TypeError, match="float64"):
-            remote.forward("slow", [torch.zeros(2, dtype=torch.float64)], wanted=[True], keep=True)
+        with pytest.raises(TypeError, match="float8_e5m2"):
+            remote.forward("slow", [torch.zeros(2, dtype=torch.float8_e5m2)], wanted=[True], keep=True)
         # A server that is told to stop answers what it is at.
         slow.leave.clear()
         slow.begun.clear()

@@ -5,6 +5,7 @@ import pytest
 import torch
 import zmq
 
+from lightning_recsys.compression.dtypes import DTYPES
 from lightning_recsys.parameter_server.wire import (
     VERSION,
     Limits,
@@ -51,14 +52,19 @@ def test_request_when_sent_then_comes_back_with_its_arrays():
     assert all(torch.equal(x, y) for x, y in zip(received.arrays, arrays, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_array_when_of_any_dtype_of_the_wire_then_comes_back_with_its_bits(dtype):
-    array = (100 * torch.rand(7, 3) - 50).to(dtype)
+    array = (4 * torch.rand(7, 3)).floor().to(dtype)
     frames = encode_reply(Reply(9, Status.OK, None, [array]))
     assert len(frames[1]) == array.nbytes
     (received,) = decode_reply([bytearray(frame) for frame in frames], LIMITS).arrays
     assert received.dtype == dtype
-    assert torch.equal(received, array)
+    assert torch.equal(received.view(torch.uint8), array.view(torch.uint8))
+
+
+def test_truth_values_when_a_stranger_sends_other_bytes_then_they_are_some():
+    frames = [msgpack.packb([VERSION, 9, Status.OK, None, [["b1", [3]]]]), bytearray([0, 1, 7])]
+    assert decode_reply(frames, LIMITS).arrays[0].view(torch.uint8).tolist() == [0, 1, 1]
 
 
 def test_reply_when_sent_then_comes_back_with_its_arrays():
