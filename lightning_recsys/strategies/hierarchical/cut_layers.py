@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.partition.fc_split import LayerSplit, split_layers
-from lightning_recsys.strategies.hierarchical.group_parts import GroupParts
+from lightning_recsys.strategies.hierarchical.group_parts import GroupParts, optimizer_like
 
 
 class CutLayers:
@@ -58,9 +58,7 @@ class CutLayers:
             group | {"params": [y for x in group["params"] for y in pieces.get(x, [x])]}
             for group in optimizer.param_groups
         ]
-        made = object.__new__(type(optimizer))
-        made.__setstate__({"defaults": optimizer.defaults, "state": state, "param_groups": groups})
-        return made
+        return optimizer_like(optimizer, groups, state)
 
     def check(self, parts: GroupParts) -> None:
         """Refuse states that cannot be cut as their parameters are.

@@ -7,9 +7,10 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class SyncOrder:
         algorithm: Of this group's own.
         servers: Endpoints of the sync servers; none where the algorithm has no centre.
         keys: To them.
-        initial: The share where all groups start.
+        initial: The share where all groups start; ``None`` once the algorithm has begun there.
         store: Name of the centre's pieces there, or of the meeting of those that average among themselves.
         interval: Seconds from one round to the next; ``None`` for as often as the pace allows.
         group: The group's number.
@@ -45,7 +46,7 @@ class SyncOrder:
     algorithm: SyncAlgorithm
     servers: Sequence[str]
     keys: ClientKeys | Path | str | None
-    initial: Tensor
+    initial: Tensor | None
     store: str
     interval: float | None
     group: int
@@ -65,6 +66,15 @@ class ServedPart:
     module: nn.Module
     optimizer: Optimizer | None
     groups: list[int]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_attributes": {} if self.optimizer is None else own_attributes(self.optimizer)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        attributes = state.pop("_attributes")  # which an optimizer does not take along itself
+        vars(self).update(state)
+        if self.optimizer is not None:
+            vars(self.optimizer).update(attributes)
 
 
 @dataclass(eq=False)
@@ -105,6 +115,12 @@ class GroupParts:
             served[part.name] = ServedPart(part.module, *_share_of(optimizer, set(own.values())))
         return cls(served, parameters, buffers)
 
+    def start_algorithm(self) -> None:
+        """Begin to synchronise where all groups start, unless that was done."""
+        if self.sync is not None and self.sync.initial is not None:
+            self.sync.algorithm.start(self.sync.initial)
+            self.sync = replace(self.sync, initial=None)
+
     def states(self) -> dict[str, tuple[nn.Parameter, str, Tensor]]:
         """The tensors of the optimizers' states, by a name each, with the parameter and their names in its state."""
         found: dict[str, tuple[nn.Parameter, str, Tensor]] = {}
@@ -115,23 +131,70 @@ class GroupParts:
                 found.update({f"state.{name}.{key}": (parameter, key, x) for key, x in sorted(tensors.items())})
         return found
 
-    def save(self, folder: Path) -> None:
-        """Write the file that a group server reads; the folder, like the file, is this user's alone."""
+    def save(self, folder: Path, *, memory: Tensor | None = None) -> None:
+        """Write the file that a group server reads; the folder, like the file, is this user's alone.
+
+        Args:
+            folder: The server's.
+            memory: What is mapped from the folder's memory: tensors that lie there are left out of the file.
+
+        Raises:
+            TypeError: a module, or an attribute of the optimizer, cannot be pickled.
+        """
         path = folder / f".{FILE}-{os.getpid()}"
         with os.fdopen(open_own(path), "wb") as file:
-            pickle.dump(self, file, protocol=5)
+            try:
+                _Pickler(file, memory).dump(self)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                path.unlink()
+                raise TypeError(
+                    "strategy=hierarchical writes the parts of the model and their optimizer to files, by which group"
+                    f" servers get them, and this cannot be written: {error}. Functions and classes must be such as can"
+                    " be imported."
+                ) from error
         path.rename(folder / FILE)
 
     @classmethod
     def load(cls, folder: Path) -> GroupParts:
-        """Read it.
+        """Read it; tensors that were left out lie in the folder's memory, mapped.
 
         Raises:
             PermissionError: the file is not this user's alone.
         """
         with os.fdopen(open_own(folder / FILE), "rb") as file:
-            parts: GroupParts = pickle.load(file)  # noqa: S301 - written by a rank of the same user on this machine
+            parts: GroupParts = _Unpickler(file, folder / MEMORY).load()
         return parts
+
+
+def map_memory(path: Path, num_bytes: int) -> Tensor:
+    """The bytes of a group server's memory, uint8 ``[num_bytes]``; the file is made where it is not there."""
+    return torch.from_file(str(path), shared=True, size=max(num_bytes, 1), dtype=torch.uint8)[:num_bytes]
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out the numbers of tensors that lie in a memory."""
+
+    def __init__(self, file: IO[bytes], memory: Tensor | None) -> None:
+        super().__init__(file, protocol=5)
+        self._start = None if memory is None else memory.untyped_storage().data_ptr()
+
+    def persistent_id(self, obj: object) -> torch.dtype | None:
+        if isinstance(obj, torch.storage.TypedStorage) and obj._untyped_storage.data_ptr() == self._start:
+            return obj.dtype
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], memory: Path) -> None:
+        super().__init__(file)
+        self._memory = memory
+
+    def persistent_load(self, pid: torch.dtype) -> torch.storage.TypedStorage:
+        return torch.storage.TypedStorage(wrap_storage=self._storage, dtype=pid, _internal=True)  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def _storage(self) -> torch.UntypedStorage:
+        return map_memory(self._memory, self._memory.stat().st_size).untyped_storage()
 
 
 def _share_of(optimizer: Optimizer, parameters: set[nn.Parameter]) -> tuple[Optimizer | None, list[int]]:
@@ -143,11 +206,25 @@ def _share_of(optimizer: Optimizer, parameters: set[nn.Parameter]) -> tuple[Opti
             numbers.append(number)
     if not groups:
         return None, []
-    share = object.__new__(type(optimizer))
-    state = defaultdict(dict, {x: dict(y) for x, y in optimizer.state.items() if x in parameters})
-    share.__setstate__({"defaults": optimizer.defaults, "state": state, "param_groups": groups})
+    share = optimizer_like(optimizer, groups, {x: dict(y) for x, y in optimizer.state.items() if x in parameters})
     make_state(share, setting="strategy=hierarchical")
     return share, numbers
+
+
+def optimizer_like(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]
+) -> Optimizer:
+    """An optimizer with other parameters, by the same rule: of the same class, with the same attributes of its own."""
+    made = object.__new__(type(optimizer))
+    made.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict, state), "param_groups": groups})
+    vars(made).update(own_attributes(optimizer))
+    return made
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer's class keeps in the object, beside what every optimizer has, and what schedulers put there."""
+    every = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step", "_opt_called", "_step_count"}
+    return {name: value for name, value in vars(optimizer).items() if name not in every}
 
 
 class GroupMemory:

@@ -23,7 +23,14 @@ from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.server import serve as serve_stores
 from lightning_recsys.parameter_server.trained_part import TrainedPart
 from lightning_recsys.parameter_server.wire import Limits, Request
-from lightning_recsys.strategies.hierarchical.group_parts import FILE, MEMORY, REPLICA, GroupMemory, GroupParts
+from lightning_recsys.strategies.hierarchical.group_parts import (
+    FILE,
+    MEMORY,
+    REPLICA,
+    GroupMemory,
+    GroupParts,
+    map_memory,
+)
 from lightning_recsys.strategies.hierarchical.sync_agent import SyncAgent
 from lightning_recsys.sync import Topology
 
@@ -101,10 +108,11 @@ class GroupRequests:
         if self._synchronises:
             raise ValueError("the parts are being synchronised with other groups: end that first")
         parts = GroupParts.load(self._folder)
+        parts.start_algorithm()
         layout = GroupMemory(parts)
         new = self._folder / f".{MEMORY}"  # becomes the memory once it is whole
         new.unlink(missing_ok=True)
-        layout.fill(layout.views(_map(new, layout.num_bytes)), parts)
+        layout.fill(layout.views(map_memory(new, layout.num_bytes)), parts)
         new.rename(self._folder / MEMORY)
         self._agent = None  # of other parts
         self._serve(parts, layout)
@@ -126,7 +134,7 @@ class GroupRequests:
                 log.error("Groups that average among themselves cannot go on without this server's predecessor.")
 
     def _serve(self, parts: GroupParts, layout: GroupMemory) -> None:
-        self._memory = _map(self._folder / MEMORY, layout.num_bytes)
+        self._memory = map_memory(self._folder / MEMORY, layout.num_bytes)
         views = layout.views(self._memory)
         layout.replica.assign(views[REPLICA])  # before they move there, which would bring their own values along
         layout.replica.attach(views[REPLICA])
@@ -136,6 +144,9 @@ class GroupRequests:
             for part in parts.parts.values():
                 if part.optimizer is not None and parameter in part.optimizer.state:
                     part.optimizer.state[parameter][key] = views[name]
+        # A killed server's successor finds the numbers in the memory: they need not lie in two files. This comes before
+        # optimizers train the parameters by other names.
+        parts.save(self._folder, memory=self._memory)
         self._parts = parts
         self.operators.compression = parts.compression
         self.operators.parts = {
@@ -184,7 +195,3 @@ class GroupRequests:
             (self._folder / SYNCHRONISES).unlink(missing_ok=True)
             self._synchronises, self._ending = False, self.operators.submit(self._agent.stop)
         return self._ending  # asked again, the answer is the same
-
-
-def _map(path: Path, num_bytes: int) -> torch.Tensor:
-    return torch.from_file(str(path), shared=True, size=max(num_bytes, 1), dtype=torch.uint8)[:num_bytes]

@@ -24,7 +24,7 @@ class SyncAgent:
     """ShadowSync's rounds over a group server's share of the replica, in a thread of the server.
 
     Args:
-        order: What to do.
+        order: What to do; its algorithm has begun.
         replica: The share, float32, which nets train meanwhile.
         meeting: Where the servers that have this share in other groups meet, if they average among themselves: the
             store's host and port.
@@ -50,7 +50,6 @@ class SyncAgent:
     def _start(self) -> None:
         try:
             if self._thread is None:
-                self._order.algorithm.start(self._order.initial)
                 self._thread = ShadowThread(self._make_rounds(), interval=self._order.interval)
             self._thread.start()
         except BaseException as error:

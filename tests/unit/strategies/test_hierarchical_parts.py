@@ -22,7 +22,7 @@ from lightning_recsys.partition.parts import Part, split
 from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
-from lightning_recsys.strategies.hierarchical.group_parts import FILE, GroupMemory, GroupParts
+from lightning_recsys.strategies.hierarchical.group_parts import FILE, MEMORY, GroupMemory, GroupParts
 from lightning_recsys.strategies.hierarchical.group_server import GroupRequests
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.leader import initial_replica
@@ -132,6 +132,36 @@ def test_server_when_killed_and_started_again_then_goes_on_where_it_was_and_says
     again.close()
 
 
+def test_server_when_it_has_loaded_its_parts_then_their_numbers_lie_in_one_file_only(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5000), nn.ReLU(), nn.Linear(5000, 1))
+    group_parts(model, torch.optim.Adam(model.parameters(), lr=0.1)).save(tmp_path)
+    numbers = 3 * sum(x.nbytes for x in model.parameters())  # with Adam's two
+    assert (tmp_path / FILE).stat().st_size > numbers
+    handler = RequestHandler(tmp_path, offer=GroupRequests)
+    assert ask(handler, "load_parts").value >= numbers
+    assert (tmp_path / FILE).stat().st_size < 40_000
+    assert (tmp_path / MEMORY).stat().st_size < numbers + 10_000
+    train(handler, "server0.0", [X])
+    trained = ask(handler, "read_memory", start=0, stop=numbers // 3).arrays[0]
+    handler.journal.close()  # as after SIGKILL
+    again = RequestHandler(tmp_path, offer=GroupRequests)
+    assert torch.equal(ask(again, "read_memory", start=0, stop=numbers // 3).arrays[0], trained)
+    weight = again._offer._parts.parameters["0.weight"]
+    assert weight.untyped_storage().data_ptr() == again._offer._memory.untyped_storage().data_ptr()
+    assert not torch.equal(weight, model[0].weight)
+    again.close()
+
+
+def test_parts_when_something_cannot_be_pickled_then_refused_by_what_it_is(tmp_path):
+    model = Model()
+    optimizer = Decaying(model.parameters(), factor=0.5)
+    optimizer.rule = lambda x: x
+    with pytest.raises(TypeError, match=r"this cannot be written: .*lambda.* such as can be imported"):
+        group_parts(model, optimizer).save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_server_when_the_same_is_trained_by_torch_then_equal(served):
     model_of(served, served.handler)
     train(served.handler, "server0.0", [X], times=4)
@@ -213,6 +243,38 @@ def test_optimizer_when_it_has_no_state_before_its_first_step_then_refused_by_na
     model = Model()
     with pytest.raises(TypeError, match="strategy=hierarchical needs the state of SGD"):
         group_parts(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5))
+
+
+class Decaying(torch.optim.SGD):
+    """Multiplies its gradients by a number that it keeps as an attribute, and counts its steps there."""
+
+    def __init__(self, parameters, *, factor):
+        super().__init__(parameters, lr=0.1)
+        self.factor, self.num_steps = factor, 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        for x in (x for group in self.param_groups for x in group["params"] if x.grad is not None):
+            x.grad *= self.factor
+        return super().step(closure)
+
+
+def test_optimizer_when_it_has_attributes_of_its_own_then_servers_train_with_them(tmp_path):
+    model, twin = Model(), Model()
+    group_parts(model, Decaying(model.parameters(), factor=0.5)).save(tmp_path)
+    handler = RequestHandler(tmp_path, offer=GroupRequests)
+    ask(handler, "load_parts")
+    train(handler, "server0.0", [X], times=2)
+    optimizer = Decaying(twin.parameters(), factor=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = twin.norm(twin.bottom(X))
+        out.backward(out.detach().cos())
+        optimizer.step()
+    bottom = handler._offer._parts.parameters["bottom.weight"]
+    torch.testing.assert_close(bottom, twin.bottom.weight, rtol=1e-6, atol=1e-7)
+    assert handler._offer.operators.parts["server0.0"]._optimizer.num_steps == 2
+    handler.close()
 
 
 def test_groups_when_over_nodes_then_servers_are_where_their_group_begins():
