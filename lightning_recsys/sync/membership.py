@@ -13,7 +13,8 @@ class Met:
     Args:
         number: Its number, from 1.
         present: The ranks whose contributions count, in rising order. One that came and died later is among them.
-        members: The ranks that take part from now on.
+        members: The ranks that take part from now on: those that were present, or all as before where it failed. So
+            whoever divides a sum by their number divides by that of its summands.
         missing: The rank that was lost where nobody may be missing; ``None`` where the meeting succeeded.
     """
 
@@ -28,8 +29,9 @@ class Membership:
 
     Everybody counts its own meetings, and comes to each of them once. A meeting is over when every member that is not
     lost has come. What members know of each other changes at meetings only, so all of them know the same: a worker that
-    is lost stays a member until the next meeting that can do without it. Some cannot: who gathers one value of each
-    member has made room for so many. Such a meeting fails for all members alike, and they may meet anew.
+    is lost stays a member until the next meeting that it does not come to and that can do without it. Some meetings
+    cannot: who gathers one value of each member has made room for so many. Such a meeting fails for all members alike,
+    and they may meet anew.
 
     Args:
         size: Ranks at first.
@@ -112,9 +114,9 @@ class Membership:
         missing = [rank for rank in self.members if rank not in self._here]
         if not self._here or any(rank not in self.lost for rank in missing):
             return None
-        living = tuple(rank for rank in self.members if rank not in self.lost)
         if self._may_miss:
-            met = Met(self.number, tuple(sorted(self._here)), living)
+            present = tuple(sorted(self._here))
+            met = Met(self.number, present, present)
         else:
             failed = missing[0] if missing else None
             met = Met(self.number, () if missing else self.members, self.members, failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint, ProgressBar
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lightning_recsys.checkpoints import read_checkpoint
+from lightning_recsys.checkpoints import folder, read_checkpoint
 from lightning_recsys.data import CTRDataModule
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
@@ -69,7 +70,7 @@ class Counts(pl.LightningModule):
         return -self.rows(batch.sparse).sum() + 0.0 * self.bias
 
     def validation_step(self, batch, batch_idx):
-        self.loss.update(torch.zeros(len(batch)), batch.labels)
+        self.loss.update(torch.full((len(batch),), 0.5), batch.labels)
         self.log("val", self.loss, batch_size=len(batch))
         self.log("seen", float(len(batch)), reduce_fx="sum", sync_dist=True, batch_size=len(batch))
         self.log("world", float(dist.get_world_size()), sync_dist=True, batch_size=len(batch))
@@ -179,3 +180,35 @@ def test_share_when_a_schedule_follows_steps_then_is_fixed_however_slow_another_
     assert trainer.callback_metrics["world"] == WORLD
     assert (model.counted > 0).all()  # by the rate of its step
     assert trainer.global_step == SHARE
+
+
+class DiesWhereAllMeet(Callback):
+    """Worker 2 ends in the first validation, and worker 1 while it writes its share of the second checkpoint."""
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if trainer.global_rank == 2 and trainer.current_epoch == 0 and batch_idx == 3 and not trainer.sanity_checking:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.global_rank == 1 and trainer.current_epoch == 1:
+            folder._write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        """A sum and its number are of the same workers, also in the validation in which one dies."""
+        assert float(pl_module.loss.compute()) == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("name", ["async_ps", "shadowsync"])
+def test_worker_when_killed_in_validation_or_in_a_checkpoint_then_the_others_do_it_again_without_it(tmp_path, name):
+    make = {"async_ps": AsyncParameterServerStrategy, "shadowsync": ShadowSyncStrategy}[name]
+    saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    model = Counts()
+    trainer = make_trainer(make(), saving, DiesWhereAllMeet(), max_epochs=3)
+    trainer.fit(model, NumbersModule())
+    assert trainer.callback_metrics["world"] == 1
+    assert trainer.callback_metrics["seen"] == ROWS
+    epochs = [read_checkpoint(tmp_path / f"epoch={epoch}.ckpt") for epoch in range(3)]
+    counted = [x["state_dict"]["rows.embedding_bags.t.weight"].flatten() for x in epochs]
+    assert torch.equal(counted[1] - counted[0], torch.ones(ROWS))  # nobody died while training
+    assert torch.equal(counted[2] - counted[1], torch.ones(ROWS))
+    assert trainer.callback_metrics["val"] == pytest.approx(math.log(2))

@@ -364,6 +364,9 @@ class RecsysStrategy(DDPStrategy):
                 refuse_metrics_of_all_ranks(trainer.lightning_module)
                 self.changes.log_through(self._own_values.log)
             if self._run_servers.meeting_place() is not None:
+                from lightning_recsys.strategies.common.process_group import among_the_living
+
+                self.changes.compute_metrics_by(among_the_living)
                 self.changes.before_validation_data(partial(self._share_validation, trainer))
         self.bind_backends()
         self._checkpoints.load_rows()

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,10 +31,15 @@ from torch._C._distributed_c10d import (
 )
 from torch.futures import Future
 
+from lightning_recsys.errors import WorkerLostError
 from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings
 
 BACKEND = "recsys_meetings"  # its name among torch's backends
 CHUNK_BYTES = 64 << 20  # of one meeting; a server's messages have a limit
+
+T = TypeVar("T")
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
 _OPERATIONS = {
     ReduceOp.SUM: "sum",
@@ -50,6 +57,7 @@ class MeetingGroup(dist.ProcessGroup):
     living from then on: rank 1 of the group may be worker 2. A mean is one over those whose values came. Collectives
     that gather one value of each rank cannot miss one; after a death they raise
     :class:`~lightning_recsys.errors.WorkerLostError` on all ranks unless one of the others came before.
+    :func:`among_the_living` does what consists of several collectives again then.
 
     Tensors travel through the server, so this is for what workers seldom do together, and not for every step.
 
@@ -60,6 +68,24 @@ class MeetingGroup(dist.ProcessGroup):
     def __init__(self, meetings: Meetings) -> None:
         super().__init__(meetings.rank, meetings.place.size)
         self._meetings = meetings
+        self._may_miss = True  # workers that died, in barriers, broadcasts and reductions
+
+    @contextmanager
+    def missing_nobody(self) -> Iterator[None]:
+        """Meanwhile no collective can do without a worker that died, so the members stay the same.
+
+        All workers begin and end this between the same two collectives.
+        """
+        self._may_miss = False
+        try:
+            yield
+        finally:
+            self._may_miss = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether collectives can miss nobody, as within :meth:`missing_nobody`."""
+        return not self._may_miss
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -85,7 +111,7 @@ class MeetingGroup(dist.ProcessGroup):
     # --- Collectives, by torch's names -------------------------------------------------------------------------------
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:  # noqa: D102
-        self._meetings.meet("barrier", torch.empty(0, dtype=torch.uint8))
+        self._meetings.meet("barrier", torch.empty(0, dtype=torch.uint8), may_miss=self._may_miss)
         return _done(None)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:  # noqa: D102
@@ -105,7 +131,8 @@ class MeetingGroup(dist.ProcessGroup):
             raise ValueError(f"workers that may die reduce by {sorted(_OPERATIONS.values())}, got {operation}.")
         for tensor in tensors:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            meet = partial(self._meetings.meet, f"allreduce of {tensor.numel()}", combine=f"{name} {dtype}")
+            kind, combine = f"allreduce of {tensor.numel()}", f"{name} {dtype}"
+            meet = partial(self._meetings.meet, kind, combine=combine, may_miss=self._may_miss)
             _put(torch.cat([meet(part) for part in _chunks(_bytes_of(tensor))]), tensor)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # noqa: D102
@@ -113,7 +140,8 @@ class MeetingGroup(dist.ProcessGroup):
             own, nothing = _bytes_of(tensor), torch.empty(0, dtype=torch.uint8)
             is_root = self.rank() == opts.rootRank
             kind = f"broadcast of {tensor.numel()} from {opts.rootRank}"
-            parts = [self._meetings.meet(kind, part if is_root else nothing) for part in _chunks(own)]
+            meet = partial(self._meetings.meet, kind, may_miss=self._may_miss)
+            parts = [meet(part if is_root else nothing) for part in _chunks(own)]
             _put(torch.cat(parts), tensor)
         return _done(tensors)
 
@@ -164,6 +192,32 @@ def living_ranks() -> tuple[int, ...]:
     """The workers that live, as of the last collective, by the ranks that they began with; all ranks know the same."""
     group = dist.group.WORLD
     return group.members if isinstance(group, MeetingGroup) else tuple(range(dist.get_world_size()))
+
+
+def among_the_living(together: Callable[[], T]) -> T:
+    """Do what all workers do together, and do it again without a worker that has died meanwhile.
+
+    Within it no collective misses anybody, so all values that belong to one result come from the same workers. Where
+    workers cannot die, or within another call of this, it is a plain call.
+
+    Args:
+        together: What all workers call at the same time; it may be called again, and be left in the middle.
+    """
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if not isinstance(group, MeetingGroup) or group.is_whole:
+        return together()
+    while True:
+        try:
+            with group.missing_nobody():
+                return together()
+        except WorkerLostError as lost:
+            group.barrier()  # behind it nobody counts on the dead
+            if group.rank() == 0:
+                log.warning(
+                    "Worker %d died while all workers were at %r, which the others do again without what it had.",
+                    lost.rank,
+                    lost.kind,
+                )
 
 
 def use_meetings(place: MeetingPlace, *, cancelled: Callable[[], bool]) -> str:

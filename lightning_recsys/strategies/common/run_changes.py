@@ -7,10 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from types import FrameType
+from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torchmetrics import Metric
+
+T = TypeVar("T")
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
@@ -28,6 +33,7 @@ class RunChanges:
         self._inserted: list[pl.Callback] = []
         self._replaced: list[tuple[object, str]] = []
         self._shown_batches: property | None = None  # Lightning's own, while progress bars show a number of ours
+        self._of_classes: list[tuple[type, str, Any]] = []  # what classes had before, by name
 
     def before_train_end(self, function: Callable[[], None]) -> None:
         """Call a function before the callbacks' ``on_train_end``; Lightning asks the strategy last of all."""
@@ -94,6 +100,21 @@ class RunChanges:
         results = self._trainer.fit_loop.epoch_loop._results
         self._replace(results, "log", partial(function, results.log))
 
+    def compute_metrics_by(self, together: Callable[[Callable[[], T]], T]) -> None:
+        """Let the values that all ranks bring to a metric of an epoch come together by a function that calls another.
+
+        This goes for torchmetrics' metrics, and for the values that Lightning keeps of ``self.log``. They are made
+        anywhere in a model, so the classes have it until :meth:`undo`.
+        """
+        for owner, name in ((Metric, "_sync_dist"), (_ResultMetric, "compute")):
+            original = vars(owner)[name]
+
+            def by_function(metric: Any, *args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+                return together(partial(original, metric, *args, **kwargs))
+
+            setattr(owner, name, by_function)
+            self._of_classes.append((owner, name, original))
+
     def show_batches(self, number: int) -> None:
         """Let progress bars show an epoch as this many batches, where Lightning itself is told no number.
 
@@ -118,7 +139,9 @@ class RunChanges:
             vars(owner).pop(name, None)  # one that was replaced twice is gone with the first
         for callback in self._inserted:
             self._callbacks.remove(callback)
-        self._replaced, self._inserted = [], []
+        for owned_by, name, original in self._of_classes:
+            setattr(owned_by, name, original)
+        self._replaced, self._inserted, self._of_classes = [], [], []
         if self._shown_batches is not None:
             ProgressBar.total_train_batches = self._shown_batches  # type: ignore[assignment]
             self._shown_batches = None

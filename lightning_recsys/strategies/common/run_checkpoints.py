@@ -62,8 +62,13 @@ class RunCheckpoints:
             return False
         if storage_options is not None:
             raise TypeError(f"{path} becomes a folder, which takes no storage_options, got {storage_options}.")
-        whole = checkpoint | {"state_dict": checkpoint["state_dict"] | strategy.stored_tensors()}
-        save_folder(strategy.broadcast(str(path)), whole, extras=strategy.checkpoint_extras())
+        from lightning_recsys.strategies.common.process_group import among_the_living
+
+        def save() -> None:  # each time by those who live then, of whom each writes a share of the rows
+            whole = checkpoint | {"state_dict": checkpoint["state_dict"] | strategy.stored_tensors()}
+            save_folder(strategy.broadcast(str(path)), whole, extras=strategy.checkpoint_extras())
+
+        among_the_living(save)
         return True
 
     def warn_of_lost_optimizers(self, checkpoint: Mapping[str, Any], path: _PATH) -> None:

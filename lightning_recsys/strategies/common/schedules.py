@@ -119,12 +119,19 @@ def refuse_different_schedules(trainer: pl.Trainer) -> None:
     Raises:
         ValueError: they would come to such an occasion different numbers of times, or at different times.
     """
+    from lightning_recsys.strategies.common.process_group import among_the_living  # which brings what servers need
+
     own = trainer.num_training_batches
     if math.isinf(own):  # on all ranks, as Lightning asks them; nobody knows what comes
         return
     schedules = list(_schedules(trainer, int(own)))
-    per_rank: list[tuple[int, list[int]]] = [(0, [])] * dist.get_world_size()
-    dist.all_gather_object(per_rank, (int(own), [x.times for x in schedules]))
+
+    def gather() -> list[tuple[int, list[int]]]:
+        per_rank: list[tuple[int, list[int]]] = [(0, [])] * dist.get_world_size()
+        dist.all_gather_object(per_rank, (int(own), [x.times for x in schedules]))
+        return per_rank
+
+    per_rank = among_the_living(gather)
     steps = [_steps(trainer, batches) for batches, _ in per_rank]
     if len({batches for batches, _ in per_rank}) == 1 or _ends_before(trainer, min(steps)):
         return

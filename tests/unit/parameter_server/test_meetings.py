@@ -13,7 +13,7 @@ from lightning_recsys.errors import RequestRefusedError, WorkerLostError
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings, ShareDealer
 from lightning_recsys.parameter_server.wire import Limits, Request, Status, decode_reply, encode_request
-from lightning_recsys.strategies.common.process_group import MeetingGroup
+from lightning_recsys.strategies.common.process_group import MeetingGroup, among_the_living
 
 
 class Served:
@@ -61,7 +61,7 @@ def place(tmp_path):
     served.handler.close()
 
 
-def together(place, *functions, ranks=(0, 1, 2), timeout=20.0):
+def together(place, *functions, ranks=(0, 1, 2), timeout=20.0, may_end=()):
     """Run a function of each worker's process group in a thread of its own; what each gave."""
     given = {}
 
@@ -69,6 +69,8 @@ def together(place, *functions, ranks=(0, 1, 2), timeout=20.0):
         group = MeetingGroup(Meetings(place, rank=rank, timeout=timeout))
         try:
             given[rank] = function(group)
+        except SystemExit:
+            given[rank] = None if rank in may_end else RuntimeError(f"worker {rank} has ended")
         except Exception as error:
             given[rank] = error
 
@@ -157,6 +159,34 @@ def test_gathering_when_a_worker_dies_within_it_then_all_hear_of_it_and_the_next
         place.lose(2)
 
     assert together(place, survivor, survivor, victim) == [[1.0, 2.0], [1.0, 2.0], None]
+
+
+def test_what_belongs_together_when_a_worker_dies_within_it_then_all_of_it_is_of_those_who_live(
+    place, monkeypatch, caplog
+):
+    """A sum and the number of its summands, which the dead worker would have had in one of them only."""
+    local = threading.local()
+    own = SimpleNamespace(is_initialized=lambda: True, ProcessGroup=dist.ProcessGroup, group=local)
+    monkeypatch.setattr("lightning_recsys.strategies.common.process_group.dist", own)
+
+    def mean(group):
+        total, count, size = torch.tensor([10.0 ** group.members[group.rank()]]), torch.tensor([1.0]), group.size()
+        group.allreduce([total], opts())
+        if group.members[group.rank()] == 2:
+            place.lose(2)
+            raise SystemExit
+        group.barrier()  # as torchmetrics meets before it gathers, with room for those whom it has counted before
+        group.allgather([[torch.zeros(1) for _ in range(size)]], [total])
+        group.allreduce([count], opts())
+        return (total / count).item()
+
+    def worker(group):
+        local.WORLD = group
+        return among_the_living(lambda: among_the_living(lambda: mean(group)))
+
+    with caplog.at_level("WARNING"):
+        assert together(place, worker, worker, worker, may_end=(2,)) == [5.5, 5.5, None]
+    assert [x for x in caplog.messages if "Worker 2 died while all workers were at 'barrier'" in x]
 
 
 def test_workers_when_each_waits_for_something_else_then_it_is_said_instead_of_waiting_for_ever(place):

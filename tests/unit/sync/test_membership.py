@@ -20,14 +20,18 @@ def test_meeting_when_everybody_has_come_then_it_is_over_for_all():
     assert membership.met() is None
 
 
-def test_worker_when_it_dies_after_it_came_then_what_it_brought_counts_and_it_is_gone_afterwards():
+def test_worker_when_it_dies_after_it_came_then_what_it_brought_counts_and_it_is_gone_after_the_next_meeting():
+    """Whoever divides a sum by the number of members divides by that of its summands."""
     membership = Membership(3)
     membership.come(2, 1, "allreduce", may_miss=True)
     assert membership.lose(2)
     assert not membership.lose(2)
     membership.come(0, 1, "allreduce", may_miss=True)
     membership.come(1, 1, "allreduce", may_miss=True)
-    assert membership.met() == Met(1, (0, 1, 2), (0, 1))
+    assert membership.met() == Met(1, (0, 1, 2), (0, 1, 2))
+    for rank in (0, 1):
+        membership.come(rank, 2, "barrier", may_miss=True)
+    assert membership.met() == Met(2, (0, 1), (0, 1))
 
 
 def test_meeting_when_it_cannot_miss_anybody_then_it_fails_for_all_and_the_next_one_can():
