@@ -162,7 +162,7 @@ class TabularDataModule(PreparedReader):
     @property
     def num_dense(self) -> int:
         """Number of dense features."""
-        return len(self.schema.dense)
+        return len(self.schema.numeric)
 
     @property
     def fields(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 
@@ -15,7 +15,15 @@ T = TypeVar("T")
 
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a key that a mapping already has, where YAML would keep the last and say nothing."""
+    """Refuses a key that a mapping already has, where YAML would keep the last and say nothing.
+
+    Dates stay the text that they are.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -77,6 +85,10 @@ def _as(value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else None
     if get_origin(kind) is tuple:
+        if get_args(kind)[0] is int:
+            numbers = [value] if is_number else value
+            whole = isinstance(numbers, list | tuple) and all(_as(number, int) is not None for number in numbers)
+            return tuple(numbers) if whole else None
         words = [value] if isinstance(value, str) else value
         simple = isinstance(words, list | tuple) and all(isinstance(w, str | int | float) for w in words)
         return tuple(str(word) for word in words) if simple else None
@@ -92,7 +104,7 @@ def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(get_args(kind))
     if get_origin(kind) is tuple:
-        return "a list of strings"
+        return "a list of whole numbers" if get_args(kind)[0] is int else "a list of strings"
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(_describe(option) for option in get_args(kind))
     return names[kind]

@@ -23,8 +23,11 @@ from lightning_recsys.data.preparation.encoding import Encoding, embedded
 from lightning_recsys.data.raw import TabularFormat
 from lightning_recsys.data.raw.cleaning import clean
 from lightning_recsys.data.raw.columns import Bags, RawColumns
+from lightning_recsys.data.raw.derived import derive
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
+from lightning_recsys.data.tables.features import Input, MultiValued, Vector
 from lightning_recsys.data.tables.schema import Schema, feature_name
+from lightning_recsys.data.tables.schema_parts import Split
 from lightning_recsys.data.tabular import TabularDataModule
 from lightning_recsys.embeddings import SparseFeatures
 
@@ -57,8 +60,8 @@ class RequestEncoder(ABC):
 class SchemaEncoder(RequestEncoder):
     """Follows the schema of a table, with the vocabularies and statistics of the training rows.
 
-    A row has a value for each column that the schema names under ``dense``, ``categorical`` and ``multi_valued``, those
-    of side tables included; ``None`` is a missing one. Others, such as a label, are ignored.
+    A row has a value for each column that a feature is made from, those of side tables included; ``None`` is a missing
+    one. Others, such as a label, are ignored.
 
     Args:
         schema: The columns.
@@ -67,24 +70,30 @@ class SchemaEncoder(RequestEncoder):
 
     def __init__(self, schema: Schema, encoding: Encoding) -> None:
         # Where the training rows lay, and who joined them, is no business of those who serve.
-        self._schema = dataclasses.replace(schema, files={"train": ("-",)}, joins=(), comments={})
+        self._schema = dataclasses.replace(
+            schema, files={"train": ("-",)}, joins=(), comments={}, time=None, split=Split()
+        )
         self._encoding = encoding
         self._format = TabularFormat(schema=self._schema)
         self._rules = SchemaRules(given=encoding)
-        moments = [encoding.statistics[name] for name in schema.dense]
+        moments = [encoding.statistics[name] for name in schema.numeric]
         self._summary_IK = np.array([[1, mean, std**2] for mean, std in moments]).reshape(-1, 3)
         self._tables = {
             feature_name(name): KeyTable(hash_values(values.cast(pa.binary())))
             for name, values in encoding.vocabularies.items()
         }
-        self._columns = [*schema.dense, *embedded(schema)]
+        self._columns: dict[str, list[Input]] = {}
+        for source, key in self._schema.inputs():
+            if key != "label":
+                self._columns.setdefault(source.column, []).append(source)
         self._features = tuple(map(feature_name, embedded(schema)))
 
     def encode(self, rows: Sequence[Row]) -> Encoded:  # noqa: D102 - inherited
         columns = {name: pa.chunked_array([self._column(rows, name)]) for name in self._columns}
         judge = _Judge(len(rows))
-        cleaned: Mapping[str, Any] = clean(Path("request"), columns, self._schema, self._schema.table, judge)
-        dense = [cleaned[name] for name in self._schema.dense]
+        cleaned = clean(Path("request"), columns, self._schema, self._schema.table, judge)
+        made: Mapping[str, Any] = derive(cleaned, self._schema)
+        dense = [made[name] for name in self._schema.numeric]
         raw = RawColumns(
             np.arange(len(rows)),
             np.zeros(len(rows), dtype=np.float32),
@@ -92,18 +101,18 @@ class SchemaEncoder(RequestEncoder):
             {},
         )
         dense_IN = self._rules.dense_features(raw, self._summary_IK, self._format)
-        found = [self._ids(name, cleaned[name], len(rows)) for name in embedded(self._schema)]
+        found = [self._ids(name, made[name], len(rows)) for name in embedded(self._schema)]
         values = torch.from_numpy(np.concatenate([ids for ids, _ in found]).astype(np.int64))
         lengths = None
         if self._schema.multi_valued:
             lengths = torch.from_numpy(np.concatenate([lengths for _, lengths in found]))
         return torch.from_numpy(np.ascontiguousarray(dense_IN.T)), SparseFeatures(self._features, values, lengths)
 
-    def _ids(self, column: str, cleaned: Any, num_rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        name = feature_name(column)
-        values, lengths = cleaned, np.ones(num_rows, dtype=np.int64)
-        if isinstance(cleaned, Bags):
-            values, lengths = cleaned.values, cleaned.lengths_N
+    def _ids(self, feature: str, made: Any, num_rows: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        name = feature_name(feature)
+        values, lengths = made, np.ones(num_rows, dtype=np.int64)
+        if isinstance(made, Bags):
+            values, lengths = made.values, made.lengths_N
         values = pa.DictionaryArray.from_arrays(values.indices, values.dictionary.cast(pa.binary()))
         return self._rules.look_up(name, values, self._tables.get(name), self._format), lengths
 
@@ -113,10 +122,15 @@ class SchemaEncoder(RequestEncoder):
                 raise ValueError(f"row {number} has no {name!r}; null stands for a missing value.")
         values = [row[name] for row in rows]
         given = {type(value) for value in values} - {type(None)}
-        if name in self._schema.multi_valued and given & {list, tuple} and not given <= {list, tuple}:
-            values, given = [self._items(name, value) for value in values], {list}  # lists beside texts
+        lists = {list, tuple}
+        read = {source.parse for source in self._columns[name]}
+        separator = self._separator(name)
+        if separator is not None and given & lists and not given <= lists:
+            values, given = [_items(separator, value) for value in values], {list}  # lists beside texts
+        if given & lists and not read & {"bag", "vector"}:
+            raise ValueError(f"{name!r} takes one value a row, got a list.")
         try:
-            if given <= {int, float} and name in self._schema.dense:
+            if given <= {int, float} and read == {"number"}:
                 return pa.array(values, pa.float64())
             if len(given) <= 1:  # what a Parquet file could have as well
                 array = pa.array(values, pa.string() if not given else None)
@@ -129,18 +143,36 @@ class SchemaEncoder(RequestEncoder):
         except (pa.ArrowException, TypeError, OverflowError) as error:
             raise ValueError(f"{name!r} has values that do not go together ({error!s:.120}).") from error
 
-    def _items(self, name: str, value: Any) -> Any:
-        if value is None or isinstance(value, list | tuple):
-            return value
-        return value.split(self._schema.multi_valued[name].separator) if isinstance(value, str) else [json.dumps(value)]
+    def _separator(self, column: str) -> str | None:
+        """What stands between the values of a column of bags; ``None`` of any other."""
+        for source in self._columns[column]:
+            if isinstance(source.by, MultiValued) and source.by.ngrams is None:
+                return source.by.separator
+        return None
 
     def example(self) -> dict[str, Any]:  # noqa: D102 - inherited
-        row: dict[str, Any] = dict.fromkeys(self._schema.dense, 0.0)
-        for name in embedded(self._schema):
-            known = self._encoding.vocabularies.get(name)
-            value = known[0].as_py() if known is not None and len(known) else None
-            row[name] = [value] if value is not None and name in self._schema.multi_valued else value
+        row: dict[str, Any] = {}
+        for column, sources in self._columns.items():
+            source = sources[0]
+            match source.parse, source.by:
+                case "number", _:
+                    row[column] = 0.0
+                case "moment", _:
+                    row[column] = "2026-01-01"
+                case "vector", Vector() as vector:
+                    row[column] = [0.0] * vector.width
+                case _:
+                    row[column] = self._frequent(column)
         return row
+
+    def _frequent(self, column: str) -> Any:
+        """The most frequent value of a column of words that the training rows had, where a vocabulary knows it."""
+        for name, feature in embedded(self._schema).items():
+            known = self._encoding.vocabularies.get(name, ())
+            if (feature.column or name) == column and len(known) and not getattr(feature, "cross", ()):
+                plain = isinstance(feature, MultiValued) and feature.ngrams is None
+                return [known[0].as_py()] if plain else known[0].as_py()
+        return None
 
     def to_files(self) -> tuple[dict[str, Any], dict[str, Tensor]]:  # noqa: D102 - inherited
         state = self._encoding.state_dict()
@@ -162,6 +194,12 @@ class SchemaEncoder(RequestEncoder):
         }
         state = {"vocabularies": vocabularies, "statistics": plain["statistics"]}
         return cls(schema, Encoding.from_state_dict(schema, state))
+
+
+def _items(separator: str, value: Any) -> Any:
+    if value is None or isinstance(value, list | tuple):
+        return value
+    return value.split(separator) if isinstance(value, str) else [json.dumps(value)]
 
 
 class IdEncoder(RequestEncoder):

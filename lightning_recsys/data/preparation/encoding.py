@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_recsys.data.preparation.vocabulary import vocabulary_file
 from lightning_recsys.data.prepared.manifest import Manifest
+from lightning_recsys.data.tables.features import Categorical, MultiValued
 from lightning_recsys.data.tables.schema import Schema, feature_name
-from lightning_recsys.data.tables.schema_parts import Categorical
 
 FIRST_ID = 2
 """Id of the first value of a vocabulary, the most frequent one; 0 is for unknown values."""
@@ -30,8 +30,8 @@ class Encoding:
 
     Args:
         schema: The columns.
-        vocabularies: The values of all features that are not hashed, by column: arrow strings, the most frequent first.
-        statistics: Mean and standard deviation of each dense feature after its transform, by column.
+        vocabularies: The values of all features that are not hashed, by name: arrow strings, the most frequent first.
+        statistics: Mean and standard deviation of each numeric feature after its transform, by name.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Encoding:
             vocabularies={name: table["value"].combine_chunks().cast(pa.string()) for name, table in tables.items()},
             statistics={
                 name: (learned["mean"][feature_name(name)], learned["deviation"][feature_name(name)])
-                for name in schema.dense
+                for name in schema.numeric
             },
         )
 
@@ -105,7 +105,7 @@ class Encoding:
             ValueError: it was learned for other columns, or for these in another order.
         """
         wanted = [name for name, feature in embedded(schema).items() if not feature.hash_buckets]
-        for kind, names in (("vocabularies", wanted), ("statistics", list(schema.dense))):
+        for kind, names in (("vocabularies", wanted), ("statistics", list(schema.numeric))):
             saved = list(state[kind])
             if saved != names and set(saved) == set(names):
                 raise ValueError(
@@ -122,8 +122,8 @@ class Encoding:
         return cls(schema, vocabularies=vocabularies, statistics=statistics)
 
 
-def embedded(schema: Schema) -> dict[str, Categorical]:
-    """The features that have ids, by column, in the order of the batches."""
+def embedded(schema: Schema) -> dict[str, Categorical | MultiValued]:
+    """The features that have ids, by name, in the order of the batches."""
     return {**schema.categorical, **schema.multi_valued}
 
 

@@ -19,10 +19,10 @@ from lightning_recsys.data.preparation.preprocessing import ColumnRules, Ids, Le
 from lightning_recsys.data.preparation.vocabulary import write_values
 from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
+from lightning_recsys.data.tables.features import Categorical, Dense, MultiValued
 from lightning_recsys.data.tables.schema import Schema, feature_name
-from lightning_recsys.data.tables.schema_parts import Categorical, Dense
 
-_COUNT, _MEAN, _SQUARES = range(3)
+_ROUNDING = 1e-12  # of a mean: a deviation below that is none
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SchemaRules(ColumnRules):
         for name, values in self.given.vocabularies.items():
             write_values(folder, feature_name(name), values)
         sizes = {feature_name(name): len(values) for name, values in self.given.vocabularies.items()}
-        moments = [self.given.statistics[name] for name in _schema(raw_format).dense]
+        moments = [self.given.statistics[name] for name in _schema(raw_format).numeric]
         return Learned([[1, mean, std**2] for mean, std in moments], sizes)
 
     def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class SchemaRules(ColumnRules):
     def summary(self, rows: RawColumns, raw_format: RawFormat) -> Summary:
         """Count, mean and sum of squared differences from the mean of the transformed values that are there."""
         summary = np.zeros((len(raw_format.dense), 3))
-        for i, (x_N, feature) in enumerate(zip(rows.dense_IN, _schema(raw_format).dense.values(), strict=True)):
+        for i, (x_N, feature) in enumerate(zip(rows.dense_IN, _schema(raw_format).numeric.values(), strict=True)):
             known = _transform(x_N[~np.isnan(x_N)], feature)
             if len(known):
                 summary[i] = len(known), known.mean(), known.var() * len(known)
@@ -122,7 +122,7 @@ class SchemaRules(ColumnRules):
     def dense_features(self, rows: RawColumns, summary_IK: Summary, raw_format: RawFormat) -> NDArray[np.float32]:
         """See the base class."""
         features = np.empty(rows.dense_IN.shape, dtype=np.float32)
-        options = _schema(raw_format).dense.values()
+        options = _schema(raw_format).numeric.values()
         for i, (x_N, feature, mean, std) in enumerate(zip(rows.dense_IN, options, *_moments(summary_IK), strict=True)):
             features[i] = _standardize(x_N, feature, mean=mean, std=std)
         return features
@@ -146,7 +146,7 @@ def _schema(raw_format: RawFormat) -> Schema:
     return raw_format.schema
 
 
-def _features(raw_format: RawFormat) -> dict[str, Categorical]:
+def _features(raw_format: RawFormat) -> dict[str, Categorical | MultiValued]:
     return {feature_name(name): feature for name, feature in embedded(_schema(raw_format)).items()}
 
 
@@ -184,4 +184,4 @@ def _moments(summary_IK: Summary) -> tuple[NDArray[np.float64], NDArray[np.float
     """Means and deviations; such that a constant column becomes 0."""
     n, mean, squares = summary_IK.reshape(-1, 3).T  # where there are no dense features, too
     std = np.sqrt(squares / np.maximum(n, 1))
-    return mean, np.where(std > 0, std, 1)
+    return mean, np.where(std > _ROUNDING * np.abs(mean), std, 1)

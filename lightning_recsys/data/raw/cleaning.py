@@ -13,14 +13,20 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lightning_recsys.data.raw.columns import Bags
+from lightning_recsys.data.raw.ngrams import ngram_bags
 from lightning_recsys.data.tables.columns import as_categories, parse_numbers, parse_times, plain_numbers
+from lightning_recsys.data.tables.features import Categorical, Dense, Input, MultiValued, TimeUnit, Vector
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import TableFormat
 
 Numbers: TypeAlias = NDArray[np.float64]
 Column: TypeAlias = Numbers | pa.DictionaryArray | Bags
-"""Numbers with NaN where one is missing, categories with null, or bags."""
+"""Numbers with NaN where one is missing (of vectors all of them, shape ``[rows, width]``), categories with null, or
+bags."""
+
+_SECONDS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+_YEAR_2200 = 7_258_118_400.0
 
 
 class RowJudge(Protocol):
@@ -48,7 +54,7 @@ def clean(
     judge: RowJudge,
     *,
     keys: Sequence[str] = (),
-) -> dict[str, Column]:
+) -> dict[Input, Column]:
     """Parse the columns of some rows, and drop the rows that make no sense.
 
     Args:
@@ -57,27 +63,17 @@ def clean(
         schema: What they mean.
         table: How the file is written.
         judge: Is told of bad rows.
-        keys: Columns that refer to another table or are referred to: also kept as categories, named ``key:<name>``.
+        keys: Columns that refer to another table or are referred to: also kept as categories.
     """
-    columns: dict[str, Column] = {}
-    for name, column in values.items():
-        parser = _Parser(path, table, judge, name, column)
-        if name == schema.label.column:
-            columns[name] = parser.label(LabelRule(schema.label.rule), strip=schema.label.strip)
-        elif name in schema.dense:
-            columns[name] = parser.numbers()
-        elif name == schema.time:
-            columns[name] = parser.times()
-        elif name in schema.multi_valued:
-            columns[name] = parser.bags(schema.multi_valued[name].separator)
-        elif name in schema.categorical:
-            columns[name] = parser.categories()
-        if name in keys:
-            columns[f"key:{name}"] = parser.categories()
+    asked = [source for source, _ in schema.inputs()]
+    columns: dict[Input, Column] = {}
+    for source in dict.fromkeys([*asked, *(Input(name, "key") for name in keys)]):
+        if source.column in values:
+            columns[source] = _Parser(path, table, judge, source.column, values[source.column]).parse(source, schema)
     if judge.good.all():
         return columns
     kept = np.flatnonzero(judge.good)
-    return {name: take(column, kept) for name, column in columns.items()}
+    return {source: take(column, kept) for source, column in columns.items()}
 
 
 def take(column: Column, rows: NDArray[np.int64]) -> Column:
@@ -85,7 +81,7 @@ def take(column: Column, rows: NDArray[np.int64]) -> Column:
     if isinstance(column, Bags):
         return column.take(rows)
     if isinstance(column, np.ndarray):
-        return np.append(column, np.nan)[rows]  # the last one is for -1
+        return np.concatenate([column, np.full((1, *column.shape[1:]), np.nan)])[rows]  # the last one is for -1
     return column.take(pa.array(rows, mask=rows < 0))
 
 
@@ -128,6 +124,23 @@ class _Parser:
     name: str
     values: pa.ChunkedArray
 
+    def parse(self, source: Input, schema: Schema) -> Column:
+        """The column as the schema has it."""
+        match source.parse, source.by:
+            case "label", _:
+                return self.label(LabelRule(schema.label.rule), strip=schema.label.strip)
+            case "number", _:
+                return self.numbers()
+            case "time", _:
+                return self.times()
+            case "moment", Dense() | Categorical() as feature:
+                return self.times(feature.unit, required=False)
+            case "bag", MultiValued() as feature:
+                return self.bags(feature)
+            case "vector", Vector() as feature:
+                return self.vectors(feature.width)
+        return self.categories()
+
     def label(self, rule: LabelRule, *, strip: str) -> Numbers:
         column = self.categories()
         words = pc.utf8_trim(column.dictionary, strip) if strip else column.dictionary
@@ -145,32 +158,69 @@ class _Parser:
         self._flag(bad, "must be a finite number (or listed under `missing`, if it stands for a missing one)")
         return np.where(np.isfinite(numbers), numbers, np.nan)
 
-    def times(self) -> Numbers:
+    def times(self, unit: TimeUnit | None = None, *, required: bool = True) -> Numbers:
+        """Numbers as they are, or seconds since 1970, as which a unit makes numbers count as well."""
+        scale = _SECONDS[unit]
         numbers: Numbers
+        present = self._present()
+        is_number = np.zeros(len(present), dtype=np.bool_)
         if pa.types.is_temporal(self.values.type):
             times = pc.cast(pc.cast(self.values, pa.timestamp("us")), pa.int64())
-            numbers = pc.fill_null(times, 0).to_numpy().astype(np.float64) / 1e6
-            bad = ~self._present()
+            numbers = np.where(present, pc.fill_null(times, 0).to_numpy().astype(np.float64) / 1e6, np.nan)
+            bad = np.zeros_like(is_number)
         elif self._is_numeric():
-            numbers = self._floats()
-            bad = ~np.isfinite(numbers)
+            numbers = self._floats() * scale
+            bad, is_number = present & ~np.isfinite(numbers), present
         else:
-            numbers, bad = parse_times(self._strings())
-            bad = bad | np.isnan(numbers)
+            words = self._strings()
+            numbers, bad = parse_times(words)
+            if unit is not None:
+                is_number = ~np.isnan(parse_numbers(words)[0])
+                numbers = np.where(is_number, numbers * scale, numbers)
+        bad = bad | np.isnan(numbers) if required else bad
         self._flag(bad, "the time must be a number or ISO 8601, such as 2026-01-31 or 2026-01-31T23:59:59Z")
+        if unit is not None:
+            late = is_number & (np.abs(np.nan_to_num(numbers)) > _YEAR_2200)
+            self._flag(late, f"the time must be before the year 2200, with unit: {unit} (numbers count from 1970)")
         return numbers
 
     def categories(self) -> pa.DictionaryArray:
         values = self.values if _is_string(self.values.type) else self._cast_to_strings()
         return as_categories(values, strip=self.table.strip, missing=self.table.missing)
 
-    def bags(self, separator: str) -> Bags:
+    def bags(self, feature: MultiValued) -> Bags:
         strip, missing = self.table.strip, self.table.missing
-        if pa.types.is_list(self.values.type) or pa.types.is_large_list(self.values.type):
+        if _is_list(self.values.type) and feature.ngrams is None:
             return as_bags(pc.cast(self.values, pa.list_(pa.string())), strip=strip, missing=missing)
         column = self.categories()  # each distinct text is cut into its items once
-        distinct = as_bags(pc.split_pattern(column.dictionary, separator), strip=strip, missing=missing)
+        if feature.ngrams is not None:
+            distinct = ngram_bags(column.dictionary, feature.ngrams, sizes=feature.sizes, limit=feature.limit)
+        else:
+            distinct = as_bags(pc.split_pattern(column.dictionary, feature.separator), strip=strip, missing=missing)
         return distinct.take(column.indices.fill_null(-1).to_numpy().astype(np.int64))
+
+    def vectors(self, width: int) -> Numbers:
+        """Shape ``[rows, width]``; all NaN where one is missing."""
+        if _is_list(self.values.type):
+            lists = pc.cast(self.values, pa.large_list(self.values.type.value_type))
+        else:
+            words = pc.utf8_trim(self._strings(), "[]() \t\r\n")
+            lists = pc.split_pattern_regex(words, pattern=r"\s*[,;|]\s*|\s+")
+        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
+        present = np.asarray(lists.is_valid())
+        flat = pc.list_flatten(lists)
+        try:
+            numbers, bad = parse_numbers(flat) if pa.types.is_string(flat.type) else _finite(flat)
+        except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+            raise ValueError(f"{self.path}, column {self.name!r} has type {self.values.type}: no numbers.") from error
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        wrong = present & (lengths != width)
+        wrong[rows[bad | np.isnan(numbers)]] = True
+        self._flag(wrong, f"must be a list of {width} finite numbers (or missing as a whole)")
+        whole = present & ~wrong
+        vectors = np.full((len(lengths), width), np.nan)
+        vectors[whole] = numbers[whole[rows]].reshape(-1, width)
+        return vectors
 
     def _floats(self) -> Numbers:
         numbers: Numbers = pc.cast(self.values, pa.float64(), safe=False).to_numpy()
@@ -209,6 +259,16 @@ def _codes(column: pa.DictionaryArray) -> NDArray[np.int64]:
     """The position of each row's string, and behind the last one where it is missing."""
     codes: NDArray[np.int64] = column.indices.fill_null(len(column.dictionary)).to_numpy().astype(np.int64)
     return codes
+
+
+def _finite(numbers: pa.ChunkedArray) -> tuple[Numbers, NDArray[np.bool_]]:
+    """As float64, and which are none or not finite."""
+    floats: Numbers = pc.cast(numbers, pa.float64(), safe=False).to_numpy()
+    return floats, ~np.isfinite(floats)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _is_string(kind: pa.DataType) -> bool:

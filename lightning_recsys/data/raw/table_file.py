@@ -20,6 +20,7 @@ from lightning_recsys.data.raw.cleaning import Column, clean
 from lightning_recsys.data.raw.columns import BadLine
 from lightning_recsys.data.raw.kernels import find_records
 from lightning_recsys.data.raw.text import Block, Position
+from lightning_recsys.data.tables.features import Input
 from lightning_recsys.data.tables.reading import (
     BLOCK_BYTES,
     MisshapenRow,
@@ -142,7 +143,7 @@ class TableFile:
 
     def rows(
         self, block: Block, schema: Schema, *, keys: Sequence[str]
-    ) -> tuple[dict[str, Column], NDArray[np.int64], list[BadLine]]:
+    ) -> tuple[dict[Input, Column], NDArray[np.int64], list[BadLine]]:
         """The good rows of a block, the number of each in the file, and the bad ones.
 
         Args:

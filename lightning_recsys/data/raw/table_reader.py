@@ -16,11 +16,14 @@ import pyarrow.compute as pc
 from lightning_recsys.data.raw.cleaning import Column, concatenate, take
 from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.raw.table_file import TableFile
+from lightning_recsys.data.tables.features import Input
 from lightning_recsys.data.tables.reading import column_names
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import Join
 
 OnBadRow = Literal["error", "skip"]
+
+_NUMERIC = {"number", "time", "moment", "vector"}
 
 
 class TableReader:
@@ -91,20 +94,20 @@ class TableReader:
         """Columns that refer to side tables."""
         return [join.column for join in self.schema.joins]
 
-    def join(self, columns: Mapping[str, Column]) -> tuple[dict[str, Column], list[bool]]:
+    def join(self, columns: Mapping[Input, Column]) -> tuple[dict[Input, Column], list[bool]]:
         """The rows of a file with the columns of the side tables.
 
         Args:
-            columns: Those of the file, with ``key:<name>`` for each of :attr:`keys`.
+            columns: Those of the file, with each of :attr:`keys` as such.
 
         Returns:
             The columns, and for each side table whether any row refers to a row of it.
         """
-        joined = {name: column for name, column in columns.items() if not name.startswith("key:")}
-        own, matched = set(joined), []
+        joined = {source: column for source, column in columns.items() if source.parse != "key"}
+        own, matched = {source.column for source in joined}, []
         for side in self._side_tables:
-            found, matches = side.look_up(columns[f"key:{side.join.column}"])
-            joined |= {name: column for name, column in found.items() if name not in own}
+            found, matches = side.look_up(columns[Input(side.join.column, "key")])
+            joined |= {source: column for source, column in found.items() if source.column not in own}
             matched.append(matches)
         return joined, matched
 
@@ -149,7 +152,9 @@ class TableReader:
             skipped.add(path, len(rows_N), bad, on_bad_row=self.on_bad_row)
             parts.append(part)
         skipped.check(path)
-        whole = {name: concatenate([part[name] for part in parts]) for name in (f"key:{join.key}", *columns)}
+        key = Input(join.key, "key")
+        wanted = [source for source in parts[0] if source == key or source.column in columns]
+        whole = {source: concatenate([part[source] for part in parts]) for source in wanted}
         return _SideTable(join, path, columns, whole, skipped)
 
     def _uses(self) -> list[tuple[str, str]]:
@@ -158,7 +163,8 @@ class TableReader:
 
     def _plain(self, columns: Sequence[str]) -> list[str]:
         """Those columns that hold numbers, mostly distinct."""
-        return [name for name in columns if name in self.schema.dense or name == self.schema.time]
+        read = {name: {source.parse for source, _ in self.schema.inputs() if source.column == name} for name in columns}
+        return [name for name, parses in read.items() if parses and parses <= _NUMERIC]
 
     def _paths(self, pattern: str, where: str) -> list[Path]:
         path = self.root / Path(pattern).expanduser()
@@ -189,15 +195,15 @@ class _SideTable:
     join: Join
     path: Path
     columns: list[str]
-    whole: Mapping[str, Column]
+    whole: Mapping[Input, Column]
     skipped: SkippedRows
 
     @property
     def key(self) -> pa.DictionaryArray:
         """The column that rows refer to."""
-        return self.whole[f"key:{self.join.key}"]
+        return self.whole[Input(self.join.key, "key")]
 
-    def look_up(self, column: pa.DictionaryArray) -> tuple[dict[str, Column], bool]:
+    def look_up(self, column: pa.DictionaryArray) -> tuple[dict[Input, Column], bool]:
         """This table's row for each row that refers to it, one where everything is missing if there is none.
 
         Also whether there is any.
@@ -208,4 +214,5 @@ class _SideTable:
         place = pc.fill_null(pc.index_in(column.dictionary, value_set=key.dictionary), -1).to_numpy()
         row_of_value = np.append(np.where(place >= 0, row_of_key[place], -1), -1)  # the last one is for a missing value
         rows = row_of_value[column.indices.fill_null(len(column.dictionary)).to_numpy()]
-        return {name: take(self.whole[name], rows) for name in self.columns}, bool((row_of_value >= 0).any())
+        found = {source: take(whole, rows) for source, whole in self.whole.items() if source.column in self.columns}
+        return found, bool((row_of_value >= 0).any())

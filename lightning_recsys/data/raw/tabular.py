@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.raw.columns import BadLine, Bags, RawColumns, RawFormat, SkippedRows
+from lightning_recsys.data.raw.derived import derive
 from lightning_recsys.data.raw.table_file import TableFile
 from lightning_recsys.data.raw.table_reader import OnBadRow, TableReader
 from lightning_recsys.data.raw.text import Block, Position
+from lightning_recsys.data.tables.features import Input
 from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Label
 from lightning_recsys.data.tables.schema_parts import Split as SchemaSplit
@@ -67,7 +69,7 @@ class TabularFormat(RawFormat):
         self._meaning = self.schema if labelled else meaning
         self._files: dict[Path, TableFile] = {}
         self._matched: dict[Path, list[bool]] = {}
-        self.dense = tuple(feature_name(name) for name in self.schema.dense)
+        self.dense = tuple(feature_name(name) for name in self.schema.numeric)
         self.categories = tuple(feature_name(name) for name in self.schema.categorical)
         self.bags = {feature_name(name): False for name in self.schema.multi_valued}
         self.time_unit = None if self.schema.time is None or not labelled else "numbers, or seconds since 1970"
@@ -130,7 +132,7 @@ class TabularFormat(RawFormat):
         file = self._reader.file(path, carried=carried)
         for block in file.blocks():
             columns, rows_N, _ = file.rows(block, self._meaning, keys=[*self._reader.keys, *carried])
-            yield pa.array(rows_N) if column is None else columns[f"key:{column}"].cast(pa.string())  # type: ignore[union-attr]
+            yield pa.array(rows_N) if column is None else columns[Input(column, "key")].cast(pa.string())  # type: ignore[union-attr]
 
     def parse(self, block: bytes) -> RawColumns:
         """Not for this format: what a block means depends on its file."""
@@ -154,19 +156,21 @@ class TabularFormat(RawFormat):
             self._matched[path] = [a or b for a, b in zip(before, matched, strict=True)]
         return self._columns(joined, rows_N, bad)
 
-    def _columns(self, columns: Mapping[str, Any], rows_N: NDArray[np.int64], bad: Sequence[BadLine]) -> RawColumns:
+    def _columns(self, columns: Mapping[Input, Any], rows_N: NDArray[np.int64], bad: Sequence[BadLine]) -> RawColumns:
         schema = self.schema
-        dense = [columns[name] for name in schema.dense]
+        made: Mapping[str, Any] = derive(columns, schema)
+        dense = [made[name] for name in schema.numeric]
+        labels = columns[Input(schema.label.column, "label")] if self._labelled else np.zeros(len(rows_N))
         return RawColumns(
             rows_N,
-            columns[schema.label.column].astype(np.float32) if self._labelled else np.zeros(len(rows_N), np.float32),
+            labels.astype(np.float32),
             np.stack(dense) if dense else np.empty((0, len(rows_N))),
-            {feature_name(name): _binary(columns[name]) for name in schema.categorical},
+            {feature_name(name): _binary(made[name]) for name in schema.categorical},
             {
-                feature_name(name): Bags(_binary(columns[name].values), columns[name].lengths_N)
+                feature_name(name): Bags(_binary(made[name].values), made[name].lengths_N)
                 for name in schema.multi_valued
             },
-            None if self.time_unit is None else columns[schema.time or ""],
+            None if self.time_unit is None else columns[Input(schema.time or "", "time")],
             bad,
         )
 

@@ -107,6 +107,18 @@ def parse_times(strings: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.float64
     return np.where(valid, seconds, numbers), bad & ~valid
 
 
+def fixed_time(text: str) -> float | None:
+    """Seconds since 1970 of a time as :func:`parse_times` reads it; ``None`` for a number or a name.
+
+    >>> fixed_time("1970-01-02"), fixed_time("86400"), fixed_time("born")
+    (86400.0, None, None)
+    """
+    words = pa.array([text])
+    (number,), _ = parse_numbers(words)
+    (time,), (bad,) = parse_times(words)
+    return None if bad or not np.isnan(number) else float(time)
+
+
 def _offsets(strings: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
     """Seconds by which times are ahead of UTC, by their ends; 0 where they do not say."""
     words = [str(word) if word is not None and ":" in word else "" for word in strings.to_pylist()]

@@ -11,8 +11,9 @@ from statistics import median
 from typing import Any
 
 from lightning_recsys.data.tables.columns import TIME
+from lightning_recsys.data.tables.features import Categorical, Dense, MultiValued
 from lightning_recsys.data.tables.schema import Schema
-from lightning_recsys.data.tables.schema_parts import Categorical, Dense, Label, MultiValued
+from lightning_recsys.data.tables.schema_parts import Label
 from lightning_recsys.data.tables.sniffing import is_number, sniff
 
 _MISSING = ("", "?", "NA", "N/A", "NULL", "null", "None", "nan", "NaN", "\\N")

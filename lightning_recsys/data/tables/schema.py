@@ -9,24 +9,21 @@ from typing import Any, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
+from lightning_recsys.data.tables.features import Categorical, Dense, Input, MultiValued, Vector
 from lightning_recsys.data.tables.label import LabelRule
-from lightning_recsys.data.tables.schema_parts import (
-    Categorical,
-    Dense,
-    Join,
-    Label,
-    MultiValued,
-    Split,
-    TableFormat,
-    require,
-)
+from lightning_recsys.data.tables.schema_parts import Join, Label, Split, TableFormat, require
 from lightning_recsys.data.typed_yaml import check_keys, convert, load_yaml, make
 
 T = TypeVar("T")
 
 DEFAULT_SHARE = 0.1
 SPLITS = ["train", "validation", "test", "predict"]
-FEATURES: dict[str, type] = {"dense": Dense, "categorical": Categorical, "multi_valued": MultiValued}
+FEATURES: dict[str, type] = {
+    "dense": Dense,
+    "vectors": Vector,
+    "categorical": Categorical,
+    "multi_valued": MultiValued,
+}
 FORMAT_KEYS = [f.name for f in fields(TableFormat)]
 KEYS = ["files", *FORMAT_KEYS, "label", "defaults", *FEATURES, "time", "ignore", "joins", "split"]
 
@@ -43,6 +40,7 @@ class Schema:
         table: How those files are written.
         label: The label.
         dense: Numeric features.
+        vectors: Lists of numbers, each as long in every row: so many numeric features more.
         categorical: Features with one id per row.
         multi_valued: Features with a bag of ids per row.
         time: Column with the time of a row: numbers or ISO 8601.
@@ -60,6 +58,7 @@ class Schema:
     label: Label
     table: TableFormat = field(default_factory=TableFormat)
     dense: Mapping[str, Dense] = field(default_factory=dict)
+    vectors: Mapping[str, Vector] = field(default_factory=dict)
     categorical: Mapping[str, Categorical] = field(default_factory=dict)
     multi_valued: Mapping[str, MultiValued] = field(default_factory=dict)
     time: str | None = None
@@ -81,14 +80,12 @@ class Schema:
             bool(self.categorical or self.multi_valued),
             "schema needs at least one column under categorical or multi_valued: the models embed them.",
         )
-        for where, column in self._embedded():
-            require(column.min_count >= 1, f"{where}.min_count must be at least 1, got {column.min_count}.")
-            buckets = column.hash_buckets
-            require(buckets is None or buckets >= 1, f"{where}.hash_buckets must be at least 1, got {buckets}.")
-            require(
-                buckets is None or column.min_count == 1,
-                f"{where} has both min_count and hash_buckets: hashing keeps no counts. Choose one.",
-            )
+        for key in FEATURES:
+            for name, feature in getattr(self, key).items():
+                feature.check(f"schema.{key}.{name}")
+        for name, feature in self.categorical.items():
+            self._check_cross(f"schema.categorical.{name}.cross", feature)
+        self._check_sources()
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Schema:
@@ -125,33 +122,80 @@ class Schema:
         return DEFAULT_SHARE if share is None else float(share)
 
     def uses(self) -> Iterator[tuple[str, str]]:
-        """Every column that is spoken for, with the key that does."""
-        yield self.label.column, "label"
-        for key in ("dense", "categorical", "multi_valued", "ignore"):
-            for column in getattr(self, key):
-                yield column, key
-        if self.time is not None:
-            yield self.time, "time"
+        """Every column that is spoken for, with the key that does; some stand there more than once."""
+        yield from ((source.column, key) for source, key in self.inputs())
+        yield from ((column, "ignore") for column in self.ignore)
 
-    def _embedded(self) -> Iterator[tuple[str, Categorical]]:
-        for key in ("categorical", "multi_valued"):
-            for name, column in getattr(self, key).items():
-                yield f"schema.{key}.{name}", column
+    def inputs(self) -> Iterator[tuple[Input, str]]:
+        """What is read of which columns, with the key that asks for it."""
+        yield Input(self.label.column, "label"), "label"
+        for key in FEATURES:
+            for name, feature in getattr(self, key).items():
+                for part, made_from in self.parts(name, feature):
+                    yield from ((source, key) for source in part.inputs(made_from))
+        if self.time is not None:
+            yield Input(self.time, "time"), "time"
+
+    def parts(self, name: str, feature: Any) -> Iterator[tuple[Any, str]]:
+        """A feature with its name; of a cross, those that it lists, where a column is a feature without options."""
+        if isinstance(feature, Categorical) and feature.cross:
+            yield from ((self.categorical.get(part, Categorical()), part) for part in feature.cross)
+        else:
+            yield feature, name
+
+    @property
+    def numeric(self) -> dict[str, Dense]:
+        """All numeric features, those that vectors are made of behind the others, in the order of the batches."""
+        numbers = {
+            place: Dense(standardize=vector.standardize)
+            for name, vector in self.vectors.items()
+            for place in vector.places(name)
+        }
+        return {**self.dense, **numbers}
 
     def _check_uses(self) -> None:
+        named = [(name, key) for key in FEATURES for name in getattr(self, key)]
         seen: dict[str, str] = {}
-        for column, key in self.uses():
+        for name, key in (
+            (self.label.column, "label"),
+            *named,
+            *((name, "ignore") for name in self.ignore),
+            *([] if self.time is None else [(self.time, "time")]),
+        ):
+            both = {key, seen.get(name)} <= {"time", *FEATURES}
+            hint = f" Or give the feature another name, and column: {name} among its options." if both else ""
             require(
-                column not in seen,
-                f"column {column!r} stands under schema.{seen.get(column)} and under schema.{key}. Keep one.",
+                name not in seen,
+                f"column {name!r} stands under schema.{seen.get(name)} and under schema.{key}. Keep one.{hint}",
             )
-            seen[column] = key
+            seen[name] = key
         features = list(map(feature_name, (*self.categorical, *self.multi_valued)))
         require(
             len(set(features)) == len(features),
             f"two of the columns {', '.join(sorted(features))} have the same name once dots become underscores. "
             "Rename one.",
         )
+
+    def _check_sources(self) -> None:
+        """What a feature is made from must not give the label away, nor be what is not to be used."""
+        for key in FEATURES:
+            for name, feature in getattr(self, key).items():
+                for part, made_from in self.parts(name, feature):
+                    for source in part.inputs(made_from):
+                        where = f"schema.{key}.{name} is made from column {source.column!r}"
+                        require(source.column != self.label.column, f"{where}, which is the label.")
+                        require(source.column not in self.ignore, f"{where}, which stands under schema.ignore as well.")
+
+    def _check_cross(self, where: str, feature: Categorical) -> None:
+        for part in feature.cross:
+            crossed = part in self.categorical and self.categorical[part].cross
+            require(not crossed, f"{where} lists {part!r}, which is a cross itself. List what that one does.")
+            for key in ("dense", "vectors", "multi_valued"):
+                require(
+                    part not in getattr(self, key),
+                    f"{where} lists {part!r}, which stands under schema.{key}. Cross categorical features, or columns "
+                    f"that are no features: {{column: {part}}} under another name makes a categorical one of it.",
+                )
 
     def _check_split(self) -> None:
         for name in ("validation", "test"):

@@ -1,4 +1,4 @@
-"""The parts of a schema: how a file is written, and what a column is."""
+"""The parts of a schema: how a file is written, the label, side tables, the split."""
 
 from __future__ import annotations
 
@@ -73,48 +73,6 @@ class Label:
     column: str
     rule: str | None = None
     strip: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dense:
-    """A numeric feature.
-
-    Args:
-        transform: ``none``, or ``log`` for ``sign(x) * log(1 + |x|)``, which tames counts.
-        standardize: Whether to subtract the mean and divide by the standard deviation of the training rows.
-        fill: What a missing value is replaced with: ``mean`` of the (transformed) training rows, or a number, which is
-            taken as if it stood in the file.
-    """
-
-    transform: Literal["none", "log"] = "none"
-    standardize: bool = True
-    fill: Literal["mean"] | float = "mean"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Categorical:
-    """A feature with one id per row.
-
-    Args:
-        min_count: Values that the training rows hold less often share the id of unknown values.
-        hash_buckets: Number of buckets to hash values into, instead of a vocabulary.
-    """
-
-    min_count: int = 1
-    hash_buckets: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MultiValued(Categorical):
-    """A feature with a bag of ids per row.
-
-    Args:
-        separator: Between the values in a text column; lists in Parquet files need none.
-        min_count: As for categorical features.
-        hash_buckets: As for categorical features.
-    """
-
-    separator: str = "|"
 
 
 @dataclass(frozen=True, kw_only=True)

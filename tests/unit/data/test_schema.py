@@ -102,7 +102,7 @@ def test_to_yaml_when_names_need_quotes_then_has_them(tmp_path):
         ({"dense": {"age": {"fill": "zero"}}}, r"schema\.dense\.age\.fill must be mean or a number, got 'zero'"),
         (
             {"defaults": {"label": {}}},
-            r"schema\.defaults has no key 'label'\. Allowed: dense, categorical, multi_valued",
+            r"schema\.defaults has no key 'label'\. Allowed: dense, vectors, categorical, multi_valued",
         ),
         ({"separator": ""}, r"schema\.separator must be one or more characters"),
         ({"quote": "''"}, r"schema\.quote must be one character, got \"''\""),

@@ -107,6 +107,8 @@ def test_dense_when_a_column_is_constant_or_all_missing_then_is_zero(tmp_path):
     lines = ["click,age,user,tags,blank", "1,7,a,x,", "0,7,b,y,"]
     batch = all_rows(load(tmp_path, lines, dense=["age", "blank"]))
     assert batch.dense.tolist() == [[0, 0], [0, 0]]
+    rounded = all_rows(load(tmp_path, ["click,age,user,tags", *(f"{i % 2},0.1,a,x" for i in range(7))]))
+    assert rounded.dense.abs().max() < 1e-9  # though the mean is not quite 0.1
 
 
 def test_categories_when_rare_then_share_the_id_of_unknown_ones(tmp_path):
