@@ -222,9 +222,13 @@ def optimizer_like(
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer's class keeps in the object, beside what every optimizer has, and what schedulers put there."""
-    every = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"step", "_opt_called", "_step_count"}
-    return {name: value for name, value in vars(optimizer).items() if name not in every}
+    """What an optimizer's class keeps in the object, beside what every optimizer has.
+
+    Methods that others have replaced in the object, as schedulers and embedding collections do, are left out.
+    """
+    every = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"_opt_called", "_step_count"}
+    methods = {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}
+    return {name: value for name, value in vars(optimizer).items() if name not in every | methods}
 
 
 class GroupMemory:
