@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import hydra
 from omegaconf import DictConfig
 from recipe_tools.config_types import check_complete
@@ -21,7 +24,20 @@ def main(cfg: DictConfig) -> None:
         server = make_server(api, workers=cfg.workers)
     except FileNotFoundError as error:
         raise SystemExit(str(error)) from None
+    _end_as_with_control_c()
     server.run(host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning")
+
+
+def _end_as_with_control_c() -> None:
+    """Let SIGTERM end all processes of the server, which LitServe does for SIGINT alone."""
+    server = os.getpid()
+
+    def end(*_: object) -> None:
+        if os.getpid() != server:  # a process that was forked, and has no handler of its own yet
+            os._exit(128 + signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 if __name__ == "__main__":

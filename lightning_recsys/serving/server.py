@@ -6,12 +6,14 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import litserve
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from torch import Tensor, cat, split
 
 from lightning_recsys.embeddings import SparseFeatures
@@ -19,6 +21,14 @@ from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.reader import ModelReader, PublishedModel
 
 _Encoded = tuple[PublishedModel, Tensor, SparseFeatures]
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Why a request gets no scores. It is an answer and no exception, which LitServe would give to all of a batch."""
+
+    status: int
+    detail: str
 
 
 class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
@@ -61,35 +71,53 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
             temporary.write_text(json.dumps(status))
             temporary.replace(target)
 
-    # LitServe reads the annotations of the next two; without one a request is JSON of any kind.
+    # LitServe and FastAPI read the annotations of the next two as objects, so those stand below the class.
     def decode_request(self, request):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         """Encode the rows; a wrong one is status 422, and disturbs no other request."""
         model = self.reader.model
         try:
-            rows = request["rows"] if isinstance(request, Mapping) and "rows" in request else [request]
-            if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
+            rows = request["rows"] if "rows" in request else [request]
+            if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
                 raise ValueError("give a row, or a list of at least one row under 'rows'.")
             return model, *model.encoder.encode(rows)
         except ValueError as error:
-            raise HTTPException(status_code=422, detail=str(error)) from error
+            return _Refused(422, str(error))
 
-    def predict(self, x: _Encoded | list[_Encoded]) -> Any:
+    def predict(self, x: _Encoded | _Refused | list[_Encoded | _Refused]) -> Any:
         """Score the rows of one request, or of several at once."""
         requests = x if isinstance(x, list) else [x]
-        answers: dict[int, dict[str, Any]] = {}
-        for model in {id(model): model for model, *_ in requests}.values():
-            places = [place for place, request in enumerate(requests) if request[0] is model]
-            dense = cat([requests[place][1] for place in places])
-            sparse = SparseFeatures.cat([requests[place][2] for place in places])
-            scores = split(model.logits(dense, sparse).sigmoid(), [len(requests[place][1]) for place in places])
-            for place, some in zip(places, scores, strict=True):
-                answers[place] = {"version": model.version, "probabilities": some.tolist()}
+        answers: dict[int, dict[str, Any] | _Refused] = {}
+        groups: dict[int, list[tuple[int, _Encoded]]] = {}  # the requests of each version, with their places
+        for place, request in enumerate(requests):
+            if isinstance(request, _Refused):
+                answers[place] = request
+            else:
+                groups.setdefault(id(request[0]), []).append((place, request))
+        for group in groups.values():
+            model = group[0][1][0]
+            dense = cat([request[1] for _, request in group])
+            sparse = SparseFeatures.cat([request[2] for _, request in group])
+            scores = model.logits(dense, sparse).sigmoid()
+            for (place, _), some in zip(group, split(scores, [len(x[1]) for _, x in group]), strict=True):
+                answers[place] = _answer(model, some)
         found = [answers[place] for place in range(len(requests))]
         return found if isinstance(x, list) else found[0]
 
     def encode_response(self, output):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
-        """The answer as it is."""
+        """The answer as it is; a refusal with its status."""
+        if isinstance(output, _Refused):
+            return JSONResponse({"detail": output.detail}, status_code=output.status)
         return output
+
+
+ScoringAPI.decode_request.__annotations__["request"] = dict[str, Any]  # FastAPI refuses what is no JSON object
+
+
+def _answer(model: PublishedModel, scores: Tensor) -> dict[str, Any] | _Refused:
+    wrong = (~scores.isfinite()).nonzero().flatten().tolist()
+    if wrong:  # JSON has no such number, and it is the model's fault, not the request's
+        return _Refused(500, f"row {wrong[0]}: the score by version {model.version} is {scores[wrong[0]].item()}.")
+    return {"version": model.version, "probabilities": scores.tolist()}
 
 
 def make_server(api: ScoringAPI, *, workers: int = 1) -> litserve.LitServer:
@@ -132,6 +160,14 @@ def make_server(api: ScoringAPI, *, workers: int = 1) -> litserve.LitServer:
     def example() -> dict[str, Any]:
         return {"rows": [status()["example"]]}
 
+    async def refuse(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        why = f"{first['msg']}: {first['ctx']['error']}" if "ctx" in first else first["msg"]
+        where = f" at character {first['loc'][1]}" if first["type"] == "json_invalid" else ""
+        expected = "a request is a JSON object sent as application/json, one row or {'rows': [...]}"
+        return JSONResponse({"detail": f"{expected}; got another body ({why}{where})."}, status_code=422)
+
+    server.app.exception_handler(RequestValidationError)(refuse)
     server.app.add_api_route("/health", health)
     server.app.add_api_route("/example", example)
     return server

@@ -140,6 +140,11 @@ def test_model_when_it_has_tied_parameters_then_it_is_published(tmp_path, monkey
     assert score == pytest.approx([torch.ones(()).sigmoid().item()])
 
 
+needs_litserve = pytest.mark.skipif(
+    importlib.util.find_spec("litserve") is None, reason="litserve is not installed (extra [serving])"
+)
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -154,7 +159,45 @@ def ask(port, path, body=None):
         return json.loads(answer.read())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("litserve") is None, reason="litserve is not installed (extra [serving])")
+def refused(port, body, kind="application/json"):
+    """Status and words of an answer that is none."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/predict", data=body, headers={"Content-Type": kind})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=30)
+    return error.value.code, json.loads(error.value.read())["detail"]
+
+
+@needs_litserve
+def test_requests_of_one_batch_when_some_cannot_be_scored_then_the_others_are(tmp_path, monkeypatch):
+    from lightning_recsys.serving.server import ScoringAPI
+
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    model = LogisticRegression(2, {"a": 5})
+    with torch.no_grad():
+        model.first_order.dense_weight.copy_(torch.tensor([4.0, -4.0]))
+    export_model(model, tmp_path, num_dense=2)
+    api = ScoringAPI(str(tmp_path))
+    api.setup("cpu")
+    api.reader.close()
+    huge = {"dense": [3e38, 3e38], "a": 1}  # four times that is infinity, and infinity less infinity is no number
+    requests = [{"dense": [0, 0], "a": 1}, {"a": 9}, {"rows": []}, {"rows": [{"dense": [0, 0], "a": 1}, huge]}, {}]
+    answers = api.predict(api.batch([api.decode_request(request) for request in requests]))
+    answers = [api.encode_response(answer) for answer in answers]
+    assert answers[0] == {"version": 1, "probabilities": [0.5]}
+    found = [(x.status_code, json.loads(x.body)["detail"]) for x in answers[1:]]
+    assert [status for status, _ in found] == [422, 422, 500, 422]
+    assert found[2][1] == "row 1: the score by version 1 is nan."
+
+
+def is_group_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@needs_litserve
 def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "export_apart", dense._export)
     model, port = LogisticRegression(2, {"a": 5}), free_port()
@@ -182,15 +225,21 @@ def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path
         answer = ask(port, "/predict", {"rows": [*example["rows"], {"dense": [0, 0], "a": [1, 2]}]})
         assert answer["version"] == 2
         assert answer["probabilities"] == pytest.approx([torch.ones(()).sigmoid().item()] * 2)
-        with pytest.raises(urllib.error.HTTPError, match="422"):
-            ask(port, "/predict", {"rows": [{"a": 9}]})
+        assert refused(port, b'{"rows": [{"a": 9}]}') == (422, "row 0: 'a' takes ids in [0, 5), got 9.")
+        for body in (b"{", b"", b"[NaN]", b"null", b"\xff\xfe"):
+            assert refused(port, body)[0] == 422
+            assert "a request is a JSON object" in refused(port, body)[1]
+        assert refused(port, b"[" * 100_000)[0] == 400
+        assert refused(port, json.dumps(example).encode(), kind="text/plain")[0] == 422
         health = ask(port, "/health")
         assert (health["status"], health["version"], health["workers"]) == ("ok", 2, 1)
         assert health["age_seconds"] >= 0
+        os.kill(server.pid, signal.SIGTERM)  # to the one process that whoever started it knows
+        server.wait(60)
+        while is_group_alive(server.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
+        if is_group_alive(server.pid):
             os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
+        server.wait()
