@@ -25,6 +25,10 @@ RECIPES = {
 }
 TOOLS = {
     "server": ("lightning_recsys.parameter_server.cli", "serve embedding rows and dense parameters to other machines"),
+    "versions": (
+        "lightning_recsys.serving.cli",
+        "list what is published in a folder, and go back to an earlier version",
+    ),
     "checkpoint": ("lightning_recsys.checkpoints.cli", "turn folder checkpoints into single files, and back"),
 }
 

@@ -45,7 +45,12 @@ def export(config: Config) -> Manifest:
     task.load_state_dict((read_checkpoint(path) if is_folder(path) else checkpoint)["state_dict"])
     position = {"epoch": checkpoint.get("epoch"), "global_step": checkpoint.get("global_step")}
     return export_model(
-        task.model, config["out"], num_dense=datamodule.num_dense, datamodule=datamodule, position=position
+        task.model,
+        config["out"],
+        num_dense=datamodule.num_dense,
+        datamodule=datamodule,
+        position=position,
+        keep_runs=config["keep_runs"],
     )
 
 

@@ -10,6 +10,8 @@ from omegaconf import DictConfig
 from recipe_tools.config_types import check_complete
 from recipe_tools.overrides import explained_overrides
 
+from lightning_recsys.errors import PublishedVersionError
+
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="serve")
 def main(cfg: DictConfig) -> None:
@@ -18,11 +20,11 @@ def main(cfg: DictConfig) -> None:
         from lightning_recsys.serving.server import ScoringAPI, make_server
     except ImportError as error:
         raise SystemExit(f"serve.py needs the extra [serving]: pip install -e .[serving] ({error})") from None
-    names = ("cache", "follow_seconds", "max_batch_size", "batch_timeout")
+    names = ("version", "cache", "follow_seconds", "max_batch_size", "batch_timeout")
     api = ScoringAPI(cfg.url, **{name: cfg[name] for name in names})
     try:
         server = make_server(api, workers=cfg.workers)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, PublishedVersionError) as error:
         raise SystemExit(str(error)) from None
     _end_as_with_control_c()
     server.run(host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning")

@@ -4,5 +4,15 @@ from lightning_recsys.serving.export import export_model
 from lightning_recsys.serving.manifest import Manifest
 from lightning_recsys.serving.publisher import ModelPublisher
 from lightning_recsys.serving.reader import ModelReader, Prediction, PublishedModel
+from lightning_recsys.serving.retention import list_versions, roll_back
 
-__all__ = ["Manifest", "ModelPublisher", "ModelReader", "Prediction", "PublishedModel", "export_model"]
+__all__ = [
+    "Manifest",
+    "ModelPublisher",
+    "ModelReader",
+    "Prediction",
+    "PublishedModel",
+    "export_model",
+    "list_versions",
+    "roll_back",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ def export_model(
     num_dense: int,
     datamodule: object = None,
     position: Mapping[str, Any] | None = None,
+    keep_runs: int | None = None,
 ) -> Manifest:
-    """Publish a model as a base.
+    """Publish a model as a base, and a run of its own. What was published there before stays.
 
     Args:
         model: ``forward(dense, sparse) -> logits``, with its rows.
@@ -35,20 +37,22 @@ def export_model(
         num_dense: Numeric features.
         datamodule: Where requests are encoded as its rows are; without one they have ids.
         position: What the manifest says of the training: plain values.
+        keep_runs: The versions of so many runs stay, this one included; ``None`` for all.
 
     Raises:
-        ValueError: the model has no rows here, or another process publishes there.
+        ValueError: the model has no rows here, or another run publishes there.
+        FloatingPointError: the model has diverged.
         RuntimeError: the dense part cannot be exported.
     """
-    part, folder = DensePart(model), VersionFolder(url)
+    part, folder, run = DensePart(model), VersionFolder(url), uuid.uuid4().hex
     collections = {path: x for path, x in model.named_modules() if isinstance(x, EmbeddingBagCollection)}
     backends = {path: backend_of(x) for path, x in collections.items()}
     tables = {path: snapshot_of(x.tables, x) for path, x in collections.items()}
     encoder = encoder_of(datamodule, part.features, num_dense)
-    with tempfile.TemporaryDirectory(prefix="lightning-recsys-") as temporary, folder.locked():
+    with tempfile.TemporaryDirectory(prefix="lightning-recsys-") as temporary, folder.locked(f"run {run}"):
         program = Path(temporary) / "program.pt2"
         export_apart(part, num_dense, program)
-        writer = VersionWriter(folder, keep=1, compact_share=1.0, max_increments=1)
+        writer = VersionWriter(folder, run=run, keep=1, keep_runs=keep_runs, compact_share=1.0, max_increments=1)
         dense = {name: tensor.clone() for name, tensor in part.model.state_dict().items()}  # tied ones, too
         cut = Cut(dense, position or {}, time.time(), backends, dict.fromkeys(backends, 0))
         return writer.publish(Skeleton(program, encoder, num_dense, tables), cut)

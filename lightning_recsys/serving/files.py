@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import os
@@ -11,7 +10,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +19,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.serving.claims import Claim, locked, words_of
 from lightning_recsys.serving.manifest import (
     CURRENT,
     MANIFEST,
@@ -35,8 +35,8 @@ from lightning_recsys.serving.manifest import (
 _VERSIONS = "versions"
 _NUMBER = re.compile(r"[1-9]\d{0,17}")
 _CHUNK_BYTES = 1 << 22
-_UNUSED_SECONDS = 3600.0  # a downloaded file that no version needs any more is kept for so long
-_LOCK = ".publisher.lock"
+_UNUSED_SECONDS = 3600.0  # a downloaded file that nobody has in use any more is kept for so long
+_NOTE_SECONDS = 600.0  # between two notes that files are in use
 
 
 class DigestedFile(io.RawIOBase):
@@ -105,6 +105,9 @@ class VersionFolder:
         self._fs, root = fsspec.core.url_to_fs(self.url)
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._root = str(root).rstrip("/")
+        self._claim: Claim | None = None  # on a remote folder, while it is locked
+        self._noted: Set[str] = frozenset()  # digests of the downloads in use, as last noted
+        self._noted_at = 0.0
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.cache = Path(cache) if cache is not None else home / "lightning_recsys" / "versions"
 
@@ -129,20 +132,30 @@ class VersionFolder:
         Raises:
             PublishedVersionError: it is missing, another one, or no manifest.
         """
-        name = self.name(link.version)
+        found, manifest = self.find(link.version)
+        if found != link:
+            reason = "its manifest is another one than the version after it was made for"
+            raise PublishedVersionError(self.name(link.version), reason)
+        return manifest
+
+    def find(self, version: int) -> tuple[Link, Manifest]:
+        """The manifest of a number, whatever it is, and what would name it.
+
+        Raises:
+            PublishedVersionError: it is missing, or no manifest.
+        """
+        name = self.name(version)
         try:
-            data = self._read(f"{_VERSIONS}/{link.version}/{MANIFEST}", MAX_MANIFEST_BYTES)
+            data = self._read(f"{_VERSIONS}/{version}/{MANIFEST}", MAX_MANIFEST_BYTES)
         except OSError as error:
             raise PublishedVersionError(name, f"its manifest is missing ({error.strerror or error})") from error
-        if digest_of(data) != link.digest:
-            raise PublishedVersionError(name, "its manifest is another one than the version after it was made for")
         try:
             manifest = Manifest.from_json(data)
         except ValueError as error:
             raise PublishedVersionError(name, f"its manifest is damaged: {error}") from error
-        if manifest.version != link.version:
+        if manifest.version != version:
             raise PublishedVersionError(name, f"its manifest is that of version {manifest.version}")
-        return manifest
+        return Link(version, digest_of(data)), manifest
 
     def file(self, manifest: Manifest, name: str) -> Path:
         """A file of a version on this machine, compared with its digest.
@@ -202,37 +215,54 @@ class VersionFolder:
             partial.unlink(missing_ok=True)
         return target
 
-    def forget_downloads(self, keep: set[str]) -> None:
-        """Remove files from the cache that are in no version of ``keep`` (digests), and were not used for an hour."""
+    def keep_downloads(self, digests: Set[str]) -> None:
+        """Note that files of the cache are in use, and remove those that nobody has noted for an hour.
+
+        So a process that is started again finds the files of what it had open, and processes that follow different
+        folders keep theirs in one cache. Where nothing is new, it does its work every ten minutes.
+        """
         if self.is_local or not self.cache.is_dir():
             return
+        now = time.time()
+        if digests == self._noted and now - self._noted_at < _NOTE_SECONDS:
+            return
+        self._noted, self._noted_at = digests, now
         for path in self.cache.iterdir():
             with suppress(OSError):
-                if path.stem not in keep and path.stat().st_mtime < time.time() - _UNUSED_SECONDS:
+                if path.stem in digests:
+                    os.utime(path)
+                elif path.stat().st_mtime < now - _UNUSED_SECONDS:
                     path.unlink()
 
     # --- Publishing --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Be the only publisher, as far as the file system can tell: none but local ones can.
+    def locked(self, holder: str) -> Iterator[None]:
+        """Be the only publisher.
+
+        Args:
+            holder: Who publishes, for others that are refused meanwhile.
 
         Raises:
-            ValueError: another process publishes there.
+            ValueError: another one publishes there; the message names it.
         """
-        if not self.is_local:
-            yield
+        if self.is_local:
+            with locked(Path(self._root), self.url, words_of(holder)):
+                yield
             return
-        root = Path(self._root)
-        root.mkdir(parents=True, exist_ok=True)
-        with (root / _LOCK).open("a") as file:
+        claim = Claim(
+            lambda name: self._read(name, 1 << 16),
+            lambda name, data: self._fs.pipe_file(f"{self._root}/{name}", data),
+            lambda name: self._fs.rm_file(f"{self._root}/{name}"),
+            url=self.url,
+            holder=words_of(holder),
+        )
+        with claim:
+            self._claim = claim
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ValueError(
-                    f"{self.url}: another process publishes there. Choose another folder, or end that one first."
-                ) from None
-            yield
+                yield
+            finally:
+                self._claim = None
 
     def versions(self) -> list[int]:
         """The numbers of all versions that are there, whole or not, rising."""
@@ -265,9 +295,18 @@ class VersionFolder:
                 self._fs.put_file(str(path), f"{self._root}/{_VERSIONS}/{version}/{path.name}")
 
     def set_current(self, link: Link) -> None:
-        """Let a version count from now on, in one step: its files must be there."""
+        """Let a version count from now on, in one step: its files must be there.
+
+        Raises:
+            PublishedVersionError: another publisher has taken this one for dead, and publishes there now.
+        """
         data = current_to_json(link)
         if not self.is_local:
+            try:
+                if self._claim is not None:
+                    self._claim.check()
+            except ValueError as error:
+                raise PublishedVersionError(self.name(link.version), str(error).rstrip(".")) from error
             self._fs.pipe_file(f"{self._root}/{CURRENT}", data)  # object stores replace an object in one step
             return
         target = Path(self._root) / CURRENT
@@ -280,8 +319,10 @@ class VersionFolder:
         _sync(target.parent)
 
     def remove(self, version: int) -> None:
-        """Delete a version's files, if there are any."""
+        """Delete a version's files, if there are any; the manifest first, so that no half of it counts as one."""
         place = f"{self._root}/{_VERSIONS}/{version}"
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(f"{place}/{MANIFEST}")
         if self.is_local:
             shutil.rmtree(place, ignore_errors=True)
         else:
@@ -289,11 +330,21 @@ class VersionFolder:
                 self._fs.rm(place, recursive=True)
 
     def clear_leftovers(self) -> None:
-        """Remove what a killed publisher has left: versions after the one that counts, and unfinished pointers."""
+        """Remove what a killed publisher has left: versions without a whole manifest, and unfinished pointers.
+
+        A whole version above the one that counts stays: somebody may have gone back to an earlier one.
+        """
         current = self.current()
         for version in self.versions():
-            if current is None or version > current.version:
+            try:
+                Manifest.from_json(self._read(f"{_VERSIONS}/{version}/{MANIFEST}", MAX_MANIFEST_BYTES))
+            except FileNotFoundError:
                 self.remove(version)
+            except ValueError:
+                if current is None or version > current.version:
+                    self.remove(version)
+            except OSError:  # a network that fails for a moment must not cost a version
+                continue
         if self.is_local:
             for path in Path(self._root).glob(f".{CURRENT}.*"):
                 path.unlink(missing_ok=True)

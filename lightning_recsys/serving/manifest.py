@@ -27,13 +27,13 @@ from typing import Any, Literal
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 CURRENT = "current.json"
 MAX_MANIFEST_BYTES = 64 << 20
 _FILE = re.compile(r"[a-z0-9][a-z0-9-]{0,60}\.(arrow|safetensors|pt2|json)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LINEAGE = re.compile(r"[0-9a-f]{32}")
+_HEX = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class Manifest:
     Args:
         version: Its number.
         kind: ``base`` has all rows, ``increment`` those that changed since the version before.
+        run: The same for all versions of a training run, those after it was resumed from a checkpoint included.
         lineage: The same for a base and all that follows it, until the next base that is no compaction.
         previous: The version before; of an increment always there. Of a base only where its content is that of the
             version before, which it compacts.
@@ -142,12 +143,14 @@ class Manifest:
         num_dense: Numeric features of the model.
         collections: The model's tables.
         created: When the version was cut, in seconds since 1970.
-        position: Where in the training data: epoch, step, examples.
+        position: Where in the training data: ``epoch``, ``global_step``, ``examples``. ``examples_are`` says whether
+            those are ``counted``, or ``estimated`` from rank 0's where each worker trains at its own speed.
         cut: How far the parts of the version lie apart, in updates and milliseconds.
     """
 
     version: int
     kind: Literal["base", "increment"]
+    run: str
     lineage: str
     previous: Link | None
     files: Mapping[str, FileEntry]
@@ -160,7 +163,7 @@ class Manifest:
     def __post_init__(self) -> None:
         _require(_is_count(self.version) and self.version > 0, f"{self.version!r:.40} is no number of a version")
         _require(self.kind in ("base", "increment"), f"its kind is {self.kind!r:.40}")
-        _require(_matches(_LINEAGE, self.lineage), "its lineage is none")
+        _require(_matches(_HEX, self.lineage) and _matches(_HEX, self.run), "its run and lineage are none")
         _require(_is_count(self.num_dense) and isinstance(self.created, float | int), "its numbers are none")
         _require(self.kind == "base" or self.previous is not None, "it is an increment to no version")
         _require(self.previous is None or self.previous.version < self.version, "it follows a later version")

@@ -7,6 +7,7 @@ import queue
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -49,8 +50,10 @@ class ModelPublisher(LeanCallback):
         every_n_steps: Publish after so many steps of the optimizer.
         every_seconds: Publish every so many seconds; 60 where neither is given. Workers go by their clocks, each at the
             multiples of this time.
-        keep: How many versions can be opened, the latest ones; older ones are removed.
-        compact_share: Increments are compacted into a new base once they take this share of its bytes.
+        keep: How many versions of this run can be opened, the latest ones; its older ones are removed. A run that is
+            resumed from a checkpoint is the same run.
+        keep_runs: The versions of so many runs stay in the folder, this one included; ``None`` for all.
+        compact_share: Increments are compacted into a new base once they take this share of its bytes, and 64 MiB.
         max_increments: Or once there are so many.
         module: The name of the LightningModule's part that is published: ``forward(dense, sparse) -> logits``.
 
@@ -65,7 +68,8 @@ class ModelPublisher(LeanCallback):
         every_n_steps: int | None = None,
         every_seconds: float | None = None,
         keep: int = 3,
-        compact_share: float = 0.5,
+        keep_runs: int | None = None,
+        compact_share: float = 1.0,
         max_increments: int = 100,
         module: str = "model",
     ) -> None:
@@ -74,13 +78,16 @@ class ModelPublisher(LeanCallback):
         if every_n_steps is None and every_seconds is None:
             every_seconds = DEFAULT_SECONDS
         positive = {"every_n_steps": every_n_steps, "every_seconds": every_seconds, "keep": keep}
-        for name, value in {**positive, "compact_share": compact_share, "max_increments": max_increments}.items():
+        positive |= {"keep_runs": keep_runs, "compact_share": compact_share, "max_increments": max_increments}
+        for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ValueError(f"callbacks.model_publisher.{name} must be above 0, got {value}.")
         self.url = str(url)
         self.every_n_steps, self.every_seconds = every_n_steps, every_seconds
-        self.keep, self.compact_share, self.max_increments = keep, compact_share, max_increments
+        self.keep, self.keep_runs = keep, keep_runs
+        self.compact_share, self.max_increments = compact_share, max_increments
         self.module = module
+        self._run = uuid.uuid4().hex
         self._examples = 0  # that were trained on, by all workers
         self._reset()
 
@@ -98,12 +105,12 @@ class ModelPublisher(LeanCallback):
         return vars(self) | vars(fresh)
 
     def state_dict(self) -> dict[str, Any]:
-        """The examples that were trained on."""
-        return {"examples": self._examples}
+        """The run, and the examples that were trained on."""
+        return {"run": self._run, "examples": self._examples}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
-        self._examples = int(state_dict["examples"])
+        """Go on as the same run."""
+        self._run, self._examples = str(state_dict["run"]), int(state_dict["examples"])
 
     # --- Hooks -------------------------------------------------------------------------------------------------------
 
@@ -116,7 +123,7 @@ class ModelPublisher(LeanCallback):
         """Begin to look for versions that are due.
 
         Raises:
-            ValueError: the LightningModule has no such part, or another process publishes there.
+            ValueError: the LightningModule has no such part, or another run publishes there.
         """
         if (model := getattr(pl_module, self.module, None)) is None:
             raise ValueError(
@@ -179,6 +186,7 @@ class ModelPublisher(LeanCallback):
                 "global_step": trainer.global_step,
                 "batch_idx": batch_idx,
                 "examples": self._examples,
+                "examples_are": "estimated" if _is_free(trainer) else "counted",
             }
             self._work.submit(self._model, collections, position, gathered)
 
@@ -243,11 +251,13 @@ class _Work:
         self._part = part
         self._ending = ExitStack()
         folder = VersionFolder(publisher.url)
-        self._ending.enter_context(folder.locked())
+        self._ending.enter_context(folder.locked(f"run {publisher._run}"))
         self._program = Path(self._ending.enter_context(tempfile.TemporaryDirectory(prefix="lightning-recsys-"))) / "p"
         self._writer = VersionWriter(
             folder,
+            run=publisher._run,
             keep=publisher.keep,
+            keep_runs=publisher.keep_runs,
             compact_share=publisher.compact_share,
             max_increments=publisher.max_increments,
         )
@@ -346,7 +356,8 @@ class _Work:
             except (
                 OSError,
                 PublishedVersionError,
-            ) as error:  # a full disk, a bucket that is gone: it may be well again
+                FloatingPointError,
+            ) as error:  # a full disk, a bucket that is gone, a model that diverges: it may be well again
                 log.warning("A version was not published: %s. The last one still counts.", error)
             except BaseException as error:
                 self._error = error
@@ -367,3 +378,8 @@ def _backends(collections: Mapping[str, EmbeddingBagCollection]) -> dict[str, Ba
 def _workers(trainer: pl.Trainer) -> int:
     """How many workers see examples of their own; of a group that cuts the model by fields, all see the same."""
     return int(trainer.world_size // getattr(trainer.strategy, "group_size", 1))
+
+
+def _is_free(trainer: pl.Trainer) -> bool:
+    """Whether each worker trains at its own speed, and perhaps more batches than another."""
+    return trainer.world_size > 1 and getattr(trainer.strategy, "asynchronous", False)

@@ -31,6 +31,7 @@ ENCODER = "encoder.json"
 ENCODER_TENSORS = "encoder.safetensors"
 _LONGEST_CHAIN = 100_000
 _ATTEMPTS = 3  # to open a version that was removed for a newer one meanwhile
+_WRONG = (ValueError, KeyError, TypeError, ArithmeticError, MemoryError, OSError, RuntimeError, SafetensorError)
 _NO_IDS: Integers = torch.empty(0, dtype=torch.int64).numpy()
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class PublishedModel:
         rows: The rows of each collection, by its path.
         weights: The tensors of the dense part.
         encoder: How requests become numbers and ids.
+        digests: Those of all files that it was opened from, as those of the base.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class PublishedModel:
         weights: Mapping[str, Tensor],
         rows: Mapping[str, PublishedRows],
         encoder: RequestEncoder,
+        digests: frozenset[str],
     ) -> None:
         self.manifest, self.link, self.rows, self.weights, self.encoder = manifest, link, rows, weights, encoder
-        self.program = program
+        self.program, self.digests = program, digests
         self._dense = with_weights(program, weights)
         self._collections = {path: _collection(published) for path, published in rows.items()}
 
@@ -115,21 +118,23 @@ class ModelReader:
     Args:
         url: Where versions are published: a folder, or a URL that fsspec knows.
         cache: Where files of a remote folder are kept; see :class:`~lightning_recsys.serving.files.VersionFolder`.
+        version: Open this version and stay with it; without one, follow what counts.
 
     Attributes:
         model: The version that is open.
 
     Raises:
         FileNotFoundError: nothing was published there yet.
-        PublishedVersionError: the version that counts cannot be used.
+        PublishedVersionError: the version cannot be used.
     """
 
-    def __init__(self, url: str | Path, *, cache: str | Path | None = None) -> None:
+    def __init__(self, url: str | Path, *, cache: str | Path | None = None, version: int | None = None) -> None:
         self.folder = VersionFolder(url, cache=cache)
         self._swapping = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._model: PublishedModel | None = None
+        self._pinned = None if version is None else self.folder.find(version)[0]
         self.refresh()
         if self._model is None:
             raise FileNotFoundError(f"{url}: nothing was published there yet (there is no current.json).")
@@ -165,18 +170,23 @@ class ModelReader:
         """
         with self._swapping:
             for attempt in range(_ATTEMPTS):
-                current = self.folder.current()
+                current = self._pinned or self.folder.current()
                 if current is None or (self._model is not None and current == self._model.link):
+                    self._keep_downloads()
                     return False
                 try:
                     self._model = self._open(current)
                 except PublishedVersionError:
-                    if attempt == _ATTEMPTS - 1 or self.folder.current() == current:
+                    if attempt == _ATTEMPTS - 1 or (self._pinned or self.folder.current()) == current:
                         raise
                 else:
-                    self.folder.forget_downloads({x.sha256 for x in self._model.manifest.files.values()})
+                    self._keep_downloads()
                     return True
         return False
+
+    def _keep_downloads(self) -> None:
+        if self._model is not None:
+            self.folder.keep_downloads(self._model.digests)
 
     def follow(self, seconds: float = 1.0, *, tell: Callable[[PublishedModel], None] = lambda model: None) -> None:
         """Look for a new version every so many seconds from now on, until :meth:`close`. Errors are logged.
@@ -229,7 +239,7 @@ class ModelReader:
                 model = self._opened(model, link, manifest)
             except PublishedVersionError:
                 raise
-            except (ValueError, KeyError, TypeError, OSError, RuntimeError, SafetensorError) as error:
+            except _WRONG as error:
                 raise PublishedVersionError(self.folder.name(link.version), str(error)) from error
         assert model is not None
         return model
@@ -264,7 +274,10 @@ class ModelReader:
             plain = json.loads(self.folder.file(manifest, ENCODER).read_bytes())
             encoder = encoder_from(plain, load_file(self.folder.file(manifest, ENCODER_TENSORS)))
         weights = load_file(self.folder.file(manifest, DENSE))
-        return PublishedModel(manifest, link, program=program, weights=weights, rows=rows, encoder=encoder)
+        digests = frozenset(x.sha256 for x in manifest.files.values()) | (before.digests if before else frozenset())
+        return PublishedModel(
+            manifest, link, program=program, weights=weights, rows=rows, encoder=encoder, digests=digests
+        )
 
 
 def open_rows(

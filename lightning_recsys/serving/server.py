@@ -39,6 +39,7 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
 
     Args:
         url: Where versions are published.
+        version: Answer by this version and no other.
         cache: Where files of a remote folder are kept.
         follow_seconds: Between two looks for a new version.
         max_batch_size: Requests that are scored together, at most.
@@ -49,18 +50,19 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
         self,
         url: str,
         *,
+        version: int | None = None,
         cache: str | None = None,
         follow_seconds: float = 1.0,
         max_batch_size: int = 64,
         batch_timeout: float = 0.002,
     ) -> None:
         super().__init__(max_batch_size=max_batch_size, batch_timeout=batch_timeout)
-        self.url, self.cache, self.follow_seconds = url, cache, follow_seconds
+        self.url, self.version, self.cache, self.follow_seconds = url, version, cache, follow_seconds
         self.status_folder: str | None = None  # where each worker notes which version it has
 
     def setup(self, device: str) -> None:
         """Open the version that counts, and follow."""
-        self.reader = ModelReader(self.url, cache=self.cache)
+        self.reader = ModelReader(self.url, cache=self.cache, version=self.version)
         self.reader.follow(self.follow_seconds, tell=self._note)
 
     def _note(self, model: PublishedModel) -> None:
@@ -76,7 +78,7 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
         """Encode the rows; a wrong one is status 422, and disturbs no other request."""
         model = self.reader.model
         try:
-            rows = request["rows"] if "rows" in request else [request]
+            rows = request.get("rows", [request])
             if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
                 raise ValueError("give a row, or a list of at least one row under 'rows'.")
             return model, *model.encoder.encode(rows)
@@ -132,11 +134,15 @@ def make_server(api: ScoringAPI, *, workers: int = 1) -> litserve.LitServer:
 
     Raises:
         FileNotFoundError: nothing was published there yet.
+        PublishedVersionError: the version that it is to answer by is not there.
     """
-    if VersionFolder(api.url, cache=api.cache).current() is None:
+    published = VersionFolder(api.url, cache=api.cache)
+    if published.current() is None:
         raise FileNotFoundError(
             f"{api.url}: nothing was published there yet. Start again once a first version is there."
         )
+    if api.version is not None:
+        published.find(api.version)
     folder = tempfile.TemporaryDirectory(prefix="lightning-recsys-serving-")
     api.status_folder = folder.name
     # LitServe's own check says whether workers run; the version is in what each worker notes.

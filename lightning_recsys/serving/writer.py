@@ -1,8 +1,8 @@
 """Writes versions: bases and increments, compaction, and what is kept of them.
 
 The order of the steps is what a kill at any moment leaves whole: first a version's files, then its manifest, then
-``current.json`` in one step, and only then older versions go. A version above the one that counts is a leftover, which
-the next writer removes.
+``current.json`` in one step, and only then older versions go, their manifests first. A version without a manifest is a
+leftover, which the next writer removes. No number is given twice while its version is there.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.serving.encoders import RequestEncoder
 from lightning_recsys.serving.files import DigestedFile, VersionFolder, digest_file, write_file
 from lightning_recsys.serving.manifest import MANIFEST, Collection, FileEntry, Link, Manifest, TableRows, digest_of
 from lightning_recsys.serving.reader import DENSE, ENCODER, ENCODER_TENSORS, PROGRAM, open_rows
+from lightning_recsys.serving.retention import Retention
 from lightning_recsys.serving.row_files import RowWriter, block_rows, write_ids
 from lightning_recsys.serving.snapshots import Backend, Rows, TableSnapshot
 from lightning_recsys.serving.tables import PublishedRows
 from lightning_recsys.stores.backend import StoreBackend
+
+_SMALL_BYTES = 64 << 20  # of increments: they are opened in a moment, and small tables change as a whole
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,28 @@ class VersionWriter:
 
     Args:
         folder: Where to.
-        keep: How many versions can be opened, the latest ones; with what they build on.
-        compact_share: Increments are compacted into a new base once they take this share of its bytes.
+        run: Whose versions these are.
+        keep: How many versions of this run can be opened, the latest ones; with what they build on.
+        keep_runs: The versions of so many runs stay, this one included; ``None`` for all.
+        compact_share: Increments are compacted into a new base once they take this share of its bytes, and 64 MiB.
         max_increments: Or once there are so many.
     """
 
-    def __init__(self, folder: VersionFolder, *, keep: int, compact_share: float, max_increments: int) -> None:
-        self.folder = folder
-        self._keep, self._compact_share, self._max_increments = keep, compact_share, max_increments
+    def __init__(
+        self,
+        folder: VersionFolder,
+        *,
+        run: str,
+        keep: int,
+        keep_runs: int | None,
+        compact_share: float,
+        max_increments: int,
+    ) -> None:
+        self.folder, self._run = folder, run
+        self._compact_share, self._max_increments = compact_share, max_increments
         folder.clear_leftovers()
         self._last = folder.current()
+        self._retention = Retention(folder, run, keep=keep, keep_runs=keep_runs)
         self._last_manifest: Manifest | None = None  # of this writer's latest version; without one a base comes next
         self._base_bytes = self._increment_bytes = self._num_increments = 0
 
@@ -92,6 +106,9 @@ class VersionWriter:
         """Write the next version and let it count; behind it, perhaps, a compaction as a version of its own.
 
         Where it fails, nothing has changed for readers, and the next version is a base.
+
+        Raises:
+            FloatingPointError: the model has diverged: no reader is to open that.
         """
         before, self._last_manifest = self._last_manifest, None
         is_base = before is None or self._last is None
@@ -109,6 +126,7 @@ class VersionWriter:
             manifest = Manifest(
                 version=version,
                 kind="base" if is_base else "increment",
+                run=self._run,
                 lineage=uuid.uuid4().hex if before is None else before.lineage,
                 previous=None if is_base else self._last,
                 files=files,
@@ -122,14 +140,14 @@ class VersionWriter:
         self._let_count(link, manifest)
         if not is_base and self._is_due_for_compaction():
             self._compact(skeleton, manifest)
-        self._clear_old()
+        self._retention.clear_old()
         if self._last == link:
             self._last_manifest = manifest
         return manifest
 
     @property
     def _next(self) -> int:
-        return 1 if self._last is None else self._last.version + 1
+        return max([0 if self._last is None else self._last.version, *self.folder.versions()]) + 1
 
     def _let_count(self, link: Link, manifest: Manifest) -> None:
         self.folder.set_current(link)
@@ -142,7 +160,7 @@ class VersionWriter:
             self._num_increments += 1
 
     def _is_due_for_compaction(self) -> bool:
-        is_large = self._increment_bytes > self._compact_share * self._base_bytes
+        is_large = self._increment_bytes > max(self._compact_share * self._base_bytes, _SMALL_BYTES)
         return is_large or self._num_increments >= self._max_increments
 
     def _compact(self, skeleton: Skeleton, before: Manifest) -> None:
@@ -181,22 +199,6 @@ class VersionWriter:
             assert chain[0].previous is not None
             chain.insert(0, self.folder.manifest(chain[0].previous))
         return chain
-
-    def _clear_old(self) -> None:
-        """Remove the versions that none of the latest ones builds on, unless it cannot be read what they build on."""
-        wanted, link = set[int](), self._last
-        while link is not None:
-            try:
-                manifest = self.folder.manifest(link)
-            except PublishedVersionError:  # a network that fails for a moment must not cost a base
-                return
-            wanted.add(link.version)
-            if manifest.is_base and len(wanted) >= self._keep:
-                break
-            link = manifest.previous
-        for version in self.folder.versions():
-            if version not in wanted:
-                self.folder.remove(version)
 
 
 class _Clock:
@@ -244,6 +246,9 @@ def _write_skeleton(folder: Path, skeleton: Skeleton) -> dict[str, FileEntry]:
 
 
 def _write_dense(folder: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    for name, tensor in tensors.items():
+        if bool(tensor.isnan().any()):
+            raise FloatingPointError(f"{name} of the model has numbers that are none: it has diverged")
     return _write_bytes(folder, DENSE, save({name: x.contiguous() for name, x in tensors.items()}))
 
 
@@ -302,6 +307,8 @@ def _write_rows(
         nonlocal count
         with RowWriter(file, table.config.embedding_dim, with_ids=with_ids) as writer:
             for ids_U, rows_UD in rows:
+                if not bool(rows_UD.isfinite().all()):
+                    raise FloatingPointError(f"rows of table {table.config.name!r} are not finite: they have diverged")
                 writer.write(rows_UD, ids_U)
         count = writer.num_rows
 

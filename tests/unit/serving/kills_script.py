@@ -10,7 +10,6 @@ from published import TABLES, Trained
 
 from lightning_recsys.serving import ModelReader, reader
 from lightning_recsys.serving.dense import load_program
-from lightning_recsys.serving.writer import VersionWriter
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # a kill loses nothing that the system has
@@ -54,7 +53,7 @@ def main(folder, program):
     step, outcomes, status = 0, set(), signal.SIGKILL
     while not os.WIFEXITED(status):
         step += 1
-        trained.writer = VersionWriter(trained.folder, **options)  # of the next run
+        trained.restart()
         for number in range(2):
             trained.train([10 + number])
             manifest = trained.publish()  # a base, then an increment

@@ -72,11 +72,17 @@ class Trained:
         )
         self.model.embeddings.bind(backend)
         self.backend = backend
-        options = {"keep": 100, "compact_share": 1e9, "max_increments": 10**6} | options
+        self.options = {"run": "0" * 32, "keep": 100, "keep_runs": None, "compact_share": 1e9, "max_increments": 10**6}
+        self.options |= options
         self.folder = VersionFolder(url)
-        self.writer = VersionWriter(self.folder, **options)
+        self.writer = VersionWriter(self.folder, **self.options)
         encoder = IdEncoder(dict.fromkeys(FEATURES, 50), 2)
         self.skeleton = Skeleton(program, encoder, 2, {"embeddings": snapshot_of(tables, self.model.embeddings)})
+
+    def restart(self, **options):
+        """Publish further on as the next process would."""
+        self.options |= options
+        self.writer = VersionWriter(self.folder, **self.options)
 
     def train(self, ids, lr=0.5):
         """One update of the rows of some ids, the same for all three features."""

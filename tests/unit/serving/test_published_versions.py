@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from published import FEATURES, Trained, save_program
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import PublishedVersionError
-from lightning_recsys.serving import ModelReader
+from lightning_recsys.serving import ModelReader, claims, list_versions, roll_back
+from lightning_recsys.serving.cli import main
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import Link, Manifest, current_to_json, digest_of
 from lightning_recsys.stores import DynamicRows
@@ -144,22 +146,114 @@ def test_compaction_when_due_then_readers_old_and_new_have_the_same_rows_and_old
     assert kept[-1] == new.version
 
 
+def publish_number(trained, number):
+    """Let every row, and the weight, be a number: the logit of a request then tells of which version each was."""
+    for table, rows in (("a", 300), ("b", 50)):
+        trained.backend.write_rows(table, "weight", 0, torch.full((rows, 8), float(number)))
+    with torch.no_grad():
+        trained.model.weight.fill_(float(number))
+    trained.publish()
+
+
+def numbers(folder):
+    return sorted(int(x.name) for x in (folder / "versions").iterdir())
+
+
 def test_retention_when_a_manifest_cannot_be_read_for_a_moment_then_no_base_is_lost(make, tmp_path, monkeypatch):
     trained = make(keep=1)
     trained.publish()
     trained.train([1])
     trained.publish()
-    read = trained.folder.manifest
+    find = trained.folder.find
 
-    def fail(link):
-        if link.version == 1:
-            raise PublishedVersionError("model/versions/1", "its manifest is missing (timed out)")
-        return read(link)
+    def fail(version):
+        if version == 3:
+            raise PublishedVersionError("model/versions/3", "its manifest is missing (timed out)")
+        return find(version)
 
-    monkeypatch.setattr(trained.folder, "manifest", fail)
-    trained.train([2])
+    trained.restart()  # version 3 will be a base, and 4 build on it
+    monkeypatch.setattr(trained.folder, "find", fail)
     trained.publish()
+    trained.train([2])
+    monkeypatch.setattr(trained.folder, "manifest", lambda link: find(link.version)[1])
+    trained.publish()
+    assert numbers(tmp_path / "model") == [1, 2, 3, 4]
+    monkeypatch.undo()
+    trained.publish()
+    assert numbers(tmp_path / "model") == [3, 4, 5]
     assert_same(trained, ModelReader(tmp_path / "model").model)
+
+
+def test_retention_when_another_run_begins_then_it_removes_versions_of_its_own_and_runs_past_keep_runs(make, tmp_path):
+    trained = make(keep=1)
+    for number in range(3):
+        trained.restart(run=f"{number:032}", keep_runs=2 if number == 2 else None)
+        trained.publish()
+        trained.train([number])
+        trained.publish()
+        trained.restart()  # it is resumed, and begins with a base
+        trained.publish()
+        trained.publish()
+        expected = {0: [3, 4], 1: [3, 4, 7, 8], 2: [7, 8, 11, 12]}
+        assert numbers(tmp_path / "model") == expected[number]
+    current, manifests = list_versions(tmp_path / "model")
+    assert current.version == 12
+    assert [int(x.run) for x in manifests] == [1, 1, 2, 2]
+
+
+def test_version_when_rolled_back_to_then_readers_follow_and_the_next_has_a_number_of_its_own(make, tmp_path, capsys):
+    trained, folder = make(keep=5), tmp_path / "model"
+    for step in range(3):
+        publish_number(trained, step + 1)
+    reader, pinned = ModelReader(folder), ModelReader(folder, version=1)
+    assert main([str(folder), "--roll-back", "2"]) == 0
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()] == [
+        ["1", "base", mock.ANY],
+        ["*", "2", "increment"],
+        ["3", "increment", mock.ANY],
+    ]
+    assert main([str(folder), "--roll-back", "7"]) == 1
+    assert "versions/7: its manifest is missing" in capsys.readouterr().err
+    assert reader.refresh()
+    assert reader.version == ModelReader(folder).version == 2
+    assert reader.model.weights["weight"] == 2
+    trained.restart()
+    publish_number(trained, 4)
+    assert reader.refresh()
+    assert reader.version == 4
+    assert reader.model.weights["weight"] == 4
+    assert numbers(folder) == [1, 2, 3, 4]  # what was rolled back from is no leftover
+    assert not pinned.refresh()
+    assert pinned.version == 1
+    with pytest.raises(PublishedVersionError, match="versions/9: its manifest is missing"):
+        roll_back(folder, 9)
+    (folder / "versions" / "1" / "dense.safetensors").write_bytes(b"")
+    with pytest.raises(PublishedVersionError, match="torn or damaged"):
+        roll_back(folder, 1)
+    with trained.folder.locked("run 7"), pytest.raises(ValueError, match=r"run 7 \(process \d+ on .*publishes there"):
+        roll_back(folder, 3)
+    assert trained.folder.current().version == 4
+
+
+def test_model_when_it_has_diverged_then_it_is_not_published(make, tmp_path):
+    trained = make()
+    publish_number(trained, 1)
+    trained.backend.write_rows("b", "weight", 7, torch.full((1, 8), float("inf")))
+    with pytest.raises(FloatingPointError, match="rows of table 'b' are not finite"):
+        trained.publish()
+    with pytest.raises(FloatingPointError, match="weight of the model has numbers that are none"):
+        publish_number(trained, float("nan"))
+    assert ModelReader(tmp_path / "model").version == 1
+    assert numbers(tmp_path / "model") == [1]
+    publish_number(trained, 2)
+    assert_same(trained, ModelReader(tmp_path / "model").model)
+
+
+def test_small_tables_when_all_of_them_change_then_increments_are_not_compacted(make, tmp_path):
+    trained = make(compact_share=0.1, max_increments=100)
+    for number in range(6):
+        publish_number(trained, number)
+    assert [x.kind for x in list_versions(tmp_path / "model")[1]] == ["base", *["increment"] * 5]
 
 
 def test_publication_when_it_fails_then_it_leaves_no_files(tmp_path):
@@ -309,15 +403,6 @@ def test_pointer_when_it_is_none_then_it_is_refused(make, tmp_path, data):
         Manifest.from_json(data)
 
 
-def publish_number(trained, number):
-    """Let every row, and the weight, be a number: the logit of a request then tells of which version each was."""
-    for table, rows in (("a", 300), ("b", 50)):
-        trained.backend.write_rows(table, "weight", 0, torch.full((rows, 8), float(number)))
-    with torch.no_grad():
-        trained.model.weight.fill_(float(number))
-    trained.publish()
-
-
 def test_requests_during_swaps_then_none_fails_and_none_mixes_two_versions(make, tmp_path):
     trained = make(keep=2, max_increments=4)
 
@@ -376,12 +461,43 @@ def test_remote_folder_when_read_then_files_are_kept_by_their_digests(program, t
         assert_same(trained, reader.model)
         assert names < {path.name for path in (tmp_path / "cache").iterdir()}
         assert trained.folder.versions() == [1, 2, 3]
+        for path in (tmp_path / "cache").iterdir():  # two hours later
+            os.utime(path, (1, 1))
+        (tmp_path / "cache" / f"{'0' * 64}.arrow").touch()
+        os.utime(tmp_path / "cache" / f"{'0' * 64}.arrow", (1, 1))
+        trained.train([4])
+        trained.publish()
+        reader.refresh()
+        assert names < {path.name for path in (tmp_path / "cache").iterdir()}  # of the base and of all that follows
+        assert not (tmp_path / "cache" / f"{'0' * 64}.arrow").exists()
         for path in (tmp_path / "cache").iterdir():
             path.write_bytes(bytes(path.stat().st_size))  # as after a loss of power
         assert_same(trained, ModelReader("memory://model", cache=tmp_path / "cache").model)
     finally:
         trained.close()
         files.rm("model", recursive=True)
+
+
+def test_remote_folder_when_two_publish_then_the_one_that_lives_stays_and_a_dead_one_is_followed(tmp_path, monkeypatch):
+    import fsspec
+
+    for name, seconds in (("RENEW", 0.01), ("WATCH", 1.0), ("LOOK", 0.3), ("SETTLE", 0.01)):
+        monkeypatch.setattr(claims, f"{name}_SECONDS", seconds)
+    files, link = fsspec.filesystem("memory"), Link(1, "0" * 64)
+    first, second = VersionFolder("memory://claimed"), VersionFolder("memory://claimed")
+    try:
+        with first.locked("run 1"):
+            with pytest.raises(ValueError, match=r"memory://claimed: run 1 \(process \d+ on .*publishes there"):
+                second.locked("run 2").__enter__()
+            first.set_current(link)
+        monkeypatch.setattr(claims, "RENEW_SECONDS", 60.0)  # it stands still
+        with first.locked("run 1"), second.locked("run 2"):
+            with pytest.raises(PublishedVersionError, match=r"versions/1: .*run 2 \(process"):
+                first.set_current(link)
+            second.set_current(link)
+        assert not files.exists("memory://claimed/publisher.json")
+    finally:
+        files.rm("claimed", recursive=True)
 
 
 def test_folder_when_nothing_is_published_then_it_says_so(tmp_path):

@@ -95,11 +95,17 @@ def test_publisher_when_resumed_then_it_goes_on_counting(exported, tmp_path):
     other = pickle.loads(pickle.dumps(callback))
     other.load_state_dict(callback.state_dict())
     fit(other)
-    assert ModelReader(tmp_path / "m").model.manifest.position["examples"] == 640
+    manifest = ModelReader(tmp_path / "m").model.manifest
+    assert (manifest.version, manifest.run, manifest.kind) == (2, callback._run, "base")
+    assert manifest.position["examples"] == 640
+    assert manifest.position["examples_are"] == "counted"
+    fit(ModelPublisher(tmp_path / "m", keep=1))
+    assert ModelReader(tmp_path / "m").model.manifest.run != callback._run
+    assert ModelReader(tmp_path / "m", version=2).model.manifest == manifest  # another run's stays
 
 
 def test_publisher_when_another_one_is_there_then_it_says_so(exported, tmp_path):
-    with VersionFolder(tmp_path / "m").locked(), pytest.raises(ValueError, match="another process publishes there"):
+    with VersionFolder(tmp_path / "m").locked("run 7"), pytest.raises(ValueError, match=r"run 7 \(process \d+ on "):
         fit(ModelPublisher(tmp_path / "m"))
 
 
