@@ -59,6 +59,11 @@ class MeetingPlace:
             arguments = {"run": self.run, "size": self.size, "rank": rank}
             return bool(connection.request("lose", arguments=arguments).value)
 
+    def lost(self) -> frozenset[int]:
+        """The workers that have died."""
+        with self.connected() as connection:
+            return frozenset(connection.request("lost", arguments={"run": self.run, "size": self.size}).value)
+
 
 class Meetings:
     """The meetings of one worker with all the others that live.

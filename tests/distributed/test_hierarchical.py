@@ -9,6 +9,7 @@ import psutil
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_recsys.callbacks import TelemetryMonitor
@@ -212,6 +213,42 @@ class KillsGroupServer(Callback):
                         time.sleep(0.01)
                     return
             raise AssertionError(f"nobody listens at {path}")
+
+
+class NetsDie(Callback):
+    """The first net of the second group dies in the first epoch, the other one in the second; others wait for that."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        doomed = 2 + trainer.current_epoch
+        if batch_idx != 3 or doomed > 3:
+            return
+        if trainer.global_rank == doomed:
+            (self.folder / f"dead-{doomed}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not (self.folder / f"dead-{doomed}").exists():
+            time.sleep(0.01)
+
+    def on_validation_end(self, trainer, pl_module):
+        run = trainer.strategy._run
+        told = trainer.world_size, dist.get_world_size(), run.leads, sorted(run._lost)
+        (self.folder / f"epoch-{trainer.current_epoch}-rank-{trainer.global_rank}").write_text(str(told))
+
+
+def test_nets_when_they_die_then_others_go_on_and_a_group_without_any_counts_no_more(tmp_path, caplog):
+    strategy = hierarchical(num_groups=2, nets_per_trainer=2, min_workers=2)
+    saving = ModelCheckpoint(tmp_path / "saved")
+    trainer = fit(make_task(), make_data(rows=2048), strategy=strategy, epochs=3, callbacks=[NetsDie(tmp_path), saving])
+    seen = {x.name.removeprefix("epoch-"): eval(x.read_text()) for x in tmp_path.glob("epoch-*")}
+    assert seen["0-rank-0"] == (4, 3, True, [])
+    assert seen["0-rank-3"] == (4, 3, True, [])  # in the place of rank 2
+    assert seen["1-rank-0"] == seen["2-rank-0"] == (4, 2, True, [1])
+    assert "2-rank-3" not in seen
+    assert trainer.current_epoch == 3
+    assert float(trainer.callback_metrics["val/ne"]) < 1
+    assert sum("was ended by SIGKILL" in x and "go on" in x for x in caplog.messages) == 2
 
 
 class TrainsOn(Callback):

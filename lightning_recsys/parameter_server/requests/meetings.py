@@ -74,6 +74,7 @@ class MeetingRequests:
             reads={
                 "meet": self._meet,
                 "lose": self._lose,
+                "lost": self._tell_lost,
                 "take_share": self._take,
                 "finish_share": self._finish,
             }
@@ -119,6 +120,12 @@ class MeetingRequests:
             known.leases.lose(rank)
         self._keep(run, known)
         return True
+
+    def _tell_lost(self, request: Request) -> object:
+        """The workers that have died."""
+        run, size = take_arguments(request, run=str, size=int)
+        take_arrays(request)
+        return sorted(self._run(run, size).membership.lost)
 
     def _take(self, request: Request) -> object:
         """A worker's next lease in a pass through the data: ``[SEND, number, owner, first, last]``, or how it stands.

@@ -21,6 +21,10 @@ class GroupLeader:
         parts: What each of them is to have.
         layers: Of which some may be in pieces; parts have these, and the run's model and optimizer the whole ones.
         meeting: Host and port of the store by which servers of several groups meet that average among themselves.
+
+    Attributes:
+        may_synchronise: There are other groups.
+        synchronises: Servers keep the replica together with theirs, as far as is known here.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class GroupLeader:
         self._servers, self._parts = dict(servers), dict(parts)
         self._layers = layers
         self._layouts = {device: GroupMemory(own) for device, own in parts.items()}
+        self.may_synchronise = any(own.sync is not None for own in parts.values())
         self.synchronises = False
 
     def load(self) -> None:

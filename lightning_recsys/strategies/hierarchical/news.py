@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch._C._distributed_c10d import Store
+
+LOOK_SECONDS = 1.0  # from one look at who lives to the next
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds between two questions of one who waits
 
 
 class News:
@@ -15,21 +19,37 @@ class News:
 
     Args:
         store: Where all ranks read them.
+        lost: Tells the ranks that have died.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, *, lost: Callable[[], Container[int]] = frozenset) -> None:
+        self._store, self._lost = store, lost
 
     def tell(self, name: str, value: Any = None) -> None:
         """Give a value, which JSON can carry."""
         self._store.set(name, json.dumps({"value": value}))
 
-    def ask(self, name: str) -> Any:
+    def ask(self, name: str, *, by: int) -> Any:
         """Wait for a value.
 
+        Args:
+            name: The value's.
+            by: The rank that owes it.
+
         Raises:
-            RuntimeError: the rank that owes it has failed; with its error.
+            RuntimeError: that rank has failed, with its error, or has died.
         """
+        pause, look = SHORTEST_PAUSE, time.monotonic() + LOOK_SECONDS
+        while not self._store.check([name]):
+            if time.monotonic() > look:
+                if by in self._lost() and not self._store.check([name]):
+                    raise RuntimeError(
+                        f"rank {by} died before it had brought the model to its group servers, which others wait for:"
+                        " begin anew, or go on from the last checkpoint."
+                    )
+                look = time.monotonic() + LOOK_SECONDS
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE)
         told = json.loads(self._store.get(name))
         if "failed" in told:
             raise RuntimeError(told["failed"])

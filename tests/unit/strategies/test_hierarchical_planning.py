@@ -112,12 +112,24 @@ def test_layers_in_pieces_when_the_optimizer_looks_at_matrices_then_refused_by_n
         layers.check(parts)
 
 
+def test_rank_when_it_dies_before_it_has_brought_the_model_then_those_who_wait_for_it_hear_so(monkeypatch):
+    monkeypatch.setattr("lightning_recsys.strategies.hierarchical.news.LOOK_SECONDS", 0.01)
+    lost = {1}
+    news = News(HashStore(), lost=lambda: lost)
+    with pytest.raises(RuntimeError, match="rank 1 died before it had brought the model"):
+        news.ask("group-1", by=1)
+    told = threading.Timer(0.1, news.tell, ["group-0"])
+    told.start()
+    assert news.ask("group-0", by=0) is None  # rank 0 lives
+    told.join()
+
+
 def test_rank_when_it_fails_then_those_who_wait_for_it_hear_why_at_once():
     news, heard = News(HashStore()), []
 
     def wait():
         try:
-            news.ask("plan")
+            news.ask("plan", by=0)
         except RuntimeError as error:
             heard.append(str(error))
 
@@ -129,6 +141,6 @@ def test_rank_when_it_fails_then_those_who_wait_for_it_hear_why_at_once():
     waiting.join(20)
     reason = "rank 0 could not bring the model to its group servers: FileNotFoundError: there is no plan a.yaml"
     assert heard == [reason]
-    assert news.ask("meeting") == ["host", 1]
+    assert news.ask("meeting", by=0) == ["host", 1]
     with pytest.raises(RuntimeError, match=reason):
-        news.ask("group-0")
+        news.ask("group-0", by=0)

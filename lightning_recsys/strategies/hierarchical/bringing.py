@@ -1,0 +1,226 @@
+"""How a model comes to its group servers as training begins: a plan for all ranks, and what each of them does by it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.optim import Optimizer
+
+from lightning_recsys.parameter_server.client import Connection
+from lightning_recsys.parameter_server.remote_parts import RemoteParts
+from lightning_recsys.partition.fc_split import LayerSplit
+from lightning_recsys.partition.parts import PartitionedModel, split
+from lightning_recsys.partition.tracing import trace
+from lightning_recsys.placement.operators import server_name
+from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.strategies.common.meeting import LOOPBACK
+from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
+from lightning_recsys.strategies.hierarchical.group_parts import GroupParts, SyncOrder
+from lightning_recsys.strategies.hierarchical.leader import GroupLeader, initial_replica
+from lightning_recsys.strategies.hierarchical.news import News
+from lightning_recsys.strategies.hierarchical.planning import make_plan
+from lightning_recsys.strategies.hierarchical.remote_forward import Net
+from lightning_recsys.strategies.shadowsync.rounds import open_center
+
+if TYPE_CHECKING:
+    from lightning_recsys.strategies.hierarchical.strategy import HierarchicalStrategy
+
+Planned = dict[str, Any]
+"""The device of each operator, and the layers that are split before that; plain values."""
+
+_RUNS = itertools.count()  # runs of this process; all ranks of a job count alike
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+def plan_operators(strategy: HierarchicalStrategy, model: nn.Module, sample: Sequence[Any]) -> Planned:
+    """Say what is computed where; one rank does this for all.
+
+    Args:
+        strategy: With the settings, and the servers, which tell how much room they have.
+        model: What is cut.
+        sample: Arguments of one call.
+
+    Raises:
+        OperatorRoomError: a group has no room for the model.
+        ValueError: the model cannot be cut, or a file is no plan of it.
+    """
+    groups = strategy.groups
+    servers = [strategy.group_connections()[x] for x in groups.servers_of(groups.group_of(strategy.global_rank))]
+    told = [server.request("status").value.get("free_bytes") for server in servers]
+    sharing = 1 if strategy.num_nodes > 1 else strategy.num_groups * strategy.servers_per_group
+    splits, plan, prediction = make_plan(
+        model,
+        sample,
+        strategy.operator_placement,
+        fc_splits=strategy.fc_splits,
+        groups=groups,
+        compression=strategy.operator_compression,
+        rooms=[room and room // sharing for room in told],
+    )
+    log.info("Operators on the devices of a group:\n%s", prediction)
+    if splits:
+        log.info("Layers in pieces: strategy.fc_splits={%s}", ", ".join(f"{x.path}: {x.by}" for x in splits))
+    return {"devices": dict(plan.devices), "splits": [[x.path, x.by, x.num_pieces] for x in splits]}
+
+
+@dataclass(frozen=True, eq=False)
+class Brought:
+    """What a rank has of a model that is on its group servers.
+
+    Args:
+        partitioned: The model, whose parts on servers are computed there.
+        net: Has them computed.
+        leader: Makes what its group's first rank is for it; any rank of the group can become that.
+        meeting: Where group servers meet that average among themselves, if this rank keeps that place.
+    """
+
+    partitioned: PartitionedModel
+    net: Net
+    leader: Callable[[], GroupLeader]
+    meeting: TCPStore | None
+
+
+class Bringing:
+    """One rank's part in bringing a model to the group servers.
+
+    Each rank comes to this at its first batch, and waits only for those who have something that it needs.
+
+    Args:
+        strategy: Of this rank.
+        model: What is cut.
+        optimizer: The run's.
+        planned: The plan, on rank 0, if it was made before.
+        restored: This group's own parameters, of the checkpoint that the run goes on from.
+    """
+
+    def __init__(
+        self,
+        strategy: HierarchicalStrategy,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        planned: Planned | None,
+        restored: dict[str, Tensor],
+    ) -> None:
+        self._strategy, self._model, self._optimizer = strategy, model, optimizer
+        self._planned, self._restored = planned, restored
+        self._group = strategy.groups.group_of(strategy.global_rank)
+        self._leads = strategy.global_rank in strategy.groups.leaders
+        store = PrefixStore(f"lightning_recsys/hierarchical/{next(_RUNS)}", _get_default_store())
+        self._news = News(store, lost=strategy.lost_ranks)
+        self._meeting: TCPStore | None = None
+
+    def bring(self, sample: Sequence[Any]) -> Brought:
+        """Return when this rank's group has the model on its servers.
+
+        Args:
+            sample: Arguments of the first call.
+
+        Raises:
+            RuntimeError: a rank that this one waits for has failed, or died.
+        """
+        with self._news.owing(self._strategy.global_rank, self._owes()):
+            return self._bring(sample)
+
+    def _owes(self) -> list[str]:
+        """What other ranks wait for from this one."""
+        owed = [f"group-{self._group}"] if self._leads else []
+        if self._strategy.is_global_zero:
+            owed += ["plan", "meeting", *(f"center-{number}" for number in range(self._strategy.servers_per_group))]
+        return owed
+
+    def _bring(self, sample: Sequence[Any]) -> Brought:
+        strategy, groups = self._strategy, self._strategy.groups
+        devices = [server_name(index) for index in range(strategy.servers_per_group)]
+        own = [strategy.group_connections()[x] for x in groups.servers_of(self._group)]
+        connections = dict(zip(devices, own, strict=True))
+        if strategy.is_global_zero:
+            self._news.tell("plan", self._planned or plan_operators(strategy, self._model, sample))
+        told = self._news.ask("plan", by=0)
+        plan = OperatorPlan(told["devices"], num_servers=strategy.servers_per_group)
+        layers = CutLayers(self._model, [LayerSplit(*split) for split in told["splits"]], self._optimizer)
+        partitioned = split(trace(layers.model, sample), plan)
+        parts = {device: GroupParts.of(partitioned.on(device), layers.optimizer) for device in devices}
+        for number, device in enumerate(devices):
+            layers.check(parts[device])
+            parts[device].compression = strategy.operator_compression
+            parts[device].seed = torch.initial_seed() + self._group * strategy.servers_per_group + number
+            parts[device].sync = self._sync_order(parts[device], number)
+        leader = partial(GroupLeader, connections, parts, layers)
+        if self._leads:
+            # The centres are made: they start at the mean over groups, as a checkpoint has it, and each group where it
+            # was.
+            for name, parameter in self._model.named_parameters():
+                if name in self._restored:
+                    parameter.data.copy_(self._restored[name])
+            layers.give_model()
+            leader = partial(leader, meeting=self._meeting_place(connections[devices[0]]))
+            leader().load()
+            self._news.tell(f"group-{self._group}")
+        self._news.ask(f"group-{self._group}", by=groups.leaders[self._group])
+        numbers = {name: part.groups for own in parts.values() for name, part in own.parts.items()}
+        remote = {
+            device: RemoteParts(connection, strategy.operator_compression) for device, connection in connections.items()
+        }
+        net = Net(remote, self._optimizer, numbers)
+        partitioned.runners = dict.fromkeys(devices, net.run)
+        return Brought(partitioned, net, leader, self._meeting)
+
+    def _sync_order(self, parts: GroupParts, number: int) -> SyncOrder | None:
+        """How a server keeps its share together with those of other groups; rank 0 makes the centre of it."""
+        strategy, news = self._strategy, self._news
+        if strategy.num_groups == 1 or not parts.parameters:
+            return None
+        store, initial = f"center-{number}", initial_replica(parts)
+        servers: Sequence[str] = ()
+        if strategy.has_center:
+
+            def wait(_: str) -> None:
+                if strategy.is_global_zero:
+                    news.tell(store)
+                news.ask(store, by=0)
+
+            open_center(strategy.sync_stores(), initial, is_first=strategy.is_global_zero, barrier=wait, name=store)
+            servers = strategy.sync_endpoints
+        return SyncOrder(
+            strategy.algorithm,
+            servers,
+            strategy.server_keys,
+            initial,
+            store,
+            strategy.interval,
+            self._group,
+            strategy.num_groups,
+        )
+
+    def _meeting_place(self, own: Connection) -> tuple[str, int] | None:
+        """Where group servers meet that average among themselves: a store that the first group's first rank keeps.
+
+        Args:
+            own: To a server of this group, which listens at an address of this machine.
+        """
+        strategy = self._strategy
+        if strategy.num_groups == 1 or strategy.has_center:
+            return None
+        if strategy.is_global_zero:
+            host = LOOPBACK if strategy.num_nodes == 1 else urlsplit(own.endpoint).hostname or LOOPBACK
+            listening = socket.create_server((host, 0))
+            port = listening.getsockname()[1]
+            self._meeting = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+            self._news.tell("meeting", [host, port])
+        host, port = self._news.ask("meeting", by=0)
+        return str(host), int(port)

@@ -1,0 +1,230 @@
+"""One net's part in a run: its group's servers compute the model, and all ranks get one set of weights when asked."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_recsys.placement.operators import TRAINER
+from lightning_recsys.strategies.common.buffers import meet_buffers
+from lightning_recsys.strategies.common.process_group import living_ranks
+from lightning_recsys.strategies.hierarchical.bringing import Bringing, Brought, Planned
+from lightning_recsys.strategies.hierarchical.leader import GroupLeader
+from lightning_recsys.strategies.hierarchical.refusals import refuse_switched, switches
+from lightning_recsys.strategies.hierarchical.remote_forward import CutForward
+
+if TYPE_CHECKING:
+    from lightning_recsys.strategies.hierarchical.strategy import HierarchicalStrategy
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+class NetRun:
+    """A net that trains, from the start of training to its end.
+
+    Args:
+        strategy: Of this rank.
+        task: The LightningModule.
+        cut: The module that is cut. Its ``forward`` is replaced until :meth:`restore_forward`.
+        optimizer: The run's.
+        planned: The plan, on rank 0, if it was made before.
+        restored: This group's own parameters, of the checkpoint that the run goes on from.
+
+    Attributes:
+        own_replica: This group's parameters, where the module has the mean over groups; on the group's first rank.
+    """
+
+    def __init__(
+        self,
+        strategy: HierarchicalStrategy,
+        task: pl.LightningModule,
+        cut: nn.Module,
+        optimizer: Optimizer,
+        *,
+        planned: Planned | None,
+        restored: dict[str, Tensor],
+    ) -> None:
+        self.own_replica: dict[str, Tensor] = {}
+        self._strategy, self._task, self._optimizer = strategy, task, optimizer
+        self._planned, self._restored = planned, restored
+        self._cut: nn.Module | None = cut  # until its forward pass is its own again
+        self._own_forward: Callable[..., Any] = cut.forward
+        cut.forward = CutForward(cut, self._forward)
+        self._brought: Brought | None = None  # from the first batch on
+        self._is_over = False
+        self._switches: dict[str, bool] = {}  # of that module, as group servers have them
+        self._leader: GroupLeader | None = None  # on the first rank of each group, of those that live
+        self._calls = 0  # forward passes since the last step
+        self._shows = False  # the module has the weights of the moment
+        self._rounds: dict[str, float] = {}  # numbers of the rounds between groups, as far as they are known
+        self._lost: set[int] = set()  # groups of which no net lives
+
+    @property
+    def trains(self) -> bool:
+        """Whether group servers have the weights."""
+        return self._brought is not None and not self._is_over
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of its group's nets, of those that live."""
+        return self._leader is not None
+
+    def begin_step(self) -> None:
+        """The next forward pass is that of another step."""
+        self._calls = 0
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module that is cut returns."""
+        assert self._cut is not None
+        if not self._cut.training and (self._shows or self._brought is None):
+            return self._own_forward(*args, **kwargs)
+        if not self._cut.training:
+            raise ValueError(
+                "strategy=hierarchical: the model was put into evaluation mode within training, where only group"
+                " servers have its weights. Evaluate it in validation_step."
+            )
+        self._shows = False
+        if self._brought is None:
+            self._brought = self._bring(args, kwargs)
+            self._switches = switches(self._cut)
+        refuse_switched(self._switches, self._cut)
+        self._calls += torch.is_grad_enabled()
+        if self._calls > 1:
+            raise ValueError(
+                "strategy=hierarchical: the training step calls the model twice before one optimizer step, which group"
+                " servers would take for two updates. Join what the two calls are to compute in one batch."
+            )
+        return self._brought.partitioned(*args, **kwargs)
+
+    def _bring(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Brought:
+        """Cut the model, and bring its parts to the group servers."""
+        assert self._cut is not None
+        sample = positional(self._own_forward, args, kwargs)
+        bringing = Bringing(self._strategy, self._cut, self._optimizer, planned=self._planned, restored=self._restored)
+        del self._cut.forward
+        try:
+            brought = bringing.bring(sample)
+        finally:
+            self._cut.forward = CutForward(self._cut, self._forward)
+        if self._strategy.global_rank in self._strategy.groups.leaders:
+            self._leader = brought.leader()
+            self._leader.begin_sync()
+        return brought
+
+    # --- One set of weights ------------------------------------------------------------------------------------------
+
+    def settle(self, *, goes_on: bool) -> None:
+        """Bring the weights of the moment into every rank's model: the mean over groups. All ranks call this.
+
+        Args:
+            goes_on: Training does, so that groups go on towards each other.
+        """
+        if not self.trains:
+            return
+        has_trained = torch.tensor(not self._shows, dtype=torch.int64)
+        dist.all_reduce(has_trained)  # which returns when everybody has stopped training
+        self._elect()
+        if not has_trained:
+            return  # what was validated is saved: meanwhile the groups go on towards each other
+        if self._leader is not None:
+            self._rounds = self._leader.end_sync() or self._rounds
+            self._leader.pull_model()
+            if self._strategy.num_groups > 1:
+                assert self._cut is not None
+                self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
+        self._strategy.barrier("no round is under way")
+        with torch.no_grad():
+            self._meet()
+        self._shows = True
+        if goes_on and self._leader is not None:
+            self._leader.begin_sync()
+
+    def _elect(self) -> None:
+        """Behind a meeting: take over from the first net of this group where that has died.
+
+        Where none of a group lives, rank 0 has its servers stop: what nobody trains would hold the centre back.
+        """
+        assert self._brought is not None
+        strategy, living = self._strategy, living_ranks()
+        groups = strategy.groups
+        first = min(x for x in living if groups.group_of(x) == groups.group_of(strategy.global_rank))
+        if first == strategy.global_rank and self._leader is None:
+            self._leader = self._brought.leader()
+            self._leader.synchronises = self._leader.may_synchronise  # as the one before it had them do
+        lost = set(range(strategy.num_groups)) - {groups.group_of(x) for x in living} - self._lost
+        self._lost |= lost
+        for group in lost if strategy.is_global_zero else ():
+            log.warning("Group %d has no net left: its replica counts no more, and the other groups go on.", group)
+            for number in groups.servers_of(group):
+                strategy.group_connections()[number].request("end_sync")
+
+    def _meet(self) -> None:
+        """Give all ranks the mean of what the groups' first ranks have."""
+        assert self._brought is not None
+        # Running values of a part on a server are its first rank's to bring, too; other ranks have them from the start.
+        remote = (part.module.buffers() for part in self._brought.partitioned.parts if part.device != TRAINER)
+        served = {x for buffers in remote for x in buffers if x.is_floating_point()}
+        trained = [x.data for x in self._task.parameters() if x.requires_grad and x.numel()]
+        tensors = [*trained, *(x for x in self._task.buffers() if x in served)]
+        leads = self._leader is not None
+        for dtype in dict.fromkeys(x.dtype for x in tensors):
+            own = [x for x in tensors if x.dtype == dtype]
+            sizes = [x.numel() for x in own]
+            # Of a group whose first rank has died since, nobody brings anything: so many groups count as do.
+            mean = torch.zeros(sum(sizes) + 1, dtype=dtype)
+            if leads:
+                torch.cat([*(x.reshape(-1) for x in own), torch.ones(1, dtype=dtype)], out=mean)
+            dist.all_reduce(mean)
+            mean = mean[:-1].div_(mean[-1])
+            for tensor, values in zip(own, torch.split(mean, sizes), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+        meet_buffers(self._task)
+
+    def pull_state(self) -> None:
+        """Bring the state that this group's servers keep for the optimizer into the optimizer, on its first rank."""
+        if self._leader is not None and self.trains:
+            self._leader.pull_state()
+
+    def end(self) -> None:
+        """Train no more: the model is in this process, as it was settled, and the optimizer's state with it."""
+        self.pull_state()
+        self.restore_forward()
+        self._is_over = True
+
+    def restore_forward(self) -> None:
+        """Let the module compute by itself again."""
+        if self._cut is not None:
+            with suppress(AttributeError):
+                del self._cut.forward
+        self._cut = None
+
+    def telemetry(self) -> dict[str, Any]:
+        """Staleness within the group, rounds between groups, and what compression saved and took."""
+        values: dict[str, Any] = {}
+        net = None if self._brought is None else self._brought.net
+        if net is not None and len(net.staleness):
+            values["staleness/group"] = net.staleness
+        if net is not None and net.lost:
+            values["group/lost_passes"] = float(net.lost)
+        if net is not None and (saved := net.traffic.raw_bytes - net.traffic.encoded_bytes):
+            values["compression/saved_bytes"] = float(saved)
+            values["compression/cpu_seconds"] = net.traffic.cpu_seconds
+        if self._rounds:  # as of the last time that weights were brought together
+            values["sync/rounds"] = self._rounds["rounds"] / max(self._rounds["seconds"], 1e-9)
+        return values
+
+
+def positional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call by their order."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return list(bound.arguments.values())
