@@ -1,7 +1,8 @@
 """SWAP, samples weighted according to period: accumulators forget a share of themselves once a period.
 
 For rows the discount is lazy: a row catches up on the periods that it has missed when it is next updated, so a period's
-end costs nothing. For dense parameters it is a hook before the optimizer's step.
+end costs nothing. For dense parameters it is a hook before the optimizer's step; servers that train the dense part make
+a :class:`RowSWAP` of it. A period is a number of updates, a time, or a day of the data.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -10,8 +11,10 @@ end costs nothing. For dense parameters it is a hook before the optimizer's step
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -24,11 +27,62 @@ from lightning_recsys.compiled.loops import compile_loop
 from lightning_recsys.optim.row_optimizers import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowWiseAdagrad
 
 PERIOD = "period"  # the state that says in which period a row was last updated, float32 [R]: exact up to 2^24
+GROUP_STEP, GROUP_PERIOD = (
+    "swap_step",
+    "swap_period",
+)  # in a group of a dense optimizer: its steps, the last one's period
+SHORTEST_SECONDS = 60  # of a period of time; float32 numbers the periods exactly until 2051
+_ORIGIN = 1577836800.0  # 1 January 2020, UTC, from which periods of time are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Periods:
+    """In which period an update falls; one of the three is given.
+
+    Args:
+        period: Updates in a period.
+        seconds: Seconds in a period, counted from the same instant on all machines.
+        day: The day of the data that this run trains on: its number, from 1, or its date. All updates fall in it.
+    """
+
+    period: int | None = None
+    seconds: float | None = None
+    day: int | None = None
+
+    def at(self, step: int) -> int:
+        """The period of the update with this number, which is made now."""
+        if self.period is not None:
+            return int(step // self.period)
+        if self.seconds is not None:
+            return int((time.time() - _ORIGIN) // self.seconds)
+        assert self.day is not None
+        return self.day
+
+    def missed(self, last: Tensor, current: int) -> Tensor:
+        """Periods that ended since those of ``last``; a state of 0 has none yet where periods are no updates."""
+        missed = (current - last).clamp_(min=0)
+        return missed if self.period is not None else missed.masked_fill_(last == 0, 0)
+
+
+def day_number(day: int | str | date) -> int:
+    """The number of a day of the data; consecutive dates have consecutive numbers.
+
+    Raises:
+        ValueError: it is below 1 or very large (20260131 is no date), or no date such as ``2026-01-31``.
+
+    >>> day_number("2026-02-01") - day_number(date(2026, 1, 31)), day_number(17)
+    (1, 17)
+    """
+    number = date.fromisoformat(day) if isinstance(day, str) else day
+    number = number.toordinal() if isinstance(number, date) else number
+    if not 1 <= number < 2**24 or number != int(number):  # float32 numbers them
+        raise ValueError(f"SWAP's day must be a whole number from 1, or a date such as 2026-01-31, got {day}.")
+    return number
 
 
 @dataclass(frozen=True)
 class RowSWAP(RowOptimizer):
-    r"""A row rule whose accumulator is discounted once every ``period`` updates of the table.
+    r"""A row rule whose accumulator is discounted once a period: every so many updates of the table, or by time.
 
     .. math::
         \lambda_t = \lambda_0 \text{ if } t \bmod T = 0 \text{ else } 1, \qquad
@@ -44,11 +98,16 @@ class RowSWAP(RowOptimizer):
 
     Args:
         inner: The rule: ``RowAdagrad``, ``RowWiseAdagrad``, ``RowAdam`` or ``RowFTRL``.
-        period: ``T``, updates of the table from one discount to the next, at least 1.
         discount: :math:`\lambda_0`, the share that stays, in ``(0, 1]``.
+        period: ``T``, updates of the table from one discount to the next, at least 1.
+        seconds: In place of ``period``: seconds from one discount to the next, at least 60; 86 400 for a discount at
+            midnight, UTC. The clock of the process that has the rows counts.
+        day: In place of ``period``, for incremental training: the day of the data that this run trains on, its number
+            from 1 or its date. A run that goes on from the checkpoint of an earlier day discounts once for each day
+            between the two.
 
     Raises:
-        ValueError: ``period`` or ``discount`` is out of range.
+        ValueError: a number is out of range, or there is not one of ``period``, ``seconds`` and ``day``.
         TypeError: ``inner`` has no accumulator to discount, or is wrapped already.
 
     Reference: Liu and Zhao, Asynchronous SGD for Extreme-Scale Recommender Systems, Algorithm 2 (Adagrad-SWAP).
@@ -60,8 +119,10 @@ class RowSWAP(RowOptimizer):
     weight_decay: float = field(init=False, default=0.0)
     decay_all_rows: bool = field(init=False, default=False)
     inner: RowOptimizer = field(kw_only=True)
-    period: int = field(kw_only=True)
     discount: float = field(kw_only=True)
+    period: int | None = field(default=None, kw_only=True)
+    seconds: float | None = field(default=None, kw_only=True)
+    day: int | str | date | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if type(self.inner) not in (RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL):  # a subclass may have other state
@@ -69,10 +130,20 @@ class RowSWAP(RowOptimizer):
                 f"RowSWAP discounts what a rule accumulates, and {type(self.inner).__name__} is none of RowAdagrad,"
                 " RowWiseAdagrad, RowAdam, RowFTRL."
             )
-        check_period(self.period, self.discount)
+        periods = check_periods(self.discount, period=self.period, seconds=self.seconds, day=self.day)
+        object.__setattr__(self, "day", periods.day)
         for name in ("lr", "weight_decay", "decay_all_rows"):
             object.__setattr__(self, name, getattr(self.inner, name))
         super().__post_init__()
+
+    @property
+    def periods(self) -> Periods:
+        """In which period an update falls."""
+        return Periods(period=self.period, seconds=self.seconds, day=None if self.day is None else day_number(self.day))
+
+    def factors(self, last: Tensor, current: int) -> Tensor:
+        """What stays of accumulators that were last updated in the periods ``last``."""
+        return self.discount ** self.periods.missed(last, current)
 
     def initial_state(self, rows: Tensor) -> dict[str, Tensor]:  # noqa: D102 - inherited
         return {**self.inner.initial_state(rows), PERIOD: torch.zeros_like(rows[:, 0])}
@@ -81,10 +152,10 @@ class RowSWAP(RowOptimizer):
         self, rows_UD: Tensor, grads_UD: Tensor, state: dict[str, Tensor], *, lr: float, step: int
     ) -> None:
         own = {name: values for name, values in state.items() if name != PERIOD}
-        if _stands_still(self.inner, lr):
+        if stands_still(self.inner, lr):
             return
-        current = step // self.period
-        factors_U = self.discount ** (current - state[PERIOD]).clamp_(min=0)
+        current = self.periods.at(step)
+        factors_U = self.factors(state[PERIOD], current)
         state[PERIOD].fill_(current)
         discount_state_(self.inner, own, factors_U, lr=lr)
         self.inner.update_(rows_UD, grads_UD, own, lr=lr, step=step)
@@ -127,14 +198,14 @@ def catch_up(
         step: Updates that the table has seen, the coming one included.
     """
     own = {name: values for name, values in state.items() if name != PERIOD}
-    if _stands_still(optimizer.inner, lr):
+    if stands_still(optimizer.inner, lr):
         return own
-    periods, current = state[PERIOD].numpy(), float(step // optimizer.period)
+    periods, current = state[PERIOD].numpy(), optimizer.periods.at(step)
     elsewhere = np.empty_like(touched)
     count = _elsewhere(touched, periods, np.float32(current), elsewhere)
     if count:
         moved = torch.from_numpy(elsewhere[:count])
-        factors = optimizer.discount ** (current - state[PERIOD][moved]).clamp_(min=0)
+        factors = optimizer.factors(state[PERIOD][moved], current)
         rows = {name: values[moved] for name, values in own.items()}
         discount_state_(optimizer.inner, rows, factors, lr=lr)
         for name, values in rows.items():
@@ -155,21 +226,30 @@ def _elsewhere(touched, periods, current, elsewhere):  # noqa: ANN001, ANN202
 
 
 def swap(
-    params: Iterable[Any], inner: Callable[[Iterable[Any]], Optimizer], *, period: int, discount: float
+    params: Iterable[Any],
+    inner: Callable[[Iterable[Any]], Optimizer],
+    *,
+    discount: float,
+    period: int | None = None,
+    seconds: float | None = None,
+    day: int | str | date | None = None,
 ) -> Optimizer:
-    r"""An optimizer of dense parameters whose accumulators are discounted before every ``period``-th step.
+    r"""An optimizer of dense parameters whose accumulators are discounted once a period.
 
     The eager form of :class:`RowSWAP`, as a hook before the step. What comes back is ``inner``'s own optimizer, for
-    Lightning, schedulers and checkpoints; it counts its own steps, which its state holds.
+    Lightning, schedulers and checkpoints; each group counts its own steps, which the optimizer's state dict holds. With
+    ``strategy=async_ps``, whose servers train the dense part, they are the steps of all workers.
 
     Args:
         params: Parameters or parameter groups.
         inner: Makes ``torch.optim.Adagrad``, ``Adam`` or ``AdamW`` of them.
-        period: ``T``, steps from one discount to the next, at least 1.
         discount: :math:`\lambda_0`, the share that stays, in ``(0, 1]``.
+        period: ``T``, steps from one discount to the next, at least 1.
+        seconds: In place of ``period``, as for :class:`RowSWAP`.
+        day: In place of ``period``, as for :class:`RowSWAP`.
 
     Raises:
-        ValueError: ``period`` or ``discount`` is out of range.
+        ValueError: a number is out of range, or there is not one of ``period``, ``seconds`` and ``day``.
         TypeError: the optimizer has no accumulator to discount, or divides by another one (``amsgrad``).
 
     Reference: Liu and Zhao, Asynchronous SGD for Extreme-Scale Recommender Systems, Algorithm 2.
@@ -182,7 +262,7 @@ def swap(
     >>> optimizer.state[weight]["sum"]  # 1 after the first step, 1 / 2 + 1 after the second
     tensor([1.5000])
     """
-    check_period(period, discount)
+    periods = check_periods(discount, period=period, seconds=seconds, day=day)
     optimizer = inner(params)
     if type(optimizer) not in _ACCUMULATORS:
         raise TypeError(
@@ -194,24 +274,43 @@ def swap(
             f"swap discounts exp_avg_sq, and {type(optimizer).__name__}(amsgrad=True) divides by its largest value so"
             " far, which would forget nothing. Leave amsgrad out."
         )
-    optimizer.register_step_pre_hook(_Discount(period, discount))
+    optimizer.register_step_pre_hook(Discount(periods, discount))
     return optimizer
 
 
 @dataclass(frozen=True)
-class _Discount:
-    """The hook; an object of a module, so that the optimizer can be copied and pickled."""
+class Discount:
+    """The hook of :func:`swap`; an object of a module, so that the optimizer can be copied and pickled.
 
-    period: int
+    Args:
+        periods: In which period a step falls.
+        discount: The share of the accumulators that stays.
+    """
+
+    periods: Periods
     discount: float
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a step that comes, and discount where a period has ended since the last one."""
         name = _ACCUMULATORS[type(optimizer)]
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter)
-                if state and parameter.grad is not None and (int(state["step"]) + 1) % self.period == 0:
-                    state[name].mul_(self.discount).clamp_(min=group.get("initial_accumulator_value", 0.0))
+            step, last = self.position(optimizer, group)
+            current = self.periods.at(step + 1)
+            group[GROUP_STEP], group[GROUP_PERIOD] = step + 1, current
+            missed = int(self.periods.missed(torch.tensor([last]), current))
+            for parameter in group["params"] if missed else ():
+                if state := optimizer.state.get(parameter):
+                    start = group.get("initial_accumulator_value", 0.0)
+                    state[name].mul_(self.discount**missed).clamp_(min=start)
+
+    def position(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[int, int]:
+        """The steps of a group so far, and the period of the last one; 0 where periods are no steps and none is known.
+
+        A state of an optimizer without SWAP counts as of the present.
+        """
+        states = (optimizer.state.get(parameter) or {} for parameter in group["params"])
+        step = group.get(GROUP_STEP, max((int(state["step"]) for state in states if "step" in state), default=0))
+        return step, group.get(GROUP_PERIOD, self.periods.at(step) if self.periods.period is not None else 0)
 
 
 _ACCUMULATORS: dict[type[Optimizer], str] = {
@@ -221,21 +320,30 @@ _ACCUMULATORS: dict[type[Optimizer], str] = {
 }
 
 
-def _stands_still(rule: RowOptimizer, lr: float) -> bool:
+def stands_still(rule: RowOptimizer, lr: float) -> bool:
     """Whether an update changes nothing: FTRL's weights have no value at a learning rate of 0."""
     return isinstance(rule, RowFTRL) and lr == 0
 
 
-def check_period(period: int, discount: float) -> None:
-    """Refuse a period below 1 and a discount outside ``(0, 1]``.
+def check_periods(
+    discount: float, *, period: int | None, seconds: float | None, day: int | str | date | None
+) -> Periods:
+    """Refuse numbers that are out of range; the periods otherwise.
 
     Raises:
-        ValueError: names the number.
+        ValueError: names the number, or there is not one of ``period``, ``seconds`` and ``day``.
     """
-    if period < 1 or period != int(period):
+    given = {name: x for name, x in {"period": period, "seconds": seconds, "day": day}.items() if x is not None}
+    if len(given) != 1:
+        got = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
+        raise ValueError(f"SWAP takes one of period (updates), seconds and day (of the data), got {got}.")
+    if period is not None and (period < 1 or period != int(period)):
         raise ValueError(f"SWAP's period must be a whole number of updates, at least 1, got {period}.")
+    if seconds is not None and not SHORTEST_SECONDS <= seconds < float("inf"):
+        raise ValueError(f"SWAP's seconds must be a finite number, at least {SHORTEST_SECONDS}, got {seconds}.")
     if not 0 < discount <= 1:
         raise ValueError(f"SWAP's discount must be in (0, 1], got {discount}. 1 forgets nothing.")
+    return Periods(period=period, seconds=seconds, day=None if day is None else day_number(day))
 
 
 def _like(factors_U: Tensor, values: Tensor) -> Tensor:

@@ -320,13 +320,13 @@ class RemoteDenseStore(DenseStore):
     def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
         return self._reports.observed
 
-    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102 - inherited
+    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:  # noqa: D102 - inherited
         store = self._store
         pending = store.begin("pull", arguments={"versioned": True})
 
-        def answer() -> tuple[Tensor, Tensor]:
-            values, versions = store.wait(pending).arrays
-            return values, versions
+        def answer() -> tuple[Tensor, Tensor, int]:
+            values, versions, step = store.wait(pending).arrays
+            return values, versions, int(step)
 
         return answer
 
@@ -348,8 +348,9 @@ class RemoteDenseStore(DenseStore):
         lr: float,
         versions: Tensor | None = None,
         trained: Tensor | None = None,
+        step: int = 0,
     ) -> None:
-        arguments = {"lr": float(lr), **_flags(versioned=versions, masked=trained)}
+        arguments = {"lr": float(lr), "step": int(step), **_flags(versioned=versions, masked=trained)}
         marks = None if trained is None else trained.to(torch.uint8)
         arrays = [_own(gradient), *_given(versions), *_given(marks)]
         self._reports.expect(self._store.push("push_gradient", arguments=arguments, arrays=arrays))

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lightning_recsys.compiled.loops import compile_loop
 from lightning_recsys.optim import RowOptimizer, RowSWAP, RowWiseAdagrad
+from lightning_recsys.optim.swap import PERIOD, discount_state_, stands_still
+from lightning_recsys.stores import counters
 from lightning_recsys.stores.interfaces import DenseStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.plain import (
@@ -33,7 +35,8 @@ from lightning_recsys.stores.versions import (
 from lightning_recsys.sync import StalenessNormalization
 
 KIND = "dense"
-_VERSIONS = "counters"  # of the parts; the journal of a server keeps this array whatever a push touches
+STEP = "step"  # the number of the latest push
+_COUNTERS = "counters"  # versions of the parts, then the step; a server's journal keeps this array at every push
 _BLOCK = 4096  # elements that stay in the fastest cache between two loops over them
 
 
@@ -84,9 +87,8 @@ class MappedDenseStore(DenseStore):
         self._has_changes = self.normalization is not None and self.normalization.uses_changes
         plain = arrays.meta["optimizer"]
         self.optimizer = None if plain is None else optimizer_from_plain(plain)
-        state = {} if self.optimizer is None else self.optimizer.initial_state(torch.zeros(1, 1))
-        self._state_names = tuple(state)
-        self._of_parts = frozenset(name for name, tensor in state.items() if tensor.dim() == 1)  # one number each
+        self._rule = self.optimizer.inner if isinstance(self.optimizer, RowSWAP) else self.optimizer
+        self._state_names = () if self.optimizer is None else tuple(self.optimizer.initial_state(torch.zeros(1, 1)))
 
     @classmethod
     def create(
@@ -130,7 +132,7 @@ class MappedDenseStore(DenseStore):
         shapes: Shapes = {
             "values": ("float32", tuple(initial.shape)),
             **{name: ("float32", tuple(tensor.shape)) for name, tensor in state.items()},
-            _VERSIONS: ("int64", (len(parts),)),
+            _COUNTERS: ("int64", (len(parts) + 1,)),
         }
         if normalization is not None and normalization.uses_changes:
             shapes = {**shapes, CHANGE: ("float32", (len(parts),))}
@@ -151,6 +153,14 @@ class MappedDenseStore(DenseStore):
     def state(self) -> dict[str, Tensor]:  # noqa: D102 - in the class
         return {name: self._arrays[name] for name in self._state_names}
 
+    @property
+    def _versions(self) -> Tensor:
+        return self._arrays[_COUNTERS][:-1]
+
+    @property
+    def _step(self) -> Tensor:
+        return self._arrays[_COUNTERS][-1:]
+
     def pull(self) -> Tensor:  # noqa: D102 - inherited
         return self.values.clone()
 
@@ -162,17 +172,17 @@ class MappedDenseStore(DenseStore):
         local = self._checked(local)
         answer = torch.empty_like(local) if out is None else out
         _move(self.values.numpy(), local.numpy(), answer.numpy(), np.float32(alpha))
-        advance(np.arange(len(self.parts)), None, self._arrays[_VERSIONS])
+        advance(np.arange(len(self.parts)), None, self._versions)
         return answer
 
     @property
     def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
         return self._observed
 
-    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102 - inherited
-        versions = self._arrays[_VERSIONS].clone()  # first, as RowVersions.of has it
+    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:  # noqa: D102 - inherited
+        versions, step = self._versions.clone(), int(self._step)  # first, as RowVersions.of has it
         values = self.pull()
-        return lambda: (values, versions)
+        return lambda: (values, versions, step)
 
     def push_gradient(  # noqa: D102 - inherited
         self,
@@ -181,11 +191,18 @@ class MappedDenseStore(DenseStore):
         lr: float,
         versions: Tensor | None = None,
         trained: Tensor | None = None,
+        step: int = 0,
     ) -> None:
-        self._observed.add(self.update(gradient, lr=lr, versions=versions, trained=trained))
+        self._observed.add(self.update(gradient, lr=lr, versions=versions, trained=trained, step=step))
 
     def update(
-        self, gradient: Tensor, *, lr: float, versions: Tensor | None = None, trained: Tensor | None = None
+        self,
+        gradient: Tensor,
+        *,
+        lr: float,
+        versions: Tensor | None = None,
+        trained: Tensor | None = None,
+        step: int = 0,
     ) -> Tensor:
         """As :meth:`push_gradient`; tells the staleness of the parts, as :func:`count_staleness` has it.
 
@@ -196,13 +213,18 @@ class MappedDenseStore(DenseStore):
         gradient = gradient.detach()
         parts = np.arange(len(self.parts)) if trained is None else np.flatnonzero(trained.numpy())
         places = torch.from_numpy(parts)
-        staleness, steps = advance(parts, None if versions is None else versions[places], self._arrays[_VERSIONS])
+        number = counters.add(self._arrays[_COUNTERS], len(self.parts))
+        if step > number:  # other stores have been pushed to more often
+            self._step.fill_(step)
+        staleness, steps = advance(parts, None if versions is None else versions[places], self._versions)
         changes = self._arrays[CHANGE] if self._has_changes else None
         if self.normalization is not None and self.normalization.rule != "identity":
             factors = torch.ones(len(self.parts))
             factors[places] = self.normalization.factor(staleness, None if changes is None else changes[places])
             gradient = gradient * factors.repeat_interleave(torch.tensor(self.parts))
         before = None if changes is None else self.pull()
+        if isinstance(self.optimizer, RowSWAP):
+            self._catch_up(self.optimizer, places, lr=lr, step=max(step, number))
         for first, last, step in self._stretches(parts.tolist(), steps.tolist()):
             self._apply(gradient, first, last, lr=lr, step=step)
         if changes is not None and before is not None:
@@ -213,32 +235,32 @@ class MappedDenseStore(DenseStore):
         return count_staleness(staleness)
 
     def _stretches(self, parts: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """First part, last part and steps of what can be updated at once.
-
-        Neighbours with the same number of steps can, but for rules that keep a number for each part.
-        """
-        if self._of_parts:
-            yield from ((part, part, step) for part, step in zip(parts, steps, strict=True))
-            return
+        """First part, last part and steps of what can be updated at once: neighbours with the same number of steps."""
         numbered = zip(parts, steps, range(len(parts)), strict=True)
         for (step, _), run in groupby(numbered, key=lambda x: (x[1], x[0] - x[2])):
             members = [part for part, *_ in run]
             yield members[0], members[-1], step
 
     def _apply(self, gradient: Tensor, first_part: int, last_part: int, *, lr: float, step: int) -> None:
-        assert self.optimizer is not None
+        assert self._rule is not None
         first, stop = self._bounds[first_part][0], self._bounds[last_part][1]
-        values = self.values[first:stop].unsqueeze(0)
-        self.optimizer.update_(  # the stretch as a single row
-            values,
-            self.optimizer.decayed(values, gradient[first:stop].unsqueeze(0)),
-            {
-                name: tensor[first_part : last_part + 1] if name in self._of_parts else tensor[first:stop].unsqueeze(0)
-                for name, tensor in self.state.items()
-            },
-            lr=lr,
-            step=step,
-        )
+        values = self.values[first:stop].unsqueeze(0)  # the stretch as a single row
+        grads = self._rule.decayed(values, gradient[first:stop].unsqueeze(0))
+        self._rule.update_(values, grads, self._state_of(first, stop), lr=lr, step=step)
+
+    def _state_of(self, first: int, stop: int) -> dict[str, Tensor]:
+        """A stretch of the rule's state, as that of a single row."""
+        return {name: x[first:stop].unsqueeze(0) for name, x in self.state.items() if name != PERIOD}
+
+    def _catch_up(self, swap: RowSWAP, places: Tensor, *, lr: float, step: int) -> None:
+        """Discount the state of parts for the periods that they missed."""
+        if stands_still(swap.inner, lr):
+            return
+        last_P, current = self._arrays[PERIOD], swap.periods.at(step)
+        places = places[last_P[places] != current]
+        for part, factor in zip(places.tolist(), swap.factors(last_P[places], current), strict=True):
+            discount_state_(swap.inner, self._state_of(*self._bounds[part]), factor.view(1), lr=lr)
+        last_P[places] = float(current)
 
     def read(self, name: str) -> Tensor:  # noqa: D102 - inherited
         return self._named(name).clone()
@@ -251,11 +273,12 @@ class MappedDenseStore(DenseStore):
         target.copy_(values)
 
     def _named(self, name: str) -> Tensor:
-        names = {x: x for x in self._state_names} | {VERSION: _VERSIONS}
-        names |= {CHANGE: CHANGE} if self._has_changes else {}
+        if name in (VERSION, STEP):
+            return self._versions if name == VERSION else self._step
+        names = [*self._state_names, *([CHANGE] if self._has_changes else [])]
         if name not in names:
-            raise ValueError(f"{self._arrays.folder.name!r} has {sorted(names)}, got {name!r:.100}.")
-        return self._arrays[names[name]]
+            raise ValueError(f"{self._arrays.folder.name!r} has {[*names, VERSION, STEP]}, got {name!r:.100}.")
+        return self._arrays[name]
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -264,7 +287,7 @@ class MappedDenseStore(DenseStore):
 
     @property
     def version(self) -> int:  # noqa: D102 - inherited
-        return int(self._arrays[_VERSIONS].max())
+        return int(self._versions.max())
 
     def check_gradient(self, gradient: Tensor, versions: Tensor | None, trained: Tensor | None) -> None:
         """Refuse a push that does not fit, before anything is changed.

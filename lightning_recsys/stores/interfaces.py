@@ -210,10 +210,11 @@ class DenseStore(ABC):
         """A copy, float32 ``[size]``."""
 
     @abstractmethod
-    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Ask for a copy and for the version of each part, int64 ``[P]``; returns what waits for the answer.
+    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:
+        """Ask for a copy, for the version of each part, int64 ``[P]``, and for the step; returns what waits for them.
 
-        A version may be older than the part that comes with it, never newer.
+        A version may be older than the part that comes with it, never newer. The step is the number of the latest push
+        by any worker (:meth:`push_gradient`).
         """
 
     @abstractmethod
@@ -245,10 +246,13 @@ class DenseStore(ABC):
         lr: float,
         versions: Tensor | None = None,
         trained: Tensor | None = None,
+        step: int = 0,
     ) -> None:
         """One update of each part by the store's own rule, which counts the part's updates as its steps.
 
-        A remote store may return before the server has applied it; :meth:`flush` waits for that.
+        A push has the number after that of the one before it, or ``step`` if that is larger. It says in which period of
+        :class:`~lightning_recsys.optim.RowSWAP` the update falls. A remote store may return before the server has
+        applied it; :meth:`flush` waits for that.
 
         Args:
             gradient: float32 ``[size]``.
@@ -257,11 +261,16 @@ class DenseStore(ABC):
                 staleness leaves of it. Without them it is fresh.
             trained: Which parts have a gradient, bool ``[P]``; the others stay as they are, with their versions.
                 Default: all of them.
+            step: As far as the worker knows, the number of this push among those of all workers to all stores that are
+                trained together.
         """
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """A copy of a state by its name, or of ``version``. For checkpoints."""
+        """A copy of a state by its name, of ``version``, ``change`` (if any) or ``step`` (int64 ``[1]``).
+
+        For checkpoints.
+        """
 
     @abstractmethod
     def write(self, name: str, values: Tensor) -> None:

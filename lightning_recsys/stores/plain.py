@@ -43,8 +43,10 @@ def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
             " whose workers keep rows of their own, such as ddp."
         )
     if isinstance(optimizer, RowSWAP):
-        numbers = {"period": optimizer.period, "discount": optimizer.discount}
-        return {"rule": "RowSWAP", "inner": optimizer_to_plain(optimizer.inner), **numbers}
+        given = {"period": optimizer.period, "seconds": optimizer.seconds, "day": optimizer.day}
+        periods = {name: number for name, number in given.items() if number is not None}
+        inner = optimizer_to_plain(optimizer.inner)
+        return {"rule": "RowSWAP", "inner": inner, **periods, "discount": optimizer.discount}
     if optimizer.decay_all_rows:
         raise TypeError(
             f"{type(optimizer).__name__}(decay_all_rows=True) updates every row at every step, and stores, caches and"
@@ -75,6 +77,7 @@ def optimizer_from_plain(value: object) -> RowOptimizer:
         if not isinstance(wrapped, dict) or wrapped.get("rule") in ("RowSWAP", "RowSGD"):
             raise ValueError("RowSWAP takes an update rule that has an accumulator, and no other RowSWAP.")
         inner["inner"] = optimizer_from_plain(wrapped)
+        names -= {"period", "seconds", "day"} - set(numbers)  # one of them is given, which the rule checks
     if set(numbers) != names - set(inner) or any(type(number) not in (int, float) for number in numbers.values()):
         raise ValueError(f"{rule.__name__} takes the numbers {sorted(names)}, got {numbers!r:.200}.")
     return rule(**numbers, **inner)

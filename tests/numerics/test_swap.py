@@ -11,6 +11,7 @@ import torch
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowSWAP, RowWiseAdagrad, swap
 from lightning_recsys.optim.accumulating import check_additive
 from lightning_recsys.optim.compiled import apply_update
+from lightning_recsys.optim.swap import discount_state_
 from lightning_recsys.stores.plain import optimizer_from_plain, optimizer_to_plain
 
 ROWS, DIM, STEPS, PERIOD, DISCOUNT, LR = 7, 3, 60, 4, 0.6, 0.1
@@ -143,6 +144,79 @@ def test_weight_decay_when_of_the_inner_rule_then_it_is_added_to_the_gradient_on
     else:
         rule.update_(rows, rule.decayed(rows, grads), state, lr=LR, step=1)
     torch.testing.assert_close(rows, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_rows_when_each_day_is_a_run_of_its_own_then_are_discounted_once_for_each_day_between(name, compiled):
+    """A row's first day discounts nothing; then it rests, while state travels from run to run."""
+    inner = RULES[name][0]
+    rows, eager_rows = torch.full((1, DIM), 0.1), torch.full((1, DIM), 0.1)
+    state, eager = RowSWAP(inner=inner, day=1, discount=DISCOUNT).initial_state(rows), inner.initial_state(eager_rows)
+    last = 738_000  # as dates are numbered
+    for step, day in enumerate((738_000, 738_001, 738_001, 738_007), start=1):
+        rule = optimizer_from_plain(optimizer_to_plain(RowSWAP(inner=inner, day=day, discount=DISCOUNT)))
+        update_one(rule, compiled, state, rows, step=step)
+        for _ in range(day - last):
+            discount_state_(inner, eager, torch.tensor([DISCOUNT]), lr=LR)
+        update_one(inner, compiled, eager, eager_rows, step=step)
+        last = day
+    torch.testing.assert_close(rows, eager_rows, **TOLERANCE)
+    for key, value in eager.items():
+        torch.testing.assert_close(state[key], value, **TOLERANCE)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_and_dense_parameters_when_periods_are_hours_then_are_discounted_by_the_clock(compiled, monkeypatch):
+    now = [1_800_000_000.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    rule = RowSWAP(inner=RowAdagrad(lr=LR), seconds=3600, discount=DISCOUNT)
+    assert optimizer_from_plain(optimizer_to_plain(rule)) == rule
+    rows = torch.zeros(1, DIM)
+    state = rule.initial_state(rows)
+    weight = torch.nn.Parameter(torch.zeros(DIM))
+    optimizer = swap([weight], partial(torch.optim.Adagrad, lr=LR), seconds=3600, discount=DISCOUNT)
+    expected = 0.0
+    for step, hours in enumerate((0, 1, 0, 3), start=1):
+        now[0] += 3600 * hours
+        update_one(rule, compiled, state, rows, step=step)
+        weight.grad = torch.full((DIM,), 0.5)
+        optimizer.step()
+        expected = expected * DISCOUNT**hours + 0.25
+        torch.testing.assert_close(state["sum"], torch.full((1, DIM), expected))
+        torch.testing.assert_close(optimizer.state[weight]["sum"], torch.full((DIM,), expected))
+
+
+def test_dense_parameters_when_each_day_is_a_run_of_its_own_then_are_discounted_once_for_each_day_between():
+    weight, saved, expected = torch.nn.Parameter(torch.zeros(1)), None, 0.0
+    for day, missed in (("2026-01-30", 0), ("2026-01-31", 1), ("2026-02-03", 3)):
+        optimizer = swap([weight], partial(torch.optim.Adagrad, lr=LR), day=day, discount=DISCOUNT)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        for _ in range(2):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        expected = expected * DISCOUNT**missed + 2
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert optimizer.state[weight]["sum"].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("periods", "message"),
+    [
+        ({}, "one of period .*, got none"),
+        ({"period": 2, "day": 3}, "one of period .*, got period=2, day=3"),
+        ({"seconds": 5}, "seconds must be a finite number, at least 60"),
+        ({"day": 0}, "day must be a whole number from 1, or a date"),
+        ({"day": 20260131}, "or a date such as 2026-01-31, got 20260131"),
+        ({"day": "31.1.2026"}, "isoformat"),
+    ],
+)
+def test_periods_when_they_are_none_then_refused_by_name(periods, message):
+    with pytest.raises(ValueError, match=message):
+        RowSWAP(inner=RowAdagrad(), discount=0.5, **periods)
+    with pytest.raises(ValueError, match=message):
+        swap([torch.nn.Parameter(torch.ones(1))], torch.optim.Adagrad, discount=0.5, **periods)
 
 
 def update_one(rule, compiled, state, rows, *, lr=LR, step):

@@ -15,6 +15,8 @@ from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.checks import check_rate
 
+MAX_STEP = 1 << 62  # leaves room to count on
+
 
 class DenseRequests:
     """What dense stores offer.
@@ -43,8 +45,11 @@ class DenseRequests:
         (versioned,) = take_arguments(request, {"versioned": False}, versioned=bool)
         take_arrays(request)
         served = self._stores.dense(request)
-        self._stores.check_reply(served.store.size + 2 * len(served.store.parts))
-        return served.store.begin_versioned_pull()() if versioned else served.store.pull()
+        self._stores.check_reply(served.store.size + 2 * len(served.store.parts) + 2)
+        if not versioned:
+            return served.store.pull()
+        values, versions, step = served.store.begin_versioned_pull()()
+        return values, versions, torch.tensor([step])
 
     def _read(self, request: Request) -> object:
         (name,) = take_arguments(request, array=str)
@@ -75,8 +80,8 @@ class DenseRequests:
         return Push(apply, served.undo("values"))
 
     def _push_gradient(self, request: Request) -> Push:
-        kinds: dict[str, Any] = {"lr": float, "versioned": bool, "masked": bool}
-        lr, versioned, masked = take_arguments(request, {"versioned": False, "masked": False}, **kinds)
+        kinds: dict[str, Any] = {"lr": float, "versioned": bool, "masked": bool, "step": int}
+        lr, versioned, masked, step = take_arguments(request, {"versioned": False, "masked": False, "step": 0}, **kinds)
         arrays = list(request.arrays)
         gradient = take_array(arrays, "gradient", torch.float32, 1)
         versions = take_array(arrays, "versions", torch.int64, 1) if versioned else None
@@ -86,7 +91,9 @@ class DenseRequests:
         store = (served := self._stores.dense(request)).store
         store.check_gradient(gradient, versions, trained)
         check_rate(lr)
-        apply = partial(store.update, gradient, lr=lr, versions=versions, trained=trained)
+        if not 0 <= step < MAX_STEP:
+            raise ValueError(f"step must be from 0 to {MAX_STEP - 1}, got {step}")
+        apply = partial(store.update, gradient, lr=lr, versions=versions, trained=trained, step=step)
         return Push(apply, served.undo(*store.written))
 
     def _store_and_vector(self, request: Request) -> tuple[ServedDense, Tensor]:

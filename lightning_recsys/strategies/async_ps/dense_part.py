@@ -6,19 +6,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_lightning.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_recsys.optim import RowAdagrad, RowAdam, RowOptimizer, RowSGD
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowOptimizer, RowSGD, RowSWAP
+from lightning_recsys.optim.swap import GROUP_PERIOD, GROUP_STEP, PERIOD, Discount, discount_state_
+from lightning_recsys.stores.dense_store import STEP
 from lightning_recsys.stores.interfaces import DenseStore, Stores
-from lightning_recsys.stores.versions import VERSION, StalenessHistogram
+from lightning_recsys.stores.versions import CHANGE, VERSION, StalenessHistogram
 from lightning_recsys.sync import StalenessNormalization
 
 STORE = "dense-part"  # no path of a module can be the same
+
+
+class Kept(NamedTuple):
+    """What a checkpoint has of a parameter beside its values and its optimizer's state.
+
+    Args:
+        version: Updates by all workers.
+        change: Root mean square of the last one; 0 where the staleness rule does not ask for it.
+    """
+
+    version: int
+    change: float
 
 
 class ServedParameters:
@@ -42,17 +57,16 @@ class ServedParameters:
         self.parameters = list(parameters)
         self._rule = dense_rule(optimizer, optimizer.param_groups[index])
         self._parts = [x.numel() for x in self.parameters]
+        self._has_changes = False  # whether this worker made a store that keeps them
         self._versions_P: Tensor | None = None  # that the next gradients are computed at, once something was pulled
 
-    def create(
-        self, server: Stores, normalization: StalenessNormalization, versions: Mapping[nn.Parameter, int]
-    ) -> None:
+    def create(self, server: Stores, normalization: StalenessNormalization, kept: Mapping[nn.Parameter, Kept]) -> None:
         """Make the store, with this worker's parameters and optimizer state, in place of an earlier run's.
 
         Args:
             server: Where.
             normalization: What stale gradients count.
-            versions: Of parameters whose training goes on; the optimizer's own steps, where it counts them, go first.
+            kept: Of parameters whose training goes on; the optimizer's own steps, where it counts them, go first.
         """
         with suppress(KeyError):
             server.remove(self._name)
@@ -64,8 +78,16 @@ class ServedParameters:
             if any(key in state for state in states):  # Adam has none of parameters that never had a gradient
                 pairs = zip(self.parameters, states, strict=True)
                 self.store.write(key, _joined([state.get(key, torch.zeros_like(x)) for x, state in pairs]))
-        steps = [int(state.get("step", versions.get(x, 0))) for x, state in zip(self.parameters, states, strict=True)]
+        known = [kept.get(x, Kept(0, 0.0)) for x in self.parameters]
+        steps = [int(state.get("step", before.version)) for before, state in zip(known, states, strict=True)]
         self.store.write(VERSION, torch.tensor(steps))
+        self._has_changes = normalization.uses_changes
+        if self._has_changes:
+            self.store.write(CHANGE, torch.tensor([before.change for before in known]))
+        if (discount := discount_of(self._optimizer)) is not None:
+            step, period = discount.position(self._optimizer, self._group)
+            self.store.write(STEP, torch.tensor([step]))
+            self.store.write(PERIOD, torch.full((len(self._parts),), float(period)))
 
     def open(self, server: Stores) -> None:
         """Find the store that another worker made."""
@@ -75,8 +97,11 @@ class ServedParameters:
         """Let the server have this worker's parameters; the optimizer state and versions there stay."""
         self.store.assign(self._joined())
 
-    def push(self) -> None:
+    def push(self, step: int) -> None:
         """Send the gradients, with the versions that they were computed at, and let go of them.
+
+        Args:
+            step: The number of this push among those of all workers, as far as this one knows.
 
         Raises:
             ValueError: more than the learning rate has changed since the store was made.
@@ -88,10 +113,14 @@ class ServedParameters:
         for parameter in self.parameters:
             parameter.grad = None
         marks = None if trained_P.all() else trained_P
-        self.store.push_gradient(_joined(grads), lr=self._lr(), versions=self._versions_P, trained=marks)
+        self.store.push_gradient(_joined(grads), lr=self._lr(), versions=self._versions_P, trained=marks, step=step)
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self._optimizer.param_groups[self._index]
 
     def _lr(self) -> float:
-        group = self._optimizer.param_groups[self._index]
+        group = self._group
         rule = dense_rule(self._optimizer, group)
         if rule != self._rule:
             raise ValueError(
@@ -102,42 +131,63 @@ class ServedParameters:
             )
         return float(group["lr"])
 
-    def begin_pull(self) -> Callable[[], None]:
-        """Ask for what the server has, own updates included; returns what waits for it and takes it.
+    def begin_pull(self) -> Callable[[], int]:
+        """Ask for what the server has, own updates included; returns what waits for it, takes it and tells the step.
 
         A parameter that has a gradient already, as in the midst of an accumulation, keeps the version that this was
         computed at: the gradient is as stale as the oldest of its summands.
         """
         answer = self.store.begin_versioned_pull()
 
-        def take() -> None:
-            values_N, versions_P = answer()
+        def take() -> int:
+            values_N, versions_P, step = answer()
             if self._versions_P is not None:
                 waiting_P = torch.tensor([x.grad is not None for x in self.parameters])
                 versions_P = torch.where(waiting_P, self._versions_P, versions_P)
             self._versions_P = versions_P
             self._scatter(values_N, [x.data for x in self.parameters])
+            return step
 
         return take
 
-    def pull_state(self) -> None:
-        """Put the server's optimizer state into the optimizer, as if it had made all the updates itself."""
-        steps = self.versions()
-        for key in self._state_names:
-            values = [torch.empty_like(x) for x in self.parameters]
-            self._scatter(self.store.read(key), values)
-            for parameter, value in zip(self.parameters, values, strict=True):
-                if steps[parameter]:  # the optimizer has none of what it never trained
-                    own = {key: value, "step": torch.tensor(float(steps[parameter]))}
-                    self._optimizer.state[parameter] |= own
+    def pull_state(self, step: int) -> None:
+        """Put the server's optimizer state into the optimizer, as if it had made all the updates itself.
 
-    def versions(self) -> dict[nn.Parameter, int]:
-        """Updates of each parameter, by all workers."""
-        return dict(zip(self.parameters, self.store.read(VERSION).tolist(), strict=True))
+        Args:
+            step: Pushes of all workers so far.
+        """
+        versions, factors = self.store.read(VERSION).tolist(), self._catch_up(step)
+        stored = {key: torch.split(self.store.read(key), self._parts) for key in self._state_names}
+        for number, (parameter, version) in enumerate(zip(self.parameters, versions, strict=True)):
+            if not version:  # the optimizer has no state of what it never trained
+                continue
+            own = {key: parts[number].clone() for key, parts in stored.items()}
+            if isinstance(self._rule, RowSWAP):
+                rows = {key: value.unsqueeze(0) for key, value in own.items()}
+                discount_state_(self._rule.inner, rows, factors[number : number + 1], lr=1.0)
+            there = {key: value.view(parameter.shape).to(parameter.device) for key, value in own.items()}
+            self._optimizer.state[parameter] |= there | {"step": torch.tensor(float(version))}
+
+    def _catch_up(self, step: int) -> Tensor:
+        """What stays of each parameter's state, which a server discounts when it trains it next.
+
+        torch's optimizer has discounted all of its state, up to the period that its group has.
+        """
+        if not isinstance(self._rule, RowSWAP):
+            return torch.ones(len(self._parts))
+        current = self._rule.periods.at(step)
+        self._group[GROUP_STEP], self._group[GROUP_PERIOD] = step, current
+        return self._rule.factors(self.store.read(PERIOD), current)
+
+    def kept(self) -> dict[nn.Parameter, Kept]:
+        """What a checkpoint has of each parameter beside the optimizer's state; for the worker that made the store."""
+        versions = self.store.read(VERSION).tolist()
+        changes = self.store.read(CHANGE).tolist() if self._has_changes else [0.0] * len(versions)
+        return dict(zip(self.parameters, map(Kept, versions, changes), strict=True))
 
     @property
     def _state_names(self) -> list[str]:
-        return list(self._rule.initial_state(torch.zeros(1, 1)))
+        return [name for name in self._rule.initial_state(torch.zeros(1, 1)) if name != PERIOD]
 
     def _joined(self) -> Tensor:
         return _joined(self.parameters)
@@ -173,6 +223,7 @@ class ServedDensePart:
     ) -> None:
         self._optimizers = list(optimizers)
         self._num_workers, self._names = num_workers, names or {}
+        self._step = 0  # pushes of all workers, as far as a pull has told
         self._served: list[tuple[int, Optimizer, ServedParameters]] = []  # with the number of the server
         self._refuse_shared()
         self._refuse_other_types()
@@ -214,17 +265,17 @@ class ServedDensePart:
         return [x for optimizer in self._optimizers for group in optimizer.param_groups for x in _trained(group)]
 
     def create(
-        self, servers: Sequence[Stores], normalization: StalenessNormalization, versions: Sequence[int] = ()
+        self, servers: Sequence[Stores], normalization: StalenessNormalization, kept: Sequence[Kept] = ()
     ) -> None:
         """Make the stores from this worker's model and optimizers.
 
         Args:
             servers: As many as the class was told.
             normalization: What stale gradients count.
-            versions: As :meth:`versions` told them, where training goes on.
+            kept: As :meth:`kept` told it, where training goes on.
         """
         parameters = self._trained()
-        known = dict(zip(parameters, versions, strict=True)) if len(versions) == len(parameters) else {}
+        known = dict(zip(parameters, kept, strict=True)) if len(kept) == len(parameters) else {}
         for server, _, served in self._served:
             served.create(servers[server], normalization, known)
 
@@ -244,7 +295,7 @@ class ServedDensePart:
         """
         output = closure()
         for served in self._of(optimizer):
-            served.push()
+            served.push(self._step + 1)
         self._refuse_unserved(optimizer)
         optimizer.step()
         self._pull(self._of(optimizer))
@@ -274,7 +325,7 @@ class ServedDensePart:
 
     def _pull(self, parts: Sequence[ServedParameters]) -> None:
         for take in [served.begin_pull() for served in parts]:  # all are asked before one is waited for
-            take()
+            self._step = max(self._step, take())
 
     def assign(self) -> None:
         """Let the servers have this worker's parameters; the optimizer state there stays."""
@@ -283,14 +334,15 @@ class ServedDensePart:
 
     def pull_state(self, optimizer: Optimizer) -> None:
         """Take an optimizer's state from the servers, for a checkpoint."""
+        self._step = max((self._step, *(int(served.store.read(STEP)) for *_, served in self._served)))
         for served in self._of(optimizer):
-            served.pull_state()
+            served.pull_state(self._step)
 
-    def versions(self) -> list[int]:
-        """Updates of each parameter, by all workers, in the optimizers' order."""
-        found: dict[nn.Parameter, int] = {}
+    def kept(self) -> list[Kept]:
+        """What a checkpoint has of each parameter, in the optimizers' order; for the worker that made the stores."""
+        found: dict[nn.Parameter, Kept] = {}
         for *_, served in self._served:
-            found |= served.versions()
+            found |= served.kept()
         return [found[x] for x in self._trained()]
 
     @property
@@ -344,11 +396,12 @@ def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
     >>> dense_rule(optimizer, optimizer.param_groups[0])
     RowAdam(lr=1.0, weight_decay=0, decay_all_rows=False, beta1=0.8, beta2=0.99, eps=1e-08)
     """
-    if optimizer._optimizer_step_pre_hooks:  # such as SWAP's: they would look at an optimizer that trains nothing
+    discount = discount_of(optimizer)
+    if any(hook is not discount for hook in optimizer._optimizer_step_pre_hooks.values()):
         raise TypeError(
             f"strategy=async_ps trains the dense part where it is stored, and hooks before the steps of"
-            f" {type(optimizer).__name__} (register_step_pre_hook, lightning_recsys.optim.swap) would find neither"
-            " gradients nor state. Leave them out, or use strategy=shadowsync, whose workers step themselves."
+            f" {type(optimizer).__name__} (register_step_pre_hook) would find neither gradients nor state. Leave them"
+            " out (SWAP's own is taken), or use strategy=shadowsync, whose workers step themselves."
         )
     found = _RULES.get(type(optimizer))
     extras = ("momentum", "decoupled_weight_decay", "lr_decay", "amsgrad", "maximize")
@@ -360,7 +413,16 @@ def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
             f" {', '.join(extras)}; got {type(optimizer).__name__}(lr={group['lr']}{options}). Choose one of these, or"
             " strategy=shadowsync, whose workers train the dense part with any optimizer."
         )
-    return found(group)
+    rule = found(group)
+    if discount is None:
+        return rule
+    return RowSWAP(inner=rule, discount=discount.discount, **asdict(discount.periods))
+
+
+def discount_of(optimizer: Optimizer) -> Discount | None:
+    """The hook of :func:`lightning_recsys.optim.swap`, where the optimizer has it."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, Discount)), None)
 
 
 _RULES: dict[type[Optimizer], Callable[[dict[str, Any]], RowOptimizer]] = {

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.versions import StalenessHistogram
-from lightning_recsys.strategies.async_ps.dense_part import ServedDensePart, ServedStep, refuse_gradient_scaler
+from lightning_recsys.strategies.async_ps.dense_part import Kept, ServedDensePart, ServedStep, refuse_gradient_scaler
 from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
@@ -74,13 +74,13 @@ class AsyncParameterServerStrategy(ServedStrategy):
         require_positive("min_workers", min_workers)
         self.num_embedding_servers = num_embedding_servers
         self.min_workers = min_workers
-        self._saved: list[int] = []  # versions of the checkpoint that is made next; they outlive the run
+        self._saved: list[Kept] = []  # rank 0's, for the checkpoint that is made next; it outlives the run
         self._reset()
 
     def _reset(self) -> None:
         self._dense: ServedDensePart | None = None  # while training
         self._loads: Any = None  # the hook that follows what is loaded meanwhile
-        self._restored: Sequence[int] = ()  # versions of the checkpoint that the run goes on from
+        self._restored: Sequence[Kept] = ()  # of the checkpoint that the run goes on from
         self._training = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,8 +185,8 @@ class AsyncParameterServerStrategy(ServedStrategy):
         if self._training:
             self._settle()
             assert self._dense is not None
-            self._saved = self._dense.versions()
             if self.is_global_zero:
+                self._saved = self._dense.kept()
                 for optimizer in self.optimizers:
                     self._dense.pull_state(optimizer)
             self._training = False
@@ -198,7 +198,8 @@ class AsyncParameterServerStrategy(ServedStrategy):
         if self._training:
             self._settle()
             assert self._dense is not None
-            self._saved = self._dense.versions()
+            if self.is_global_zero:
+                self._saved = self._dense.kept()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -210,12 +211,15 @@ class AsyncParameterServerStrategy(ServedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save, with the versions of the dense parameters; those of rows go with the rows."""
         if self._saved and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = {"versions": self._saved}
+            versions, changes = (list(x) for x in zip(*self._saved, strict=True))
+            checkpoint[CHECKPOINT_KEY] = {"versions": versions, "changes": changes}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, and keep the versions for the start of training."""
-        self._restored = checkpoint.get(CHECKPOINT_KEY, {}).get("versions", ())
+        kept = checkpoint.get(CHECKPOINT_KEY, {})
+        versions = kept.get("versions", ())
+        self._restored = [Kept(*x) for x in zip(versions, kept.get("changes", [0.0] * len(versions)), strict=True)]
         super().load_model_state_dict(checkpoint, strict=strict)
 
     # --- Telemetry and the end ---------------------------------------------------------------------------------------

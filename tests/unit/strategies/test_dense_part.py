@@ -28,6 +28,10 @@ RULES = {
     "adagrad_decayed": partial(torch.optim.Adagrad, lr=0.1, eps=1e-7, weight_decay=0.2),
     "adam_decayed": partial(torch.optim.Adam, lr=0.01, weight_decay=0.2),
 }
+SWAPPED = {
+    f"{name}_swap": partial(swap, inner=RULES[name], period=3, discount=0.5) for name in ("adagrad", "adam_decayed")
+} | {"adam_by_day": partial(swap, inner=RULES["adam"], day=5, discount=0.5)}
+RULES |= SWAPPED
 
 IDENTITY = StalenessNormalization("identity")
 
@@ -85,6 +89,52 @@ def test_dense_part_when_served_then_trains_as_with_torchs_optimizer(servers, ru
         for name, value in state.items():
             if value is not None:  # SGD without momentum says so
                 torch.testing.assert_close(saved["state"][index][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", SWAPPED)
+def test_swap_when_parameters_rest_and_the_run_is_resumed_then_equals_torchs_optimizer_with_its_hook(servers, rule):
+    """Each step trains a part of the parameters; some lie on a server that is not pushed to at every step."""
+    models, random = [make_model(), make_model()], torch.Generator().manual_seed(1)
+    expected, served = (RULES[rule](model.parameters()) for model in models)
+    dense = ServedDensePart([served], len(servers))
+    dense.create(servers, IDENTITY)
+    for step in range(20):
+        if step == 9:  # another run goes on, with an optimizer that was saved and loaded
+            dense.pull_state(served)
+            kept, saved = dense.kept(), copy.deepcopy(served.state_dict())
+            served = RULES[rule](models[1].parameters())
+            served.load_state_dict(saved)
+            dense = ServedDensePart([served], len(servers))
+            dense.create(servers, IDENTITY, kept)
+            dense.pull()
+        trained = torch.rand(4, generator=random) < 0.3
+        trained[torch.randint(4, (), generator=random)] = True
+        grads = [torch.randn(x.shape, generator=random) for x in models[0].parameters()]
+        for model in models:
+            for parameter, grad, does in zip(model.parameters(), grads, trained, strict=True):
+                parameter.grad = grad.clone() if does else None
+        expected.step()
+        dense.step(served, lambda: None)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    dense.pull_state(served)
+    torch.testing.assert_close(served.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+def test_swap_when_two_workers_push_then_the_period_ends_by_the_pushes_of_both(servers):
+    models = [make_model(), make_model()]
+    optimizers = [RULES["adagrad_swap"](model.parameters()) for model in models]
+    parts = [ServedDensePart([optimizer], len(servers)) for optimizer in optimizers]
+    parts[0].create(servers, IDENTITY)
+    parts[1].open(servers)
+    for worker in (0, 1, 1, 0, 0):
+        for parameter in models[worker].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        parts[worker].step(optimizers[worker], lambda: None)
+    parts[0].pull_state(optimizers[0])
+    found = [float(optimizers[0].state[x]["sum"].mean()) for x in models[0].parameters()]
+    assert found == pytest.approx([(0.2 + 2) / 2 + 3] * 4)  # the third push is the second worker's
+    assert optimizers[0].param_groups[0]["swap_step"] == 5
 
 
 @pytest.mark.parametrize("rule", ["adagrad", "adam"])
@@ -179,7 +229,8 @@ def test_optimizer_when_servers_have_no_such_rule_then_refused_by_name(make, nam
 
 def test_optimizer_when_a_hook_wants_to_change_its_state_then_refused_by_name():
     optimizer = swap(make_model().parameters(), partial(torch.optim.Adagrad, lr=0.1), period=3, discount=0.5)
-    with pytest.raises(TypeError, match=r"hooks before the steps of Adagrad \(.*optim.swap\) would find"):
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(TypeError, match=r"hooks before the steps of Adagrad \(.*\) would find.*SWAP's own is taken"):
         ServedDensePart([optimizer])
 
 
@@ -215,12 +266,34 @@ def test_versions_when_workers_push_in_turns_then_are_counted_by_parameter_and_k
         step(1, 1.0, trains_first=number != 1)
     step(0, 8.0)
     assert models[0][2].bias.item() == pytest.approx(before - 3 * 1.0 - 8.0 / 4)
-    assert parts[1].versions() == [3, 3, 4, 4]  # weight and bias of the first layer, then of the second
+    assert [x.version for x in parts[0].kept()] == [
+        3,
+        3,
+        4,
+        4,
+    ]  # weight and bias of the first layer, then of the second
     assert parts[0].observed.counts == {3: 2, 4: 2}
     assert parts[1].observed.counts == {1: 2 + 4 + 4}
     again = ServedDensePart([optimizers[0]])
-    again.create(servers, IDENTITY, parts[1].versions())
-    assert again.versions() == [3, 3, 4, 4]
+    again.create(servers, IDENTITY, parts[0].kept())
+    assert [x.version for x in again.kept()] == [3, 3, 4, 4]
+
+
+def test_changes_when_the_run_goes_on_then_stale_gradients_count_as_they_would_have(servers):
+    """Equation 5 weighs staleness by how far a parameter moved last, which a run that begins has not seen."""
+    by_change = StalenessNormalization("linear", sensitivity=2.0)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dense = ServedDensePart([optimizer])
+    dense.create(servers, by_change)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    dense.step(optimizer, lambda: None)
+    kept = dense.kept()
+    assert [x.change for x in kept] == pytest.approx([3.0] * 4)
+    again = ServedDensePart([optimizer])
+    again.create(servers, by_change, kept)
+    assert again.kept() == kept
 
 
 @pytest.mark.parametrize("momentum", [True, False])
