@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
 from lightning_recsys.checkpoints import FolderCheckpointIO, is_folder
+from lightning_recsys.data.tables.schema import FEATURES
 from lightning_recsys.data.typed_yaml import load_yaml
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
 from lightning_recsys.tasks import CTRTask, Task
@@ -29,10 +30,30 @@ def self_contained(config: Config) -> Config:
     data = dict(config["data"])
     if isinstance(schema := data.get("schema"), str):
         data["root"] = data["root"] or str(Path(schema).parent)
-        data["schema"] = merged(load_yaml(Path(schema)), data.pop(SCHEMA_CHANGES, {}))
+        schema, changes = load_yaml(Path(schema)), data.pop(SCHEMA_CHANGES, {})
+        data["schema"] = merged(by_name(schema), changes) if isinstance(schema, dict) else schema
+    elif isinstance(schema, dict):
+        data["schema"] = by_name(schema)
     if isinstance(data.get("root"), str):
         data["root"] = str(Path(data["root"]).expanduser().absolute())
     return {**config, "data": data}
+
+
+def by_name(schema: Config) -> Config:
+    """A schema in which what may be written short stands by its names, so that one of them can be changed alone.
+
+    >>> by_name({"files": "a.csv", "label": "click", "dense": ["age"]})
+    {'files': {'train': 'a.csv'}, 'label': {'column': 'click'}, 'dense': {'age': None}}
+    """
+    long = dict(schema)
+    for key, name in (("files", "train"), ("label", "column")):
+        if isinstance(long.get(key), str | list):
+            long[key] = {name: long[key]}
+    for key in FEATURES:
+        names = long.get(key)
+        if isinstance(names, list) and all(isinstance(x, str) for x in names) and len(set(names)) == len(names):
+            long[key] = dict.fromkeys(names)
+    return long
 
 
 def merged(before: Config, changes: Config) -> Config:

@@ -127,19 +127,27 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that this recipe lies in, with ``-dirty`` where files differ; None outside git."""
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],  # noqa: S607 - git from PATH
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return described.stdout.strip()
+    """Commit of the checkout that this recipe is part of, with ``-dirty`` where files differ.
+
+    None outside git, and where it was installed into an environment that lies in a repository of something else.
+    """
+    here = Path(__file__)
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    described = ""
+    for arguments in (["ls-files", "--error-unmatch", here.name], describe):
+        try:
+            done = subprocess.run(  # noqa: S603 - arguments of our own
+                ["git", *arguments],  # noqa: S607 - git from PATH
+                cwd=here.parent,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        described = done.stdout.strip()
+    return described
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""What a run writes down of where it came from."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import recipe_helpers  # noqa: F401 - puts the recipes on the path
+from recipe_tools import record
+from recipe_tools.build import self_contained
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_git_commit_when_the_recipe_is_installed_in_somebodys_repository_then_is_none(tmp_path, monkeypatch):
+    installed = tmp_path / "venv" / "record.py"
+    installed.parent.mkdir()
+    installed.touch()
+    monkeypatch.setattr(record, "__file__", str(installed))
+    assert record.git_commit() is None
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "theirs")
+    assert record.git_commit() is None
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "ours")
+    assert record.git_commit() == git(tmp_path, "rev-parse", "HEAD")
+    installed.write_text("changed")
+    assert record.git_commit() == git(tmp_path, "rev-parse", "HEAD") + "-dirty"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"files": {"train": "a.csv"}, "label": {"column": "click"}, "categorical": {"user": None, "item": None}}),
+        ({"files": {"test": "b.csv"}}, {"files": {"train": "a.csv", "test": "b.csv"}}),
+        ({"label": {"rule": ">= 4"}}, {"label": {"column": "click", "rule": ">= 4"}}),
+        ({"categorical": {"user": {"min_count": 2}}}, {"categorical": {"user": {"min_count": 2}, "item": None}}),
+    ],
+)
+def test_schema_when_one_key_is_changed_then_what_stands_beside_it_in_short_stays(tmp_path, changes, expected):
+    path = tmp_path / "s.yaml"
+    path.write_text("files: a.csv\nlabel: click\ncategorical: [user, item]\n")
+    data = {"schema": str(path), "root": None, "schema_changes": changes}
+    schema = self_contained({"data": data})["data"]["schema"]
+    assert schema == schema | expected
