@@ -20,7 +20,7 @@ from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
-from lightning_recsys.strategies.hierarchical.bringing import Planned
+from lightning_recsys.strategies.hierarchical.bringing import Planned, plan_ahead
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.planning import (
     FCSplits,
@@ -81,7 +81,9 @@ class HierarchicalStrategy(ServedStrategy):
 
     Raises:
         ValueError: an argument is out of range; as training starts, a setting that needs gradients before they are
-            applied; at the first batch, a model that cannot be traced.
+            applied, or a model that cannot be traced.
+        OperatorRoomError: a group has no room for the model, as training starts, or at the first batch where nobody
+            knows before what the model is called with.
 
     Communication: per step and part on a server, inputs and gradients of outputs to it, outputs and gradients of inputs
     back; rows as under ShadowSync. Between groups, per round and server, its share of the replica and of the centre.
@@ -216,16 +218,21 @@ class HierarchicalStrategy(ServedStrategy):
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """As the base class, and refuse what cannot be trained in parts.
+        """As the base class, and refuse what cannot be trained in parts, or where there is no room for it.
 
         Raises:
-            ValueError: a setting of the trainer, the task or its optimizers does not go with parts on servers.
+            ValueError: a setting of the trainer, the task, its model or its optimizers does not go with parts on
+                servers.
+            OperatorRoomError: a group has no room for the model.
         """
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_trainer(trainer, self.precision_plugin)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_optimizers(trainer.lightning_module, self.optimizers, cut=self.module)
+            if self.is_global_zero:
+                task = trainer.lightning_module
+                self._planned = plan_ahead(self, task, cut_module(task, self.module))
 
     def on_train_start(self) -> None:
         """Have the model cut at its first forward pass, which shows what goes into it."""
