@@ -300,39 +300,23 @@ class HierarchicalStrategy(ServedStrategy):
 
     # --- One set of weights ------------------------------------------------------------------------------------------
 
-    def _settle(self, *, goes_on: bool = True) -> None:
+    def settle(self) -> None:
         """Bring the weights of the moment into every rank's model: the mean over groups. All ranks call this."""
         if self.tables is not None:
             self.tables.flush()
         if self._run is not None:
-            self._run.settle(goes_on=goes_on)
-
-    def on_validation_start(self) -> None:
-        """Validate with every update of every group."""
-        super().on_validation_start()
-        self._settle()
-
-    def on_validation_end(self) -> None:
-        """Train on when all have seen what they are to: a net that runs free would change the rows under the others."""
-        super().on_validation_end()
-        if self._run is not None and self._run.trains:
-            self.barrier("everybody has validated")
+            self._run.settle(goes_on=self._trains)
 
     def finish_training(self) -> None:
         """Bring the trained model into this process, and the optimizer's state with it.
 
         Under a launcher that is not ours the process lives on, and may save a checkpoint when the servers are gone.
         """
-        self._settle(goes_on=False)
+        super().finish_training()
         if self._run is not None:
             self._run.end()
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """While training, with every update of every group; all ranks call this."""
-        self._settle()
-        return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, from this group's servers."""
