@@ -60,8 +60,6 @@ class RunCheckpoints:
         if not strategy.succeeded:
             _warn_of_failure(path, "on a rank at least, and all ranks would have to take part in a checkpoint")
             return True
-        if not strategy.saves_folders:
-            return False
         if storage_options is not None:
             raise TypeError(f"{path} becomes a folder, which takes no storage_options, got {storage_options}.")
         from lightning_recsys.strategies.common.process_group import among_the_living
