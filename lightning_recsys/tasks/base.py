@@ -133,7 +133,7 @@ def _requires(function: Callable[..., Any], name: str) -> bool:
 
 @rank_zero_only
 def _say_rows_are_not_clipped(value: float) -> None:
-    log.info(
+    log.warning(
         "trainer.gradient_clip_val=%s clips the gradients of the dense part; embedding rows are trained by their own"
         " update rule, whose gradients it does not reach.",
         value,

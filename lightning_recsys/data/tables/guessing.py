@@ -205,7 +205,7 @@ def _guess(sample: _Sample) -> _Guess:
     if _INDEX_NAME.fullmatch(sample.name) and _counts_rows(sample):
         return _Guess("ignore", None, "counts the rows, as pandas writes its index")
     if _is_time(sample):
-        return _Guess("time", None, "looks like the time of the row")
+        return _Guess("time", None, f"looks like the time of the row{_features_of_time(sample)}")
     if sample.is_numeric and num_values > _FEW_NUMBERS and not _ID_NAME.search(sample.name):
         return _guess_number(sample)
     if sample.never_repeats and not _ID_NAME.search(sample.name.removesuffix("id")):
@@ -254,6 +254,13 @@ def _looks_like_ids(sample: _Sample, numbers: list[float]) -> str | None:
     if whole and even and repeats >= 2 and largest >= _LARGE_NUMBER and span >= _GAPS * distinct and not round_numbers:
         return f"{distinct} different whole numbers with gaps, each {repeats:.0f} times on average: taken for ids"
     return None
+
+
+def _features_of_time(sample: _Sample) -> str:
+    """How a time becomes features, of dates and of numbers whose unit is known."""
+    if sample.is_numeric and not all(8e8 < float(value) < 2.5e9 for value in sample.counts):
+        return ""
+    return f"; its hour as a feature, under categorical: hour: {{column: {sample.name}, transform: hour}}"
 
 
 def _is_time(sample: _Sample) -> bool:

@@ -70,6 +70,7 @@ def test_guess_when_the_file_has_a_header_then_every_column_finds_its_place(tmp_
     text = schema.to_yaml()
     for remark in ("the same in every row", "empty in the sample", "different in every row", "looks like the time"):
         assert remark in text
+    assert "under categorical: hour: {column: seen_at, transform: hour}" in text
     for remark in ("positive in the sample", "lists of 4 different values", "most of them small", "by: time"):
         assert remark in text
 

@@ -239,7 +239,7 @@ def test_own_module_when_it_attaches_nothing_then_rows_are_trained_in_backward(t
 @pytest.mark.parametrize("value", [None, 0.5])
 def test_gradient_clipping_when_asked_for_then_a_line_says_that_rows_are_left_alone(tmp_path, monkeypatch, value):
     lines: list[str] = []
-    monkeypatch.setattr(base.log, "info", lambda message, *values: lines.append(message % values))
+    monkeypatch.setattr(base.log, "warning", lambda message, *values: lines.append(message % values))
     make_trainer(tmp_path, gradient_clip_val=value).fit(make_task(), make_batches(1))
     assert [line.split(" clips")[0] for line in lines] == ([] if value is None else ["trainer.gradient_clip_val=0.5"])
 
