@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_recsys.compression import Compression, Receiver, Sender
 from lightning_recsys.parameter_server.connections import Peer
@@ -29,6 +29,7 @@ MAX_AGE_SECONDS = 3600.0  # of a token
 GRACE_SECONDS = 30.0  # that the tokens of a net stay when its connection is lost: it may make a new one
 MAX_WAITING = 1024  # requests that wait for a thread
 MAX_SETTINGS = 64  # numbers for one group of an optimizer
+PROBE = "probe"  # a part that every server has and that does nothing, by which nets measure what a request costs
 
 
 @dataclass(eq=False)
@@ -101,6 +102,11 @@ class OperatorCounts:
         return self.staleness_sum / max(self.backwards, 1)
 
 
+class _Probe(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x.clone(),)
+
+
 class OperatorRequests:
     """What a server of parts offers.
 
@@ -131,6 +137,7 @@ class OperatorRequests:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.parts: dict[str, TrainedPart] = {}
+        self._probe = TrainedPart(_Probe(), None)
         self.compression = Compression.from_option("none")
         self.counts = OperatorCounts()
         self.operations = Operations(reads={"forward": self._forward, "backward": self._backward})
@@ -153,6 +160,7 @@ class OperatorRequests:
             "expired": counts.expired,
             "staleness_mean": round(counts.staleness_mean, 3),
             "staleness_max": counts.staleness_max,
+            "processor_seconds": time.process_time(),
         }
 
     def submit(self, work: Callable[..., object], *arguments: object, num_bytes: int = 0) -> Future[object]:
@@ -210,7 +218,7 @@ class OperatorRequests:
                 kept[1].graph = graph
             return Answer({"token": kept[0] if kept else 0, "tensors": described}, arrays)
 
-        self.counts.forwards += 1
+        self.counts.forwards += part is not self._probe
         return self.submit(compute, num_bytes=sum(x.nbytes for x in inputs))
 
     def _backward(self, request: Request) -> object:
@@ -243,11 +251,14 @@ class OperatorRequests:
         sender: Sender,
     ) -> Answer:
         found, staleness = part.backward(graph, grads, settings)
-        self.counts.count_backward(staleness)
+        if part is not self._probe:
+            self.counts.count_backward(staleness)
         described, arrays = pack(sender, found)
         return Answer({"staleness": staleness, "tensors": described}, arrays)
 
     def _part(self, name: str) -> TrainedPart:
+        if name == PROBE:
+            return self._probe
         if name not in self.parts:
             raise KeyError(f"there is no part {name!r:.100}; there are {sorted(self.parts)!s:.500}")
         return self.parts[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -57,8 +57,8 @@ class RemoteParts:
 
     def forward(
         self, part: str, inputs: Sequence[Tensor], *, wanted: Sequence[bool], keep: bool
-    ) -> tuple[int, list[Tensor]]:
-        """Compute a part.
+    ) -> Callable[[], tuple[int, list[Tensor]]]:
+        """Have a part computed, without waiting for it.
 
         Args:
             part: Its name.
@@ -67,23 +67,28 @@ class RemoteParts:
             keep: A backward pass may follow.
 
         Returns:
-            The token for the backward pass, and the outputs.
+            Waits for the answer, and returns the token for the backward pass and the outputs. It raises
+            ``RequestRefusedError`` where the server could not compute the part, and ``ServerUnreachableError`` where
+            it does not answer.
 
         Raises:
             TypeError: an input's dtype does not travel.
-            RequestRefusedError: the server could not compute it.
-            ServerUnreachableError: it does not answer.
         """
         described, arrays = pack(self._activations, inputs)
         arguments = {"part": part, "keep": keep, "wanted": list(wanted), "tensors": described}
-        reply = self.connection.request("forward", arguments=arguments, arrays=arrays)
-        outputs = unpack(self._outputs, reply.value["tensors"], reply.arrays)
-        return int(reply.value["token"]), [x for x in outputs if x is not None]
+        pending = self.connection.begin("forward", arguments=arguments, arrays=arrays)
+
+        def answer() -> tuple[int, list[Tensor]]:
+            reply = self.connection.wait(pending)
+            outputs = unpack(self._outputs, reply.value["tensors"], reply.arrays)
+            return int(reply.value["token"]), [x for x in outputs if x is not None]
+
+        return answer
 
     def backward(
         self, part: str, token: int, grads: Sequence[Tensor | None], *, settings: Sequence[dict[str, Any]]
-    ) -> tuple[list[Tensor | None], int]:
-        """Have a part updated.
+    ) -> Callable[[], tuple[list[Tensor | None], int]]:
+        """Have a part updated, without waiting for it.
 
         Args:
             part: Its name.
@@ -92,15 +97,19 @@ class RemoteParts:
             settings: Of each of the optimizer's groups, what its numbers are now.
 
         Returns:
-            The gradients of the inputs, where wanted, and the update's staleness.
-
-        Raises:
-            TokenLostError: the server has forgotten the forward pass. The update may have been made.
+            Waits for the answer, and returns the gradients of the inputs, where wanted, and the update's staleness. It
+            raises :class:`TokenLostError` where the server has forgotten the forward pass; the update may have been
+            made.
         """
         described, arrays = pack(self._output_gradients.setdefault(part, Sender(self._gradients)), grads)
         arguments = {"token": token, "settings": list(settings), "tensors": described}
-        try:
-            reply = self.connection.request("backward", arguments=arguments, arrays=arrays)
-        except KeyError:
-            raise TokenLostError(self.connection.endpoint, part) from None
-        return unpack(self._input_gradients, reply.value["tensors"], reply.arrays), int(reply.value["staleness"])
+        pending = self.connection.begin("backward", arguments=arguments, arrays=arrays)
+
+        def answer() -> tuple[list[Tensor | None], int]:
+            try:
+                reply = self.connection.wait(pending)
+            except KeyError:
+                raise TokenLostError(self.connection.endpoint, part) from None
+            return unpack(self._input_gradients, reply.value["tensors"], reply.arrays), int(reply.value["staleness"])
+
+        return answer

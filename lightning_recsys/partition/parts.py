@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -36,25 +37,28 @@ class Part:
     outputs: tuple[str, ...]
 
 
-Runner = Callable[[Part, tuple[Any, ...]], tuple[Tensor, ...]]
-"""Computes a part: takes the part and its inputs, returns its outputs."""
+Runner = Callable[[Part, tuple[Any, ...]], Callable[[], tuple[Tensor, ...]]]
+"""Has a part computed: takes the part and its inputs, returns what waits for its outputs and returns them."""
 
 
-def run_here(part: Part, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Compute a part in this process."""
+def run_here(part: Part, inputs: tuple[Any, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    """Compute a part in this process, at once."""
     outputs: tuple[Tensor, ...] = part.module(*inputs)
-    return outputs
+    return lambda: outputs
 
 
 class PartitionedModel:
-    """A model that is computed part by part: call it as the model itself.
+    """A model that is computed in parts: call it as the model itself.
+
+    Parts of one level do not need each other: those of group servers are begun first, then the trainer computes its
+    own, and then it waits for the others.
 
     It shares the model's modules, and so its parameters and its mode of training or evaluation. It is no module: state
     dicts stay those of the model. To have the model computed in parts wherever it is called,
     ``model.forward = partitioned`` until ``del model.forward``.
 
     Args:
-        parts: In an order in which they can be computed.
+        parts: In the order of their levels, and in each with the trainer's last.
         signature: Of the model's ``forward``.
         arguments: The values that its arguments are, in their order.
         results: What it returns: a node of the traced model, or a container of such.
@@ -85,11 +89,14 @@ class PartitionedModel:
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values: dict[str, Any] = dict(zip(self._arguments, bound.arguments.values(), strict=True))
-        for part in self.parts:
-            run = self.runners.get(part.device, run_here)
-            outputs = run(part, tuple(values[name] for name in part.inputs))
-            values.update(zip(part.outputs, outputs, strict=True))
+        for _, level in groupby(self.parts, key=lambda part: part.level):
+            begun = [(part, self._begin(part, values)) for part in level]
+            for part, answer in begun:
+                values.update(zip(part.outputs, answer(), strict=True))
         return fx.map_arg(self._results, lambda node: values[node.name])
+
+    def _begin(self, part: Part, values: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
+        return self.runners.get(part.device, run_here)(part, tuple(values[name] for name in part.inputs))
 
     def on(self, device: str) -> tuple[Part, ...]:
         """The parts of a device, in their order."""
@@ -119,7 +126,7 @@ def split(traced: TracedModel, plan: OperatorPlan) -> PartitionedModel:
         groups.setdefault((level_of[operator.name], plan.devices[operator.name]), []).append(operator.name)
     keys = list(traced.model.state_dict())
     parts, owners = [], {}
-    for (level, device), names in sorted(groups.items()):
+    for (level, device), names in sorted(groups.items()):  # group servers come before the trainer
         part = _make_part(traced, names, device=device, level=level)
         parts.append(part)
         called = [f"{node.target}" for name in names for node in traced.nodes[name] if node.op == "call_module"]

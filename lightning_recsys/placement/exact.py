@@ -140,8 +140,9 @@ class _Program:
                 if device != TRAINER:
                     terms[device, "memory"][number] += group.state_bytes(operator) / group.num_nets
         for server in self.servers:
-            for device in (TRAINER, server):
-                terms[device, "cpu"][self._variable("used", server)] += 2 * group.seconds_per_request
+            used = self._variable("used", server)
+            terms[TRAINER, "cpu"][used] += 2 * group.trainer_seconds_per_request
+            terms[server, "cpu"][used] += 2 * group.server_seconds_per_request
             for value in self.graph.values:
                 self._send(terms, value, server)
         self._limit(terms)

@@ -125,10 +125,9 @@ class LoadModel:
         for (device, _), part in self.traffic(devices).items():
             server = of_net[device]
             to_server, to_trainer = self._wire_bytes(part)
-            wire = 2 * group.seconds_per_request + group.seconds_per_byte * (to_server + to_trainer)
-            of_trainer, of_server = self._coding_seconds(part)
-            trainer.cpu += wire + of_trainer
-            server.cpu += wire + of_server
+            of_trainer, of_server = self._message_seconds(part)
+            trainer.cpu += of_trainer
+            server.cpu += of_server
             trainer.memory += part.outputs
             server.memory += part.inputs
             trainer.sent += to_server
@@ -136,6 +135,18 @@ class LoadModel:
             trainer.received += to_trainer
             server.sent += to_trainer
         return {device: self._load(device, of_net[device], states[device]) for device in self.device_names}
+
+    def side_by_side(self, devices: Mapping[str, str]) -> list[list[float]]:
+        """For each level with parts on servers, the processor time of a net's step that each device takes for its part.
+
+        Servers are asked together, and the trainer computes its own part meanwhile.
+        """
+        found = {part: self._message_seconds(traffic)[1] for part, traffic in self.traffic(devices).items()}
+        for name, level in levels(self.graph, devices).items():
+            part = devices[name], level
+            found[part] = found.get(part, 0.0) + self._seconds[name]
+        numbers = {level for device, level in found if device != TRAINER}
+        return [[seconds for (_, level), seconds in found.items() if level == number] for number in sorted(numbers)]
 
     def _wire_bytes(self, part: PartTraffic) -> tuple[float, float]:
         """To the server and back."""
@@ -145,12 +156,15 @@ class LoadModel:
             forward * part.outputs + backward * part.input_grads,
         )
 
-    def _coding_seconds(self, part: PartTraffic) -> tuple[float, float]:
-        """Processor time of the trainer and of the server for compression."""
+    def _message_seconds(self, part: PartTraffic) -> tuple[float, float]:
+        """Processor time of the trainer and of the server for the requests of a part: their bytes, and compression."""
         forward, backward = self.machines.activations, self.machines.gradients
-        trainer = forward.encode_seconds * part.inputs + forward.decode_seconds * part.outputs
+        wire = self.machines.seconds_per_byte * sum(self._wire_bytes(part))
+        trainer = wire + 2 * self.machines.trainer_seconds_per_request
+        trainer += forward.encode_seconds * part.inputs + forward.decode_seconds * part.outputs
         trainer += backward.encode_seconds * part.output_grads + backward.decode_seconds * part.input_grads
-        server = forward.decode_seconds * part.inputs + forward.encode_seconds * part.outputs
+        server = wire + 2 * self.machines.server_seconds_per_request
+        server += forward.decode_seconds * part.inputs + forward.encode_seconds * part.outputs
         server += backward.decode_seconds * part.output_grads + backward.encode_seconds * part.input_grads
         return trainer, server
 

@@ -95,7 +95,11 @@ class GroupMachines:
         activations: Compression of what goes forward.
         gradients: Compression of what comes back.
         seconds_per_byte: Processor time of each end for each byte that travels.
-        seconds_per_request: Processor time of each end for each request; a part takes one forward and one backward.
+        trainer_seconds_per_request: Processor time of a trainer for each request; a part takes one forward and one
+            backward.
+        server_seconds_per_request: And of the group server.
+        wait_per_request: Seconds for which a request, or its answer, is under way besides: threads and processes wake
+            each other. Requests of parts that do not need each other are under way together.
         trainer_seconds: Processor time of a net's step for what is not placed: data, lookups, the loss.
         trainer_bytes: Bytes of a net's step on the trainer's link for that, each way: rows and their gradients.
 
@@ -118,7 +122,9 @@ class GroupMachines:
     activations: Coding = Coding()
     gradients: Coding = Coding()
     seconds_per_byte: float = 5e-10
-    seconds_per_request: float = 1e-4
+    trainer_seconds_per_request: float = 1e-4
+    server_seconds_per_request: float = 1e-4
+    wait_per_request: float = 0.0
     trainer_seconds: float = 0.0
     trainer_bytes: float = 0.0
 
@@ -127,8 +133,11 @@ class GroupMachines:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of a group must be at least 1, got {getattr(self, name)}.")
         positive = (self.trainer_cores, self.server_cores, self.shared_cores or 1.0, self.trainer_memory)
-        costs = (self.optimizer_copies, self.seconds_per_byte, self.seconds_per_request)
-        if min(positive) <= 0 or min(*costs, self.trainer_seconds, self.trainer_bytes) < 0:
+        costs = (
+            *(self.optimizer_copies, self.seconds_per_byte, self.trainer_seconds, self.trainer_bytes),
+            *(self.trainer_seconds_per_request, self.server_seconds_per_request, self.wait_per_request),
+        )
+        if min(positive) <= 0 or min(costs) < 0:
             raise ValueError(f"cores and memory must be positive and costs at least 0, got {self}.")
         if len(self.memories) != self.num_servers or min(self.memories) <= 0:
             raise ValueError(f"server_memory must be positive, one for each of {self.num_servers} servers, got {self}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -78,6 +79,10 @@ def predict(graph: OperatorGraph, plan: OperatorPlan, machines: GroupMachines) -
     resource with ``c`` cores is a queue of ``D / c`` behind a wait of ``D (c - 1) / c``. Bytes queue at servers' links;
     those of trainers are a limit. Where processors are shared, all processes queue for the same cores.
 
+    What a net's devices compute side by side is subtracted: of a level's parts only the longest counts, or where
+    processors are shared, their sum over the cores if that is longer. With many nets the bottleneck limits what that
+    can gain.
+
     Reference: Reiser and Lavenberg 1980, "Mean-value analysis of closed multichain queueing networks"; Seidmann et al.
     1987 for several cores.
     """
@@ -85,12 +90,13 @@ def predict(graph: OperatorGraph, plan: OperatorPlan, machines: GroupMachines) -
     loads = model.loads(plan.devices)
     busy = model.busy_seconds(loads)
     bottleneck = max(busy, key=busy.__getitem__)
-    parts = len(model.traffic(plan.devices))
+    levels = model.side_by_side(plan.devices)
     queues, wait = _queues(machines, loads)
-    wait += 4 * parts * machines.link.latency
+    wait += len(levels) * (4 * machines.link.latency + 2 * machines.wait_per_request)
+    saved = sum(sum(parts) - max(*parts, sum(parts) / (machines.shared_cores or math.inf), 0.0) for parts in levels)
     groups = 1 if machines.shared_cores is None else machines.num_groups
-    alone = wait + sum(time * copies for time, copies in queues)
-    seconds = max(_step_seconds(queues, wait, machines.num_nets * groups), busy[bottleneck])
+    alone = wait + sum(time * copies for time, copies in queues) - saved
+    seconds = max(_step_seconds(queues, wait, machines.num_nets * groups) - saved, busy[bottleneck])
     used = {
         device: Utilisation(
             load.cpu_busy() / seconds, load.network_busy(machines.link.bandwidth) / seconds, load.memory_share

@@ -192,10 +192,13 @@ def _visit(
     coding = machines.gradients if backward else machines.activations
     raw = (part.output_grads, part.input_grads) if backward else (part.inputs, part.outputs)
     sent, returned = (coding.ratio * num_bytes for num_bytes in raw)
-    wire = machines.seconds_per_request + machines.seconds_per_byte * (sent + returned)
-    of_trainer = coding.encode_seconds * raw[0] + coding.decode_seconds * raw[1]
-    of_server = coding.decode_seconds * raw[0] + coding.encode_seconds * raw[1]
-    return Leg(None, wire + of_trainer), Leg(server, seconds + wire + of_server, sent, returned)
+    wire = machines.seconds_per_byte * (sent + returned)
+    of_trainer = wire + machines.trainer_seconds_per_request
+    of_trainer += coding.encode_seconds * raw[0] + coding.decode_seconds * raw[1]
+    of_server = (
+        wire + machines.server_seconds_per_request + coding.decode_seconds * raw[0] + coding.encode_seconds * raw[1]
+    )
+    return Leg(None, of_trainer), Leg(server, seconds + of_server, sent, returned)
 
 
 def coding(name: str, carries: Carries) -> Coding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection
-from lightning_recsys.simulation.rows import KeepsGradients, KeptGradient, VersionedRows
+from lightning_recsys.simulation.rows import RowGradient, VersionedRows
 from lightning_recsys.sync import StalenessNormalization
 
 _LINE = 16  # floats of a cache line, at which tensors start as torch's own do: some kernels round otherwise elsewhere
@@ -35,7 +34,7 @@ class Gradient:
     batch: Batch
     logits: Tensor
     dense: list[Tensor | None]
-    rows: Sequence[KeptGradient]
+    rows: list[RowGradient]
     version: int
 
     @property
@@ -49,7 +48,7 @@ class Replica:
 
     Args:
         module: Computes ``{"loss", "logits"}`` of a :class:`Batch`, as :class:`~lightning_recsys.tasks.CTRTask`; its
-            collections are bound to :class:`VersionedRows`, or to other rows that keep gradients.
+            collections are bound to :class:`VersionedRows`.
 
     Attributes:
         flat: The trained dense parameters as one vector, float32.
@@ -151,8 +150,8 @@ def end_replicas(module: pl.LightningModule) -> None:
             collection.unbind()
 
 
-def _rows(collection: EmbeddingBagCollection) -> KeepsGradients:
-    assert isinstance(collection.embedding_bags, KeepsGradients)
+def _rows(collection: EmbeddingBagCollection) -> VersionedRows:
+    assert isinstance(collection.embedding_bags, VersionedRows)
     return collection.embedding_bags
 
 

@@ -14,9 +14,8 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.data import SyntheticDataModule
-from lightning_recsys.errors import OperatorRoomError
 from lightning_recsys.models import DLRM, DeepFM
-from lightning_recsys.placement.plan_file import read_plan
+from lightning_recsys.placement.plan_file import read_measured, read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
 from lightning_recsys.tasks import CTRTask
@@ -119,6 +118,9 @@ def test_layers_in_pieces_when_saved_and_gone_on_with_whole_or_in_other_pieces_t
     pieces = hierarchical(servers_per_group=2, fc_splits=splits, operator_placement=placement)
     fit(first, strategy=pieces, callbacks=[saving])
     assert {f"{path}.pieces.{i}" for path in splits for i in range(2)} <= read_plan(placement.save).keys()
+    measured = read_measured(placement.save)
+    assert measured.keys() == {"trainer_seconds_per_request", "server_seconds_per_request", "wait_per_request"}
+    assert min(measured["trainer_seconds_per_request"], measured["server_seconds_per_request"]) > 1e-5
     fit(reference)
     assert_close(first, reference)
     assert not torch.equal(first.model.top[0].weight, make_task(optimizer=ADAM).model.top[0].weight)
@@ -214,50 +216,6 @@ class KillsGroupServer(Callback):
                         time.sleep(0.01)
                     return
             raise AssertionError(f"nobody listens at {path}")
-
-
-class Begins(Callback):
-    """Tells that training, or what comes before it, has begun."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_sanity_check_start(self, trainer, pl_module):
-        (self.folder / "begun").touch()
-
-    on_train_start = on_sanity_check_start
-
-
-class Branches(torch.nn.Module):
-    """DLRM that decides by its input, which no trace knows."""
-
-    def __init__(self):
-        super().__init__()
-        self.dlrm = MODELS["dlrm"]()
-
-    def forward(self, dense, sparse):
-        return self.dlrm(dense if dense.sum() > 0 else -dense, sparse)
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "reason"),
-    [
-        (
-            None,
-            {"operator_placement": OperatorPlacement(machines={"server_memory": 1000.0})},
-            "needs .* server0 has 1,000",
-        ),
-        (Branches, {}, r"strategy=hierarchical cuts Branches over group servers: .*\(Branches\) cannot be traced"),
-    ],
-    ids=["no_room", "no_trace"],
-)
-def test_model_when_it_cannot_be_cut_or_has_no_room_then_refused_before_training_begins(
-    tmp_path, model, options, reason
-):
-    task = make_task() if model is None else CTRTask(model(), optimizer=ADAGRAD)
-    with pytest.raises((ValueError, OperatorRoomError), match=reason):
-        fit(task, strategy=hierarchical(**options), callbacks=[Begins(tmp_path)])
-    assert not (tmp_path / "begun").exists()
 
 
 class NetsDie(Callback):

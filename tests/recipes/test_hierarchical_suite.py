@@ -47,6 +47,7 @@ class Pretended:
             assert (strategy.groups.world_size, strategy.groups.node_of(0)) == (workers, 0)
             assert [own.get("interface") for own in settings] == [None, "link-b"]
             assert read_plan(Path(settings[0]["plan"]))  # which every rank can read
+            (folder / training.PLAN).write_text("measured: {wait_per_request: 0.001}")
             step = [1000.0 + 2 * 66, 2, 500 + 66, 1, 900, 600]
             np.cumsum([step] * 4, axis=0).tofile(folder / "traffic-1-7")
 
@@ -112,9 +113,11 @@ def test_predictions_when_the_link_is_slower_then_a_step_takes_what_its_bytes_ta
     links = {rate: hierarchical.Network(hierarchical.bytes_per_second(rate)) for rate in ("100mbit", "1gbit")}
     variants = [hierarchical.Variant("none"), hierarchical.Variant("none", "bf16")]
     slow, slow_half, fast, fast_half = suite.plan(graph, variants, links, tmp_path)
-    assert slow.devices == slow_half.devices == fast.devices
-    more, more_half = slow.seconds - fast.seconds, slow_half.seconds - fast_half.seconds
+    assert slow.plan == slow_half.plan == fast.plan
+    times = [x.seconds(graph, {}) for x in (slow, slow_half, fast, fast_half)]
+    more, more_half = times[0] - times[2], times[1] - times[3]
     assert more > 0
+    assert fast.seconds(graph, {"wait_per_request": 1e-3}) > times[2] + 2e-3
     assert more_half == pytest.approx(more / 2, rel=0.02)  # bfloat16 has half the bytes
 
 

@@ -72,6 +72,7 @@ def make_plan(
     groups: Groups,
     compression: Compression,
     rooms: Sequence[int | None],
+    measured: Mapping[str, float] | None = None,
 ) -> tuple[list[LayerSplit], OperatorPlan, StepTime]:
     """Place a model's operators on a group, and predict its step.
 
@@ -83,6 +84,7 @@ def make_plan(
         groups: How many trainers, nets and servers there are.
         compression: Between them.
         rooms: Free bytes that each server of the group tells, ``None`` where it does not.
+        measured: As for :func:`group_machines`; written to the file with the plan.
 
     Raises:
         OperatorRoomError: an operator fits on no server, or a server has no room for its share.
@@ -90,7 +92,7 @@ def make_plan(
             model.
         FileNotFoundError: there is no such file.
     """
-    machines = _machines(settings, groups, compression, rooms)
+    machines = group_machines(settings, groups, compression, rooms, measured)
     pinned = None if settings.plan is None else read_plan(Path(settings.plan))
     best: tuple[list[LayerSplit], OperatorGraph, OperatorPlan, StepTime] | None = None
     refused: OperatorRoomError | None = None
@@ -114,7 +116,7 @@ def make_plan(
     if settings.save is not None:
         path = Path(settings.save)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_plan(path, plan, graph)
+        write_plan(path, plan, graph, measured)
     return splits, plan, prediction
 
 
@@ -122,20 +124,28 @@ def _split_options(
     model: nn.Module, sample: Sequence[Any], fc_splits: FCSplits, machines: GroupMachines
 ) -> list[list[LayerSplit]]:
     if not isinstance(fc_splits, str):
-        return [given_splits(fc_splits, machines.num_servers)]
+        return [[LayerSplit(path, by, machines.num_servers) for path, by in fc_splits.items()]]
     chosen = choose_splits(model, sample, machines) if fc_splits == "auto" else []
     return [[], chosen] if chosen else [[]]
 
 
-def given_splits(fc_splits: FCSplits, num_servers: int) -> list[LayerSplit]:
-    """The layers that are named to be split over so many servers; none for ``none`` and ``auto``."""
-    return [] if isinstance(fc_splits, str) else [LayerSplit(path, by, num_servers) for path, by in fc_splits.items()]
-
-
-def _machines(
-    settings: OperatorPlacement, groups: Groups, compression: Compression, rooms: Sequence[int | None]
+def group_machines(
+    settings: OperatorPlacement,
+    groups: Groups,
+    compression: Compression,
+    rooms: Sequence[int | None] = (),
+    measured: Mapping[str, float] | None = None,
 ) -> GroupMachines:
-    known = dict(settings.machines)
+    """What is known of a group's machines: what the settings say, then what was measured, then defaults.
+
+    Args:
+        settings: How to place operators.
+        groups: How many trainers, nets and servers there are.
+        compression: Between them.
+        rooms: Free bytes that each server of the group tells, ``None`` where it does not.
+        measured: What was measured of the machines, by arguments of ``GroupMachines``.
+    """
+    known = {**(measured or {}), **settings.machines}
     if groups.num_nodes == 1:
         known.setdefault("shared_cores", float(len(os.sched_getaffinity(0))))
     if rooms and all(rooms):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,24 +51,37 @@ class Net:
             total.add(server.traffic)
         return total
 
-    def run(self, part: Part, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Compute a part: a :data:`~lightning_recsys.partition.parts.Runner`."""
+    def run(self, part: Part, inputs: tuple[Any, ...]) -> Callable[[], tuple[Tensor, ...]]:
+        """Have a part computed: a :data:`~lightning_recsys.partition.parts.Runner`."""
         if not torch.is_grad_enabled():
-            return tuple(
-                self._servers[part.device].forward(part.name, inputs, wanted=[False] * len(inputs), keep=False)[1]
-            )
-        outputs: tuple[Tensor, ...] = _RemotePart.apply(self, part, self._anchor, *inputs)  # type: ignore[no-untyped-call]
-        return outputs
+            asked = self._servers[part.device].forward(part.name, inputs, wanted=[False] * len(inputs), keep=False)
+            return lambda: tuple(asked()[1])
+        passes = _Passes(self, part)
+        asked_for: Tensor = _Ask.apply(passes, self._anchor, *inputs)  # type: ignore[no-untyped-call]
 
-    def forward(self, part: Part, inputs: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[int, list[Tensor]]:
+        def answer() -> tuple[Tensor, ...]:
+            outputs: tuple[Tensor, ...] = _Answer.apply(passes, asked_for)  # type: ignore[no-untyped-call]
+            return outputs
+
+        return answer
+
+    def forward(
+        self, part: Part, inputs: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> Callable[[], tuple[int, list[Tensor]]]:
         """As :meth:`RemoteParts.forward`, for a backward pass to come."""
         return self._servers[part.device].forward(part.name, inputs, wanted=wanted, keep=True)
 
-    def backward(self, part: Part, token: int, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """As :meth:`RemoteParts.backward`; a lost forward pass is counted, and gives no gradients."""
+    def backward(
+        self, part: Part, token: int, grads: Sequence[Tensor | None]
+    ) -> Callable[[], tuple[list[Tensor | None], int]]:
+        """As :meth:`RemoteParts.backward`."""
         settings = [_numbers(self._optimizer.param_groups[number]) for number in self._groups[part.name]]
+        return self._servers[part.device].backward(part.name, token, grads, settings=settings)
+
+    def gradients(self, part: Part, answer: Callable[[], tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
+        """Those of a part's inputs, once its server has answered; a lost forward pass is counted, and gives none."""
         try:
-            found, staleness = self._servers[part.device].backward(part.name, token, grads, settings=settings)
+            found, staleness = answer()
         except TokenLostError as error:
             self.lost += 1
             log.warning("A batch is lost for a part of the model, and for what lies before it: %s", error)
@@ -76,11 +90,55 @@ class Net:
         return found
 
 
-class _RemotePart(torch.autograd.Function):
+@dataclass(eq=False)
+class _Passes:
+    """The forward pass of a part, and its backward pass.
+
+    Args:
+        net: Whose.
+        part: The part.
+        forward: Has the answer to the forward pass, once it is asked for.
+        token: Of the forward pass.
+        backward: Has the answer to the backward pass, once that is asked for.
+    """
+
+    net: Net
+    part: Part
+    forward: Callable[[], tuple[int, list[Tensor]]] | None = None
+    token: int = 0
+    backward: Callable[[], tuple[list[Tensor | None], int]] | None = None
+
+
+class _Ask(torch.autograd.Function):
+    """Asks for a forward pass; :class:`_Answer` waits for it. In the backward pass they change places.
+
+    Autograd goes back first to what was computed last. Where several parts are asked for before any of them is waited
+    for, it therefore comes to the ``_Answer`` of each, which ask for the backward passes, before it comes to an
+    ``_Ask``, which waits; and what the trainer has computed meanwhile comes in between. So servers compute side by
+    side in both directions.
+    """
+
     @staticmethod
-    def forward(ctx: Any, net: Net, part: Part, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.net, ctx.part = net, part
-        ctx.token, outputs = net.forward(part, inputs, ctx.needs_input_grad[3:])
+    def forward(ctx: Any, passes: _Passes, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.passes = passes
+        passes.forward = passes.net.forward(passes.part, inputs, ctx.needs_input_grad[2:])
+        return anchor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        answer = ctx.passes.backward
+        assert answer is not None, "asked for by _Answer"
+        return None, None, *ctx.passes.net.gradients(ctx.passes.part, answer)
+
+
+class _Answer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passes: _Passes, asked_for: Tensor) -> tuple[Tensor, ...]:
+        ctx.passes = passes
+        assert passes.forward is not None, "asked for by _Ask"
+        passes.token, outputs = passes.forward()
+        passes.forward = None
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in outputs if not (x.is_floating_point() or x.is_complex())))
         return tuple(outputs)
@@ -88,7 +146,8 @@ class _RemotePart(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, *ctx.net.backward(ctx.part, ctx.token, grads)
+        ctx.passes.backward = ctx.passes.net.backward(ctx.passes.part, ctx.passes.token, grads)
+        return None, torch.zeros(())
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:

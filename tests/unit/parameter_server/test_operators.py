@@ -141,7 +141,7 @@ def test_tensors_when_of_other_dtypes_then_they_cross_with_their_gradients(tmp_p
         try:
             connection = Connection(server.endpoint)
             remote, mask = RemoteParts(connection), torch.tensor([True, False])
-            token, outputs = remote.forward("masked", [torch.ones(2), mask], wanted=[True, False], keep=True)
+            token, outputs = remote.forward("masked", [torch.ones(2), mask], wanted=[True, False], keep=True)()
             assert [x.dtype for x in outputs] == [
                 torch.float64,
                 torch.complex64,
@@ -151,7 +151,7 @@ def test_tensors_when_of_other_dtypes_then_they_cross_with_their_gradients(tmp_p
             ]
             assert outputs[2].tolist() == [False, True]
             grads = [torch.full((2,), 5.0, dtype=torch.float64), None, None, None, torch.ones(2, dtype=torch.bfloat16)]
-            (grad, _), _ = remote.backward("masked", token, grads, settings=[])
+            (grad, _), _ = remote.backward("masked", token, grads, settings=[])()
             assert grad.tolist() == [16.0, 16.0]
             connection.close()
         finally:
@@ -355,13 +355,13 @@ def test_server_when_a_part_takes_long_then_answers_others_and_this_one_later(tm
         reply = nets[0].wait(pending)
         assert torch.equal(reply.arrays[0], torch.ones(3))
         remote = RemoteParts(nets[0])
-        token, (output,) = remote.forward("slow", [torch.zeros(2, 1)], wanted=[True], keep=True)
+        token, (output,) = remote.forward("slow", [torch.zeros(2, 1)], wanted=[True], keep=True)()
         assert output.shape == (2, 1)
-        grads, staleness = remote.backward("slow", token, [torch.full((2, 1), 3.0)], settings=[])
+        grads, staleness = remote.backward("slow", token, [torch.full((2, 1), 3.0)], settings=[])()
         assert torch.equal(grads[0], torch.full((2, 1), 3.0))
         assert staleness == 0
         with pytest.raises(TokenLostError, match="part slow"):
-            RemoteParts(nets[1]).backward("slow", token, [torch.ones(2, 1)], settings=[])
+            RemoteParts(nets[1]).backward("slow", token, [torch.ones(2, 1)], settings=[])()
         with pytest.raises(TypeError, match="float8_e5m2"):
             remote.forward("slow", [torch.zeros(2, dtype=torch.float8_e5m2)], wanted=[True], keep=True)
         # A server that is told to stop answers what it is at.

@@ -10,13 +10,20 @@ from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.machines import GroupMachines, Processor
 from lightning_recsys.placement.operators import TRAINER
 from lightning_recsys.placement.plan import OperatorPlan
-from lightning_recsys.placement.plan_file import read_plan, write_plan
+from lightning_recsys.placement.plan_file import read_measured, read_plan, write_plan
 from lightning_recsys.placement.plan_picture import _places, draw_plan
 from lightning_recsys.placement.step_time import predict
 from lightning_recsys.placement.tagging import place_operators
 
 PLAIN = Processor(flops=1e9, memory_bandwidth=1e15, call_seconds=0.0)
-GROUP = GroupMachines(1, processor=PLAIN, link=Network(1e6), seconds_per_byte=0.0, seconds_per_request=0.0)
+GROUP = GroupMachines(
+    1,
+    processor=PLAIN,
+    link=Network(1e6),
+    seconds_per_byte=0.0,
+    trainer_seconds_per_request=0.0,
+    server_seconds_per_request=0.0,
+)
 # 3 ms of arithmetic on the server, 1000 bytes there and 200 back, and the same with gradients.
 GRAPH = graph_of(
     [lookup("rows"), layer("a", "rows", flops=1e6), cheap("b", "a", flops=0)],
@@ -36,6 +43,27 @@ def test_step_when_one_net_runs_then_is_the_sum_of_all_it_does():
     assert step.utilisation["server0"].cpu == pytest.approx(3e-3 / step.seconds)
     assert step.utilisation["server0"].network == pytest.approx(1.2e-3 / step.seconds)
     assert step.utilisation["trainer"].cpu == pytest.approx(0.5e-3 / step.seconds)
+
+
+def test_step_when_requests_cost_then_both_ends_and_the_wait_are_in_it():
+    group = replace(
+        GROUP, trainer_seconds_per_request=0.1e-3, server_seconds_per_request=0.3e-3, wait_per_request=0.2e-3
+    )
+    step = predict(GRAPH, PLAN, group)
+    assert step.seconds == pytest.approx(ALONE + 2 * 0.6e-3)
+    assert step.loads["trainer"].cpu_seconds == pytest.approx(2 * 0.1e-3)
+    assert step.loads["server0"].cpu_seconds == pytest.approx(3e-3 + 2 * 0.3e-3)
+
+
+@pytest.mark.parametrize(
+    ("shared", "longest"), [(None, 6e-3), (4.0, 6e-3), (2.0, 6e-3), (1.0, 11e-3), (1.5, 11e-3 / 1.5)]
+)
+def test_step_when_servers_compute_side_by_side_then_the_longest_counts_or_what_shared_cores_take(shared, longest):
+    layers = [layer("a", "x", flops=2e6), layer("b", "x", flops=1e6), cheap("c", "x", flops=1e6)]  # 6, 3 and 2 ms
+    graph = graph_of([*layers, cheap("d", "a", "b", "c", flops=0)], results=("d",))
+    plan = OperatorPlan({"a": "server0", "b": "server1", "c": TRAINER, "d": TRAINER}, num_servers=2)
+    group = replace(GROUP, num_servers=2, link=Network(1e12), shared_cores=shared, wait_per_request=1e-3)
+    assert predict(graph, plan, group).alone_seconds == pytest.approx(longest + 2 * 1e-3, rel=1e-3)
 
 
 def test_step_when_there_are_many_nets_then_the_bottleneck_is_always_busy():
@@ -116,6 +144,19 @@ def test_plan_file_when_wrong_then_says_where(tmp_path, text, message):
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         read_plan(tmp_path / "plan.yaml")
+
+
+def test_plan_file_when_something_was_measured_then_has_it_beside_the_plan(tmp_path):
+    graph, measured = dlrm(), {"server_seconds_per_request": 1.25e-3, "wait_per_request": 0.0}
+    plan, path = place_operators(graph, replace(GROUP, num_servers=2)), tmp_path / "plan.yaml"
+    write_plan(path, plan, graph)
+    assert read_measured(path) == {}
+    write_plan(path, plan, graph, measured)
+    assert read_measured(path) == measured
+    assert read_plan(path) == plan.devices
+    path.write_text("measured: [1]\n")
+    with pytest.raises(ValueError, match="measured must have numbers by name"):
+        read_measured(path)
 
 
 def test_plan_file_when_missing_then_says_so(tmp_path):

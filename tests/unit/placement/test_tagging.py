@@ -21,7 +21,14 @@ from lightning_recsys.placement.tagging import by_rules, components, place_opera
 
 # One byte a microsecond, no cost for anything but arithmetic and the link.
 PLAIN = Processor(flops=1e9, memory_bandwidth=1e15, call_seconds=0.0)
-GROUP = GroupMachines(2, processor=PLAIN, link=Network(1e6), seconds_per_byte=0.0, seconds_per_request=0.0)
+GROUP = GroupMachines(
+    2,
+    processor=PLAIN,
+    link=Network(1e6),
+    seconds_per_byte=0.0,
+    trainer_seconds_per_request=0.0,
+    server_seconds_per_request=0.0,
+)
 
 
 # --- Rules ------------------------------------------------------------------------------------------------------------

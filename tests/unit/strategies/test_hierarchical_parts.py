@@ -312,12 +312,15 @@ class Forgets:
     def forward(self, name, inputs, *, wanted, keep):
         token = len(self.graphs) + 1
         self.graphs[token] = self.part.forward([x.clone() for x in inputs], wanted=wanted, keep=keep)
-        return token, [x.detach() for x in self.graphs[token].outputs]
+        return lambda: (token, [x.detach() for x in self.graphs[token].outputs])
 
     def backward(self, name, token, grads, *, settings):
-        if token % 2 == 0:
-            raise TokenLostError("ipc:///nowhere", name)
-        return self.part.backward(self.graphs[token], grads, settings)
+        def answer():
+            if token % 2 == 0:
+                raise TokenLostError("ipc:///nowhere", name)
+            return self.part.backward(self.graphs[token], grads, settings)
+
+        return answer
 
 
 def test_net_when_a_server_has_forgotten_a_batch_then_goes_on_without_its_gradients_and_counts_it(caplog):
@@ -328,19 +331,91 @@ def test_net_when_a_server_has_forgotten_a_batch_then_goes_on_without_its_gradie
     net = Net({"server0": Forgets(TrainedPart(part.module, part.optimizer))}, optimizer, {"server0.0": [0]})
     asked = Part("server0.0", "server0", 0, part.module, ("x",), ("y",))
     before = there.bottom.weight.detach().clone()
-    (y,) = net.run(asked, (X,))  # no input wants a gradient, and the part is trained all the same
+    (y,) = net.run(asked, (X,))()  # no input wants a gradient, and the part is trained all the same
     y.square().sum().backward()
     after = there.bottom.weight.detach().clone()
     assert not torch.equal(before, after)
     x = X.clone().requires_grad_()
     with caplog.at_level(logging.WARNING):
-        net.run(asked, (x,))[0].sum().backward()
+        net.run(asked, (x,))()[0].sum().backward()
     assert x.grad is None
     assert (net.lost, len(net.staleness)) == (1, 1)
     assert "A batch is lost" in caplog.text
     assert torch.equal(there.bottom.weight, after)
     with torch.no_grad():
-        assert not net.run(asked, (X,))[0].requires_grad
+        assert not net.run(asked, (X,))()[0].requires_grad
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.top = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.top(self.left(x).relu() + self.right(x).tanh()).squeeze(1)
+
+
+class Notes(Forgets):
+    """A server's connection that computes, and notes when it is asked and when it is waited for."""
+
+    def __init__(self, parts, notes):
+        super().__init__(None)
+        self.parts, self.notes = parts, notes
+
+    def forward(self, name, inputs, **options):
+        self.part = self.parts[name]
+        return self.note(f"{name} forward", super().forward(name, inputs, **options))
+
+    def backward(self, name, token, grads, *, settings):
+        self.part = self.parts[name]
+        return self.note(f"{name} backward", lambda: self.part.backward(self.graphs[token], grads, settings))
+
+    def note(self, what, answer):
+        self.notes.append(f"{what} asked")
+
+        def answered():
+            self.notes.append(f"{what} awaited")
+            return answer()
+
+        return answered
+
+
+def test_net_when_parts_do_not_need_each_other_then_all_are_asked_before_one_is_waited_for():
+    whole, cut = TwoTowers(), TwoTowers()
+    traced = trace(cut, [X])
+    model = split(
+        traced,
+        OperatorPlan(
+            {"left": "server0", "right": "server1", "top": "server0"}
+            | {x.name: "trainer" for x in traced.operators.operators if not x.owns_parameters},
+            num_servers=2,
+        ),
+    )
+    names = [part.name for part in model.parts if part.device != "trainer"]
+    assert names == ["server0.0", "server1.0", "server0.2"]
+    notes = []
+    optimizer = torch.optim.SGD(cut.parameters(), lr=0.1)
+    devices = ("server0", "server1")
+    servers = {
+        device: Notes(
+            {x.name: TrainedPart(x.module, torch.optim.SGD(x.module.parameters(), lr=0.1)) for x in model.on(device)},
+            notes,
+        )
+        for device in devices
+    }
+    model.runners = dict.fromkeys(devices, Net(servers, optimizer, {name: [0] for name in names}).run)
+    x, expected = X.clone().requires_grad_(), X.clone().requires_grad_()
+    model(x).sum().backward()
+    whole(expected).sum().backward()
+    asked = [note for note in notes if note.endswith("asked")]
+    assert len(asked) == 6
+    assert notes[:4] == [f"{part} forward {what}" for what in ("asked", "awaited") for part in names[:2]]
+    assert {*notes[-4:-2]} == {f"{part} backward asked" for part in names[:2]}
+    assert {*notes[-2:]} == {f"{part} backward awaited" for part in names[:2]}
+    torch.testing.assert_close(x.grad, expected.grad)
+    for trained, before in zip(cut.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(trained, before - 0.1 * before.grad)
 
 
 class Task(pl.LightningModule):

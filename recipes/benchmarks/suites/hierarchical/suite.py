@@ -11,7 +11,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -32,7 +32,7 @@ from benchmarks.suites.des.suite import environments
 from benchmarks.suites.het.cache import Columns
 from benchmarks.suites.het.link import Crossed
 from benchmarks.suites.het.training import TRAFFIC
-from benchmarks.suites.hierarchical.training import ROWS, WARM_STEPS, make_network, make_optimizer
+from benchmarks.suites.hierarchical.training import PLAN, ROWS, WARM_STEPS, make_network, make_optimizer
 
 from lightning_recsys.compression import Compression
 from lightning_recsys.partition.timing import time_operators
@@ -40,11 +40,12 @@ from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.machines import GroupMachines
 from lightning_recsys.placement.operators import OperatorGraph
-from lightning_recsys.placement.plan_file import read_plan, write_plan
+from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.plan_file import read_measured, write_plan
 from lightning_recsys.placement.step_time import predict
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.strategies.hierarchical.groups import Groups
-from lightning_recsys.strategies.hierarchical.planning import OperatorPlacement, _machines
+from lightning_recsys.strategies.hierarchical.planning import OperatorPlacement, group_machines
 
 TRAINING = "benchmarks.suites.hierarchical.training"
 ONE_PROCESS = "one process"
@@ -143,19 +144,28 @@ class Planned:
     Args:
         variant: The variant.
         rate: Of the link.
-        devices: Where each operator is.
-        seconds: The prediction of a net's step, but for what is not placed.
+        plan: Where each operator is.
+        machines: What is known of the machines before the job.
     """
 
     variant: Variant
     rate: str
-    devices: Mapping[str, str]
-    seconds: float
+    plan: OperatorPlan
+    machines: GroupMachines
 
     @property
     def job(self) -> tuple[tuple[tuple[str, str], ...], str]:
         """What is the same for all that one job can measure."""
-        return tuple(sorted(self.devices.items())), self.variant.compression
+        return tuple(sorted(self.plan.devices.items())), self.variant.compression
+
+    def seconds(self, graph: OperatorGraph, measured: Mapping[str, float]) -> float:
+        """The prediction of a net's step, but for what is not placed.
+
+        Args:
+            graph: The model's operators.
+            measured: What the job measured of its machines as it began.
+        """
+        return predict(graph, self.plan, replace(self.machines, **measured)).alone_seconds  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -183,7 +193,7 @@ class Suite:
             graph = self.timed_operators()
             planned = self.plan(graph, variants, links, folder)
             try:
-                measured, crossed = self._run(planned, list(links), folder)
+                measured, crossed, costs = self._run(planned, list(links), folder)
             except NoLinkError as error:
                 log.warning("The link is left out: %s.", error)
                 return [], [self._error_bar(x, None) for x in planned]
@@ -191,7 +201,7 @@ class Suite:
             Row(f"{self.model}, {rate}, B={self.batch_size}", rates, base=ONE_PROCESS)
             for rate, rates in measured.items()
         ]
-        table, bars = self._predictions(graph, planned, measured)
+        table, bars = self._predictions(graph, planned, measured, costs)
         results += [table, self._bytes(crossed)]
         for name, each in crossed.items():
             bars.append(
@@ -215,7 +225,7 @@ class Suite:
     def plan(
         self, graph: OperatorGraph, variants: Sequence[Variant], links: Mapping[str, Network], folder: Path
     ) -> list[Planned]:
-        """Place operators for each variant and link by what their operators take, and foretell a step."""
+        """Place operators for each variant and link by what their operators take."""
         groups = Groups(num_groups=1, trainers_per_group=1, nets_per_trainer=1, servers_per_group=self.num_servers)
         per_byte = GroupMachines(self.num_servers).seconds_per_byte + encryption_seconds() / 2
         planned = []
@@ -225,17 +235,20 @@ class Suite:
                 path = folder / f"{len(planned)}.yaml"
                 settings = OperatorPlacement(variant.method, machines=machines)
                 compression = Compression.from_option(COMPRESSIONS[variant.compression], top_k_fraction=0.1)
-                known = _machines(settings, groups, compression, ())
+                known = group_machines(settings, groups, compression)
                 plan = place_operators(graph, known, method=variant.method)
                 write_plan(path, plan, graph)
-                told = predict(graph, plan, known)
-                planned.append(Planned(variant, rate, read_plan(path), told.alone_seconds))
+                planned.append(Planned(variant, rate, plan, known))
         return planned
 
     def _run(
         self, planned: Sequence[Planned], rates: Sequence[str], folder: Path
-    ) -> tuple[dict[str, Measurement], dict[str, Crossed]]:
-        """Each job on a link of its own; variants with the same plan at two rates are one job."""
+    ) -> tuple[dict[str, Measurement], dict[str, Crossed], dict[Any, dict[str, float]]]:
+        """Each job on a link of its own; variants with the same plan at two rates are one job.
+
+        Returns:
+            The rates of variants at each link's rate, the bytes of each job, and what each job measured as it began.
+        """
         with ExitStack() as stack:
             links, jobs = [], {}
             jobs[ONE_PROCESS] = self._job(ONE_PROCESS, folder, [python()], [{"strategy": None}])
@@ -269,7 +282,8 @@ class Suite:
                 for name, job in jobs.items()
                 if name != ONE_PROCESS
             }
-        return measured, {name: Crossed.of(x) for name, x in readings.items()}
+            costs = {key: read_measured(jobs[name].folder / PLAN) for key, name in numbers.items()}
+        return measured, {name: Crossed.of(x) for name, x in readings.items()}, costs
 
     def _on_two_hosts(self, name: str, folder: Path, hosts: tuple[Host, Host], plan: Path, variant: Variant) -> Job:
         strategy = {
@@ -310,7 +324,11 @@ class Suite:
         )
 
     def _predictions(
-        self, graph: OperatorGraph, planned: Sequence[Planned], measured: Mapping[str, Measurement]
+        self,
+        graph: OperatorGraph,
+        planned: Sequence[Planned],
+        measured: Mapping[str, Measurement],
+        costs: Mapping[Any, Mapping[str, float]],
     ) -> tuple[Columns, list[Bar]]:
         """A step as foretold and as measured. What is not placed takes what one process takes beside its operators."""
         placed = sum((x.forward_seconds or 0.0) + (x.backward_seconds or 0.0) for x in graph.operators)
@@ -318,18 +336,21 @@ class Suite:
         for each in planned:
             rates = measured[each.rate]
             alone = self.batch_size / rates.median(ONE_PROCESS)
-            told = each.seconds + max(alone - placed, 0.0)
+            of_job = costs[each.job]
+            told = each.seconds(graph, of_job) + max(alone - placed, 0.0)
             seen = self.batch_size / rates.median(each.variant.name)
             bars.append(self._error_bar(each, 100 * abs(told / seen - 1)))
             lines.append(
                 [
                     each.rate,
                     each.variant.name,
-                    f"{sum(x != 'trainer' for x in each.devices.values())}",
+                    f"{sum(x != 'trainer' for x in each.plan.devices.values())}",
+                    f"{1e3 * sum(of_job.values()):.2f}",
                     *(f"{1e3 * x:.1f}" for x in (placed, alone, told, seen)),
                 ]
             )
-        header = ("link", "", "on servers", "ms of operators", "ms, one process", "ms foretold", "ms of a step")
+        times = ("ms a request", "ms of operators", "ms, one process", "ms foretold", "ms of a step")
+        header = ("link", "", "on servers", *times)
         return Columns(f"Steps of {self.model}, B={self.batch_size}", header, lines), bars
 
     def _error_bar(self, each: Planned, error: float | None) -> Bar:

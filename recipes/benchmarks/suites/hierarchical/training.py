@@ -27,6 +27,7 @@ from lightning_recsys.strategies.hierarchical import OperatorPlacement
 
 ROWS = 65_536  # held in memory; a trainer goes round and round
 WARM_STEPS = 5
+PLAN = "operators.yaml"  # in a job's folder, with what the job measured of its machines
 make_optimizer = partial(torch.optim.Adagrad, lr=0.01, fused=True)
 
 
@@ -87,7 +88,7 @@ def train(
         num_nodes=1 if strategy is None else 2,
         strategy=ShadowSyncStrategy()
         if strategy is None
-        else HierarchicalStrategy(**strategy, operator_placement=OperatorPlacement(plan=plan)),
+        else HierarchicalStrategy(**strategy, operator_placement=OperatorPlacement(plan=plan, save=folder / PLAN)),
     )
     loader: Any = Batches(work.batches(batch_size), 0.0)
     trainer.fit(TaskAlone(make_network(work, model), optimizer=make_optimizer), loader)
