@@ -25,7 +25,7 @@ from recipe_tools.trained import load_checkpoint, makes_rows, offer_checkpoint_c
 
 from lightning_recsys.callbacks import PredictionWriter
 from lightning_recsys.data import TabularDataModule
-from lightning_recsys.data.raw import find_files
+from lightning_recsys.data.files import find_files
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.tasks import CTRTask, load_for_prediction
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -30,7 +31,11 @@ def schema(cfg: DictConfig) -> None:
     out = Path(cfg.out)
     if out.exists() and not cfg.overwrite:
         raise SystemExit(f"{out} exists. Choose another out=, or overwrite=true.")
-    guessed = guess_schema(cfg.raw, label=cfg.label)
+    raw: Any = OmegaConf.to_container(cfg)["raw"]  # type: ignore[index,call-overload]
+    try:
+        guessed = guess_schema(raw, label=cfg.label, dates=cfg.dates)
+    except (ValueError, FileNotFoundError) as error:  # most are questions
+        raise SystemExit(str(error)) from None
     out.write_text(guessed.to_yaml(), encoding="utf-8")
     show_guess(guessed)
     log.info("Wrote %s. Look it over: a remark says why each column is where it is. Then train:", out)

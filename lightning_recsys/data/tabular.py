@@ -21,6 +21,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from rich.console import Console
 
 from lightning_recsys.__about__ import __version__
+from lightning_recsys.data.files import InputFile, stored_file
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.preparation import ByFile, BySchema, Preparation, SchemaRules, SplitRule
 from lightning_recsys.data.preparation.cache import Lease, RowCache
@@ -28,7 +29,7 @@ from lightning_recsys.data.preparation.encoding import Encoding
 from lightning_recsys.data.preparation.progress import progress_bar
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.module import PreparedReader
-from lightning_recsys.data.raw import InputFile, TabularFormat
+from lightning_recsys.data.raw import TabularFormat
 from lightning_recsys.data.raw.checksums import check_md5
 from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.raw.table_reader import OnBadRow
@@ -136,16 +137,16 @@ class TabularDataModule(PreparedReader):
                 self.folder(split)
 
     def _check_files(self) -> None:
-        """Open the files of all splits: a run is not to end at its test because of a name.
+        """Read the first rows of the files of all splits: a run is not to end at its test because of a name.
 
         Raises:
             FileNotFoundError: one is not there.
             ValueError: one is not what the schema says; the message names it.
         """
-        for split in self.schema.files:
+        for split in self.schema.files.keys() - {"train"}:  # which is read at once
             raw_format = self._format(split)
             for path in raw_format.files(split):
-                raw_format.check_file(path)
+                raw_format.check_file(path, on_bad_row=self._on_bad_row)
 
     def setup(self, stage: str | None = None) -> None:
         """Open what training needs; what only evaluation needs is opened once it is asked for.
@@ -292,6 +293,7 @@ class TabularDataModule(PreparedReader):
             "split": [asdict(self.schema.split), self.schema.share("validation"), self.schema.share("test")],
             "origin": origin,
             "files": before,
+            "formats": {path: asdict(table) for path, table in self.schema.formats.items()},
             "on_bad_row": self._on_bad_row,
         }
         if self._checksums:
@@ -338,7 +340,7 @@ def _identities(paths: list[Path]) -> list[Any]:
     A file that is written in place within one tick of the clock has the same time, but another content at its ends; a
     copy that keeps the time is the same file, on another machine too.
     """
-    return [[asdict(InputFile.of(path)), path.stat().st_mtime_ns] for path in paths]
+    return [[asdict(InputFile.of(path)), stored_file(path).stat().st_mtime_ns] for path in paths]
 
 
 @rank_zero_only

@@ -44,11 +44,14 @@ def by_name(schema: Config) -> Config:
 
     >>> by_name({"files": "a.csv", "label": "click", "dense": ["age"]})
     {'files': {'train': 'a.csv'}, 'label': {'column': 'click'}, 'dense': {'age': None}}
+    >>> by_name({"files": {"path": "a.csv", "separator": ";"}})
+    {'files': {'train': {'path': 'a.csv', 'separator': ';'}}}
     """
     long = dict(schema)
     for key, name in (("files", "train"), ("label", "column")):
-        if isinstance(long.get(key), str | list):
-            long[key] = {name: long[key]}
+        given = long.get(key)
+        if isinstance(given, str | list) or (isinstance(given, dict) and "path" in given):
+            long[key] = {name: given}
     for key in FEATURES:
         names = long.get(key)
         if isinstance(names, list) and all(isinstance(x, str) for x in names) and len(set(names)) == len(names):

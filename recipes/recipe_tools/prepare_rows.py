@@ -12,10 +12,10 @@ from recipe_tools.report import console
 from rich.table import Table
 
 from lightning_recsys.data import guess_schema
+from lightning_recsys.data.files import find_files
 from lightning_recsys.data.preparation import Preparation, split_by_schema, split_rule
 from lightning_recsys.data.preparation.progress import progress_bar
 from lightning_recsys.data.prepared import Manifest
-from lightning_recsys.data.raw import find_files
 from lightning_recsys.data.raw.checksums import check_md5
 from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.typed_yaml import load_yaml
@@ -59,7 +59,7 @@ def with_schema(config: Config, *, out: Path) -> Config:
         path = out / "schema.yaml"
         if not path.is_file():  # as it was, when a preparation goes on
             out.mkdir(parents=True, exist_ok=True)
-            path.write_text(guess_schema(find_files(config["raw"])[0]).to_yaml(), encoding="utf-8")
+            path.write_text(guess_schema(config["raw"]).to_yaml(), encoding="utf-8")
         console().print(f"The schema is a guess; look it over: {path}", markup=False, soft_wrap=True)
         return {**data, "schema": str(path)}
     if isinstance(schema, str) and not Path(schema).is_file() and (known := ready_schemas()).get(schema):

@@ -96,4 +96,4 @@ def test_rows_without_labels_are_predicted_from_the_checkpoint_alone(trained, ru
         )
     again = run_forked("predict.py", *line, "data=[new.csv,nowhere.csv]", "overwrite=true", folder=tmp_path)
     assert again.returncode == 1
-    assert "data: no file at nowhere.csv" in again.stderr
+    assert "data: there is no file nowhere.csv" in again.stderr

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lightning_recsys.__about__ import __version__
+from lightning_recsys.data.files import InputFile
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.preparation.learning import learn
 from lightning_recsys.data.preparation.parallel import ordered_map
@@ -32,7 +33,7 @@ from lightning_recsys.data.preparation.source import ParsedBlock, RawSource
 from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Survey
 from lightning_recsys.data.preparation.vocabulary import load_table, vocabulary_file
 from lightning_recsys.data.prepared.manifest import MANIFEST, Feature, Manifest, write_atomically
-from lightning_recsys.data.raw import Block, InputFile, Position, RawColumns, RawFormat
+from lightning_recsys.data.raw import Block, Position, RawColumns, RawFormat
 from lightning_recsys.data.raw.kernels import KeyTable
 
 BLOCK_BYTES = 4 << 20

@@ -10,9 +10,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recsys.data.files import InputFile
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Survey
-from lightning_recsys.data.raw import Block, InputFile, Position, RawColumns, RawFormat
+from lightning_recsys.data.raw import Block, Position, RawColumns, RawFormat
 from lightning_recsys.data.raw.columns import SkippedRows
 
 KEPT_BYTES = 64 << 20
@@ -69,6 +70,8 @@ class RawSource:
         for file in self.files:
             if not file.bytes:
                 raise ValueError(f"{file.path} is empty.")
+        for path in self._paths:
+            raw_format.check_file(path, on_bad_row=on_bad_row)
         self._seen: dict[int, SkippedRows] = {}  # by file, of the pass that goes on; changed in one thread
         self._kept: dict[tuple[int, int], RawColumns] = {}  # by file and offset; changed in all threads of the pool
         self._room = KEPT_BYTES

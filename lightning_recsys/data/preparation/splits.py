@@ -12,9 +12,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_recsys.data.files import find_files
 from lightning_recsys.data.hashing import key64, mix64, uniform
 from lightning_recsys.data.module import Split
-from lightning_recsys.data.raw import Position, RawFormat, find_files
+from lightning_recsys.data.raw import Position, RawFormat
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Times = NDArray[np.int64] | NDArray[np.float64]

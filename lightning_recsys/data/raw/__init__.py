@@ -5,7 +5,7 @@ from lightning_recsys.data.raw.columns import BadLine, Bags, RawColumns, RawForm
 from lightning_recsys.data.raw.criteo import CriteoFormat
 from lightning_recsys.data.raw.libfm import LibfmFormat
 from lightning_recsys.data.raw.tabular import TabularFormat
-from lightning_recsys.data.raw.text import Block, InputFile, Position, TextBlock, find_files, text_blocks
+from lightning_recsys.data.raw.text import Block, Position, TextBlock, text_blocks
 
 __all__ = [
     "AvazuFormat",
@@ -13,13 +13,11 @@ __all__ = [
     "Bags",
     "Block",
     "CriteoFormat",
-    "InputFile",
     "LibfmFormat",
     "Position",
     "RawColumns",
     "RawFormat",
     "TabularFormat",
     "TextBlock",
-    "find_files",
     "text_blocks",
 ]

@@ -6,17 +6,20 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from lightning_recsys.data.files import stored_file
+
 
 def check_md5(path: Path, checksums: Mapping[str, str]) -> None:
     """Compare a file with the MD5 sum that is given for its name; nothing happens where none is.
 
     Args:
-        path: The file.
+        path: The file; of one in an archive, the archive counts.
         checksums: MD5 sum by file name, in hexadecimal.
 
     Raises:
         ValueError: the file has another one.
     """
+    path = stored_file(path)
     expected = checksums.get(path.name)
     if expected is None:
         return

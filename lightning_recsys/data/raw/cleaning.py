@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from lightning_recsys.data.raw.columns import Bags
 from lightning_recsys.data.raw.ngrams import ngram_bags
-from lightning_recsys.data.tables.columns import as_categories, parse_numbers, parse_times, plain_numbers
+from lightning_recsys.data.tables.columns import (
+    as_categories,
+    parse_numbers,
+    parse_times,
+    plain_numbers,
+    whole_numbers,
+)
 from lightning_recsys.data.tables.features import Categorical, Dense, Input, MultiValued, TimeUnit, Vector
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema import Schema
@@ -173,25 +179,32 @@ class _Parser:
             bad, is_number = present & ~np.isfinite(numbers), present
         else:
             words = self._strings()
-            numbers, bad = parse_times(words)
+            numbers, bad = parse_times(words, dates=self.table.dates)
             if unit is not None:
                 is_number = ~np.isnan(parse_numbers(words)[0])
                 numbers = np.where(is_number, numbers * scale, numbers)
         bad = bad | np.isnan(numbers) if required else bad
-        self._flag(bad, "the time must be a number or ISO 8601, such as 2026-01-31 or 2026-01-31T23:59:59Z")
+        dates = "day_first or month_first" if self.table.dates is None else self.table.dates
+        self._flag(
+            bad,
+            "the time must be a number or ISO 8601, such as 2026-01-31 or 2026-01-31T23:59:59Z, or as 31.01.2026, or "
+            f"with slashes where the schema says dates: {dates}",
+        )
         if unit is not None:
             late = is_number & (np.abs(np.nan_to_num(numbers)) > _YEAR_2200)
             self._flag(late, f"the time must be before the year 2200, with unit: {unit} (numbers count from 1970)")
         return numbers
 
     def categories(self) -> pa.DictionaryArray:
-        values = self.values if _is_string(self.values.type) else self._cast_to_strings()
+        values = self.values if _is_string(self.values.type) else self._cast(pa.string())
         return as_categories(values, strip=self.table.strip, missing=self.table.missing)
 
     def bags(self, feature: MultiValued) -> Bags:
         strip, missing = self.table.strip, self.table.missing
         if _is_list(self.values.type) and feature.ngrams is None:
-            return as_bags(pc.cast(self.values, pa.list_(pa.string())), strip=strip, missing=missing)
+            if pa.types.is_nested(self.values.type.value_type):
+                raise self._wrong_type()
+            return as_bags(self._cast(pa.list_(pa.string())), strip=strip, missing=missing)
         column = self.categories()  # each distinct text is cut into its items once
         if feature.ngrams is not None:
             distinct = ngram_bags(column.dictionary, feature.ngrams, sizes=feature.sizes, limit=feature.limit)
@@ -228,19 +241,24 @@ class _Parser:
 
     def _strings(self) -> pa.ChunkedArray:
         """Strings, null where one is missing."""
-        words = self._cast_to_strings()
+        words = self._cast(pa.string())
         words = pc.utf8_trim_whitespace(words) if self.table.strip else words
         missing = pc.is_in(words, value_set=pa.array(self.table.missing, pa.string()))
         return pc.if_else(missing, pa.scalar(None, pa.string()), words)
 
-    def _cast_to_strings(self) -> pa.ChunkedArray:
+    def _cast(self, kind: pa.DataType) -> pa.ChunkedArray:
+        values = whole_numbers(self.values) if pa.types.is_floating(self.values.type) else self.values
         try:
-            return pc.cast(self.values, pa.string())
+            return pc.cast(values, kind)
         except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
-            raise ValueError(
-                f"{self.path}, column {self.name!r} has type {self.values.type}, which does not fit its place in "
-                "the schema. Lists belong under multi_valued; structures cannot be read."
-            ) from error
+            raise self._wrong_type() from error
+
+    def _wrong_type(self) -> ValueError:
+        return ValueError(
+            f"{self.path}, column {self.name!r} has type {self.values.type}, which does not fit its place in the "
+            "schema. Lists of words and numbers belong under multi_valued; a field b of a structure a is the column "
+            "a.b; lists of lists or structures, and maps, cannot be read: leave the column out."
+        )
 
     def _is_numeric(self) -> bool:
         kind = self.values.type

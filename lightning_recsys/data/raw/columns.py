@@ -239,6 +239,9 @@ class RawFormat(ABC):
         ]
         return replace(rows, lines_N=rows.lines_N + first_line, bad=bad)
 
+    def check_file(self, path: Path, *, on_bad_row: Literal["error", "skip"]) -> None:  # noqa: B027 - most do not
+        """Raise an error if a file cannot be read, or its beginning is not what the format says."""
+
     def check_read(self) -> None:  # noqa: B027 - most formats have nothing to say
         """Raise ``ValueError`` if what was read, once all files of a pass were, cannot be what was meant."""
 

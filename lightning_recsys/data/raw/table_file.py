@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from lightning_recsys.data.files import ByteSource, InputFile, open_parquet, stored_file
 from lightning_recsys.data.raw.cleaning import Column, clean
 from lightning_recsys.data.raw.columns import BadLine
 from lightning_recsys.data.raw.kernels import find_records
@@ -23,10 +20,11 @@ from lightning_recsys.data.raw.text import Block, Position
 from lightning_recsys.data.tables.features import Input
 from lightning_recsys.data.tables.reading import (
     BLOCK_BYTES,
+    Header,
     MisshapenRow,
     explain,
     is_parquet,
-    lines_to_skip,
+    leaf,
     parse_block,
     separator_of,
 )
@@ -35,7 +33,6 @@ from lightning_recsys.data.tables.schema_parts import TableFormat
 
 _LONGEST_ROW = BLOCK_BYTES
 _ROW_BYTES = 64  # of a Parquet file, for want of knowing
-_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}  # those that pyarrow detects
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -61,18 +58,22 @@ class TableBlock:
 class TableFile:
     """A file of a table.
 
-    Text is compressed (``.gz``, ``.bz2``, ``.zst`` and so on) or plain, in any encoding, with rows of 16 MiB at most.
+    Text is in any encoding, with rows of 16 MiB at most.
 
     Args:
         path: The file.
         table: How it is written.
+        header: What its beginning says.
         columns: Columns to read; all are in the file.
         plain: Those of them that are mostly distinct, so that storing distinct values once is no use.
     """
 
-    def __init__(self, path: Path, table: TableFormat, *, columns: Sequence[str], plain: Sequence[str]) -> None:
+    def __init__(
+        self, path: Path, table: TableFormat, header: Header, *, columns: Sequence[str], plain: Sequence[str]
+    ) -> None:
         self.path = path
         self._table = table
+        self._header = header
         self._columns = columns
         self._plain = plain
 
@@ -93,14 +94,13 @@ class TableFile:
         path, table = self.path, self._table
         separator = separator_of(path, table)
         quote = table.quote if len(separator) == 1 else None
-        with path.open("rb") as raw:
+        with ByteSource(path, encoding=table.encoding) as stream:
             try:
-                stream = _text_stream(path, raw, encoding=table.encoding)
                 rest = b""
                 if position == Position():
-                    rest, position = _skip_lines(stream, lines_to_skip(path, table))
+                    rest, position = _skip_lines(stream, self._header.num_lines)
                 else:
-                    _skip(stream, position.offset)
+                    stream.skip(position.offset)
                 size = block_bytes
                 while True:
                     while len(rest) <= size and (more := stream.read(size + 1 - len(rest))):
@@ -118,7 +118,7 @@ class TableFile:
                         continue
                     following = Position(position.offset + end, position.line + num_lines, position.row + len(lines))
                     if len(lines):
-                        yield TableBlock(rest[:end], lines, position, following, raw.tell())
+                        yield TableBlock(rest[:end], lines, position, following, stream.consumed)
                     rest, position, size = rest[end:], following, block_bytes
             except (pa.ArrowInvalid, UnicodeDecodeError) as error:
                 raise ValueError(explain(error, path, table)) from error
@@ -127,12 +127,14 @@ class TableFile:
 
     def _column_blocks(self, *, num_rows: int, position: Position) -> Iterator[Block]:
         """``num_rows`` each, fewer at the end of a row group."""
-        size, start = self.path.stat().st_size, 0
-        with pq.ParquetFile(self.path, memory_map=True, pre_buffer=False) as file:
+        size, start = InputFile.of(self.path).bytes, 0
+        columns = [".".join(self._header.places[name]) for name in self._columns]
+        whole = stored_file(self.path) == self.path  # else one column after the other, as they lie in the archive
+        with open_parquet(self.path) as file:
             for group in range(file.num_row_groups):
                 stop = start + file.metadata.row_group(group).num_rows
                 if stop > position.offset:
-                    for batch in file.iter_batches(num_rows, row_groups=[group], columns=self._columns):
+                    for batch in file.iter_batches(num_rows, row_groups=[group], columns=columns, use_threads=whole):
                         first, start = start, start + len(batch)
                         if first >= position.offset:
                             consumed = size * start // file.metadata.num_rows
@@ -159,10 +161,11 @@ class TableFile:
         values: Mapping[str, pa.ChunkedArray]
         if isinstance(block.data, bytes):
             values, misshapen = parse_block(
-                block.data, self.path, self._table, columns=self._columns, plain=self._plain
+                block.data, self.path, self._table, names=self._header.names, columns=self._columns, plain=self._plain
             )
         else:
-            values = {name: pa.chunked_array([block.data[name]]) for name in self._columns}
+            places = self._header.places
+            values = {name: pa.chunked_array([leaf(block.data, places[name])]) for name in self._columns}
         num_rows = block.next_position.row - block.position.row
         found = len(misshapen) + len(next(iter(values.values())))
         if found != num_rows:
@@ -218,25 +221,7 @@ def _no_end(path: Path, position: Position) -> str:
     )
 
 
-def _text_stream(path: Path, raw: IO[bytes], *, encoding: str) -> Any:
-    """A file's text in UTF-8, uncompressed."""
-    stream: Any = raw
-    if path.suffix in _COMPRESSION:
-        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), _COMPRESSION[path.suffix])
-    if codecs.lookup(encoding).name != "utf-8":
-        stream = pa.transcoding_input_stream(pa.PythonFile(stream, mode="r"), encoding, "utf-8")
-    return stream
-
-
-def _skip(stream: Any, offset: int) -> None:
-    if isinstance(stream, io.BufferedReader):
-        stream.seek(offset)
-        return
-    while offset and (skipped := len(stream.read(min(offset, BLOCK_BYTES)))):
-        offset -= skipped
-
-
-def _skip_lines(stream: Any, count: int) -> tuple[bytes, Position]:
+def _skip_lines(stream: ByteSource, count: int) -> tuple[bytes, Position]:
     """Leave out the first lines, and a byte order mark; what was read behind them, and where that is."""
     start = b""
     while more := stream.read(BLOCK_BYTES // 16):

@@ -13,13 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lightning_recsys.data.files import find_files
 from lightning_recsys.data.raw.cleaning import Column, concatenate, take
 from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.raw.table_file import TableFile
 from lightning_recsys.data.tables.features import Input
-from lightning_recsys.data.tables.reading import column_names
+from lightning_recsys.data.tables.reading import Header, read_header
 from lightning_recsys.data.tables.schema import Schema
-from lightning_recsys.data.tables.schema_parts import Join
+from lightning_recsys.data.tables.schema_parts import Join, TableFormat, require
 
 OnBadRow = Literal["error", "skip"]
 
@@ -40,6 +41,8 @@ class TableReader:
         self.schema = schema
         self.root = root
         self.on_bad_row: OnBadRow = on_bad_row
+        self._tables: dict[Path, TableFormat] = {}  # how each file that was found is written
+        self._headers: dict[Path, Header] = {}
         self._unused = {"ignore"} if labelled else {"ignore", "label", "time"}
 
     def paths(self, split: Literal["train", "validation", "test", "predict"]) -> list[Path]:
@@ -52,12 +55,25 @@ class TableReader:
         patterns = self.schema.files.get(split)
         if not patterns:
             raise ValueError(f"schema.files has no {split}, so there are no rows for it. Name their file there.")
-        return [path for pattern in patterns for path in self._paths(pattern, f"schema.files.{split}")]
+        found: dict[Path, TableFormat] = {}
+        for pattern in patterns:
+            for path in find_files(pattern, name=f"schema.files.{split}", root=self.root):
+                require(path not in found, f"schema.files.{split} names {path} twice.")
+                found[path] = self.schema.formats.get(pattern, self.schema.table)
+        self._tables |= found
+        return list(found)
 
     @cached_property
     def side_paths(self) -> list[Path]:
         """The files of the side tables."""
-        return [self._paths(join.file, f"schema.joins[{i}].file")[0] for i, join in enumerate(self.schema.joins)]
+        paths = []
+        for i, join in enumerate(self.schema.joins):
+            path, *more = find_files(join.file, name=f"schema.joins[{i}].file", root=self.root)
+            require(
+                not more, f"schema.joins[{i}].file must name one file, got {join.file}, which names {path} and others."
+            )
+            paths.append(path)
+        return paths
 
     @property
     def skipped(self) -> dict[Path, SkippedRows]:
@@ -74,7 +90,9 @@ class TableReader:
         Raises:
             ValueError: a column of the schema is in none of them, or the file has not what is to be carried.
         """
-        names = column_names(path, self.schema.table)
+        table = self._tables.get(path, self.schema.table)
+        header = self._header(path, table)
+        names = header.names
         used = [column for column, _ in self._uses()]
         for column in self.keys:
             if column not in names:
@@ -87,7 +105,7 @@ class TableReader:
             if column not in names:
                 raise ValueError(f"{path} has no column {column!r}. It has {', '.join(names)}.")
         own = [name for name in dict.fromkeys([*used, *self.keys, *carried]) if name in names]
-        return TableFile(path, self.schema.table, columns=own, plain=self._plain(own))
+        return TableFile(path, table, header, columns=own, plain=self._plain(own))
 
     @property
     def keys(self) -> list[str]:
@@ -126,7 +144,7 @@ class TableReader:
         sides = []
         found: list[str] = []
         for i, (join, path) in enumerate(zip(self.schema.joins, self.side_paths, strict=True)):
-            names = column_names(path, join.table)
+            names = self._header(path, join.table).names
             if join.key not in names:
                 raise ValueError(
                     f"schema.joins[{i}].key names column {join.key!r}, which is not in {path}. "
@@ -145,7 +163,8 @@ class TableReader:
         return sides
 
     def _read_side(self, join: Join, path: Path, columns: list[str]) -> _SideTable:
-        file = TableFile(path, join.table, columns=[join.key, *columns], plain=self._plain(columns))
+        header = self._header(path, join.table)
+        file = TableFile(path, join.table, header, columns=[join.key, *columns], plain=self._plain(columns))
         parts, skipped = [], SkippedRows()
         for block in file.blocks():
             part, rows_N, bad = file.rows(block, self.schema, keys=[join.key])
@@ -166,18 +185,12 @@ class TableReader:
         read = {name: {source.parse for source, _ in self.schema.inputs() if source.column == name} for name in columns}
         return [name for name, parses in read.items() if parses and parses <= _NUMERIC]
 
-    def _paths(self, pattern: str, where: str) -> list[Path]:
-        path = self.root / Path(pattern).expanduser()
-        if path.is_file():
-            return [path]
-        found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if set("*?[") & set(pattern) else []
-        if not found:
-            raise FileNotFoundError(
-                f"{where}: there is no file {path}. Relative paths start from data.root, which is {self.root}."
-            )
-        return found
+    def _header(self, path: Path, table: TableFormat) -> Header:
+        if path not in self._headers:
+            self._headers[path] = read_header(path, table)
+        return self._headers[path]
 
-    def _unknown_column(self, use: str, column: str, paths: list[Path], names: list[str]) -> str:
+    def _unknown_column(self, use: str, column: str, paths: list[Path], names: Sequence[str]) -> str:
         near = difflib.get_close_matches(column, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         places = " or ".join(map(str, paths))

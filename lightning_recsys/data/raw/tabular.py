@@ -108,15 +108,19 @@ class TabularFormat(RawFormat):
         for path, matched in self._matched.items():
             self._reader.check_joins(matched, path)
 
-    def check_file(self, path: Path) -> None:
-        """Open a file and look at its beginning.
+    def check_file(self, path: Path, *, on_bad_row: OnBadRow = "error") -> None:
+        """Open a file and read its first rows.
 
         Raises:
             FileNotFoundError: it is not there.
-            ValueError: a column of the schema is missing, the file has no rows, or it cannot be read.
+            ValueError: a column of the schema is missing, the file has no rows, or it cannot be read; or a row is bad,
+                and such rows are errors.
         """
-        if next(self._reader.file(path).blocks(block_bytes=_GLANCE), None) is None:
+        file = self._reader.file(path)
+        if (block := next(file.blocks(block_bytes=_GLANCE), None)) is None:
             raise ValueError(f"{path} has a header and no rows.")
+        _, rows_N, bad = file.rows(block, self._meaning, keys=self._reader.keys)
+        SkippedRows().add(path, len(rows_N), bad, on_bad_row=on_bad_row)
 
     def good_rows(self, path: Path, column: str | None) -> Iterator[pa.Array]:
         """A column of the good rows of a file as strings, a block at a time, or their numbers from 1.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +13,16 @@ from numpy.typing import NDArray
 
 from lightning_recsys.data.tables.schema_parts import TableFormat
 
-_DATES = ("%Y-%m-%d", "%Y/%m/%d", "%d.%m.%Y")
-_TIME_FORMATS = tuple(f"{date}{time}" for date in _DATES for time in (" %H:%M:%S", " %H:%M", ""))
-TIME = (
-    r"^(\d{4}-\d\d-\d\d|\d{4}/\d\d/\d\d|\d\d\.\d\d\.\d{4})"
-    r"([ T]\d\d:\d\d(:\d\d(\.\d+)?)?( ?(Z|UTC|[+-]\d\d:?\d\d))?)?$"
+_YEAR_FIRST = r"(?P<y1>\d{4})[-/](?P<m1>\d\d?)[-/](?P<d1>\d\d?)"
+_DOTS = r"(?P<d2>\d\d?)\.(?P<m2>\d\d?)\.(?P<y2>\d{4})"
+_SLASHES = {
+    "day_first": r"(?P<d3>\d\d?)[-/](?P<m3>\d\d?)[-/](?P<y3>\d{4})",
+    "month_first": r"(?P<m3>\d\d?)[-/](?P<d3>\d\d?)[-/](?P<y3>\d{4})",
+}
+_CLOCK = (
+    r"(?:[ T]+(?P<hour>\d\d?):(?P<minute>\d\d)(?::(?P<second>\d\d)(?:\.\d+)?)?(?: ?(?P<half>[AaPp])[Mm])?"
+    r"(?: ?(?:Z|UTC|(?P<sign>[+-])(?P<hours>\d\d):?(?P<minutes>\d\d)))?)?"
 )
-_OFFSET = r"([+-])(\d\d):?(\d\d)$"
 _WHOLE = r"^([+-]?\d+)\.0$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
@@ -80,30 +84,63 @@ def plain_numbers(strings: pa.ChunkedArray, table: TableFormat) -> pa.ChunkedArr
     return strings
 
 
-def parse_times(strings: pa.Array | pa.ChunkedArray) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def whole_numbers(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Floating-point numbers as integers where all are whole: ids that pandas holds so because some are missing.
+
+    >>> whole_numbers(pa.chunked_array([[1e16, None]])).to_pylist()
+    [10000000000000000, None]
+    """
+    try:
+        return pc.cast(values, pa.int64())
+    except pa.ArrowInvalid:
+        return values
+
+
+def parse_times(
+    strings: pa.Array | pa.ChunkedArray, *, dates: Literal["day_first", "month_first"] | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Numbers, or times as seconds since 1970, NaN where there is none; and which rows are none of these.
 
-    Times are ISO 8601, or have dates as ``2026/01/31`` or ``31.01.2026``. Fractions of seconds are dropped, and times
-    without an offset are taken as UTC: enough to put rows in order.
+    Times are ISO 8601, or have dates as ``2026/01/31`` or ``31.01.2026``; the clock has 24 hours, or AM and PM.
+    Fractions of seconds are dropped, and times without an offset are taken as UTC: enough to put rows in order.
+
+    Args:
+        strings: The times.
+        dates: How to read ``01/02/2026`` and ``01-02-2026``; they are no times if absent.
 
     >>> parse_times(pa.array(["1970-01-02", "1970-01-01T00:01:01.5Z", None, "soon"]))[0].tolist()
     [86400.0, 61.0, nan, nan]
     >>> parse_times(pa.array(["1970-01-01T02:00:00+02:00", "02.01.1970 00:00", "1970/01/02"]))[0].tolist()
     [0.0, 86400.0, 86400.0]
+    >>> parse_times(pa.array(["02/01/1970 1:00 PM"]), dates="day_first")[0].tolist()
+    [133200.0]
     """
     numbers, bad = parse_numbers(strings)
     if not bad.any():
         return numbers, bad
-    is_time = pc.match_substring_regex(strings, TIME)
-    words = pc.replace_substring_regex(strings, pattern=r"(:\d\d)\.\d+", replacement=r"\1")
-    words = pc.replace_substring_regex(words, pattern=r"( ?(Z|UTC)| ?[+-]\d\d:?\d\d)$", replacement="")
-    words = pc.if_else(pc.match_substring(strings, ":"), words, strings)  # the end of a date alone is no offset
-    words = pc.replace_substring(words, pattern="T", replacement=" ")
-    times = pc.coalesce(*(pc.strptime(words, format=f, unit="s", error_is_null=True) for f in _TIME_FORMATS))
-    seconds = np.asarray(pc.fill_null(times.cast(pa.int64()), 0)).astype(np.float64)
-    if pc.any(pc.match_substring_regex(strings, rf":.*{_OFFSET}")).as_py():  # few tables have them
-        seconds -= _offsets(strings)
-    valid = np.asarray(times.is_valid()) & np.asarray(pc.fill_null(is_time, False))
+    forms = [_YEAR_FIRST, _DOTS, *([] if dates is None else [_SLASHES[dates]])]
+    found = pc.extract_regex(strings, pattern=f"^(?:{'|'.join(forms)}){_CLOCK}$")
+    day, month, year = (
+        pc.binary_join_element_wise(*(pc.struct_field(found, f"{part}{i}") for i in range(1, len(forms) + 1)), "")
+        for part in "dmy"
+    )
+    midnight = pc.strptime(
+        pc.binary_join_element_wise(year, month, day, "-"), format="%Y-%m-%d", unit="s", error_is_null=True
+    )
+
+    def number(part: str) -> NDArray[np.int64]:
+        digits = pc.struct_field(found, part)
+        digits = pc.if_else(pc.equal(digits, ""), "0", digits)
+        return np.asarray(pc.fill_null(pc.cast(digits, pa.int64()), 0))
+
+    def letter(part: str, *letters: str) -> NDArray[np.bool_]:
+        return np.asarray(pc.fill_null(pc.is_in(pc.struct_field(found, part), value_set=pa.array(letters)), False))
+
+    hour, minute, second = number("hour"), number("minute"), number("second")
+    hour = np.where(letter("half", "P", "p"), hour % 12 + 12, np.where(letter("half", "A", "a"), hour % 12, hour))
+    ahead = np.where(letter("sign", "-"), -1, 1) * (number("hours") * 60 + number("minutes"))
+    seconds = np.asarray(pc.fill_null(midnight.cast(pa.int64()), 0)) + (hour * 60 + minute - ahead) * 60 + second
+    valid = np.asarray(midnight.is_valid()) & (hour < 24) & (minute < 60) & (second <= 60)
     return np.where(valid, seconds, numbers), bad & ~valid
 
 
@@ -117,11 +154,3 @@ def fixed_time(text: str) -> float | None:
     (number,), _ = parse_numbers(words)
     (time,), (bad,) = parse_times(words)
     return None if bad or not np.isnan(number) else float(time)
-
-
-def _offsets(strings: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
-    """Seconds by which times are ahead of UTC, by their ends; 0 where they do not say."""
-    words = [str(word) if word is not None and ":" in word else "" for word in strings.to_pylist()]
-    found = [re.search(_OFFSET, word) for word in words]
-    ahead = [0 if x is None else (int(x[2]) * 60 + int(x[3])) * (-60 if x[1] == "-" else 60) for x in found]
-    return np.array(ahead, dtype=np.float64)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
-from lightning_recsys.data.tables.columns import TIME
-from lightning_recsys.data.tables.features import Categorical, Dense, MultiValued
+import numpy as np
+import pyarrow as pa
+
+from lightning_recsys.data.files import find_files
+from lightning_recsys.data.tables.columns import parse_times
+from lightning_recsys.data.tables.features import Categorical, Dense, MultiValued, Vector
+from lightning_recsys.data.tables.label import LabelRule
+from lightning_recsys.data.tables.reading import read_header
 from lightning_recsys.data.tables.schema import Schema
-from lightning_recsys.data.tables.schema_parts import Label
+from lightning_recsys.data.tables.schema_parts import Label, TableFormat
 from lightning_recsys.data.tables.sniffing import is_number, sniff
 
 _MISSING = ("", "?", "NA", "N/A", "NULL", "null", "None", "nan", "NaN", "\\N")
@@ -21,14 +28,14 @@ _LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "convers
 _POSITIVE = ("1", "true", "yes", "y", "click", "clicked", "positive")
 _ID_NAME = re.compile(r"(^|[_ .-])(id|user|item|movie|product|zip|code)$|[a-z]I[dD]$", re.IGNORECASE)
 _TIME_NAME = re.compile(r"time|date|hour|(^|_)ts$", re.IGNORECASE)
-_TIME = re.compile(TIME)
 _INDEX_NAME = re.compile(r"|Unnamed: ?\d+|index|__index_level_\d+__|column_1")
 _LIST_SEPARATORS = ("|", ";", ",", "^", " ")
 _DECIMAL_COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+),\d+")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
 _GAPS = 5  # whole numbers of a span so many times as wide as they are many are taken for ids
 _LARGE_NUMBER = 1000  # from which on
-_ALMOST = 0.95  # share of the rows from which on other labels are strays
+_ALMOST = 0.95  # share of the rows from which on other values are strays
+_FEW_STRAYS = 3  # different words among numbers
 _FEW_NUMBERS = 10  # a number with no more distinct values than that is a category
 _LARGE_SAMPLE = 100  # rows that it takes to tell that a column never repeats
 _SKEWED = 100  # largest value over the typical one, from which on a logarithm helps
@@ -36,10 +43,12 @@ _SKEWED = 100  # largest value over the typical one, from which on a logarithm h
 
 @dataclass(frozen=True)
 class _Sample:
-    """The values of a column in the sample, without the missing ones."""
+    """The values of a column in the sample, without the missing ones; its type in a Parquet file; how dates stand."""
 
     name: str
     values: list[str]
+    kind: pa.DataType | None = None
+    dates: Literal["day_first", "month_first"] | None = None
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -48,6 +57,23 @@ class _Sample:
     @cached_property
     def is_numeric(self) -> bool:
         return all(map(is_number, self.counts))
+
+    @cached_property
+    def strays(self) -> list[str]:
+        """The words among numbers, if they are so rare that they may stand for missing ones."""
+        words = [word for word in self.counts if not is_number(word)]
+        few = sum(self.counts[word] for word in words) <= (1 - _ALMOST) * len(self.values)
+        return words if few and len(words) <= _FEW_STRAYS else []
+
+    def share(self, fits: Iterable[bool]) -> float:
+        """Share of the values, of which it is known for each distinct one whether it fits."""
+        fitting = sum(count for count, good in zip(self.counts.values(), fits, strict=True) if good)
+        return fitting / max(len(self.values), 1)
+
+    def times(self, dates: Literal["day_first", "month_first"] | None) -> float:
+        """Share of the values that are times with words for it, if dates are read so."""
+        _, bad = parse_times(pa.array(self.counts, pa.string()), dates=dates)
+        return self.share(not wrong and not is_number(word) for word, wrong in zip(self.counts, bad, strict=True))
 
     @property
     def never_repeats(self) -> bool:
@@ -63,32 +89,43 @@ class _Guess:
     reason: str
 
 
-def guess_schema(path: str | Path, label: str | None = None) -> Schema:
-    """Guess what the columns of a file mean, from its first fifty thousand rows.
+def guess_schema(
+    path: str | Path | Sequence[str | Path],
+    label: str | None = None,
+    *,
+    dates: Literal["day_first", "month_first"] | None = None,
+) -> Schema:
+    """Guess what the columns of a table mean, from the first fifty thousand rows of its first file.
 
     Numbers become dense features, or categories where they are few or named like ids; words become categories, or bags
     where they are lists; what is constant, or different in every row, is ignored. ``to_yaml`` of the result writes all
     of it down with the reasons, ready to be corrected.
 
     Args:
-        path: CSV, TSV or the like, or Parquet.
+        path: CSV, TSV or the like, or Parquet: a file, folder, glob or archive, or a list of them.
         label: The column that says what is a click; looked for if absent.
+        dates: Whether ``01/02/2026`` is of February or of January; found out if absent and other dates of the sample
+            tell.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no table, has no column ``label``, or no column looks like a label.
+        ValueError: a file is no table, or the files have different columns; there is no column ``label``, or none that
+            looks like a label; or dates can be read in two ways.
     """
-    path = Path(path).absolute()
-    table, columns = sniff(path)
+    patterns = [path] if isinstance(path, str | Path) else path
+    first, *others = find_files(patterns)
+    table, columns, kinds = sniff(first)
+    _check_columns(first, others, table, list(columns))
     columns, marks = _plain_numbers(columns)
     tokens = [token for token in _MISSING if any(token in column for column in columns.values())]
-    samples = {
-        name: _Sample(name, [value for value in column if value is not None and value not in _MISSING])
+    present = {
+        name: [value for value in column if value is not None and value not in _MISSING]
         for name, column in columns.items()
     }
-    present = {name: sample.values for name, sample in samples.items()}
-    chosen = _find_label(path, samples, label)
-    rule, reason = _label_rule(samples.pop(chosen))
+    dates = dates or _date_order([_Sample(name, values) for name, values in present.items()])
+    samples = {name: _Sample(name, values, kinds.get(name), dates) for name, values in present.items()}
+    chosen = _find_label(first, samples, label)
+    rule, reason = _label_rule(clicks := samples.pop(chosen))
     guesses = {name: _guess(sample) for name, sample in samples.items()}
     if not any(guess.key in ("categorical", "multi_valued") for guess in guesses.values()):
         guesses |= {
@@ -100,19 +137,28 @@ def guess_schema(path: str | Path, label: str | None = None) -> Schema:
         }
     times = [name for name, guess in guesses.items() if guess.key == "time"]
     guesses |= {name: _Guess("ignore", None, "a second time") for name in times[1:]}
+    fitting = {chosen: clicks.share(~np.isnan(LabelRule(rule).apply(pa.array(clicks.counts))))}
+    for name, guess in guesses.items():
+        if guess.key == "dense" and (strays := samples[name].strays):
+            fitting[name] = samples[name].share(map(is_number, samples[name].counts))
+            tokens += [word for word in strays if word not in tokens]
+        elif guess.key == "time":
+            fitting[name] = samples[name].times(dates)
     split = "a tenth of the rows each for validation and test, drawn at random"
     return Schema(
-        files={"train": (str(path),)},
-        table=replace(table, **marks, missing=tuple(dict.fromkeys(["", *tokens]))),
+        files={"train": tuple(str(Path(x).expanduser().absolute()) for x in patterns)},
+        table=replace(table, **marks, dates=dates, missing=tuple(dict.fromkeys(["", *tokens]))),
         label=Label(column=chosen, rule=rule),
         dense={name: guess.options for name, guess in guesses.items() if guess.key == "dense"},
+        vectors={name: guess.options for name, guess in guesses.items() if guess.key == "vectors"},
         categorical={name: guess.options for name, guess in guesses.items() if guess.key == "categorical"},
         multi_valued={name: guess.options for name, guess in guesses.items() if guess.key == "multi_valued"},
         time=times[0] if times else None,
         ignore=tuple(name for name, guess in guesses.items() if guess.key == "ignore"),
         present={name: len(values) / max(len(columns[name]), 1) for name, values in present.items()},
+        fitting=fitting,
         comments={
-            "": f"Guessed from the first rows of {path.name}. Check it: a remark says why. Every key: docs/data.md",
+            "": f"Guessed from the first rows of {first.name}. Check it: a remark says why. Every key: docs/data.md",
             **{name: guess.reason for name, guess in guesses.items()},
             "label": reason,
             "column_names": "the first line is no header: rename as you like",
@@ -121,9 +167,47 @@ def guess_schema(path: str | Path, label: str | None = None) -> Schema:
             "missing": "what stands for a missing value",
             "decimal": "before the fraction of a number",
             "thousands": "between the thousands of a number",
+            "dates": "how 01/02/2026 is read",
             "split": split + ("; {by: time} holds back the latest instead" if times else ""),
         },
     )
+
+
+def _check_columns(first: Path, others: Sequence[Path], table: TableFormat, names: list[str]) -> None:
+    """See that files have the same columns.
+
+    Raises:
+        ValueError: they have not.
+    """
+    for other in others:
+        if not table.column_names and set(found := read_header(other, table).names) != set(names):
+            fullest = other if len(found) > len(names) else first
+            raise ValueError(
+                f"{first} has the columns {', '.join(names)}, but {other} has {', '.join(found)}. These are files of "
+                f"different tables: name those of one, such as {fullest}."
+            )
+
+
+def _date_order(samples: list[_Sample]) -> Literal["day_first", "month_first"] | None:
+    """How dates with slashes are read, by all of them in the sample; ``None`` where there are none.
+
+    Raises:
+        ValueError: both ways make sense.
+    """
+    day = month = 0.0
+    found = []
+    for sample in samples:
+        if not sample.is_numeric and sample.times(None) < _ALMOST:
+            shares = sample.times("day_first"), sample.times("month_first")
+            if max(shares) >= _ALMOST:
+                found.append(sample)
+                day, month = day + shares[0], month + shares[1]
+    if found and day == month:
+        raise ValueError(
+            f"column {found[0].name!r}: does {found[0].values[0]!r} start with the day or with the month? The sample "
+            "has no date that tells. Say so: dates=day_first or dates=month_first."
+        )
+    return ("day_first" if day > month else "month_first") if found else None
 
 
 def _plain_numbers(
@@ -200,13 +284,15 @@ def _label_rule(sample: _Sample) -> tuple[str | None, str]:
 def _guess(sample: _Sample) -> _Guess:
     num_values = len(sample.counts)
     values = f"{num_values} different values in the sample"
+    if sample.kind is not None and pa.types.is_nested(sample.kind):
+        return _guess_nested(sample, sample.kind)
     if num_values < 2:
         return _Guess("ignore", None, "the same in every row of the sample" if num_values else "empty in the sample")
     if _INDEX_NAME.fullmatch(sample.name) and _counts_rows(sample):
         return _Guess("ignore", None, "counts the rows, as pandas writes its index")
     if _is_time(sample):
         return _Guess("time", None, f"looks like the time of the row{_features_of_time(sample)}")
-    if sample.is_numeric and num_values > _FEW_NUMBERS and not _ID_NAME.search(sample.name):
+    if (sample.is_numeric or sample.strays) and num_values > _FEW_NUMBERS and not _ID_NAME.search(sample.name):
         return _guess_number(sample)
     if sample.never_repeats and not _ID_NAME.search(sample.name.removesuffix("id")):
         return _Guess("ignore", None, "different in every row of the sample")
@@ -222,6 +308,21 @@ def _guess(sample: _Sample) -> _Guess:
     return _Guess("categorical", Categorical(), values)
 
 
+def _guess_nested(sample: _Sample, kind: pa.DataType) -> _Guess:
+    """Lists, and what cannot be read, of a Parquet file."""
+    if pa.types.is_map(kind) or pa.types.is_nested(getattr(kind, "value_type", kind)):
+        return _Guess("ignore", None, f"{kind} cannot be read")
+    if not sample.values:
+        return _Guess("ignore", None, "empty in the sample")
+    items = [item for value in sample.values for item in value.split("|")]
+    if pa.types.is_floating(kind.value_type):
+        widths = {value.count("|") + 1 for value in sample.values}
+        if len(widths) > 1 or widths == {1}:
+            return _Guess("ignore", None, f"lists of numbers, {len(items) / len(sample.values):.3g} on average")
+        return _Guess("vectors", Vector(width=(width := widths.pop())), f"vectors of {width} numbers")
+    return _Guess("multi_valued", MultiValued(), f"lists of {len(set(items))} different values")
+
+
 def _counts_rows(sample: _Sample) -> bool:
     """Whether each value is the one before and 1."""
     try:
@@ -232,12 +333,14 @@ def _counts_rows(sample: _Sample) -> bool:
 
 
 def _guess_number(sample: _Sample) -> _Guess:
-    numbers = [float(value) for value in sample.values]
+    numbers = [float(value) for value in sample.values if is_number(value)]
     if (ids := _looks_like_ids(sample, numbers)) is not None:
         return _Guess("categorical", Categorical(), ids)
     if sample.never_repeats and all(number.is_integer() for number in numbers):
         return _Guess("ignore", None, "a whole number of its own in every row of the sample")
     span = f"from {min(numbers):g} to {max(numbers):g}"
+    if sample.strays:
+        span += f"; {', '.join(map(repr, sample.strays))} taken for missing"
     if min(numbers) >= 0 and max(numbers) > _SKEWED * (1 + median(numbers)):
         return _Guess("dense", Dense(transform="log"), f"{span}, most of them small")
     return _Guess("dense", Dense(), span)
@@ -264,9 +367,9 @@ def _features_of_time(sample: _Sample) -> str:
 
 
 def _is_time(sample: _Sample) -> bool:
-    if all(map(_TIME.fullmatch, sample.counts)):
-        return True
-    if not sample.is_numeric or len(sample.counts) <= _FEW_NUMBERS:
+    if not sample.is_numeric:
+        return sample.times(sample.dates) >= _ALMOST
+    if len(sample.counts) <= _FEW_NUMBERS:
         return False
     first, last = (extreme(map(float, sample.counts)) for extreme in (min, max))
     # Seconds since 1970 need no telling name; milliseconds, and digits such as 20261231, do.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
-import pyarrow.parquet as parquet
 
+from lightning_recsys.data.files import ByteSource, open_parquet
 from lightning_recsys.data.tables.schema_parts import TableFormat
 
 BLOCK_BYTES = 1 << 24  # also the longest row that can be read
@@ -35,28 +36,60 @@ class MisshapenRow:
     problem: str
 
 
-def column_names(path: Path, table: TableFormat) -> list[str]:
-    """Names of all columns of a file.
+@dataclass(frozen=True)
+class Header:
+    """What the beginning of a file says.
+
+    Args:
+        names: Names of all columns; ``a.b`` for the field ``b`` of a Parquet structure ``a``.
+        num_lines: Lines at the top of a text file that are no rows: comments, empty ones, the header.
+        places: Where in a Parquet file each column is: the structures around it, and its own name.
+    """
+
+    names: Sequence[str]
+    num_lines: int = 0
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def read_header(path: Path, table: TableFormat) -> Header:
+    """Look at the beginning of a file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is empty, or repeats a name.
+        ValueError: the file is empty, or repeats a name, or cannot be read.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
     if is_parquet(path, table):
-        try:
-            return list(parquet.read_schema(path).names)
-        except pa.ArrowInvalid as error:
-            raise ValueError(
-                f"{path} is no Parquet file, or not all of it ({str(error).splitlines()[0]}). If it is text, name it "
-                ".csv, or write format: text in the schema."
-            ) from error
-    names = list(table.column_names) if table.column_names else _split_line(_header(path, table)[1], path, table)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{path}: the first line names column {', '.join(map(repr, twice))} more than once.")
-    return names
+        with open_parquet(path) as file:
+            found = [".".join(place) for place in _leaves(file.schema_arrow)]
+            header = Header(found, places=dict(zip(found, _leaves(file.schema_arrow), strict=True)))
+    else:
+        num_lines, line = _first_line(path, table)
+        if table.column_names:
+            header = Header(table.column_names, num_lines)
+        else:
+            header = Header(_split_line(line, path, table), num_lines + 1)
+    if twice := sorted({name for name in header.names if header.names.count(name) > 1}):
+        where = "the first line names" if not header.places else "it has"
+        raise ValueError(f"{path}: {where} column {', '.join(map(repr, twice))} more than once.")
+    return header
+
+
+def _leaves(fields: Iterable[pa.Field], around: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The columns of a Parquet file, each with the structures around it.
+
+    >>> _leaves(pa.schema({"a": pa.struct({"b": pa.int64(), "c": pa.string()}), "d": pa.int64()}))
+    [('a', 'b'), ('a', 'c'), ('d',)]
+    """
+    found: list[tuple[str, ...]] = []
+    for column in fields:
+        place = (*around, column.name)
+        found += _leaves(column.type, place) if pa.types.is_struct(column.type) else [place]
+    return found
+
+
+def leaf(batch: pa.RecordBatch, place: tuple[str, ...]) -> pa.Array:
+    """A column of a Parquet file; null where a structure around it is."""
+    return pc.struct_field(batch[place[0]], list(place[1:])) if len(place) > 1 else batch[place[0]]
 
 
 def is_parquet(path: Path, table: TableFormat) -> bool:
@@ -72,7 +105,7 @@ def separator_of(path: Path, table: TableFormat) -> str:
 
 
 def parse_block(
-    block: bytes, path: Path, table: TableFormat, *, columns: Sequence[str], plain: Sequence[str]
+    block: bytes, path: Path, table: TableFormat, *, names: Sequence[str], columns: Sequence[str], plain: Sequence[str]
 ) -> tuple[Mapping[str, pa.ChunkedArray], list[MisshapenRow]]:
     """Read some columns of some whole rows of a text file: in UTF-8, without its first lines.
 
@@ -80,6 +113,7 @@ def parse_block(
         block: The rows.
         path: The file.
         table: How it is written.
+        names: Names of all columns.
         columns: Columns to read; all are in the file.
         plain: Those of them that are mostly distinct, so that storing distinct values once is no use.
 
@@ -106,9 +140,7 @@ def parse_block(
         data = arrow_csv.read_csv(
             pa.py_buffer(block if len(separator) == 1 else _with_short_separator(block, path, separator)),
             # One thread, because only then Arrow knows the number of an invalid row.
-            read_options=arrow_csv.ReadOptions(
-                use_threads=False, block_size=BLOCK_BYTES, column_names=column_names(path, table)
-            ),
+            read_options=arrow_csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES, column_names=list(names)),
             parse_options=arrow_csv.ParseOptions(
                 delimiter=separator if len(separator) == 1 else "\x1f",
                 quote_char=quote,
@@ -126,15 +158,6 @@ def parse_block(
     return dict(zip(data.column_names, data.columns, strict=True)), bad
 
 
-def lines_to_skip(path: Path, table: TableFormat) -> int:
-    """Lines at the top of a text file that are no rows: comments, empty ones, the header.
-
-    Raises:
-        ValueError: the file is empty.
-    """
-    return _header(path, table)[0] + (0 if table.column_names else 1)
-
-
 def explain(error: Exception, path: Path, table: TableFormat) -> str:
     """Why a file cannot be read, in words that say what to do."""
     if isinstance(error, UnicodeDecodeError) or "UTF8" in str(error):
@@ -142,11 +165,11 @@ def explain(error: Exception, path: Path, table: TableFormat) -> str:
     return f"{path} cannot be read: {error}"
 
 
-def _header(path: Path, table: TableFormat) -> tuple[int, str]:
+def _first_line(path: Path, table: TableFormat) -> tuple[int, str]:
     """How many comments and empty lines the file starts with, and the line after them."""
     encoding = "utf-8-sig" if table.encoding.lower().replace("_", "-") in ("utf-8", "utf8") else table.encoding
     comment = table.comment
-    with pa.input_stream(str(path), compression="detect") as stream:
+    with ByteSource(path) as stream:
         start, size = b"", _HEADER_BYTES
         while True:  # a look at more of the file, where what has been read are comments and empty lines only
             try:

@@ -38,6 +38,7 @@ class Schema:
         files: For ``train``, ``validation`` and ``test`` the paths or globs of their files; ``predict`` names files
             whose rows need no label.
         table: How those files are written.
+        formats: How those of some of these paths or globs are written instead.
         label: The label.
         dense: Numeric features.
         vectors: Lists of numbers, each as long in every row: so many numeric features more.
@@ -49,6 +50,7 @@ class Schema:
         split: How evaluation rows are parted from training rows.
         comments: Remarks for :meth:`to_yaml`, by column or key.
         present: Share of the rows that have a value, by column; of a guessed schema.
+        fitting: Share of those that are what the column was taken for; of a guessed schema.
 
     Raises:
         ValueError: see :meth:`from_dict`.
@@ -57,6 +59,7 @@ class Schema:
     files: Mapping[Literal["train", "validation", "test", "predict"], tuple[str, ...]]
     label: Label
     table: TableFormat = field(default_factory=TableFormat)
+    formats: Mapping[str, TableFormat] = field(default_factory=dict)
     dense: Mapping[str, Dense] = field(default_factory=dict)
     vectors: Mapping[str, Vector] = field(default_factory=dict)
     categorical: Mapping[str, Categorical] = field(default_factory=dict)
@@ -67,11 +70,14 @@ class Schema:
     split: Split = field(default_factory=Split)
     comments: Mapping[str, str] = field(default_factory=dict, compare=False)
     present: Mapping[str, float] = field(default_factory=dict, compare=False)
+    fitting: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         self._check_uses()
         self._check_split()
         self.table.check("schema")
+        for path, table in self.formats.items():
+            table.check(f"schema.files, {path}")
         for i, join in enumerate(self.joins):
             join.table.check(f"schema.joins[{i}]")
         LabelRule(self.label.rule)
@@ -236,9 +242,11 @@ def _parse(data: Any) -> Schema:
     joins = data.get("joins") or []
     if not isinstance(joins, list | tuple):
         raise ValueError(f"schema.joins must be a list of side tables, got {joins!r}.")
+    files, formats = _parse_files(data)
     return Schema(
-        files=_parse_files(data["files"]),
+        files=files,
         table=_parse_format("schema", data),
+        formats=formats,
         label=Label(column=label) if isinstance(label, str) else make(Label, "schema.label", label),
         time=convert("schema.time", data.get("time"), str | None),
         ignore=convert("schema.ignore", data.get("ignore") or (), tuple[str, ...]),
@@ -248,11 +256,26 @@ def _parse(data: Any) -> Schema:
     )
 
 
-def _parse_files(files: Any) -> dict[Any, tuple[str, ...]]:
-    if not isinstance(files, Mapping):
+def _parse_files(data: Mapping[str, Any]) -> tuple[dict[Any, tuple[str, ...]], dict[str, TableFormat]]:
+    """The paths of each split, and the formats of those that are written in another way than the others."""
+    files = data["files"]
+    if not isinstance(files, Mapping) or "path" in files:
         files = {"train": files}
     check_keys("schema.files", files, SPLITS)
-    return {split: convert(f"schema.files.{split}", paths, tuple[str, ...]) for split, paths in files.items() if paths}
+    found, formats = {}, {}
+    for split, entries in files.items():
+        where, paths = f"schema.files.{split}", []
+        for entry in entries if isinstance(entries, list | tuple) else [entries] if entries else []:
+            if isinstance(entry, Mapping):
+                check_keys(where, entry, ["path", *FORMAT_KEYS])
+                path = convert(f"{where}.path", entry.get("path"), str)
+                formats[path] = _parse_format(where, {**data, **entry})
+            else:
+                path = convert(where, entry, str)
+            paths.append(path)
+        if paths:
+            found[split] = tuple(paths)
+    return found, formats
 
 
 def _parse_format(where: str, data: Mapping[str, Any]) -> TableFormat:
@@ -297,7 +320,8 @@ def _lines(schema: Schema) -> Iterator[str]:
             yield from (f"  {text}{remark(name)}" for name, text in items)
 
     yield from (f"# {line}" for line in schema.comments.get("", "").splitlines())
-    files = {split: list(paths) if len(paths) > 1 else paths[0] for split, paths in schema.files.items()}
+    entries = {split: [_entry(schema, path) for path in paths] for split, paths in schema.files.items()}
+    files = {split: paths if len(paths) > 1 else paths[0] for split, paths in entries.items()}
     yield from section("files", [(split, f"{split}: {_flow(paths)}") for split, paths in files.items()])
     yield from (f"{key}: {_flow(value)}{remark(key)}" for key, value in _changed(schema.table).items())
     yield f"label: {_flow(_changed(schema.label))}{remark('label')}"
@@ -312,14 +336,21 @@ def _lines(schema: Schema) -> Iterator[str]:
     yield f"split: {_flow(_changed(schema.split))}{remark('split')}"
 
 
+def _entry(schema: Schema, path: str) -> Any:
+    """A path, with what is otherwise about its files."""
+    own, usual = schema.formats.get(path, schema.table), schema.table
+    changed = {f.name: getattr(own, f.name) for f in fields(own) if getattr(own, f.name) != getattr(usual, f.name)}
+    return {"path": path, **_plain(changed)} if changed else path
+
+
 def _changed(part: Any) -> dict[str, Any]:
     """The fields that do not have their default value."""
-    values = {f.name: getattr(part, f.name) for f in fields(part)}
-    return {
-        f.name: list(values[f.name]) if isinstance(values[f.name], tuple) else values[f.name]
-        for f in fields(part)
-        if values[f.name] != f.default
-    }
+    values = {f.name: (getattr(part, f.name), f.default) for f in fields(part)}
+    return _plain({name: value for name, (value, default) in values.items() if value != default})
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _flow(value: Any) -> str:

@@ -29,6 +29,7 @@ class TableFormat:
         missing: Values that stand for a missing one.
         decimal: What stands before the fraction of a number: a dot or a comma.
         thousands: What stands between the thousands of a number; ``None`` for nothing.
+        dates: Whether ``01/02/2026`` and ``01-02-2026`` are of February or of January; ``None`` where there are none.
     """
 
     format: Literal["text", "parquet"] | None = None
@@ -41,6 +42,7 @@ class TableFormat:
     missing: tuple[str, ...] = ("",)
     decimal: Literal[".", ","] = "."
     thousands: str | None = None
+    dates: Literal["day_first", "month_first"] | None = None
 
     def check(self, where: str) -> None:
         """Raise ``ValueError`` about what the types leave open, naming it as a key below ``where``."""

@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as parquet
 
+from lightning_recsys.data.files import ByteSource, open_parquet
 from lightning_recsys.data.tables.columns import NUMBER
-from lightning_recsys.data.tables.reading import is_parquet, separator_of
+from lightning_recsys.data.tables.reading import is_parquet, leaf, read_header, separator_of
 from lightning_recsys.data.tables.schema_parts import TableFormat
 
 _SEPARATORS = ("\t", "::", ",", ";", "|")
@@ -20,17 +20,15 @@ _SAMPLE_ROWS = 50_000
 _STEADY = 0.9  # share of lines that must have the same number of columns
 
 
-def sniff(path: Path) -> tuple[TableFormat, dict[str, list[str | None]]]:
-    """The format of a file, and a sample of its columns as strings (``None`` for a Parquet null).
+def sniff(path: Path) -> tuple[TableFormat, dict[str, list[str | None]], dict[str, pa.DataType]]:
+    """The format of a file, a sample of its columns as strings (``None`` for a Parquet null), and their Parquet types.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is empty, or is no table.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
     if is_parquet(path, TableFormat()):
-        return TableFormat(), _sample_parquet(path)
+        return TableFormat(), *_sample_parquet(path)
     text, encoding = _decode(path)
     lines = [line for line in text.splitlines() if line.strip()][:_SAMPLE_ROWS]
     if not lines:
@@ -56,7 +54,9 @@ def sniff(path: Path) -> tuple[TableFormat, dict[str, list[str | None]]]:
         encoding=encoding,
         quote='"' if separator in (",", ";") or f'{separator}"' in text else None,
     )
-    return table, dict(zip(names, map(list, zip(*rows[named:], strict=True)), strict=True))
+    if not rows[named:]:
+        raise ValueError(f"{path} has a header and no rows.")
+    return table, dict(zip(names, map(list, zip(*rows[named:], strict=True)), strict=True)), {}
 
 
 def is_number(word: str) -> bool:
@@ -65,7 +65,7 @@ def is_number(word: str) -> bool:
 
 
 def _decode(path: Path) -> tuple[str, str]:
-    with pa.input_stream(str(path), compression="detect") as stream:
+    with ByteSource(path) as stream:
         try:
             start: bytes = stream.read(_SAMPLE_BYTES)
         except OSError as error:
@@ -142,19 +142,23 @@ def _told_apart(names: list[str]) -> list[str]:
     return found
 
 
-def _sample_parquet(path: Path) -> dict[str, list[str | None]]:
+def _sample_parquet(path: Path) -> tuple[dict[str, list[str | None]], dict[str, pa.DataType]]:
     """Lists become strings joined by a bar, as they might stand in a text file."""
-    try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=_SAMPLE_ROWS)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file, or not all of it ({str(error).splitlines()[0]}).") from error
-    sample = next(batches, None)
-    if sample is None:
-        raise ValueError(f"{path} has no rows.")
-    return {name: [_as_string(value) for value in column] for name, column in sample.to_pydict().items()}
+    places = read_header(path, TableFormat()).places
+    with open_parquet(path) as file:
+        sample = next(file.iter_batches(batch_size=_SAMPLE_ROWS, use_threads=False), None)
+        if sample is None:
+            raise ValueError(f"{path} has no rows.")
+        columns = {name: leaf(sample, place) for name, place in places.items()}
+    return (
+        {name: [_as_string(value) for value in column.to_pylist()] for name, column in columns.items()},
+        {name: column.type for name, column in columns.items()},
+    )
 
 
 def _as_string(value: object) -> str | None:
     if isinstance(value, list):
         return "|".join(map(str, value))
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
     return None if value is None else str(value)

@@ -12,7 +12,8 @@ import pytest
 from raw_rows import criteo_lines, text
 from table_oracle import hash_text
 
-from lightning_recsys.data.raw import AvazuFormat, CriteoFormat, LibfmFormat, find_files, text_blocks
+from lightning_recsys.data.files import find_files
+from lightning_recsys.data.raw import AvazuFormat, CriteoFormat, LibfmFormat, text_blocks
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values, parse_integers, parse_keys
 
 CRITEO_LINE = ["1", *["5"] * 13, *["68fd1e64"] * 26]
@@ -66,7 +67,7 @@ def test_blocks_when_a_gzip_file_is_damaged_then_it_is_named(tmp_path, damage):
     path = tmp_path / "file.gz"
     content = b"".join(b"%d\n" % random.randrange(10**9) for _ in range(2000))
     path.write_bytes(damage(gzip.compress(content)))
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}, after line \d+: the gzip file is damaged"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}, after line \d+: the file is damaged"):
         list(text_blocks(path, block_bytes=500))
 
 
@@ -82,7 +83,7 @@ def test_files_when_named_in_any_way_then_are_found_in_order(tmp_path):
 
 def test_files_when_missing_or_repeated_then_raises(tmp_path):
     (tmp_path / "a").write_text("x")
-    with pytest.raises(ValueError, match=r"raw: no file at .*b\*. It may be a file, a folder"):
+    with pytest.raises(FileNotFoundError, match=r"raw: there is no file .*b\*. It may be a file, a folder"):
         find_files(str(tmp_path / "b*"))
     with pytest.raises(ValueError, match=r"raw names .*/a twice"):
         find_files([str(tmp_path / "a"), str(tmp_path / "*")])

@@ -473,7 +473,7 @@ def test_bad_row_when_a_time_cannot_be_read_then_says_so(tmp_path, when):
     [
         ([], {}, r"clicks\.csv is empty"),
         ([""], {}, r"clicks\.csv is empty"),
-        (LINES[:1], {}, r"clicks\.csv has no rows"),
+        (LINES[:1], {}, r"clicks\.csv has a header and no rows"),
         (["click,age,user,user", "1,2,3,4"], {}, r"clicks\.csv: the first line names column 'user' more than once"),
         (
             LINES,

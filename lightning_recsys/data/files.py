@@ -1,0 +1,271 @@
+"""Files as people have them: which ones a path, folder, pattern or archive names, and the bytes in them.
+
+A file in an archive has the path ``clicks.zip/train.csv``. It is read where it lies, and never unpacked.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import lzma
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_ZIP = (".zip",)
+_TAR = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}  # those that pyarrow knows
+_DAMAGED = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
+_HIDDEN = (".", "_")  # how names start that programs leave: .DS_Store, __MACOSX, _SUCCESS
+_FINGERPRINT_BYTES = 1 << 20
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A raw file as it was found, to notice when a restart finds another one.
+
+    Args:
+        path: Where it is.
+        bytes: Its size; of a file in an archive, its size there.
+        fingerprint: A checksum of the first and last mebibyte of the file, or of the archive that holds it.
+    """
+
+    path: str
+    bytes: int
+    fingerprint: str
+
+    @classmethod
+    def of(cls, path: Path) -> InputFile:
+        """Look at a file."""
+        stored, member = _parts(path)
+        size = stored.stat().st_size
+        digest = hashlib.blake2b(digest_size=16)
+        with stored.open("rb") as file:
+            digest.update(file.read(_FINGERPRINT_BYTES))
+            file.seek(max(size - _FINGERPRINT_BYTES, 0))
+            digest.update(file.read(_FINGERPRINT_BYTES))
+        return cls(str(path), size if member is None else members(stored)[member], digest.hexdigest())
+
+
+def find_files(patterns: str | Path | Sequence[str | Path], *, name: str = "raw", root: Path = Path()) -> list[Path]:
+    """The files that paths, folders, glob patterns and archives name: in the order given, each one's matches sorted.
+
+    Args:
+        patterns: A path, a glob pattern (``day_*.gz``), a folder or an archive (all files in it, but for those whose
+            names start with a dot or an underscore), or files of an archive (``clicks.zip/day_*.csv``); or a list of
+            those.
+        name: What to call the option in an error message.
+        root: Where relative paths start.
+
+    Raises:
+        FileNotFoundError: nothing matches a pattern.
+        ValueError: nothing was named, or a file is named twice, or an archive is damaged.
+    """
+    found: list[Path] = []
+    for pattern in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
+        path = root / Path(pattern).expanduser()
+        matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        matches = [match for match in matches if match.is_file()] or matches  # folders where there is nothing else
+        files = [file for match in matches for file in _files_at(match)] or _matching_members(path)
+        if not files:
+            start = "" if root == Path() else f" Relative paths start from data.root, which is {root}."
+            raise FileNotFoundError(
+                f"{name}: there is no file {path}.{start} It may be a file, a folder, an archive (.zip, .tar.gz), a "
+                "file in one (clicks.zip/train.csv), a pattern (day_*.csv) or a list of those."
+            )
+        found += files
+    if not found:
+        raise ValueError(f"{name} names no file. It may be a file, a folder, an archive, a pattern or a list of those.")
+    if repeated := sorted({str(path) for path in found if found.count(path) > 1}):
+        raise ValueError(f"{name} names {repeated[0]} twice.")
+    return found
+
+
+def stored_file(path: Path) -> Path:
+    """The file on the disk: the archive that holds it, or itself."""
+    return _parts(path)[0]
+
+
+class ByteSource:
+    """The bytes of a file, uncompressed, from its start on. A context manager.
+
+    Args:
+        path: The file, plain, compressed by its suffix (``.gz``, ``.bz2``, ``.zst``, ``.lz4``), or in an archive.
+        encoding: What its text is written in; it is read in UTF-8.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: its archive is damaged or encrypted.
+    """
+
+    def __init__(self, path: Path, *, encoding: str = "utf-8") -> None:
+        self._opened = ExitStack()
+        self._raw = self._opened.enter_context(open_stored(path))
+        self._stream: Any = self._raw
+        if (compression := _COMPRESSION.get(path.suffix)) is not None:
+            self._stream = pa.CompressedInputStream(pa.PythonFile(self._raw, mode="r"), compression)
+        if codecs.lookup(encoding).name != "utf-8":
+            self._stream = pa.transcoding_input_stream(pa.PythonFile(self._stream, mode="r"), encoding, "utf-8")
+
+    def __enter__(self) -> ByteSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of the file, as it is stored, that were read."""
+        return self._raw.tell()
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, none at the end.
+
+        Raises:
+            OSError: the file is damaged, or cannot be read.
+        """
+        try:
+            found: bytes = self._stream.read(size)
+        except _DAMAGED as error:
+            raise OSError(str(error) or type(error).__name__) from error
+        return found
+
+    def skip(self, count: int) -> None:
+        """Leave out the next bytes."""
+        if self._stream is self._raw:
+            self._raw.seek(count, os.SEEK_CUR)
+            return
+        while count and (skipped := len(self.read(min(count, _CHUNK)))):
+            count -= skipped
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    """A Parquet file, also one in an archive.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is none, or its archive is damaged.
+    """
+    stored, member = _parts(path)
+    with ExitStack() as opened:
+        source: Any = stored if member is None else opened.enter_context(open_stored(path))
+        try:
+            file = pq.ParquetFile(source, memory_map=member is None, pre_buffer=False)
+        except (pa.ArrowInvalid, *_DAMAGED) as error:
+            raise ValueError(
+                f"{path} is no Parquet file, or not all of it ({str(error).splitlines()[0]}). If it is text, name it "
+                ".csv, or write format: text in the schema."
+            ) from error
+        yield opened.enter_context(file)
+
+
+@contextmanager
+def open_stored(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file as it is stored: what is compressed is still that.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: its archive is damaged or encrypted.
+    """
+    stored, member = _parts(path)
+    if member is None:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        with path.open("rb") as file:
+            yield file
+        return
+    with ExitStack() as opened:
+        with _explained(path):
+            inside = opened.enter_context(_open_member(opened, stored, member))
+        yield inside
+
+
+def members(archive: Path) -> dict[str, int]:
+    """The files in an archive and their sizes, sorted by name, without those that programs leave.
+
+    Raises:
+        ValueError: the archive is damaged or cut off.
+    """
+    about = archive.stat()
+    return _members(archive, about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _members(archive: Path, _size: int, _changed: int) -> dict[str, int]:
+    with _explained(archive):
+        if archive.name.lower().endswith(_ZIP):
+            with zipfile.ZipFile(archive) as zipped:
+                found = {x.filename: x.file_size for x in zipped.infolist() if not x.is_dir()}
+        else:
+            with tarfile.open(archive) as tar:
+                found = {x.name.removeprefix("./"): x.size for x in tar if x.isfile()}
+    return {name: found[name] for name in sorted(found) if not any(x.startswith(_HIDDEN) for x in name.split("/"))}
+
+
+def _open_member(opened: ExitStack, archive: Path, member: str) -> IO[bytes]:
+    if archive.name.lower().endswith(_ZIP):
+        return opened.enter_context(zipfile.ZipFile(archive)).open(member)
+    tar = opened.enter_context(tarfile.TarFile.open(archive))
+    for info in tar:  # as far as it takes: to list all members would decompress the whole archive first
+        if info.name.removeprefix("./") == member and (file := tar.extractfile(info)) is not None:
+            return file
+    raise FileNotFoundError(f"there is no file {member} in {archive}")
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (*_DAMAGED, NotImplementedError) as error:  # the latter of a compression that Python does not know
+        raise ValueError(f"{path}: the archive is damaged, cut off or of another kind ({error}).") from error
+    except RuntimeError as error:
+        raise ValueError(f"{path} cannot be read ({error}). Unpack it first.") from error
+
+
+def _parts(path: Path) -> tuple[Path, str | None]:
+    """The file on the disk, and the name in it of a path that leads into an archive."""
+    if not path.exists():
+        for parent in path.parents:
+            if is_archive(parent) and (member := path.relative_to(parent).as_posix()) in members(parent):
+                return parent, member
+    return path, None
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file holds others, by its name."""
+    return path.name.lower().endswith(_ZIP + _TAR) and path.is_file()
+
+
+def _files_at(path: Path) -> list[Path]:
+    if is_archive(path):
+        return [path / member for member in members(path)]
+    if not path.is_dir():
+        return [path]
+    inside = sorted(x for x in path.iterdir() if x.is_file() and not x.name.startswith(_HIDDEN))
+    return [file for x in inside for file in _files_at(x)]
+
+
+def _matching_members(path: Path) -> list[Path]:
+    """Files of an archive, or of some, that a path through it names."""
+    for parent in reversed(path.parents):
+        for archive in sorted(map(Path, glob.glob(str(parent)))) if parent.suffix else []:
+            if is_archive(archive):
+                pattern = path.relative_to(parent).as_posix()
+                inside = members(archive)
+                names = [pattern] if pattern in inside else [x for x in inside if fnmatch(x, pattern)]
+                return [archive / name for name in names]
+    return []

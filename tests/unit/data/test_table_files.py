@@ -1,0 +1,395 @@
+"""Tables in archives, folders and patterns, each file written in its own way: read as if they lay there plainly."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import tarfile
+import tracemalloc
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import torch
+
+from lightning_recsys.data import Batch, Schema, TabularDataModule, guess_schema
+from lightning_recsys.data.files import InputFile, find_files, members
+from lightning_recsys.data.raw import Position, TabularFormat, text_blocks
+
+HEADER = "click,age,user"
+ROWS = [f"{i % 2},{i},u{i % 3}" for i in range(40)]
+SCHEMA = {"label": "click", "dense": ["age"], "categorical": ["user"], "split": {"validation": 0, "test": 0}}
+
+
+def csv(rows: list[str], header: str | None = HEADER) -> bytes:
+    return "".join(f"{line}\n" for line in ([] if header is None else [header]) + rows).encode()
+
+
+def parquet_bytes(columns: Mapping[str, object]) -> bytes:
+    sink = io.BytesIO()
+    parquet.write_table(pa.table(columns), sink, row_group_size=10)
+    return sink.getvalue()
+
+
+def pack(path: Path, files: Mapping[str, bytes]) -> Path:
+    """Write an archive, a folder or a file, by the name."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as zipped:
+            for name, content in files.items():
+                zipped.writestr(name, content)
+    elif ".tar" in path.suffixes or path.suffix == ".tgz":
+        with tarfile.open(path, "w" if path.suffix == ".tar" else "w:gz") as tar:
+            for name, content in files.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    else:
+        path.mkdir()
+        for name, content in files.items():
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_bytes(content)
+    return path
+
+
+def ages(folder: Path, files: object, *, of: str = "train", **change: object) -> list[float]:
+    """The ages of all rows of a split."""
+    dense = {"age": {"standardize": False}}
+    data = TabularDataModule(schema={**SCHEMA, "files": files, "dense": dense, **change}, root=folder)
+    data.prepare_data()
+    data.setup()
+    return all_rows(data, of).dense.flatten().tolist()
+
+
+def all_rows(data: TabularDataModule, split: str = "train") -> Batch:
+    rows = data.rows(split)
+    return rows.take(torch.arange(len(rows)))
+
+
+PARTS = {
+    "b.csv": csv(ROWS[20:]),
+    "a.csv": csv(ROWS[:20]),
+    "__MACOSX/._a.csv": b"\0\1junk",
+    ".DS_Store": b"\0",
+    "_SUCCESS": b"",
+}
+
+
+@pytest.mark.parametrize("name", ["rows.zip", "rows.tar.gz", "rows.tgz", "rows.tar", "rows"])
+def test_rows_when_files_lie_in_an_archive_or_folder_then_are_those_of_the_files(tmp_path, name):
+    pack(tmp_path / name, PARTS)
+    assert sorted(ages(tmp_path, name)) == list(map(float, range(40)))
+    assert [path.name for path in find_files(name, root=tmp_path)] == ["a.csv", "b.csv"]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ("rows.zip/a.csv", range(20)),
+        ("rows.zip/b*", range(20, 40)),
+        ("*.zip/a.csv", range(20)),
+        ("*.zip", range(40)),
+        (["rows.zip/b.csv", "rows.zip/a.csv"], range(40)),
+        ({"train": "rows.zip/a.csv", "test": "rows.zip/b.csv"}, range(20)),
+    ],
+)
+def test_rows_when_a_file_of_an_archive_is_named_then_are_its_own(tmp_path, files, expected):
+    pack(tmp_path / "rows.zip", PARTS)
+    assert sorted(ages(tmp_path, files)) == list(expected)
+
+
+@pytest.mark.parametrize("name", ["rows.zip", "rows.tar.gz"])
+@pytest.mark.parametrize(
+    ("member", "content"),
+    [
+        ("rows.csv.gz", gzip.compress(csv(ROWS))),
+        ("deep/er/rows.csv.bz2", bz2.compress(csv(ROWS))),
+        ("rows.parquet", parquet_bytes({"click": [i % 2 for i in range(40)], "age": range(40), "user": ["u"] * 40})),
+    ],
+)
+def test_rows_when_files_in_an_archive_are_compressed_or_parquet_then_are_read(tmp_path, name, member, content):
+    pack(tmp_path / name, {member: content})
+    assert sorted(ages(tmp_path, name)) == list(map(float, range(40)))
+
+
+def test_blocks_when_in_an_archive_then_can_be_read_again_from_any_on(tmp_path):
+    path = pack(tmp_path / "rows.zip", PARTS) / "a.csv"
+    blocks = list(text_blocks(path, block_bytes=50))
+    assert b"".join(block.data for block in blocks) == PARTS["a.csv"]
+    assert blocks[-1].consumed == InputFile.of(path).bytes == len(PARTS["a.csv"])
+    again = text_blocks(path, block_bytes=50, start=blocks[2].start, first_line=blocks[2].first_line)
+    assert next(iter(again)) == blocks[2]
+    table = TabularFormat(schema={**SCHEMA, "files": "rows.zip/a.csv"}, root=tmp_path)
+    whole = list(table.blocks(path, block_bytes=64, position=Position()))
+    assert [x.data for x in table.blocks(path, block_bytes=64, position=whole[1].position)] == [
+        x.data for x in whole[1:]
+    ]
+
+
+@pytest.mark.parametrize("name", ["rows.zip", "rows.tar.gz"])
+def test_archive_when_large_then_is_not_unpacked_into_memory(tmp_path, name):
+    content = csv(ROWS * 40_000)
+    path = pack(tmp_path / name, {"rows.csv": content}) / "rows.csv"
+    table = TabularFormat(schema={**SCHEMA, "files": name}, root=tmp_path)
+    tracemalloc.start()
+    try:
+        length = sum(len(block.data) for block in table.blocks(path, block_bytes=1 << 18, position=Position()))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert length == len(content) - len(HEADER) - 1 > 10_000_000
+    assert peak < 5_000_000
+
+
+@pytest.mark.parametrize("name", ["rows.zip", "rows.tar.gz", "rows.csv.gz"])
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_archive_when_it_is_cut_off_then_says_so_and_which(tmp_path, name, share):
+    path = tmp_path / name
+    content = csv([f"{i % 2},{i * 7919 % 10007},u" for i in range(3000)])
+    _ = path.write_bytes(gzip.compress(content)) if name == "rows.csv.gz" else pack(path, {"rows.csv": content})
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(ValueError, match=rf"{name}.*(cut off|damaged)"):
+        ages(tmp_path, name)
+
+
+def test_archive_when_a_file_in_it_is_damaged_then_says_which(tmp_path):
+    path = pack(tmp_path / "rows.zip", {"rows.csv": csv([f"{i % 2},{i * 7919 % 10007},u" for i in range(3000)])})
+    content = bytearray(path.read_bytes())
+    content[5000:5010] = bytes(10)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"rows\.zip/rows\.csv.* damaged"):
+        ages(tmp_path, "rows.zip")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ("empty.zip", r"schema\.files\.train: there is no file .*empty\.zip"),
+        ("rows.zip/c.csv", r"there is no file .*rows\.zip/c\.csv"),
+        (
+            "none",
+            r"there is no file .*none\. Relative paths start from data\.root, which is .*It may be a file, a folder",
+        ),
+        ("day_*.csv", r"there is no file .*day_\*\.csv"),
+        ("hollow", r"there is no file .*hollow"),
+        (["rows.zip", "rows.zip/a.csv"], r"names .*rows\.zip/a\.csv twice"),
+    ],
+)
+def test_files_when_nothing_is_there_then_says_what_was_looked_for(tmp_path, files, message):
+    pack(tmp_path / "rows.zip", PARTS)
+    pack(tmp_path / "empty.zip", {})
+    (tmp_path / "hollow").mkdir()
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        ages(tmp_path, files)
+
+
+def test_rows_when_a_file_in_an_archive_changes_then_are_prepared_anew(tmp_path):
+    pack(tmp_path / "rows.zip", PARTS)
+    assert len(ages(tmp_path, "rows.zip")) == 40
+    pack(tmp_path / "rows.zip", {**PARTS, "c.csv": csv(["1,7,u"])})
+    assert len(ages(tmp_path, "rows.zip")) == 41
+    assert list(members(tmp_path / "rows.zip")) == ["a.csv", "b.csv", "c.csv"]
+
+
+def test_side_table_when_in_an_archive_then_is_read_and_must_be_one(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(csv(ROWS))
+    pack(tmp_path / "sides.zip", {"users.csv": b"id,score\nu0,5\nu1,6\nu2,7\n", "x.csv": b""})
+    join = {"file": "sides.zip/users.csv", "column": "user", "key": "id"}
+    dense = {"score": {"standardize": False}}
+    assert set(ages(tmp_path, "rows.csv", joins=[join], dense=dense)) == {5.0, 6.0, 7.0}
+    with pytest.raises(ValueError, match=r"schema\.joins\[0\]\.file must name one file, got sides\.zip, which names"):
+        ages(tmp_path, "rows.csv", joins=[join | {"file": "sides.zip"}])
+
+
+# --- each file written in its own way --------------------------------------------------------------------------------
+
+
+def test_files_when_each_is_written_in_its_own_way_then_are_read_so(tmp_path):
+    (tmp_path / "train.csv").write_bytes(csv(ROWS))
+    (tmp_path / "test.csv").write_bytes(csv(["u1;0;1,5", "u9;1;2,5"], header=None))
+    (tmp_path / "more.csv").write_bytes(csv(["1|7|u"], header="click|age|user"))
+    test = {"path": "test.csv", "separator": ";", "decimal": ",", "column_names": ["user", "click", "age"]}
+    files = {"train": ["train.csv", {"path": "more.csv", "separator": "|"}], "test": test}
+    change = {"split": {"validation": 0}}
+    assert sorted(ages(tmp_path, files, of="test", **change)) == [1.5, 2.5]
+    assert sorted(ages(tmp_path, files, **change)) == sorted([*map(float, range(40)), 7.0])
+    schema = Schema.from_dict({**SCHEMA, **change, "files": files})
+    (tmp_path / "schema.yaml").write_text(schema.to_yaml())
+    assert Schema.from_yaml(tmp_path / "schema.yaml") == schema
+
+
+def test_files_when_the_format_of_one_changes_then_its_rows_are_prepared_anew(tmp_path):
+    (tmp_path / "train.csv").write_bytes(csv(ROWS))
+    (tmp_path / "test.csv").write_bytes(csv(["0;1,500;u1", "1;2,500;u1"], "click;age;user"))
+    change = {"split": {"validation": 0}}
+    test = {"path": "test.csv", "separator": ";"}
+    found = [
+        sorted(ages(tmp_path, {"train": "train.csv", "test": test | marks}, of="test", **change))
+        for marks in ({"decimal": ","}, {"thousands": ","})
+    ]
+    assert found == [[1.5, 2.5], [1500.0, 2500.0]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"path": "a.csv", "seperator": ";"}, r"schema\.files\.train.*seperator.*[Dd]id you mean 'separator'"),
+        ({"separator": ";"}, r"schema\.files\.train\.path"),
+        ({"path": "a.csv", "encoding": "klingon"}, r"schema\.files, a\.csv\.encoding 'klingon' is unknown"),
+        (5, r"schema\.files\.train must be"),
+    ],
+)
+def test_files_when_the_format_of_one_is_wrong_then_names_the_key(entry, message):
+    with pytest.raises(ValueError, match=message):
+        Schema.from_dict({**SCHEMA, "files": {"train": [entry]}})
+
+
+def test_files_when_the_first_rows_of_the_test_are_bad_then_an_error_before_training(tmp_path):
+    (tmp_path / "train.csv").write_bytes(csv(ROWS))
+    (tmp_path / "test.csv").write_bytes(csv(["1,old,u1"]))
+    with pytest.raises(ValueError, match=r"test\.csv, row 1 \(line 2\), column 'age': must be a finite number.*'old'"):
+        ages(tmp_path, {"train": "train.csv", "test": "test.csv"}, split={"validation": 0})
+
+
+# --- Parquet ---------------------------------------------------------------------------------------------------------
+
+NESTED = {
+    "click": pa.array([i % 2 for i in range(20)]),
+    "who": pa.array([None if i == 7 else {"id": i % 4, "home": {"zip": f"z{i % 2}", "lat": i / 2}} for i in range(20)]),
+    "seen": pa.array([[{"item": 1}]] * 20),
+    "tags": pa.array([["a", "b"][: i % 3] for i in range(20)]),
+    "one": pa.array([[i % 3] for i in range(20)]),
+    "vector": pa.array([[0.5, i] for i in range(20)], pa.list_(pa.float32(), 2)),
+    "options": pa.array([[("k", 1)]] * 20, pa.map_(pa.string(), pa.int64())),
+}
+
+
+@pytest.mark.parametrize("place", ["rows.parquet", "rows.zip"])
+def test_parquet_when_it_has_structures_then_their_fields_are_columns(tmp_path, place):
+    content = parquet_bytes(NESTED)
+    _ = pack(tmp_path / place, {"x.parquet": content}) if place[-1] == "p" else (tmp_path / place).write_bytes(content)
+    data = TabularDataModule(
+        schema={
+            "files": place,
+            "label": "click",
+            "dense": {"who.home.lat": {"standardize": False, "fill": -1}},
+            "categorical": ["who.id", "who.home.zip"],
+            "multi_valued": ["tags", "one", "vector"],
+            "split": {"validation": 0, "test": 0},
+        },
+        root=tmp_path,
+    )
+    data.setup()
+    assert sorted(all_rows(data).dense.flatten().tolist()) == sorted([-1.0, *(i / 2 for i in range(20) if i != 7)])
+    assert data.fields == {"who_id": 6, "who_home_zip": 4, "tags": 4, "one": 5, "vector": 2 + 21}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"multi_valued": ["seen"]}, r"column 'seen' has type list<.*struct.*lists of lists or structures, and maps"),
+        ({"categorical": ["options"]}, r"column 'options' has type map<"),
+        ({"categorical": ["tags"]}, r"column 'tags' has type list<.*belong under multi_valued"),
+        ({"categorical": ["who"]}, r"names column 'who', which is not in .*Did you mean 'who\.id'"),
+    ],
+)
+def test_parquet_when_a_column_cannot_be_read_then_says_so(tmp_path, change, message):
+    (tmp_path / "rows.parquet").write_bytes(parquet_bytes(NESTED))
+    with pytest.raises(ValueError, match=message):
+        ages(tmp_path, "rows.parquet", **{"dense": [], "categorical": [], **change})
+
+
+def test_parquet_when_ids_are_floats_then_are_those_of_whole_numbers(tmp_path):
+    ids = [3, 10**16, 20_000_000]
+    (tmp_path / "train.parquet").write_bytes(parquet_bytes({"click": [0, 1, 1], "age": [1, 2, 3], "user": ids}))
+    floats = pa.array([3.0, 1e16, None, 2e7])
+    (tmp_path / "test.parquet").write_bytes(parquet_bytes({"click": [0, 1] * 2, "age": [1.0] * 4, "user": floats}))
+    data = TabularDataModule(
+        schema={**SCHEMA, "files": {"train": "train.parquet", "test": "test.parquet"}, "split": {"validation": 0}},
+        root=tmp_path,
+    )
+    data.setup()
+    assert data.unknown_ids("test") == {"user": 0.0}
+
+
+# --- the guess -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rows.zip", "rows.tar.gz", "rows", "rows/*.csv"])
+def test_guess_when_files_lie_in_an_archive_or_folder_then_the_schema_names_it(tmp_path, name):
+    pack(tmp_path / name.removesuffix("/*.csv"), PARTS)
+    schema = guess_schema(tmp_path / name)
+    assert schema.files == {"train": (str(tmp_path / name),)}
+    assert (set(schema.dense), set(schema.categorical)) == ({"age"}, {"user"})
+    data = TabularDataModule(schema=schema)
+    data.setup()
+    assert sum(len(data.rows(split)) for split in ("train", "validation", "test")) == 40
+
+
+def test_guess_when_an_archive_holds_several_tables_then_asks_for_one(tmp_path):
+    pack(tmp_path / "kaggle.zip", {"test.csv": csv(["1,u"], "age,user"), "train.csv": csv(ROWS)})
+    with pytest.raises(ValueError, match=r"test\.csv has the columns age, user, but .*train\.csv has click, age, user"):
+        guess_schema(tmp_path / "kaggle.zip")
+    assert guess_schema(tmp_path / "kaggle.zip/train.csv").label.column == "click"
+
+
+def test_guess_when_parquet_is_nested_then_takes_what_can_be_read(tmp_path):
+    (tmp_path / "rows.parquet").write_bytes(parquet_bytes(NESTED))
+    schema = guess_schema(tmp_path / "rows.parquet")
+    assert set(schema.categorical) == {"who.id", "who.home.zip"}
+    assert set(schema.multi_valued) == {"tags", "one"}
+    assert {name: vector.width for name, vector in schema.vectors.items()} == {"vector": 2}
+    assert set(schema.ignore) >= {"seen", "options"}
+    assert "cannot be read" in schema.comments["seen"]
+    data = TabularDataModule(schema=schema)
+    data.setup()
+
+
+def test_guess_when_there_is_a_header_alone_then_says_so(tmp_path):
+    (tmp_path / "rows.csv").write_text("click,age,user\n")
+    with pytest.raises(ValueError, match=r"rows\.csv has a header and no rows"):
+        guess_schema(tmp_path / "rows.csv")
+
+
+def guess_dates(folder: Path, days: list[str], **options: object) -> Schema:
+    rows = [f"{i % 2},u{i % 3},{day}" for i, day in enumerate(days)]
+    (folder / "rows.csv").write_bytes(csv(rows, "click,user,day"))
+    return guess_schema(folder / "rows.csv", **options)
+
+
+@pytest.mark.parametrize(
+    ("form", "order"),
+    [
+        ("{d:02}/{m:02}/2026", "day_first"),
+        ("{m}/{d}/2026 {m}:05 PM", "month_first"),
+        ("{d:02}-{m:02}-2026", "day_first"),
+    ],
+)
+def test_guess_when_some_dates_tell_the_order_then_all_are_read_so(tmp_path, form, order):
+    schema = guess_dates(tmp_path, [form.format(d=1 + i % 28, m=1 + i % 12) for i in range(100)])
+    assert (schema.time, schema.table.dates, schema.fitting["day"]) == ("day", order, 1.0)
+    data = TabularDataModule(schema=schema)
+    data.setup()
+
+
+def test_guess_when_no_date_tells_the_order_then_asks_and_takes_the_answer(tmp_path):
+    dates = [f"{1 + i % 12:02}/{1 + i % 7:02}/2026" for i in range(100)]
+    with pytest.raises(ValueError, match=r"'day': does '01/01/2026' start with the day or with the month\?.*dates=day"):
+        guess_dates(tmp_path, dates)
+    assert guess_dates(tmp_path, dates, dates="month_first").table.dates == "month_first"
+
+
+def test_guess_then_tells_the_share_of_values_that_are_what_they_are_taken_for(tmp_path):
+    lines = [
+        f"{i % 2},{'unknown' if i % 50 == 0 else i / 4},2026-01-{1 + i % 28:02}{'?' if i == 9 else ''},u{i % 3}"
+        for i in range(200)
+    ]
+    (tmp_path / "rows.csv").write_bytes(csv(lines, "click,price,day,user"))
+    schema = guess_schema(tmp_path / "rows.csv")
+    assert (set(schema.dense), schema.time) == ({"price"}, "day")
+    assert schema.fitting == {"click": 1.0, "price": 0.98, "day": 0.995}
+    assert "unknown" in schema.table.missing
+    assert "'unknown' taken for missing" in schema.comments["price"]
