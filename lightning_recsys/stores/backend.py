@@ -25,7 +25,7 @@ from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.dynamic_tables import IDS, DynamicTables, keep_keys
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
 from lightning_recsys.stores.stripes import keep_stripes, stripe_rows
-from lightning_recsys.stores.versions import StalenessHistogram, tag_arrays
+from lightning_recsys.stores.versions import ROW_DTYPES, StalenessHistogram, tag_arrays
 from lightning_recsys.sync import StalenessNormalization
 
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -311,11 +311,15 @@ class StoreBackend(TableBackend):
         self.write_rows(table, name, 0, values)
 
     def read_rows(self, table: str, name: str, first_row: int, num_rows: int) -> Tensor:
-        """A copy of a stretch of a table's ``weight``, or of a state by its name: ``[num_rows, ...]``."""
-        values = torch.empty(num_rows, *self.row_shapes[name])
+        """A copy of a stretch of a table's ``weight``, of a state, ``version`` or ``change``: ``[num_rows, ...]``."""
+        values = torch.empty(num_rows, *self._shape_of(name), dtype=ROW_DTYPES.get(name, torch.float32))
         for store, there, here in self._blocks(table, name, first_row, first_row + num_rows):
             values[here.start - first_row : here.stop - first_row : here.step] = store.read(name, there, _length(here))
         return values
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Of what a row has; of its version and its change, which are no part of :attr:`row_shapes`, one number."""
+        return self.row_shapes.get(name, ())
 
     def digests(self, table: str, first_row: int, num_rows: int) -> Tensor:
         """The digest of each row of a stretch of a table, int64 ``[num_rows]``: another one once a row has changed."""
@@ -338,14 +342,14 @@ class StoreBackend(TableBackend):
 
     def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
         """The reverse of :meth:`read_rows`."""
-        values = values.to("cpu", torch.float32)
+        values = values.to("cpu", ROW_DTYPES.get(name, torch.float32))
         for store, there, here in self._blocks(table, name, first_row, first_row + len(values)):
             block = values[here.start - first_row : here.stop - first_row : here.step]
             store.write(name, there, block.contiguous())
 
     def _blocks(self, table: str, name: str, first: int, end: int) -> Iterator[tuple[EmbeddingStore, int, slice]]:
         """Rows ``first`` to ``end`` in blocks: the store, the block's first row there, its rows in the table."""
-        block_rows = max(_BLOCK_BYTES // (4 * max(sum(self.row_shapes[name]), 1)), 1)
+        block_rows = max(_BLOCK_BYTES // (4 * max(sum(self._shape_of(name)), 1)), 1)
         for share in self._shares:
             starts = list(share.store.layout.table_starts.values())
             for piece, start in zip(share.pieces, starts, strict=True):

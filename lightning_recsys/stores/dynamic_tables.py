@@ -19,6 +19,7 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.placement import TablePart
 from lightning_recsys.stores.dynamic_rows import DynamicRows
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
+from lightning_recsys.stores.versions import ROW_DTYPES
 
 IDS = "ids"
 """In a state dict ``<table>.ids`` names the rows of ``<table>.weight`` and of the states."""
@@ -81,8 +82,9 @@ class DynamicTables:
         return {table: in_order(torch.cat(parts)) for table, parts in found.items()}
 
     def read(self, table: str, name: str, ids_U: Tensor) -> Tensor:
-        """``weight`` or a state of some rows, ``[U, ...]``."""
-        values = torch.empty(ids_U.numel(), *self.row_shapes[name])
+        """``weight``, a state, ``version`` or ``change`` of some rows, ``[U, ...]``."""
+        shape = self.row_shapes.get(name, ())
+        values = torch.empty(ids_U.numel(), *shape, dtype=ROW_DTYPES.get(name, torch.float32))
         for store, positions, rows in self._split(table, name, ids_U):
             values[positions] = store.read_rows(name, rows)
         return values
@@ -105,13 +107,13 @@ class DynamicTables:
 
     def write(self, table: str, name: str, ids_U: Tensor, values: Tensor) -> None:
         """The reverse of :meth:`read`; makes the rows that do not exist."""
-        values = values.to("cpu", torch.float32)
+        values = values.to("cpu", ROW_DTYPES.get(name, torch.float32))
         for store, positions, rows in self._split(table, name, ids_U):
             store.write_rows(name, rows, values[positions])
 
     def _split(self, table: str, name: str, ids_U: Tensor) -> Iterator[tuple[DynamicEmbeddingStore, Tensor, Tensor]]:
         """In blocks: a store, the positions of its ids among all, and their rows there."""
-        block_rows = max(_BLOCK_BYTES // (4 * max(prod(self.row_shapes[name]), 1)), 1)
+        block_rows = max(_BLOCK_BYTES // (4 * max(prod(self.row_shapes.get(name, ())), 1)), 1)
         for place in self._places:
             if place.part.table != table:
                 continue

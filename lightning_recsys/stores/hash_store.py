@@ -43,6 +43,7 @@ from lightning_recsys.stores.plain import (
     optimizer_to_plain,
 )
 from lightning_recsys.stores.versions import (
+    ROW_DTYPES,
     VERSION,
     RowVersions,
     StalenessHistogram,
@@ -421,6 +422,8 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         expected = [rows_U.numel(), *self.row_shapes.get(name, ())]
         if list(values.shape) != expected:
             raise ValueError(f"{name!r} takes values of shape {expected}, got {list(values.shape)}.")
+        if values.dtype != (dtype := ROW_DTYPES.get(name, torch.float32)):
+            raise ValueError(f"{name!r} takes values of {dtype}, got {values.dtype}.")
         with self._mutex:
             slots_U = self.admit(_array(rows_U), always=True)
             self.arrays[name].index_copy_(0, torch.from_numpy(slots_U), values)

@@ -28,6 +28,7 @@ from lightning_recsys.sync import StalenessNormalization
 
 VERSION = "version"  # of each row, int64 [R]
 CHANGE = "change"  # root mean square of each row's last update, float32 [R]
+ROW_DTYPES = {VERSION: torch.int64}  # of what a row has; float32, unless it is here
 
 
 @compile_loop

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.checkpoints import read_checkpoint
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
-from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowSWAP, swap
 from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy
 from lightning_recsys.sync import StalenessNormalization
 
@@ -107,10 +107,12 @@ def test_callback_when_it_writes_weights_as_training_ends_then_rank_0s_are_kept(
 
 
 class Small(Counting):
-    """A small net beside rows, by one of three rules."""
+    """A small net beside rows, by one of some rules."""
 
     def __init__(self, rule: str) -> None:
-        super().__init__(share=1.0, rule={"sgd": RowSGD(0.1), "adagrad": RowAdagrad(0.1), "adam": RowAdam(0.05)}[rule])
+        rules = {"sgd": RowSGD(0.1), "adagrad": RowAdagrad(0.1), "adam": RowAdam(0.05)}
+        swapped = RowSWAP(inner=RowAdagrad(0.1), period=4, discount=0.5)
+        super().__init__(share=1.0, rule=(rules | {"adagrad_swap": swapped})[rule])
         torch.manual_seed(0)
         table = EmbeddingBagConfig("t", IDS, 4, ("a", "b"), init_std=0.1)
         self.rows = EmbeddingBagCollection([table], optimizer=self.rows.optimizer)
@@ -126,6 +128,7 @@ class Small(Counting):
             "sgd": partial(torch.optim.SGD, lr=0.1),
             "adagrad": partial(torch.optim.Adagrad, lr=0.1),
             "adam": partial(torch.optim.Adam, lr=0.05),
+            "adagrad_swap": partial(swap, inner=partial(torch.optim.Adagrad, lr=0.1), period=4, discount=0.5),
         }[self.rule]
         optimizer = make([*self.net.parameters(), self.bias])
         self.rows.attach_to(optimizer)
@@ -141,13 +144,28 @@ def parameters_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([x.flatten().float() for _, x in sorted(state.items())])
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+class NotesVersions(Callback):
+    """What rows and dense parameters have at the end, and the staleness that was seen."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        backend = pl_module.rows.embedding_bags
+        tags = {name: backend.read_rows("t", name, 0, IDS) for name in ("version", "change")}
+        versions, changes = zip(*trainer.strategy._dense.kept(), strict=True)
+        torch.save((tags, list(versions), torch.tensor(changes), backend.observed.counts), self.path)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam", "adagrad_swap"])
 def test_one_worker_when_it_trains_or_goes_on_then_equals_a_single_device(tmp_path, rule):
     expected = Small(rule)
     make_trainer("auto", devices=1, max_epochs=2, limit_val_batches=0).fit(expected)
     model, saving = Small(rule), ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    strategy = partial(AsyncParameterServerStrategy, normalization=StalenessNormalization("power"))
-    make_trainer(strategy(), saving, devices=1, max_epochs=2, limit_val_batches=0).fit(model)
+    by_change = StalenessNormalization("power", sensitivity=1.0)
+    strategy = partial(AsyncParameterServerStrategy, normalization=by_change)
+    whole = NotesVersions(tmp_path / "whole.pt")
+    make_trainer(strategy(), saving, whole, devices=1, max_epochs=2, limit_val_batches=0).fit(model)
     torch.testing.assert_close(parameters_of(model), parameters_of(expected), rtol=1e-4, atol=1e-6)
     path = tmp_path / "step=6.ckpt"  # within the first epoch
     saved = read_checkpoint(path)
@@ -155,10 +173,17 @@ def test_one_worker_when_it_trains_or_goes_on_then_equals_a_single_device(tmp_pa
     if rule == "adam":
         assert {int(state["step"]) for state in saved["optimizer_states"][0]["state"].values()} == {6}
     again = Small(rule)
-    make_trainer(strategy(num_embedding_servers=2), devices=1, max_epochs=2, limit_val_batches=0).fit(
+    noted = NotesVersions(tmp_path / "again.pt")
+    make_trainer(strategy(num_embedding_servers=2), noted, devices=1, max_epochs=2, limit_val_batches=0).fit(
         again, ckpt_path=path
     )
     torch.testing.assert_close(parameters_of(again), parameters_of(expected), rtol=1e-4, atol=1e-6)
+    (tags, versions, changes, seen), again = map(torch.load, (whole.path, noted.path))
+    assert torch.equal(again[0]["version"], tags["version"])
+    assert again[1] == versions == [2 * STEPS] * 5
+    torch.testing.assert_close((again[0]["change"], again[2]), (tags["change"], changes), rtol=1e-3, atol=1e-6)
+    assert tags["version"].max() > 1
+    assert set(seen) == set(again[3]) == {1}
 
 
 def test_checkpoint_when_of_het_then_goes_on_here_and_back(tmp_path):

@@ -76,8 +76,8 @@ class DynamicRequests:
     def _write_rows(self, request: Request) -> Push:
         served = self._stores.dynamic(request)
         (name,) = take_arguments(request, array=str)
-        if len(request.arrays) != 2 or request.arrays[1].dtype != torch.float32:
-            raise ValueError("write_rows takes rows and one float32 array of values")
+        if len(request.arrays) != 2:
+            raise ValueError("write_rows takes rows and one array of values")
         rows_U = take_array(request.arrays[:1], "rows", torch.int64, 1)
         self._stores.check_rows(served, rows_U)
         return Push(partial(served.store.write_rows, name, rows_U, request.arrays[1]))

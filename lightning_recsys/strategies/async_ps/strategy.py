@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.versions import StalenessHistogram
+from lightning_recsys.strategies.async_ps import row_tags
 from lightning_recsys.strategies.async_ps.dense_part import Kept, ServedDensePart, ServedStep, refuse_gradient_scaler
 from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
@@ -81,6 +82,8 @@ class AsyncParameterServerStrategy(ServedStrategy):
         self._dense: ServedDensePart | None = None  # while training
         self._loads: Any = None  # the hook that follows what is loaded meanwhile
         self._restored: Sequence[Kept] = ()  # of the checkpoint that the run goes on from
+        self._restored_rows: list[row_tags.Share] = []  # the same of rows: this worker's part
+        self._saves_state = True  # whether the checkpoint that is being written is more than weights
         self._training = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,6 +121,9 @@ class AsyncParameterServerStrategy(ServedStrategy):
         )
         if self.is_global_zero:
             self._dense.create(servers, self.normalization, self._restored)
+        if self.tables is not None:
+            row_tags.write_shares(self.tables.collections, self.normalization, self._restored_rows)
+        self._restored_rows = []
         self.barrier("the dense part is there")
         if not self.is_global_zero:
             self._dense.open(servers)
@@ -209,11 +215,26 @@ class AsyncParameterServerStrategy(ServedStrategy):
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save, with the versions of the dense parameters; those of rows go with the rows."""
-        if self._saved and "optimizer_states" in checkpoint:
+        """Save, with versions and last changes of dense parameters and of rows unless it is to be weights only."""
+        self._saves_state = "optimizer_states" in checkpoint
+        if self._saved and self._saves_state:
             versions, changes = (list(x) for x in zip(*self._saved, strict=True))
             checkpoint[CHECKPOINT_KEY] = {"versions": versions, "changes": changes}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def checkpoint_extras(self) -> dict[str, Any] | None:
+        """Versions and last changes of this rank's share of the rows."""
+        if self.tables is None or not self._saves_state or self._dense is None:
+            return None
+        ranks = {"rank": self.living_rank, "num_ranks": self.num_living}
+        return {row_tags.KEY: row_tags.read_share(self.tables.collections, self.normalization, **ranks)}
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load, and keep what this rank is to bring to the servers for the start of training."""
+        ranks = {"rank": self.global_rank, "num_ranks": self.world_size}
+        options: Any = {**ranks, "weights_only": weights_only is not False}
+        self._restored_rows = row_tags.load_shares(checkpoint_path, **options)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, and keep the versions for the start of training."""
