@@ -69,6 +69,15 @@ def trace(model: nn.Module, sample: Sequence[Any], *, whole: Sequence[str] = ())
     return TracedModel(model, fx_graph, _operator_graph(model, fx_graph, nodes, sampled), nodes)
 
 
+def check_traceable(model: nn.Module) -> None:
+    """Refuse a model that cannot be traced, whatever it is called with; :func:`trace` may find more.
+
+    Raises:
+        ValueError: names the module and says what to change.
+    """
+    _check_mode(model, _trace(model, ()), ())
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 

@@ -101,7 +101,7 @@ def sum_at_owners(parts: Sequence[RowGradients | None], group: dist.ProcessGroup
     for index, part in enumerate(parts):
         if part is None or not part.keys.size:
             continue
-        own_U, elsewhere = _places(index, keys_W, counts_WP, rank)
+        own_U, elsewhere = divide(index, keys_W, counts_WP, rank)
         rows[index] = np.flatnonzero(own_U == rank)
         for other in range(world_size):
             if other != rank:
@@ -187,10 +187,17 @@ def _gather_keys(
     return [keys[:total] for keys, total in zip(gathered, totals_W, strict=True)], num_bytes
 
 
-def _places(
+def divide(
     index: int, keys_W: Sequence[Integers], counts_WP: Integers, rank: int
 ) -> tuple[NDArray[np.int32], list[Integers]]:
-    """Owners of this worker's rows of a part; for each worker where the rows that it sends here belong among them."""
+    """Owners of this worker's rows of a part; for each worker where the rows that it sends here belong among them.
+
+    Args:
+        index: The part's.
+        keys_W: Each worker's keys, the parts behind each other.
+        counts_WP: How many keys each part has, int64 ``[W, P]``.
+        rank: This worker's.
+    """
     starts_W = counts_WP[:, :index].sum(axis=1)
     counts_W = counts_WP[:, index]
     keys_T = np.concatenate([x[first : first + n] for x, first, n in zip(keys_W, starts_W, counts_W, strict=True)])

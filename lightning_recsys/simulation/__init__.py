@@ -2,6 +2,7 @@
 
 from lightning_recsys.simulation.cluster import Synchronization, VirtualCluster
 from lightning_recsys.simulation.groups import Group, Leg
+from lightning_recsys.simulation.het import HETCluster
 from lightning_recsys.simulation.machines import Constant, Duration, Exponential, Link, Normal, Servers, Workers
 from lightning_recsys.simulation.planned import LargeModel, planned_group
 from lightning_recsys.simulation.results import Histogram, Results
@@ -11,6 +12,7 @@ __all__ = [
     "Duration",
     "Exponential",
     "Group",
+    "HETCluster",
     "Histogram",
     "LargeModel",
     "Leg",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection
-from lightning_recsys.simulation.rows import RowGradient, VersionedRows
+from lightning_recsys.simulation.rows import KeepsGradients, KeptGradient, VersionedRows
 from lightning_recsys.sync import StalenessNormalization
 
 _LINE = 16  # floats of a cache line, at which tensors start as torch's own do: some kernels round otherwise elsewhere
@@ -34,7 +35,7 @@ class Gradient:
     batch: Batch
     logits: Tensor
     dense: list[Tensor | None]
-    rows: list[RowGradient]
+    rows: Sequence[KeptGradient]
     version: int
 
     @property
@@ -48,7 +49,7 @@ class Replica:
 
     Args:
         module: Computes ``{"loss", "logits"}`` of a :class:`Batch`, as :class:`~lightning_recsys.tasks.CTRTask`; its
-            collections are bound to :class:`VersionedRows`.
+            collections are bound to :class:`VersionedRows`, or to other rows that keep gradients.
 
     Attributes:
         flat: The trained dense parameters as one vector, float32.
@@ -150,8 +151,8 @@ def end_replicas(module: pl.LightningModule) -> None:
             collection.unbind()
 
 
-def _rows(collection: EmbeddingBagCollection) -> VersionedRows:
-    assert isinstance(collection.embedding_bags, VersionedRows)
+def _rows(collection: EmbeddingBagCollection) -> KeepsGradients:
+    assert isinstance(collection.embedding_bags, KeepsGradients)
     return collection.embedding_bags
 
 

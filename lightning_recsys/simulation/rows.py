@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,6 +19,33 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.sync import StalenessNormalization
 
 _ID_BYTES = _VERSION_BYTES = 8
+
+
+class KeptGradient(Protocol):
+    """What one batch will do to the rows of one collection."""
+
+    @property
+    def rows(self) -> Any:
+        """The backend that has kept it."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """What reading its rows moved, and training them will move."""
+        ...
+
+    def push(self, normalization: StalenessNormalization | None, *, lr: float) -> NDArray[np.int32]:
+        """Train the rows; returns the staleness of each of them, int32 ``[U]``, or nothing where it is not counted."""
+        ...
+
+
+@runtime_checkable
+class KeepsGradients(Protocol):
+    """A backend of a collection whose gradients wait until their worker's push."""
+
+    def take(self) -> Sequence[KeptGradient]:
+        """The gradients since the last call."""
+        ...
 
 
 @dataclass(frozen=True)

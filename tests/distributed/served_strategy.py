@@ -103,11 +103,11 @@ def say(*words):
 
 
 def make_trainer(**arguments):
-    arguments = {"devices": 2, "strategy": ServedStrategy(), "max_epochs": 1, **arguments}
+    defaults = {"devices": 2, "strategy": ServedStrategy(), "max_epochs": 1, "enable_checkpointing": False}
+    arguments = defaults | arguments
     return pl.Trainer(
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         **arguments,

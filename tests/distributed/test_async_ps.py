@@ -213,7 +213,7 @@ def save_after_the_run(rank: int, port: int, folder: str) -> None:
 def test_checkpoint_when_saved_after_the_run_by_a_process_that_lives_on_then_has_the_servers_state(tmp_path):
     run_processes(save_after_the_run, free_port(), str(tmp_path), nprocs=2)
     within, after = read_checkpoint(tmp_path / "within.ckpt"), torch.load(tmp_path / "after.ckpt")
-    assert within["async_ps"] == after["async_ps"] == {"versions": [2 * STEPS] * 5}
+    assert within["async_ps"] == after["async_ps"] == {"versions": [2 * STEPS] * 5, "changes": [0.0] * 5}
     kept, saved = (x["optimizer_states"][0]["state"] for x in (within, after))
     assert [int(state["step"]) for state in saved.values()] == [2 * STEPS] * 5
     for index, state in kept.items():

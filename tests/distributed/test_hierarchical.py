@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.errors import OperatorRoomError
 from lightning_recsys.models import DLRM, DeepFM
 from lightning_recsys.placement.plan_file import read_measured, read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
@@ -216,6 +217,50 @@ class KillsGroupServer(Callback):
                         time.sleep(0.01)
                     return
             raise AssertionError(f"nobody listens at {path}")
+
+
+class Begins(Callback):
+    """Tells that training, or what comes before it, has begun."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_sanity_check_start(self, trainer, pl_module):
+        (self.folder / "begun").touch()
+
+    on_train_start = on_sanity_check_start
+
+
+class Branches(torch.nn.Module):
+    """DLRM that decides by its input, which no trace knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.dlrm = MODELS["dlrm"]()
+
+    def forward(self, dense, sparse):
+        return self.dlrm(dense if dense.sum() > 0 else -dense, sparse)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (
+            None,
+            {"operator_placement": OperatorPlacement(machines={"server_memory": 1000.0})},
+            "needs .* server0 has 1,000",
+        ),
+        (Branches, {}, r"strategy=hierarchical cuts Branches over group servers: .*\(Branches\) cannot be traced"),
+    ],
+    ids=["no_room", "no_trace"],
+)
+def test_model_when_it_cannot_be_cut_or_has_no_room_then_refused_before_training_begins(
+    tmp_path, model, options, reason
+):
+    task = make_task() if model is None else CTRTask(model(), optimizer=ADAGRAD)
+    with pytest.raises((ValueError, OperatorRoomError), match=reason):
+        fit(task, strategy=hierarchical(**options), callbacks=[Begins(tmp_path)])
+    assert not (tmp_path / "begun").exists()
 
 
 class NetsDie(Callback):

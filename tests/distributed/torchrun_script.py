@@ -4,12 +4,15 @@ import os
 import sys
 import time
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 
 import torch
+from pytorch_lightning.callbacks import OnExceptionCheckpoint
 from served_strategy import Model, Ratings, ServedStrategy, make_trainer, say
 
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.strategies import ShadowSyncStrategy
+from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.common import meeting
 
 
@@ -112,6 +115,31 @@ def meet(num_nodes):
 
 def crash(num_nodes):
     fit(Failing(), num_nodes)
+
+
+class FailingRatings(Failing):
+    """As above, with a table on servers, which all ranks save a part of."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = EmbeddingBagCollection([EmbeddingBagConfig("items", 64, 4, ("item",))])
+
+    on_train_start = on_train_end = Model.on_train_start
+    on_train_batch_end = Model.on_train_batch_end
+
+    def training_step(self, batch, batch_idx):
+        ids = SparseFeatures(("item",), torch.tensor([batch_idx]))
+        return super().training_step(batch, batch_idx) + self.rows(ids).sum()
+
+
+def crash_and_save(num_nodes):
+    with TemporaryDirectory() as folder:
+        saving = {"callbacks": [OnExceptionCheckpoint(folder)], "enable_checkpointing": True}
+        strategy = HETStrategy(staleness=10)
+        try:
+            make_trainer(strategy=strategy, num_nodes=num_nodes, **saving).fit(FailingRatings())
+        finally:
+            say("saved", os.listdir(folder))
 
 
 def go_on(num_nodes):

@@ -9,14 +9,14 @@ from recipe_helpers import CONF, plain
 from recipe_tools.build import build
 from simulate import runs_of, simulate
 
-from lightning_recsys.simulation import VirtualCluster
+from lightning_recsys.simulation import HETCluster, VirtualCluster
 
 SMALL = ("data.batch_size=32", "data.val_rows=640", "evaluation.every=3200", "evaluation.rows=320")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "cluster").glob("*.yaml")))
 def test_cluster_builds(name, composed):
-    assert isinstance(build(plain(composed("simulate", f"cluster={name}"))["cluster"]), VirtualCluster)
+    assert isinstance(build(plain(composed("simulate", f"cluster={name}"))["cluster"]), VirtualCluster | HETCluster)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "figure").glob("*.yaml")))
@@ -28,7 +28,7 @@ def test_figure_then_opens_with_its_command_and_every_series_builds(name, compos
         figure["x"]["values"] = figure["x"]["values"][-1:]
     for added in runs_of(figure).values():
         config = plain(composed("simulate", *added, f"figure={name}"))
-        assert isinstance(build(config["cluster"]), VirtualCluster)
+        assert isinstance(build(config["cluster"]), VirtualCluster | HETCluster)
         assert config["figure"]["paper"]
 
 

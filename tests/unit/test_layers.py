@@ -16,7 +16,17 @@ PACKAGE = Path(lightning_recsys.__file__).parent
 EDGES: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": set(),  # names the modules of its tools, and imports the one that is asked for
-    "simulation": {"compression", "data", "embeddings", "metrics", "optim", "placement", "sync"},
+    "simulation": {
+        "compression",
+        "data",
+        "embeddings",
+        "metrics",
+        "optim",
+        "placement",
+        "row_cache",
+        "stores",
+        "sync",
+    },
     "serving": {"callbacks", "compiled", "data", "embeddings", "errors", "launchers", "partition", "stores"},
     "strategies": {
         "checkpoints",

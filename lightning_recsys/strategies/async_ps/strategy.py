@@ -84,7 +84,6 @@ class AsyncParameterServerStrategy(ServedStrategy):
         self._restored: Sequence[Kept] = ()  # of the checkpoint that the run goes on from
         self._restored_rows: list[row_tags.Share] = []  # the same of rows: this worker's part
         self._saves_state = True  # whether the checkpoint that is being written is more than weights
-        self._training = False
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = type(self).__new__(type(self))
@@ -129,7 +128,6 @@ class AsyncParameterServerStrategy(ServedStrategy):
             self._dense.open(servers)
         self._dense.pull()
         self._follow_loads()
-        self._training = True
 
     def _follow_loads(self) -> None:
         """Bring what is loaded into the model in the middle of the run to the servers, which have its dense part."""
@@ -158,55 +156,30 @@ class AsyncParameterServerStrategy(ServedStrategy):
             optimizer = cast(Optimizer, ServedStep(optimizer, self._dense))
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until every update of every rank is on the servers, and take the dense part that they have."""
-        if self.tables is not None:
-            self.tables.flush()
-        assert self._dense is not None
+        assert self._dense is not None  # from on_train_start on
         assert self.lightning_module is not None
         self._dense.flush()
-        self.barrier("every update is on the servers")
+        super().settle()
         self._dense.pull()
+        if self.is_global_zero:
+            self._saved = self._dense.kept()
         meet_buffers(self.lightning_module)
         if self.averages is not None:
             self.averages.meet()
-
-    def on_validation_start(self) -> None:
-        """Let validation see every update, and the same ones on all workers."""
-        super().on_validation_start()
-        if self._training:
-            self._settle()
-
-    def on_validation_end(self) -> None:
-        """Train on when all have seen what they are to: a worker that runs free would change it under the others."""
-        super().on_validation_end()
-        if self._training:
-            self.barrier("everybody has validated")
 
     def finish_training(self) -> None:
         """Let the trained model have every update, and rank 0's optimizers the state that the servers have.
 
         Under a launcher that is not ours the process lives on, and may save a checkpoint when the servers are gone.
         """
-        if self._training:
-            self._settle()
-            assert self._dense is not None
-            if self.is_global_zero:
-                self._saved = self._dense.kept()
-                for optimizer in self.optimizers:
-                    self._dense.pull_state(optimizer)
-            self._training = False
+        super().finish_training()
+        if self._dense is not None and self.is_global_zero:
+            for optimizer in self.optimizers:
+                self._dense.pull_state(optimizer)
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As the base class, with every update of every rank; all ranks call this."""
-        if self._training:
-            self._settle()
-            assert self._dense is not None
-            if self.is_global_zero:
-                self._saved = self._dense.kept()
-        return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, from the servers."""

@@ -211,8 +211,12 @@ class RecsysStrategy(DDPStrategy):
     @property
     def succeeded(self) -> bool:
         """Whether the run has not failed: only then may :meth:`teardown` talk to other ranks."""
+        return self._status not in (None, TrainerStatus.INTERRUPTED)
+
+    @property
+    def _status(self) -> TrainerStatus | None:
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        return trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
+        return None if trainer is None else trainer.state.status
 
     def stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:
         """What a checkpoint takes from elsewhere than this process's model, by its keys in the state dict."""
@@ -469,6 +473,11 @@ class RecsysStrategy(DDPStrategy):
         }
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; one whose run has failed does not, for the others may be waiting elsewhere."""
+        if self._status != TrainerStatus.INTERRUPTED:
+            super().barrier(*args, **kwargs)
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """Reduce over the ranks; a mean of integers is not rounded.

@@ -52,14 +52,14 @@ class RunCheckpoints:
         if isinstance(strategy.launcher, ForkserverLauncher):
             # Lightning runs `on_exception` of the callbacks in the main process, and some of them save checkpoints.
             if strategy.launcher.failed:
-                rank_zero_warn(
-                    f"{path} was not written: the run failed in its workers, and the main process has the weights from"
-                    " before it only. `ModelCheckpoint(every_n_train_steps=...)` saves while the workers run."
-                )
+                _warn_of_failure(path, "in its workers, and the main process has the weights from before it only")
                 return True
             self.warn_of_lost_optimizers(checkpoint, path)
         if not strategy.saves_folders:
             return False
+        if not strategy.succeeded:
+            _warn_of_failure(path, "on a rank at least, and all ranks would have to take part in a checkpoint")
+            return True
         if storage_options is not None:
             raise TypeError(f"{path} becomes a folder, which takes no storage_options, got {storage_options}.")
         from lightning_recsys.strategies.common.process_group import among_the_living
@@ -114,3 +114,10 @@ class RunCheckpoints:
         """Keep nothing of a run that is over."""
         self._rows_to_load = None
         self._waiting.close()
+
+
+def _warn_of_failure(path: _PATH, how: str) -> None:
+    rank_zero_warn(
+        f"{path} was not written: the run failed {how}. `ModelCheckpoint(every_n_train_steps=...)` saves while the"
+        " workers run."
+    )

@@ -23,12 +23,17 @@ def sample_features(trainer: pl.Trainer, count: int) -> list[SparseFeatures]:
         trainer: A trainer that fits.
         count: Batches.
     """
+    with isolate_rng():
+        return [features for batch in sample_batches(trainer, count) for features in _features_in(batch)]
+
+
+def sample_batches(trainer: pl.Trainer, count: int) -> list[Any]:
+    """A few of the trainer's training batches, as :func:`sample_features` finds them."""
     source: Any = trainer.fit_loop._data_source.instance
     if not hasattr(source, "sample_batches") and not isinstance(source, DataLoader):
         return []
     with isolate_rng():
-        batches = _of_loader(source, count) if isinstance(source, DataLoader) else source.sample_batches(count)
-        return [features for batch in batches for features in _features_in(batch)]
+        return _of_loader(source, count) if isinstance(source, DataLoader) else list(source.sample_batches(count))
 
 
 def _of_loader(loader: DataLoader[Any], count: int) -> list[Any]:

@@ -76,9 +76,10 @@ class ServedStrategy(RecsysStrategy):
         self.dynamic_rows = dynamic_rows
         self.plan: PlacementPlan | None = None
         self.tables: ServedTables | None = None
+        self._trains = False  # from on_train_start to finish_training
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"tables": None}
+        return super().__getstate__() | {"tables": None, "_trains": False}
 
     @property
     def gradient_scale(self) -> float:
@@ -173,8 +174,52 @@ class ServedStrategy(RecsysStrategy):
         if self.tables is not None and self.optimizers:
             self.tables.attach_to(self.optimizers[0])
 
+    # --- One model for all that read it ------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until every update of every worker is on the servers; all ranks call this.
+
+        It happens before validation, before a checkpoint is made and when training ends. A subclass whose workers
+        differ in more than rows brings the model of the moment to all of them here.
+        """
+        if self.tables is not None:
+            self.tables.flush()
+        self.barrier("every update is on the servers")
+
+    def on_train_start(self) -> None:
+        """Training begins: from now on what reads the model waits for updates that are under way."""
+        super().on_train_start()
+        self._trains = True
+
+    def on_validation_start(self) -> None:
+        """Let validation see every update, and the same ones on all workers."""
+        super().on_validation_start()
+        if self._trains and self.succeeded:
+            self.settle()
+
+    def on_validation_end(self) -> None:
+        """Train on when all have seen what they are to: a worker that runs free would change it under the others."""
+        super().on_validation_end()
+        if self._trains and self.succeeded:
+            self.barrier("everybody has validated")
+
+    def finish_training(self) -> None:
+        """Let the trained model have every update."""
+        if self._trains and self.succeeded:
+            self._trains = False
+            self.settle()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """As the base class, while training with every update of every rank; all ranks call this."""
+        if self._trains and self.succeeded:
+            self.settle()
+        return super().lightning_module_state_dict()
+
+    # --- The end -----------------------------------------------------------------------------------------------------
+
     def unbind_backends(self) -> None:
         """Give the model its own rows again, the trained ones if the run succeeded."""
+        self._trains = False
         if self.tables is not None:
             self.tables.release(copy_rows=self.succeeded)
             self.tables = None

@@ -154,13 +154,11 @@ class HETStrategy(ServedStrategy):
     def _reset(self) -> None:
         self._ahead: LookAhead | None = None
         self._indexes: dict[object, SharedIndex] = {}
-        self._training = False
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
             "_ahead": None,
             "_indexes": {},
-            "_training": False,
         }
 
     def server_specs(self) -> list[ServerSpec]:
@@ -256,7 +254,6 @@ class HETStrategy(ServedStrategy):
             window = {"num_batches": self.lookahead_batches, "num_bytes": self.lookahead_bytes}
             self._ahead = LookAhead(trainer, far, prefetch=self._prefetches, **window)
         self._warn_of_short_run(trainer)
-        self._training = True
 
     def _warn_of_short_run(self, trainer: pl.Trainer) -> None:
         steps = trainer.estimated_stepping_batches - trainer.global_step  # negative where nobody knows
@@ -321,38 +318,6 @@ class HETStrategy(ServedStrategy):
             backend.flush()
         if trained:
             self.barrier("every update of this step is in the stores")
-
-    def _settle(self) -> None:
-        """Wait until every update of every rank is on the servers."""
-        if self.tables is not None:
-            self.tables.flush()
-        self.barrier("every update is on the servers")
-
-    def on_validation_start(self) -> None:
-        """Let validation see every update, and the same ones on all workers."""
-        super().on_validation_start()
-        if self._training:
-            self._settle()
-
-    def on_validation_end(self) -> None:
-        """Train on when all have seen what they are to: a worker that runs free would change it under the others."""
-        super().on_validation_end()
-        if self._training:
-            self.barrier("everybody has validated")
-
-    def finish_training(self) -> None:
-        """Let the trained model have every update."""
-        if self._training:
-            self._settle()
-            self._training = False
-
-    # --- Checkpoints -------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As the base class, with every update of every rank; all ranks call this."""
-        if self._training:
-            self._settle()
-        return super().lightning_module_state_dict()
 
     # --- Telemetry and the end ---------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
@@ -19,9 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.remote_parts import RemoteParts
-from lightning_recsys.partition.fc_split import LayerSplit
+from lightning_recsys.partition.fc_split import LayerSplit, split_layers
 from lightning_recsys.partition.parts import PartitionedModel, split
-from lightning_recsys.partition.tracing import trace
+from lightning_recsys.partition.tracing import check_traceable, trace
 from lightning_recsys.placement.operators import server_name
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies.common.meeting import LOOPBACK
@@ -29,9 +30,10 @@ from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
 from lightning_recsys.strategies.hierarchical.group_parts import GroupParts, SyncOrder
 from lightning_recsys.strategies.hierarchical.leader import GroupLeader, initial_replica
 from lightning_recsys.strategies.hierarchical.news import News
-from lightning_recsys.strategies.hierarchical.planning import make_plan
+from lightning_recsys.strategies.hierarchical.planning import given_splits, make_plan
 from lightning_recsys.strategies.hierarchical.remote_forward import Net
 from lightning_recsys.strategies.hierarchical.request_costs import measure_requests
+from lightning_recsys.strategies.hierarchical.sample_call import sample_call
 from lightning_recsys.strategies.shadowsync.rounds import open_center
 
 if TYPE_CHECKING:
@@ -43,6 +45,34 @@ Planned = dict[str, Any]
 _RUNS = itertools.count()  # runs of this process; all ranks of a job count alike
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
+
+
+def plan_ahead(strategy: HierarchicalStrategy, task: pl.LightningModule, model: nn.Module) -> Planned | None:
+    """Plan before training, so that what cannot be cut, or finds no room, is refused then.
+
+    Args:
+        strategy: As for :func:`plan_operators`.
+        task: Calls the model in its training step.
+        model: What is cut.
+
+    Returns:
+        ``None`` where nobody knows before the first batch what the model will be called with.
+
+    Raises:
+        OperatorRoomError: a group has no room for the model.
+        ValueError: the model cannot be cut, or a file is no plan of it.
+    """
+    try:
+        sample = sample_call(task, model)
+        if sample is not None:
+            return plan_operators(strategy, model, sample)
+        check_traceable(split_layers(model, given_splits(strategy.fc_splits, strategy.servers_per_group)).model)
+    except ValueError as error:
+        raise ValueError(
+            f"strategy=hierarchical cuts {type(model).__name__} over group servers: {error} Or use strategy=shadowsync,"
+            " which keeps models whole."
+        ) from error
+    return None
 
 
 def plan_operators(strategy: HierarchicalStrategy, model: nn.Module, sample: Sequence[Any]) -> Planned:

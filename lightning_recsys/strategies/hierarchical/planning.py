@@ -124,9 +124,14 @@ def _split_options(
     model: nn.Module, sample: Sequence[Any], fc_splits: FCSplits, machines: GroupMachines
 ) -> list[list[LayerSplit]]:
     if not isinstance(fc_splits, str):
-        return [[LayerSplit(path, by, machines.num_servers) for path, by in fc_splits.items()]]
+        return [given_splits(fc_splits, machines.num_servers)]
     chosen = choose_splits(model, sample, machines) if fc_splits == "auto" else []
     return [[], chosen] if chosen else [[]]
+
+
+def given_splits(fc_splits: FCSplits, num_servers: int) -> list[LayerSplit]:
+    """The layers that are named to be split over so many servers; none for ``none`` and ``auto``."""
+    return [] if isinstance(fc_splits, str) else [LayerSplit(path, by, num_servers) for path, by in fc_splits.items()]
 
 
 def group_machines(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from lightning_recsys.strategies.hierarchical.bringing import Bringing, Brought,
 from lightning_recsys.strategies.hierarchical.leader import GroupLeader
 from lightning_recsys.strategies.hierarchical.refusals import refuse_switched, switches
 from lightning_recsys.strategies.hierarchical.remote_forward import CutForward
+from lightning_recsys.strategies.hierarchical.sample_call import positional
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.hierarchical.strategy import HierarchicalStrategy
@@ -221,10 +221,3 @@ class NetRun:
         if self._rounds:  # as of the last time that weights were brought together
             values["sync/rounds"] = self._rounds["rounds"] / max(self._rounds["seconds"], 1e-9)
         return values
-
-
-def positional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call by their order."""
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return list(bound.arguments.values())

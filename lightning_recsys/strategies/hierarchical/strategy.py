@@ -20,7 +20,7 @@ from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
-from lightning_recsys.strategies.hierarchical.bringing import Planned
+from lightning_recsys.strategies.hierarchical.bringing import Planned, plan_ahead
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.planning import (
     FCSplits,
@@ -81,7 +81,9 @@ class HierarchicalStrategy(ServedStrategy):
 
     Raises:
         ValueError: an argument is out of range; as training starts, a setting that needs gradients before they are
-            applied; at the first batch, a model that cannot be traced.
+            applied, or a model that cannot be traced.
+        OperatorRoomError: a group has no room for the model, as training starts, or at the first batch where nobody
+            knows before what the model is called with.
 
     Communication: per step and part on a server, inputs and gradients of outputs to it, outputs and gradients of inputs
     back; rows as under ShadowSync. Between groups, per round and server, its share of the replica and of the centre.
@@ -216,16 +218,21 @@ class HierarchicalStrategy(ServedStrategy):
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """As the base class, and refuse what cannot be trained in parts.
+        """As the base class, and refuse what cannot be trained in parts, or where there is no room for it.
 
         Raises:
-            ValueError: a setting of the trainer, the task or its optimizers does not go with parts on servers.
+            ValueError: a setting of the trainer, the task, its model or its optimizers does not go with parts on
+                servers.
+            OperatorRoomError: a group has no room for the model.
         """
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_trainer(trainer, self.precision_plugin)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_optimizers(trainer.lightning_module, self.optimizers, cut=self.module)
+            if self.is_global_zero:
+                task = trainer.lightning_module
+                self._planned = plan_ahead(self, task, cut_module(task, self.module))
 
     def on_train_start(self) -> None:
         """Have the model cut at its first forward pass, which shows what goes into it."""
@@ -293,39 +300,23 @@ class HierarchicalStrategy(ServedStrategy):
 
     # --- One set of weights ------------------------------------------------------------------------------------------
 
-    def _settle(self, *, goes_on: bool = True) -> None:
+    def settle(self) -> None:
         """Bring the weights of the moment into every rank's model: the mean over groups. All ranks call this."""
         if self.tables is not None:
             self.tables.flush()
         if self._run is not None:
-            self._run.settle(goes_on=goes_on)
-
-    def on_validation_start(self) -> None:
-        """Validate with every update of every group."""
-        super().on_validation_start()
-        self._settle()
-
-    def on_validation_end(self) -> None:
-        """Train on when all have seen what they are to: a net that runs free would change the rows under the others."""
-        super().on_validation_end()
-        if self._run is not None and self._run.trains:
-            self.barrier("everybody has validated")
+            self._run.settle(goes_on=self._trains)
 
     def finish_training(self) -> None:
         """Bring the trained model into this process, and the optimizer's state with it.
 
         Under a launcher that is not ours the process lives on, and may save a checkpoint when the servers are gone.
         """
-        self._settle(goes_on=False)
+        super().finish_training()
         if self._run is not None:
             self._run.end()
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """While training, with every update of every group; all ranks call this."""
-        self._settle()
-        return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, from this group's servers."""

@@ -319,15 +319,11 @@ class ShadowSyncStrategy(ServedStrategy):
 
     # --- One set of weights ------------------------------------------------------------------------------------------
 
-    def _show_average(self) -> None:
-        """From now on the average of the replicas is the model, where training is under way."""
+    def settle(self) -> None:
+        """Swap the average of the replicas in, and rank 0's buffers; nothing is synchronised meanwhile."""
         if self._run is not None:
             flush = None if self.tables is None else self.tables.flush
             self._run.show_average(flush=flush, meet=None if self.averages is None else self.averages.meet)
-
-    def on_validation_start(self) -> None:
-        """Swap the average of the replicas in, and rank 0's buffers; nothing is synchronised meanwhile."""
-        self._show_average()
 
     def on_validation_end(self) -> None:
         """Go on, unless the epoch is over: what its end saves is then what was validated."""
@@ -340,7 +336,7 @@ class ShadowSyncStrategy(ServedStrategy):
 
     def finish_training(self) -> None:
         """Let callbacks find what validation sees, each rank in memory of its own."""
-        self._show_average()
+        super().finish_training()
         if self._run is not None:
             self._run.detach()
 
@@ -358,7 +354,7 @@ class ShadowSyncStrategy(ServedStrategy):
         if run is None:
             return super().lightning_module_state_dict()
         goes_on = run.is_training and not run.is_averaged
-        self._show_average()
+        self.settle()
         if run.is_training:
             sync = run.sync_state() if self.is_global_zero else None
             self._saved = _Kept(sync, run.trainer_state(self.optimizers))

@@ -3,15 +3,18 @@
 import threading
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.distributed import HashStore
+from torch.utils.data import DataLoader
 
 from lightning_recsys.compression import Compression
 from lightning_recsys.errors import OperatorRoomError
+from lightning_recsys.models import GraphSAGE
 from lightning_recsys.partition.fc_split import LayerSplit
 from lightning_recsys.partition.parts import split
-from lightning_recsys.partition.tracing import trace
+from lightning_recsys.partition.tracing import check_traceable, trace
 from lightning_recsys.placement.machines import Processor
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
@@ -21,6 +24,7 @@ from lightning_recsys.strategies.hierarchical.group_parts import GroupParts
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.news import News
 from lightning_recsys.strategies.hierarchical.planning import make_plan
+from lightning_recsys.strategies.hierarchical.sample_call import sample_call
 
 
 def perceptron(width=64):
@@ -111,6 +115,51 @@ def test_layers_in_pieces_when_the_optimizer_looks_at_matrices_then_refused_by_n
     parts = GroupParts.of(split(traced, OperatorPlan(devices)).on("server0"), layers.optimizer)
     with pytest.raises(TypeError, match="fc_splits: Adafactor does not"):
         layers.check(parts)
+
+
+class Steps(pl.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.went_on = model, False
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.rand(1)
+        try:
+            loss = self.model(batch[0], scale=batch_idx + noise).sum()
+        except Exception:
+            self.went_on = True
+        self.went_on = True
+        return loss
+
+    def train_dataloader(self):
+        raise AssertionError("no iteration")
+
+
+class Scaled(nn.Module):
+    def forward(self, x, *, scale):
+        raise AssertionError("nothing is computed")
+
+
+def test_sample_call_when_there_is_a_batch_then_what_the_step_calls_the_model_with_and_nothing_else_happens():
+    model = Scaled()
+    task, data = Steps(model), torch.utils.data.TensorDataset(torch.arange(6.0))
+    trainer = task.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(task)
+    trainer._data_connector.attach_data(task, train_dataloaders=DataLoader(data, batch_size=4))
+    state = torch.get_rng_state()
+    x, scale = sample_call(task, model)
+    assert x.tolist() == [0, 1, 2, 3]
+    assert 0 < scale < 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not task.went_on
+    assert "forward" not in vars(model)
+    assert sample_call(task, nn.Linear(1, 1)) is None  # which the step does not call
+
+
+def test_graph_model_when_it_is_to_be_cut_then_refused_by_a_sentence():
+    model = GraphSAGE(0, {"node": 80}, num_classes=2, embedding_dim=4, hidden=4)
+    with pytest.raises(ValueError, match=r"\(GraphSAGE\) cannot be traced"):
+        check_traceable(model)
 
 
 def test_rank_when_it_dies_before_it_has_brought_the_model_then_those_who_wait_for_it_hear_so(monkeypatch):

@@ -1,0 +1,73 @@
+"""What a training step calls a module with, found out before training begins."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.seed import isolate_rng
+from torch import nn
+
+from lightning_recsys.strategies.common.samples import sample_batches
+
+log = logging.getLogger(__name__)
+
+
+class _CalledError(BaseException):
+    """A training step has come to the call; no step takes it for an error of its own."""
+
+    def __init__(self, arguments: list[Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def sample_call(task: pl.LightningModule, module: nn.Module) -> list[Any] | None:
+    """The arguments of a module in the first training step.
+
+    The step is run for one sample batch as far as that call. Nothing is computed behind it, no batch is taken from the
+    loader, and random generators stay where they are.
+
+    Args:
+        task: Of a trainer that fits.
+        module: Which the step calls.
+
+    Returns:
+        ``None`` where there is no batch without iterating over a loader, or the step does not come to the call.
+    """
+    own = module.forward
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        raise _CalledError(positional(own, args, kwargs))
+
+    had = "forward" in vars(module)
+    try:
+        batches = sample_batches(task.trainer, 1)
+        if not batches:
+            return None
+        module.forward = called
+        with isolate_rng():
+            batch = task._on_before_batch_transfer(batches[0], dataloader_idx=0)
+            batch = task.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            takes_number = len(inspect.signature(task.training_step).parameters) > 1
+            task.training_step(*((batch, 0) if takes_number else (batch,)))
+    except _CalledError as call:
+        return call.arguments
+    except Exception as error:  # the first batch shows what is wrong, or that nothing is
+        log.debug("No sample of the calls of %s: %s: %s", type(module).__name__, type(error).__name__, error)
+    finally:
+        with suppress(AttributeError):
+            del module.forward
+        if had:
+            module.forward = own
+    return None
+
+
+def positional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call by their order."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return list(bound.arguments.values())
