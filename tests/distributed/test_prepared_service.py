@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -239,6 +242,36 @@ def test_shared_reader_when_workers_are_on_two_nodes_then_each_node_has_its_own(
     assert sorted(row for x in told for row in x["rows"]) == list(range(300))
     assert [len(x["rows"]) for x in told] == [150, 150]
     assert not any(psutil.pid_exists(x["reader"]) for x in told)
+
+
+def compare_rows(rank: int, place: str, folders: list[Path], out: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+    data = PreparedDataModule(root=folders[rank], batch_size=16)
+    data.trainer = SimpleNamespace(local_rank=0, node_rank=rank, world_size=2, global_rank=rank)
+    try:
+        data._source("train", None)
+    except ValueError as error:
+        (out / f"told-{rank}").write_text(str(error))
+    else:
+        (out / f"told-{rank}").write_text(f"equal on {torch.distributed.get_world_size()}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_ranks_when_their_machines_have_prepared_different_rows_then_refused_and_named(folder, tmp_path, missing):
+    whole = Manifest.load(folder)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    shards = whole.splits["train"]
+    replace(whole, splits={**whole.splits, "train": shards[: len(shards) - missing]}).save(other)
+    run_processes(compare_rows, f"file://{tmp_path}/meeting", [folder, other], tmp_path, nprocs=2)
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    if not missing:
+        assert told == ["equal on 2"] * 2
+        return
+    assert told[0] == told[1]
+    assert f"different rows of 'train' (their number, features or order): rank 0: 300 rows in {folder} (" in told[0]
+    assert f"; rank 1: 270 rows in {other} (" in told[0]
 
 
 class Recorder(LightningModule):

@@ -65,6 +65,7 @@ class PreparedReader(CTRDataModule):
         self._rows: dict[Split, PreparedRows] = {}
         self._readers: dict[Path, Reader] = {}  # the processes that this rank has started, by the folder they read
         self._addresses: dict[Path, str] = {}  # and where those of this machine listen
+        self._compared: set[tuple[Path, Split]] = set()  # of which splits all ranks have the same rows
 
     def folder(self, split: Split) -> tuple[Path, Manifest]:
         """The folder that holds a split, and what is in it."""
@@ -95,7 +96,8 @@ class PreparedReader(CTRDataModule):
     def _source(self, split: Split, shuffle: Shuffle | None) -> PreparedSource | None:
         if (rows := self.rows(split)) is None:
             return None
-        root = self.folder(split)[0]
+        root, manifest = self.folder(split)
+        self._compare(root, manifest, self._place(split))
         self._connect(root)
         window = self.shuffle_window if shuffle else 0
         return PreparedSource(
@@ -110,6 +112,32 @@ class PreparedReader(CTRDataModule):
         if self.reader == "local":
             return stream_batches(request, rows, ahead=self.prefetch_batches)
         return receive_batches(self._addresses[root], request, slots=self.prefetch_batches)
+
+    def _compare(self, root: Path, manifest: Manifest, place: Split) -> None:
+        """Refuse ranks whose machines have prepared other rows: each would take its share of other ones.
+
+        Raises:
+            ValueError: they have; on every rank.
+        """
+        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+        if self.trainer is None or is_alone or (root, place) in self._compared:
+            return
+        found: list[Any] = [None] * torch.distributed.get_world_size()
+        num_rows = sum(shard.rows for shard in manifest.splits[place])
+        torch.distributed.all_gather_object(found, (manifest.layout_digest(place), num_rows, str(root)))
+        by_digest: dict[str, list[int]] = {}
+        for rank, (digest, *_) in enumerate(found):
+            by_digest.setdefault(digest, []).append(rank)
+        if len(by_digest) > 1:
+            told = "; ".join(
+                f"rank {', '.join(map(str, ranks))}: {found[ranks[0]][1]:,} rows in {found[ranks[0]][2]} ({digest})"
+                for digest, ranks in by_digest.items()
+            )
+            raise ValueError(
+                f"the ranks have prepared different rows of {place!r} (their number, features or order): {told}."
+                " Prepare them once, in a folder that all machines see, or from the same files with the same options."
+            )
+        self._compared.add((root, place))
 
     def _connect(self, root: Path) -> None:
         """Agree on the reader process of this machine: the first rank on it starts one, the others are told."""
