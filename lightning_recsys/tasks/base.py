@@ -47,6 +47,7 @@ class Task(ReadsFolders):
     """
 
     shown_metric = ""  # on the progress bar
+    joins_examples = False  # whether an output is made of other examples' rows as well, as in graphs
 
     def __init__(
         self,

@@ -27,6 +27,8 @@ class GraphTask(Task):
         **options: As for :class:`Task`.
     """
 
+    joins_examples = True
+
     def loss(self, scores: Tensor, batch: GraphBatch) -> Tensor:
         """What training makes small."""
         raise NotImplementedError

@@ -6,7 +6,13 @@ import pytest
 import torch
 from graph_runs import train
 
-from lightning_recsys.strategies import AsyncParameterServerStrategy, DESStrategy, HETStrategy, ShadowSyncStrategy
+from lightning_recsys.strategies import (
+    AsyncParameterServerStrategy,
+    DESStrategy,
+    HETStrategy,
+    HierarchicalStrategy,
+    ShadowSyncStrategy,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -51,6 +57,14 @@ def test_two_workers_when_stale_then_all_parts_are_trained(name, alone):
         assert 0.3 < learned[key].norm() / alone[0][key].norm() < 3
 
 
-def test_des_when_asked_to_cut_it_then_refuses_with_the_reason():
-    with pytest.raises(TypeError, match=r"'model\.node_embeddings' cannot be cut by field.*another strategy"):
-        train(DESStrategy(), 1)
+REFUSED = {
+    "des": (DESStrategy, r"strategy=des cuts layers by field, and CountedTask joins nodes .*: use strategy=het"),
+    "hierarchical": (HierarchicalStrategy, r"strategy=hierarchical cuts .*, and CountedTask joins .*: use strategy="),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_strategy_when_it_cuts_layers_then_refuses_graphs_with_the_reason(name):
+    strategy, reason = REFUSED[name]
+    with pytest.raises(TypeError, match=reason):
+        train(strategy(), 1)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from benchmarks.harness.hosts import NoLinkError
+from benchmarks.harness.turns import Measurement
+from benchmarks.peers.torch_sparse import make_sampler
+from benchmarks.suites.graph import link
 from benchmarks.suites.graph.cache import NodeTrace, misses
-from benchmarks.suites.graph.sampling import measure, power_law_graph, row_slices
+from benchmarks.suites.graph.sampling import measure, power_law_graph, row_slices, starving
+from benchmarks.suites.het.link import Crossed, Told
 from scipy.sparse import csr_array
+
+from lightning_recsys.data.graph import NodeData
 
 SMALL = {"num_nodes": 2000, "num_edges": 20_000}
 
@@ -31,7 +39,9 @@ def test_row_slices_when_all_are_wanted_then_are_all_edges_of_a_hop():
 
 
 def test_sampling_when_measured_then_has_a_row_and_a_bar_for_each_fan_out():
-    (row, other), bars = measure(**SMALL, fan_outs=[[3, 2], [4]], batch_size=32, rounds=1, seconds=0.05, at_least=5.0)
+    (row, other), bars = measure(
+        **SMALL, fan_outs=[[3, 2], [4]], batch_size=32, rounds=1, seconds=0.05, at_least=5.0, torch_sparse=None
+    )
     assert row.base == other.base == "SciPy"
     assert [bar.limit for bar in bars] == [5.0, 5.0]
     assert all(bar.value > 0 for bar in bars)
@@ -54,14 +64,80 @@ def test_misses_when_the_cache_is_larger_then_are_fewer():
     assert 0 <= large < small <= 1
 
 
-@pytest.mark.slow
-def test_quality_when_measured_then_both_learn(data_root):
+def test_starving_when_measured_then_batches_alone_are_counted_beside_training():
+    (row,), (bar,) = starving(**SMALL, num_neighbors=[3, 2], batch_size=32, dim=4, rounds=1, seconds=0.05, at_least=2.0)
+    assert row.base == "training"
+    assert bar.value == row.measured.ratio("batches alone", "training") > 0
+
+
+def test_sampler_when_the_source_is_not_there_then_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no source of torch-sparse: there is no .*neighbor_sample\.cpp"):
+        make_sampler(power_law_graph(**SMALL), source=str(tmp_path))
+
+
+@pytest.fixture
+def quality():
     pytest.importorskip("torch_geometric.nn")
-    quality = importlib.import_module("benchmarks.suites.graph.quality")
-    (table,), bars = quality.measure(
-        data=["cora"], seeds=[0], epochs=1, batch_size=512, hidden=8, dropout=0.0, root=str(data_root)
-    )
+    return importlib.import_module("benchmarks.suites.graph.quality")
+
+
+def test_folds_when_made_then_no_node_is_in_two_test_sets_or_tested_after_validation(quality):
+    nodes = NodeData(power_law_graph(**SMALL), np.arange(2000) % 3)
+    folds = [fold.splits for fold in quality.folds(nodes, 3)]
+    tested = np.concatenate([fold["test"] for fold in folds])
+    assert len(tested) == len(np.unique(tested)) == 1200
+    for fold in folds:
+        assert np.array_equal(fold["validation"], folds[0]["validation"])
+        assert np.array_equal(np.sort(np.concatenate(list(fold.values()))), np.arange(2000))
+    assert not np.intersect1d(tested, folds[0]["validation"]).size
+
+
+def test_settings_when_chosen_then_have_the_lowest_validation_loss_one_after_the_other(quality):
+    losses = {(1, 1): 3.0, (2, 1): 2.0, (3, 1): 2.5, (2, 2): 4.0, (2, 3): 1.0, (1, 3): 0.0}
+    trained = []
+
+    def train(seed, setting):
+        trained.append((seed, *setting.values()))
+        return SimpleNamespace(loss=losses[tuple(setting.values())] + seed)
+
+    setting, trainings = quality.choose({"a": [1, 2, 3], "b": [1, 2, 3]}, train, range(2))
+    assert setting == {"a": 2, "b": 3}
+    assert [training.loss for training in trainings] == [1.0, 2.0]
+    assert len(trained) == len(set(trained)) == 10  # no setting twice, and not all pairs
+
+
+@pytest.mark.slow
+def test_quality_when_measured_then_both_learn(data_root, quality):
+    options = {"num_neighbors": [5, 5], "batch_size": 512, "epochs": 2, "patience": 1, "chosen_by": 1}
+    grid = {"rows": [["adagrad", 0.02], ["adam", 0.01]], "lr": [0.01], "weight_decay": [0.0005], "dropout": [0.0]}
+    (table,), bars = quality.measure(data={"cora": options}, grid=grid, seeds=1, hidden=8, root=str(data_root))
     assert [row[:3] for row in table.rows] == [
-        ["cora", inputs, model] for inputs in ("words", "rows of nodes") for model in ("GraphSAGE", "PyG")
+        ["cora", inputs, layers] for inputs in ("rows of nodes", "words") for layers in ("GraphSAGE", "PyG")
     ]
     assert len(bars) == 2
+
+
+def test_link_when_there_can_be_no_namespaces_then_its_bars_are_not_measured(monkeypatch):
+    def refused(*_, **__):
+        raise NoLinkError("no root")
+
+    monkeypatch.setattr(link, "measure_variants", refused)
+    (_,), bars = link.measure(
+        rate="125mbit", exponents=[1.05, 0.7], at_least=[4.36, 1.5], staleness=100, rounds=1, seconds=1.0, warm_steps=1
+    )
+    assert [bar.verdict for bar in bars] == ["not measured"] * 2
+
+
+def test_link_when_measured_then_holds_epochs_and_bytes_against_bars(monkeypatch):
+    measured = {"125mbit": Measurement({"hybrid": [10.0, 20.0], "het": [30.0, 50.0]})}
+    told = {
+        "hybrid": Told(Crossed(10, 101e6, 100e6), {}),
+        "het": Told(Crossed(30, 33e6, 30e6), {"cache/miss_rate": 0.2}),
+    }
+    monkeypatch.setattr(link, "measure_variants", lambda *_, **__: (measured, told))
+    workload = {"num_neighbors": [10, 5], "batch_size": 128, "dim": 128}
+    (_, table), bars = link.measure(
+        rate="125mbit", exponents=[0.7], at_least=[3.0], staleness=100, rounds=2, seconds=1.0, warm_steps=1, **workload
+    )
+    assert [(round(bar.value, 6), bar.verdict) for bar in bars] == [(2.75, "FAIL"), (1.0, "pass"), (10.0, "FAIL")]
+    assert [row[-1] for row in table.rows] == ["100.0%", "20.0%"]

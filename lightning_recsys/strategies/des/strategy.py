@@ -181,9 +181,18 @@ class DESStrategy(RecsysStrategy):
     # --- The model ---------------------------------------------------------------------------------------------------
 
     def bind_backends(self) -> None:
-        """Start all processes from rank 0's model, then keep this one's share."""
+        """Start all processes from rank 0's model, then keep this one's share.
+
+        Raises:
+            TypeError: the task trains on a graph.
+        """
         assert self.lightning_module is not None
         module, trainer = self.lightning_module, self.lightning_module.trainer
+        if getattr(module, "joins_examples", False):
+            raise TypeError(
+                f"strategy=des cuts layers by field, and {type(module).__name__} joins nodes with their neighbours in"
+                " layers that have no fields: use strategy=het, shadowsync, async_ps or ddp."
+            )
         parts = partitionable(module, whole=self.whole)
         if parts and trainer.state.fn == TrainerFn.FITTING:
             _refuse_averages(trainer)

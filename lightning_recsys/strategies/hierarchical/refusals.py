@@ -30,12 +30,19 @@ def cut_module(task: pl.LightningModule, path: str | None) -> nn.Module:
 
 
 def refuse_trainer(trainer: pl.Trainer, precision: Precision) -> None:
-    """Refuse settings of a trainer that look at gradients between the backward pass and the update.
+    """Refuse graphs, and settings of a trainer that look at gradients between the backward pass and the update.
 
     Raises:
-        ValueError: there is one.
+        TypeError: the task trains on a graph.
+        ValueError: there is such a setting.
     """
     module = trainer.lightning_module
+    if getattr(module, "joins_examples", False):
+        raise TypeError(
+            "strategy=hierarchical cuts a model into operators that make one row of each example, and"
+            f" {type(module).__name__} joins each node with its neighbours, of which every batch has others: use"
+            " strategy=shadowsync, het, async_ps or ddp."
+        )
     if not module.automatic_optimization:
         raise ValueError(
             "strategy=hierarchical updates a part of the model as soon as its gradients are there, which manual"

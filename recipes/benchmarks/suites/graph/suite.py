@@ -1,4 +1,4 @@
-"""Suite ``graph``: sampling, the cache of nodes' rows, and quality beside PyG's layers."""
+"""Suite ``graph``: sampling, the cache of nodes' rows, epochs over a link, and quality beside PyG's layers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from benchmarks.harness.choices import check_choices
 from benchmarks.harness.parts import measure_parts
 from benchmarks.harness.report import Result
 from benchmarks.suites.graph.cache import misses as measure_misses
+from benchmarks.suites.graph.link import measure as measure_link
 from benchmarks.suites.graph.sampling import measure as measure_sampling
+from benchmarks.suites.graph.sampling import starving as measure_starving
 
 from lightning_recsys.row_cache import CachePolicy
 
-Part = Literal["sampling", "misses", "quality"]
+Part = Literal["sampling", "starving", "misses", "link", "quality"]
 
 
 def run(
     *,
     parts: list[Part],
     sampling: Mapping[str, Any],
+    starving: Mapping[str, Any],
     misses: Mapping[str, Any],
+    link: Mapping[str, Any],
     quality: Mapping[str, Any],
     data: str,
 ) -> list[Result]:
@@ -40,7 +44,9 @@ def run(
         parts,
         {
             "sampling": lambda: measure_sampling(**sampling),
+            "starving": lambda: measure_starving(**starving),
             "misses": lambda: measure_misses(**misses),
+            "link": lambda: measure_link(**link),
             "quality": measure_quality,
         },
     )

@@ -108,14 +108,15 @@ def measure(
     for model in models:
         settings = {"model": model, "batch_size": batch_size, "dim": dim, "rows": rows}
         try:
-            measured, crossed = _measure(settings, strategies, rates, rounds=rounds, seconds=seconds)
+            measured, jobs = measure_variants(settings, strategies, rates, rounds=rounds, seconds=seconds)
         except NoLinkError as error:
             log.warning("The link is left out: %s.", error)
             return results, [*bars, *(_speed_bar(model, rate, None, least) for rate, least in limits.items())]
         for rate, least in limits.items():
             results.append(Row(f"{model}, {rate}, B={batch_size}, D={dim}", measured[rate], base=HYBRID))
             bars.append(_speed_bar(model, rate, measured[rate].ratio(HET, HYBRID), least))
-        for name, traffic in crossed.items():
+        for name, job in jobs.items():
+            traffic = job.crossed
             per_step = [f"{x / traffic.steps / 1e6:.3f}" for x in (traffic.counted, traffic.told)]
             lines.append([f"{model}, {name}", f"{traffic.steps:,}", *per_step])
             bars.append(
@@ -129,15 +130,44 @@ def _speed_bar(model: str, rate: str, ratio: float | None, least: float) -> Bar:
     return Bar(f"het / hybrid, {model}, {rate}", ratio, "at least", least, " x")
 
 
-def _measure(
+@dataclass(frozen=True)
+class Told:
+    """What a job tells in the end.
+
+    Args:
+        crossed: What went over its link.
+        telemetry: Of its worker's strategy.
+    """
+
+    crossed: Crossed
+    telemetry: Mapping[str, float]
+
+
+def measure_variants(
     settings: Mapping[str, Any],
     strategies: Mapping[str, tuple[Mapping[str, Any], int]],
     rates: Sequence[str],
     *,
     rounds: int,
     seconds: float,
-) -> tuple[dict[str, Measurement], dict[str, Crossed]]:
-    """Each variant on a link of its own, so that what is on its way when it is stopped is in nobody else's way."""
+    training: str = TRAINING,
+) -> tuple[dict[str, Measurement], dict[str, Told]]:
+    """Each variant on a link of its own, so that what is on its way when it is stopped is in nobody else's way.
+
+    Args:
+        settings: What the module that trains takes, beside the strategy, the server and the interface.
+        strategies: By name: arguments of the strategy, and steps before the first turn.
+        rates: Of the link, in the words of ``tc``.
+        rounds: At each rate.
+        seconds: Of each variant in each round.
+        training: The module that trains; it counts bytes as :class:`benchmarks.suites.het.training.CountedSteps`.
+
+    Returns:
+        Examples a second at each rate, and what each job told.
+
+    Raises:
+        NoLinkError: there can be no namespaces here.
+    """
     with ExitStack() as stack:
         links, jobs = [], {}
         for name, (strategy, warm_steps) in strategies.items():
@@ -145,7 +175,7 @@ def _measure(
             # In memory: a disk that is written to beside the training would have its say in the rates.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
             links.append(hosts)
-            jobs[name] = _job(f"{settings['model']}, {name}", folder, settings, hosts, strategy, warm_steps)
+            jobs[name] = _job(name, training, folder, settings, hosts, strategy, warm_steps)
 
         def limit_all(rate: str) -> None:
             for hosts in links:
@@ -158,15 +188,18 @@ def _measure(
             rate: Measurement({name: x[i * (rounds + 1) :][:rounds] for name, x in turns.items()})
             for i, rate in enumerate(rates)
         }
-        crossed = {
-            name: Crossed.of(np.fromfile(next(job.folder.glob(f"{TRAFFIC}-*"))).reshape(-1, 6))
+        told = {
+            name: Told(
+                Crossed.of(np.fromfile(next(job.folder.glob(f"{TRAFFIC}-*"))).reshape(-1, 6)), job.telemetry.get(0, {})
+            )
             for name, job in jobs.items()
         }
-    return measured, crossed
+    return measured, told
 
 
 def _job(
     name: str,
+    training: str,
     folder: Path,
     settings: Mapping[str, Any],
     hosts: tuple[Host, Host],
@@ -186,7 +219,7 @@ def _job(
     return Job(
         name,
         [here.command(*python())],
-        training=TRAINING,
+        training=training,
         settings=[{**settings, "strategy": own, "server": server, "interface": here.interface}],
         folder=steps,
         workers=1,

@@ -117,12 +117,12 @@ def train(
     network = make(work.num_dense, work.fields, embedding_dim=dim, row_optimizer=optimizer, device="meta")
     task = TaskAlone(network, optimizer=partial(torch.optim.SGD, lr=0.01, fused=True))
     times = CountedSteps(folder, asker=asker, interface=interface) if interface else StepTimes(folder, asker=asker)
-    with _running(server) as endpoint:
+    with running(server) as endpoint:
         where: dict[str, Any] = {} if endpoint is None else {"servers": [endpoint]}
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
-            strategy=ShadowSyncStrategy() if strategy is None else _het(**strategy, **where),
+            strategy=ShadowSyncStrategy() if strategy is None else het(**strategy, **where),
             callbacks=[times],
             max_epochs=-1,
             logger=False,
@@ -134,13 +134,14 @@ def train(
         trainer.fit(task, loader)
 
 
-def _het(**arguments: Any) -> HETStrategy:
+def het(**arguments: Any) -> HETStrategy:
+    """The strategy; ``hybrid`` with ``prefetch`` is :class:`PrefetchedHybrid`."""
     early = arguments.get("algorithm") == "hybrid" and arguments.get("prefetch", False)
     return (PrefetchedHybrid if early else HETStrategy)(**arguments)
 
 
 @contextmanager
-def _running(command: Sequence[str] | None) -> Iterator[str | None]:
+def running(command: Sequence[str] | None) -> Iterator[str | None]:
     """A server's endpoint, once it is ready; it ends with the block."""
     if command is None:
         yield None
