@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from benchmarks.harness.hosts import NoLinkError
 from benchmarks.harness.turns import Measurement
 from benchmarks.peers.torch_sparse import make_sampler
@@ -104,6 +105,35 @@ def test_settings_when_chosen_then_have_the_lowest_validation_loss_one_after_the
     assert setting == {"a": 2, "b": 3}
     assert [training.loss for training in trainings] == [1.0, 2.0]
     assert len(trained) == len(set(trained)) == 10  # no setting twice, and not all pairs
+
+
+def test_networks_when_they_begin_alike_then_train_alike_from_rows_of_nodes(quality):
+    graph = power_law_graph(num_nodes=60, num_edges=300)
+    nodes = quality.folds(NodeData(graph, np.random.default_rng(0).integers(0, 3, 60)), 1)[0]
+    module = quality._module(nodes, {"features": False}, {"num_neighbors": [-1, -1], "batch_size": 12})
+    setting = {"rows": ["adagrad", 0.05], "lr": 0.01, "weight_decay": 0.0, "dropout": 0.0}
+    (ours, our_rules), (pyg, their_rules) = (quality._network(module, x, setting, 8) for x in ("GraphSAGE", "PyG"))
+    state = ours.state_dict()
+    rows = state.pop("node_embeddings.embedding_bags.node.weight").clone()
+    pyg.load_state_dict({name: x for name, x in state.items() if "embeddings" not in name} | {"rows.weight": rows})
+    losses = []
+    for net, rules in ((ours, our_rules), (pyg, their_rules)):
+        losses.append([])
+        for batch in module.train_dataloader():
+            scores = net(batch.dense, batch.nodes, batch.sparse, batch.neighborhood.blocks)
+            loss = torch.nn.functional.cross_entropy(scores, batch.labels)
+            for rule in rules:
+                rule.zero_grad()
+            loss.backward()
+            for rule in rules:
+                rule.step()
+            losses[-1].append(loss.item())
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    learned = ours.state_dict()["node_embeddings.embedding_bags.node.weight"]
+    assert (learned - rows).abs().max() > 0.05  # beyond one update
+    # Adagrad's first update has the sign of a gradient alone, which rounding decides where it is nearly 0.
+    assert ((learned - pyg.rows.weight).abs() > 1e-4).float().mean() < 0.02
 
 
 @pytest.mark.slow

@@ -24,14 +24,17 @@ def from_pyg(data: Any, *, target: str | None = None) -> NodeData:
     Args:
         data: Anything with ``edge_index``, ``num_nodes`` and perhaps ``x``, ``y`` and masks; or with such a part for
             each node and edge type.
-        target: The node type of a ``HeteroData`` object. Edges within the type are the graph; nodes of other types
-            become sparse features, as authors of papers.
+        target: The node type of a ``HeteroData`` object; may be left out where there is only one. Edges within the type
+            are the graph; nodes of other types become sparse features, as authors of papers.
 
     Raises:
         ValueError: a heterogeneous object without such a type, or a bad graph.
     """
-    if target is None and hasattr(data, "node_types") and len(data.node_types) > 1:
-        raise ValueError(f"the object has the node types {list(data.node_types)}: name the target among them.")
+    if target is None and not hasattr(data, "edge_index"):
+        types = list(getattr(data, "node_types", ()))
+        if len(types) != 1:
+            raise ValueError(f"the object has the node types {types}: name the target among them.")
+        (target,) = types
     nodes = data if target is None else data[target]
     num_nodes = int(nodes.num_nodes)
     edges: list[Any] = []

@@ -47,6 +47,21 @@ def test_hetero_data_when_no_target_is_named_then_says_which_there_are():
         from_pyg(hetero())
 
 
+def test_hetero_data_when_of_one_node_type_then_that_is_the_target():
+    data = pyg.HeteroData()
+    data["paper"].x, data["paper"].y = torch.rand(3, 2), torch.tensor([1, 0, 1])
+    data["paper", "cites", "paper"].edge_index = torch.tensor([[0, 1], [1, 2]])
+    nodes = from_pyg(data)
+    assert (nodes.labels.tolist(), nodes.dense.shape) == ([1, 0, 1], (3, 2))
+    assert nodes.graph.edge_index().T.tolist() == [[0, 1], [1, 2]]
+
+
+def test_data_when_it_has_types_of_its_own_then_they_are_only_an_attribute():
+    types = torch.tensor([0, 1, 1])
+    data = pyg.Data(y=torch.tensor([0, 1, 0]), edge_index=torch.tensor([[1], [0]]), num_nodes=3, node_types=types)
+    assert from_pyg(data).labels.tolist() == [0, 1, 0]
+
+
 def test_interactions_when_taken_from_hetero_data_then_are_its_edges():
     taken = interactions_from_pyg(hetero(), ("author", "writes", "paper"))
     assert (taken.users.tolist(), taken.items.tolist()) == ([0, 2, 3], [0, 1, 1])
