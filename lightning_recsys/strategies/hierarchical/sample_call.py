@@ -38,6 +38,11 @@ def sample_call(task: pl.LightningModule, module: nn.Module) -> list[Any] | None
     Returns:
         ``None`` where there is no batch without iterating over a loader, or the step does not come to the call.
     """
+    with isolate_rng():  # which puts nothing back where an exception leaves it
+        return _sample_call(task, module)
+
+
+def _sample_call(task: pl.LightningModule, module: nn.Module) -> list[Any] | None:
     own = module.forward
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -49,11 +54,10 @@ def sample_call(task: pl.LightningModule, module: nn.Module) -> list[Any] | None
         if not batches:
             return None
         module.forward = called
-        with isolate_rng():
-            batch = task._on_before_batch_transfer(batches[0], dataloader_idx=0)
-            batch = task.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-            takes_number = len(inspect.signature(task.training_step).parameters) > 1
-            task.training_step(*((batch, 0) if takes_number else (batch,)))
+        batch = task._on_before_batch_transfer(batches[0], dataloader_idx=0)
+        batch = task.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        takes_number = len(inspect.signature(task.training_step).parameters) > 1
+        task.training_step(*((batch, 0) if takes_number else (batch,)))
     except _CalledError as call:
         return call.arguments
     except Exception as error:  # the first batch shows what is wrong, or that nothing is
