@@ -29,6 +29,7 @@ TOOLS = {
         "lightning_recsys.serving.cli",
         "list what is published in a folder, and go back to an earlier version",
     ),
+    "groups": ("lightning_recsys.strategies.hierarchical.cli", "drain a group of Hierarchical Training, and back"),
     "checkpoint": ("lightning_recsys.checkpoints.cli", "turn folder checkpoints into single files, and back"),
 }
 

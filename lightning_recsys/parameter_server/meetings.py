@@ -140,12 +140,14 @@ class ShareDealer:
 
     Attributes:
         dealt_again: Batches of all passes so far that were leased again because their worker had died.
+        pauses: Asked before each lease: whether this worker leaves its share to the others for now.
     """
 
     def __init__(self, place: MeetingPlace, *, rank: int, cancelled: Callable[[], bool] = lambda: False) -> None:
         self._place, self._rank, self._cancelled = place, rank, cancelled
         self._connection = place.connect(cancelled)
         self.dealt_again = 0
+        self.pauses: Callable[[], bool] = lambda: False
         self._pass = 0  # number of the pass that is under way
 
     def __call__(self, num_batches: int) -> Iterator[Lease]:
@@ -158,7 +160,9 @@ class ShareDealer:
         arguments = {"number": self._pass, "shard": num_batches, "lease": lease_size(num_batches)}
         latest, pause = 0, SHORTEST_PAUSE
         while not self._cancelled():
-            state, *numbers = self._ask("take_share", latest=latest, **arguments).arrays[0].tolist()
+            state, *numbers = (
+                self._ask("take_share", latest=latest, pauses=self.pauses(), **arguments).arrays[0].tolist()
+            )
             if state == OVER:
                 self._tell(*numbers)
                 return

@@ -31,7 +31,8 @@ class ShardLeases:
 
     A worker leases its own share from its front, piece by piece. Then it takes what the dead have left: pieces that
     they had not finished, and the rest of their shares. Then it takes the last piece of whoever has most left. So
-    workers of equal speed train their own shares, and a slow one leases fewer.
+    workers of equal speed train their own shares, and a slow one leases fewer; the first batch of its share stays with
+    whoever lives, for who trains nothing in an epoch does not come to its end.
 
     Every batch is in one lease, and a lease ends when it was trained. When a worker dies, what it may not have trained
     is leased again: at most one lease of batches that were trained already.
@@ -69,20 +70,21 @@ first=1, last=2))
         self._next_number = 1
         self.dealt_again = 0
 
-    def take(self, worker: int, *, latest: int = 0) -> Lease | None:
+    def take(self, worker: int, *, latest: int = 0, pauses: bool = False) -> Lease | None:
         """The next lease of a worker; ``None`` where there is nothing to lease at the moment.
 
         Args:
             worker: Its rank.
             latest: Number of the lease that it was given last, 0 for none. Where it has not heard of a later one, it is
                 given that again.
+            pauses: It leaves its share to the others, but for the first batch, once that alone is left.
         """
         given = self._latest[worker]
         if given is not None and given.number != latest:
             return given
         # It asks for more when all of the last lease is handed out, so only the end of that may be untrained.
         self._out[worker] = [_end_of(x) for x in self._out[worker]]
-        found = self._find(worker)
+        found = None if pauses and not self._has_to_come(worker) else self._find(worker)
         if found is None:
             self._idle.add(worker)
             return None
@@ -103,13 +105,23 @@ first=1, last=2))
         for lost in sorted(self._lost):
             if self._left[lost][0] < self._left[lost][1]:
                 return self._cut(lost, from_end=False)
-        slowest = max(range(len(self._left)), key=lambda x: (self._left[x][1] - self._left[x][0], -x))
-        return self._cut(slowest, from_end=True) if self._left[slowest][0] < self._left[slowest][1] else None
+        slowest = max(range(len(self._left)), key=lambda x: (self._num_free(x), -x))
+        return self._cut(slowest, from_end=True) if self._num_free(slowest) > 0 else None
+
+    def _has_to_come(self, worker: int) -> bool:
+        """Whether a worker that pauses has trained nothing, and its share is down to the first batch."""
+        first, last = self._left[worker]
+        return self._latest[worker] is None and last - first == 1
+
+    def _num_free(self, owner: int) -> int:
+        """Batches of a share that others may lease."""
+        first, last = self._left[owner]
+        return last - first - (self._latest[owner] is None and owner not in self._lost)
 
     def _cut(self, owner: int, *, from_end: bool) -> tuple[int, int, int]:
         first, last = self._left[owner]
         if from_end:
-            cut = max(first, last - self._lease_size)
+            cut = max(last - self._num_free(owner), last - self._lease_size)
             self._left[owner] = first, cut
             return owner, cut, last
         cut = min(last, first + self._lease_size)
@@ -132,7 +144,7 @@ first=1, last=2))
     def is_dealt_out(self) -> bool:
         """Whether nothing is left to lease, and nobody may die with more than what it is training just now.
 
-        Somebody who has been given nothing so far may still come, and finds nothing.
+        Whoever has been given nothing so far will come for the first batch of its share.
         """
         nothing_left = not self._returned and all(first >= last for first, last in self._left)
         busy = any(out and worker not in self._idle for worker, out in enumerate(self._out))

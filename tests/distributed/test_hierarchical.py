@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
+from lightning_recsys import cli
 from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.errors import OperatorRoomError
@@ -297,6 +299,43 @@ def test_nets_when_they_die_then_others_go_on_and_a_group_without_any_counts_no_
     assert trainer.current_epoch == 3
     assert float(trainer.callback_metrics["val/ne"]) < 1
     assert sum("was ended by SIGKILL" in x and "go on" in x for x in caplog.messages) == 2
+
+
+class Drains(Callback):
+    """The first group's net has the other one drained in the first epoch, and back in the third, by the command."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def trained(self, epoch, rank):
+        path = self.folder / f"{epoch}-{rank}"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        epoch, rank = trainer.current_epoch, trainer.global_rank
+        with (self.folder / f"{epoch}-{rank}").open("a") as file:
+            file.write(f"{batch_idx}\n")
+        if rank or batch_idx != 2 or epoch == 1:
+            return
+        run = Path(trainer.strategy.endpoints["group"][0].removeprefix("ipc://")).parent.name
+        others = ["--run", run, "--timeout", "60"]
+        assert cli.main(["groups", "rejoin" if epoch else "drain", "1", *others]) == 0
+        if epoch == 0:
+            assert cli.main(["groups", "drain", "0", *others]) == 1  # nobody would train
+        while epoch == 2 and len(self.trained(2, 1)) < 3:
+            time.sleep(0.01)
+
+
+def test_group_when_drained_then_the_others_train_its_share_until_it_comes_back(tmp_path):
+    drains, strategy = Drains(tmp_path), hierarchical(num_groups=2, servers_per_group=2)
+    trainer = fit(make_task(), make_data(rows=2048), strategy=strategy, epochs=3, callbacks=[drains])
+    assert trainer.world_size == 2
+    counts = [[len(drains.trained(epoch, rank)) for rank in range(2)] for epoch in range(3)]
+    assert [sum(x) for x in counts] == [32, 32, 32]
+    assert counts[1][1] == 1  # by which it comes to the end of the epoch
+    assert counts[0][1] < 16
+    assert counts[2][1] >= 3
+    assert float(trainer.callback_metrics["val/ne"]) < 1
 
 
 class TrainsOn(Callback):

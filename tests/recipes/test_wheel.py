@@ -122,7 +122,7 @@ def test_usage_then_names_all_recipes_of_the_repository(capsys):
     assert set(RECIPES) == recipes
     assert main(["--help"]) == 0
     assert capsys.readouterr().out == usage()
-    assert all(f"  {name} " in usage() for name in (*RECIPES, "server", "checkpoint"))
+    assert all(f"  {name} " in usage() for name in (*RECIPES, "server", "groups", "checkpoint"))
 
 
 def test_command_when_unknown_then_status_2_and_the_known_ones(capsys):

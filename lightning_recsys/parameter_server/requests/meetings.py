@@ -133,8 +133,10 @@ class MeetingRequests:
         The first who asks begins the pass. A worker that is behind finds that its own pass is over: nobody begins the
         next one while another may have something to train.
         """
-        kinds: dict[str, Any] = {"rank": int, "number": int, "shard": int, "lease": int, "latest": int}
-        run, size, rank, number, shard, lease, latest = take_arguments(request, run=str, size=int, **kinds)
+        kinds: dict[str, Any] = {"rank": int, "number": int, "shard": int, "lease": int, "latest": int, "pauses": bool}
+        run, size, rank, number, shard, lease, latest, pauses = take_arguments(
+            request, {"pauses": False}, run=str, size=int, **kinds
+        )
         take_arrays(request)
         known = self._run(run, size)
         _check_rank(rank, size)
@@ -146,7 +148,7 @@ class MeetingRequests:
                 known.leases.lose(lost)
         if number < known.number:
             return _answer(OVER, known.leases.dealt_again)
-        taken = known.leases.take(rank, latest=latest)
+        taken = known.leases.take(rank, latest=latest, pauses=pauses)
         self._keep_leases(run, known)
         if taken is None:
             return _answer(OVER, known.leases.dealt_again) if known.leases.is_dealt_out else _answer(WAIT)

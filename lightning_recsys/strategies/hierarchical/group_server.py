@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.server import serve as serve_stores
 from lightning_recsys.parameter_server.trained_part import TrainedPart
 from lightning_recsys.parameter_server.wire import Limits, Request
+from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
 from lightning_recsys.strategies.hierarchical.group_parts import (
     FILE,
     MEMORY,
@@ -76,13 +78,22 @@ class GroupRequests:
 
     def __init__(self, folder: Path, limits: Limits, peer: Callable[[], Peer | None], *, num_nets: int = 1) -> None:
         self.operators = OperatorRequests(limits, peer, num_threads=num_nets)
-        self._folder, self._limits = folder, limits
+        self._folder, self._limits, self._peer = folder, limits, peer
         self._parts: GroupParts | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._agent: SyncAgent | None = None  # from the first round on
         self._synchronises = False
         self._ending: Future[object] | None = None  # of the last rounds, if they were asked to end
-        own = {"load_parts": self._load, "read_memory": self._read, "begin_sync": self._begin, "end_sync": self._end}
+        self._state: GroupState | None = None  # once there are parts
+        self._rejoining: Future[object] | None = None  # from the end of a drain until the centre's weights are there
+        self._nets: dict[bytes, tuple[Peer | None, bool]] = {}  # that have looked, by client, and whether they wait
+        own = {
+            "load_parts": self._load,
+            "read_memory": self._read,
+            "begin_sync": self._begin,
+            "end_sync": self._end,
+            "look": self._look,
+        }
         self.operations = self.operators.operations | Operations(reads={**own})
         if (folder / MEMORY).exists():
             self._restore()
@@ -120,6 +131,7 @@ class GroupRequests:
 
     def _restore(self) -> None:
         parts = GroupParts.load(self._folder)
+        self._state = GroupState.read(self._folder)
         self._serve(parts, GroupMemory(parts))
         updates = {name: int(part.version) for name, part in self.operators.parts.items()}
         log.warning(
@@ -148,6 +160,11 @@ class GroupRequests:
         # optimizers train the parameters by other names.
         parts.save(self._folder, memory=self._memory)
         self._parts = parts
+        if self._state is None:
+            order = parts.sync
+            can_drain = order is not None and order.algorithm.topology is Topology.CENTRAL
+            self._state = GroupState(order.group if order else 0, order.num_groups if order else 1, can_drain)
+            self._state.write(self._folder)
         self.operators.compression = parts.compression
         self.operators.parts = {
             name: TrainedPart(part.module, part.optimizer, version=views[f"version.{name}"])
@@ -171,7 +188,7 @@ class GroupRequests:
     def _begin(self, request: Request) -> object:
         """Synchronise from now on."""
         host, port = take_arguments(request, {"host": "", "port": 0}, host=str, port=int)
-        if not self._synchronises:
+        if not self._synchronises and not self._is_drained:
             self._start_agent((host, port) if host else None)
             (self._folder / SYNCHRONISES).touch()
         return None
@@ -190,8 +207,61 @@ class GroupRequests:
     def _end(self, request: Request) -> object:
         """Synchronise no more; answered when no round is under way, with numbers of the rounds so far."""
         take_nothing(request)
+        return self._end_rounds()
+
+    def _end_rounds(self) -> Future[object] | None:
         if self._synchronises:
             assert self._agent is not None
             (self._folder / SYNCHRONISES).unlink(missing_ok=True)
             self._synchronises, self._ending = False, self.operators.submit(self._agent.stop)
         return self._ending  # asked again, the answer is the same
+
+    # --- Draining ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_drained(self) -> bool:
+        return self._state is not None and self._state.drained
+
+    def _look(self, request: Request) -> object:
+        """A net looks whether its group is drained, and says whether it waits for the end of that.
+
+        What somebody wants is found out here, since nets look often. A drained group's rounds have ended, or are about
+        to; where it is to come back, the answer waits until the centre's weights are in the replica.
+        """
+        (waits,) = take_arguments(request, waits=bool)
+        if self._state is None:
+            return False
+        self._nets = {client: net for client, net in self._nets.items() if net[0] is None or net[0].is_alive}
+        self._nets[request.client] = self._peer(), waits
+        wanted = (self._folder / WANTED).exists()
+        if wanted and self._state.can_drain and not self._is_drained:
+            self._end_rounds()
+            log.warning("Group %d is drained: it makes no rounds with the others.", self._state.group)
+        elif not wanted and self._is_drained and self._rejoining is None:
+            self._rejoining = self.operators.submit(self._rejoin)
+        if self._rejoining is not None and self._rejoining.done():
+            self._rejoining.result()  # raises what went wrong
+            self._rejoining = None
+            (self._folder / SYNCHRONISES).touch()
+            self._synchronises, self._ending = True, None
+            self._tell(drained=False)
+            log.warning("Group %d is back, with the centre's weights.", self._state.group)
+            return False
+        self._tell(drained=self._is_drained or (wanted and self._state.can_drain))
+        return self._is_drained
+
+    def _rejoin(self) -> None:
+        assert self._parts is not None
+        assert self._parts.sync is not None
+        if self._agent is None:  # of a server that was started anew meanwhile
+            replica = GroupMemory(self._parts).views(self._memory)[REPLICA]
+            self._agent = SyncAgent(self._parts.sync, replica)
+        self._agent.rejoin()
+
+    def _tell(self, *, drained: bool) -> None:
+        assert self._state is not None
+        waiting = sum(waits for _, waits in self._nets.values())
+        state = replace(self._state, drained=drained, nets=len(self._nets), waiting=waiting)
+        if state != self._state:
+            self._state = state
+            state.write(self._folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from lightning_recsys.strategies.hierarchical.sample_call import positional
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.hierarchical.strategy import HierarchicalStrategy
+
+LOOK_SECONDS = 1.0  # from one look whether the group is drained to the next
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
@@ -67,11 +70,30 @@ class NetRun:
         self._shows = False  # the module has the weights of the moment
         self._rounds: dict[str, float] = {}  # numbers of the rounds between groups, as far as they are known
         self._lost: set[int] = set()  # groups of which no net lives
+        self._is_drained, self._next_look = False, 0.0
 
     @property
     def trains(self) -> bool:
         """Whether group servers have the weights."""
         return self._brought is not None and not self._is_over
+
+    def is_drained(self) -> bool:
+        """Whether this net's group is drained for maintenance, so that nothing is trained by it; asks now and then."""
+        if not self.trains or self._strategy.num_groups == 1 or not self._strategy.has_center:
+            return False
+        if (now := time.monotonic()) > self._next_look:
+            self._look()
+            self._next_look = now + LOOK_SECONDS
+        return self._is_drained
+
+    def _look(self) -> None:
+        strategy, was = self._strategy, self._is_drained
+        servers = strategy.groups.servers_of(strategy.groups.group_of(strategy.global_rank))
+        own = [strategy.group_connections()[number] for number in servers]
+        told = [server.request("look", arguments={"waits": was}).value for server in own]
+        self._is_drained = any(told)
+        if self._is_drained and not was:  # the servers hear at once that this net waits
+            self._look()
 
     @property
     def leads(self) -> bool:
@@ -144,6 +166,8 @@ class NetRun:
         self._strategy.barrier("no round is under way")
         with torch.no_grad():
             self._meet()
+        if self._is_drained and self.own_replica and self._cut is not None:  # it comes back as the others are then
+            self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
         self._shows = True
         if goes_on and self._leader is not None:
             self._leader.begin_sync()
@@ -175,7 +199,8 @@ class NetRun:
         served = {x for buffers in remote for x in buffers if x.is_floating_point()}
         trained = [x.data for x in self._task.parameters() if x.requires_grad and x.numel()]
         tensors = [*trained, *(x for x in self._task.buffers() if x in served)]
-        leads = self._leader is not None
+        is_left_out = self._is_left_out()  # which all ranks ask
+        leads = self._leader is not None and not is_left_out
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             own = [x for x in tensors if x.dtype == dtype]
             sizes = [x.numel() for x in own]
@@ -188,6 +213,16 @@ class NetRun:
             for tensor, values in zip(own, torch.split(mean, sizes), strict=True):
                 tensor.copy_(values.view(tensor.shape))
         meet_buffers(self._task)
+
+    def _is_left_out(self) -> bool:
+        """Whether this group is drained, and its replica is not that of a group that trains; all ranks call this."""
+        if self._strategy.num_groups == 1 or not self._strategy.has_center:
+            return False
+        if self._leader is not None:
+            self._look()
+        counting = torch.tensor(float(self._leader is not None and not self._is_drained))
+        dist.all_reduce(counting)
+        return self._is_drained and bool(counting > 0)
 
     def pull_state(self) -> None:
         """Bring the state that this group's servers keep for the optimizer into the optimizer, on its first rank."""

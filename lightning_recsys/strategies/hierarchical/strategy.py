@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ from lightning_recsys.sync import SyncAlgorithm, Topology, make_algorithm
 
 GROUP, SYNC = "group", "sync"  # kinds of servers
 PROGRAM = "lightning_recsys.strategies.hierarchical.group_server"
+PAUSE_SECONDS = 0.1  # from one question of a net whose group is drained to the next
 ANSWER_SECONDS = 60.0  # for a group server to compute something, before it is asked again
 
 
@@ -243,6 +245,16 @@ class HierarchicalStrategy(ServedStrategy):
         (optimizer,) = self.optimizers
         cut = cut_module(self.lightning_module, self.module)
         self._run = NetRun(self, self.lightning_module, cut, optimizer, planned=self._planned, restored=self._restored)
+
+        if self._dealer is not None:
+            self._dealer.pauses = self._run.is_drained
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Wait while this net's group is drained, unless the others then train its share of the epoch."""
+        super().on_train_batch_start(batch, batch_idx)
+        assert self._run is not None
+        while self._dealer is None and self._run.is_drained() and not self._run_servers.is_asked_to_end():
+            time.sleep(PAUSE_SECONDS)
 
     def group_connections(self) -> list[Connection]:
         """To all group servers, in the order of their numbers."""

@@ -55,6 +55,15 @@ class SyncAgent:
         except BaseException as error:
             self._error = error
 
+    def rejoin(self) -> None:
+        """Take the centre's weights for the replica, whatever it has, and make rounds from now on."""
+        if self._thread is None:
+            self._thread = ShadowThread(self._make_rounds(), interval=self._order.interval)
+        rounds = self._thread.rounds
+        assert isinstance(rounds, CenterRounds)
+        self._replica.copy_(rounds.pull_center())
+        self._thread.start()
+
     def _make_rounds(self) -> Rounds:
         order = self._order
         if order.algorithm.topology is Topology.CENTRAL:

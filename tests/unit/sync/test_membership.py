@@ -157,3 +157,24 @@ def test_leases_when_all_are_equally_fast_then_each_trains_its_own_share_in_orde
 def test_leases_when_arguments_are_out_of_range_then_they_are_named():
     with pytest.raises(ValueError, match="lease_size=0"):
         ShardLeases(2, shard_size=4, lease_size=0)
+
+
+def test_leases_when_a_worker_pauses_then_the_others_have_its_share_but_for_the_batch_by_which_it_comes_to_the_end():
+    leases, taken, latest = ShardLeases(2, shard_size=20, lease_size=8), [], 0
+    assert leases.take(1, pauses=True) is None
+    while (lease := leases.take(0, latest=latest)) is not None:
+        latest = lease.number
+        taken += [(lease.owner, x) for x in range(lease.first, lease.last)]
+    assert sorted(taken) == [(0, x) for x in range(20)] + [(1, x) for x in range(1, 20)]
+    assert not leases.is_dealt_out
+    last = leases.take(1, pauses=True)
+    assert (last.owner, last.first, last.last) == (1, 0, 1)
+    assert leases.take(1, latest=last.number, pauses=True) is None
+    assert leases.is_dealt_out
+
+
+def test_leases_when_a_worker_pauses_in_mid_epoch_then_it_gets_nothing_until_it_goes_on():
+    leases = ShardLeases(2, shard_size=20, lease_size=8)
+    first = leases.take(1)
+    assert leases.take(1, latest=first.number, pauses=True) is None
+    assert leases.take(1, latest=first.number).first == 8

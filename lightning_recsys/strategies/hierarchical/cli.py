@@ -1,0 +1,123 @@
+"""``lightning-recsys groups``: groups of Hierarchical Training on this machine, drained for maintenance."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from lightning_recsys.launchers.folders import PREFIX
+from lightning_recsys.launchers.sidecars import SHARED_MEMORY
+from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
+
+Group = dict[Path, GroupState]
+"""The folders of a group's servers, with what each tells."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-recsys groups",
+        description="List the groups of Hierarchical Training whose servers run on this machine; drain one for"
+        " maintenance, while the others train, and let it come back with the centre's weights.",
+    )
+    parser.add_argument("command", nargs="?", choices=["list", "drain", "rejoin"], default="list")
+    parser.add_argument("group", nargs="?", type=int, help="the group's number, from 0")
+    parser.add_argument("--run", help="the run, as the list names it, where there are several")
+    parser.add_argument("--store-folder", type=Path, default=SHARED_MEMORY, help="strategy.store_folder of the run")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for the group")
+    given = parser.parse_args(arguments)
+    runs = find_runs(given.store_folder)
+    try:
+        if given.command == "list":
+            sys.stdout.write(_listed(runs))
+            return 0
+        groups = _choose(runs, given.run)
+        if given.group not in groups:
+            raise ValueError(f"name one of the groups {sorted(groups)}, got {given.group}.")
+        act = drain if given.command == "drain" else rejoin
+        act(groups, given.group, timeout=given.timeout)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+        return 1
+    sys.stdout.write(f"group {given.group} {'is drained' if given.command == 'drain' else 'is back'}\n")
+    return 0
+
+
+def find_runs(parent: Path) -> dict[str, dict[int, Group]]:
+    """The groups of each run of this user's whose servers keep their files below a folder."""
+    found: dict[str, dict[int, Group]] = {}
+    for folder in sorted(parent.glob(f"{PREFIX}-*/group-*")):
+        if folder.is_dir() and folder.lstat().st_uid == os.getuid() and (state := GroupState.read(folder)) is not None:
+            found.setdefault(folder.parent.name, {}).setdefault(state.group, {})[folder] = state
+    return found
+
+
+def drain(groups: dict[int, Group], number: int, *, timeout: float) -> None:
+    """Have a group train nothing, and return when it does not: its nets wait, and its servers make no rounds.
+
+    Args:
+        groups: Of the run, by number.
+        number: The group.
+        timeout: Seconds to wait.
+
+    Raises:
+        ValueError: the others cannot do without it.
+        TimeoutError: it does not come to rest; it will when its nets come to it.
+    """
+    states = groups[number].values()
+    if not all(state.can_drain for state in states):
+        raise ValueError(
+            "a group can be drained where there are others and they have a centre (strategy.algorithm=easgd): this one"
+            " is alone, or all groups take part in each round."
+        )
+    num_groups = next(iter(states)).num_groups
+    others = [x for x, group in groups.items() if x != number and not any(y.drained for y in group.values())]
+    if len(groups) == num_groups and not others:
+        raise ValueError(f"group {number} is the only one that trains: let another one come back first.")
+    for folder in groups[number]:
+        (folder / WANTED).touch(mode=0o600)
+    _wait(groups[number], drained=True, timeout=timeout)
+
+
+def rejoin(groups: dict[int, Group], number: int, *, timeout: float) -> None:
+    """Let a drained group come back with the centre's weights; see :func:`drain`."""
+    for folder in groups[number]:
+        (folder / WANTED).unlink(missing_ok=True)
+    _wait(groups[number], drained=False, timeout=timeout)
+
+
+def _wait(group: Group, *, drained: bool, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        states = [GroupState.read(folder) for folder in group]
+        if all(state is not None and (state.is_idle if drained else not state.drained) for state in states):
+            return
+        if any(state is None for state in states):
+            raise ValueError("the run has ended.")
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"the group's nets did not {'come to rest' if drained else 'come back'} within {timeout:.0f} s. They"
+                " will when they next look, which they do between batches; lightning-recsys groups tells."
+            )
+        time.sleep(0.1)
+
+
+def _choose(runs: dict[str, dict[int, Group]], name: str | None) -> dict[int, Group]:
+    if name is not None and name in runs:
+        return runs[name]
+    if name is not None or len(runs) != 1:
+        raise ValueError(f"name one of the runs of this machine with --run: {sorted(runs)}.")
+    return next(iter(runs.values()))
+
+
+def _listed(runs: dict[str, dict[int, Group]]) -> str:
+    lines = [
+        f"{run}  group {number}  {'drained' if any(x.drained for x in group.values()) else 'trains'}  "
+        f"{max(x.waiting for x in group.values())} of {max(x.nets for x in group.values())} nets wait\n"
+        for run, groups in runs.items()
+        for number, group in sorted(groups.items())
+    ]
+    return "".join(lines) or "no groups of Hierarchical Training run on this machine\n"

@@ -1,0 +1,51 @@
+"""Groups that are drained for maintenance: what is kept of that in the folders of their servers, for both sides."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+STATE = "group.json"  # in a group server's folder: what it tells of its group
+WANTED = "drain"  # a file that is there while somebody wants the group to be drained
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """What a group server tells of its group.
+
+    Args:
+        group: Its number.
+        num_groups: How many there are.
+        can_drain: The others can do without it: there is a centre.
+        drained: The server makes no rounds with the others; the group comes back with the centre's weights.
+        nets: Connected nets that have looked.
+        waiting: Those of them that wait.
+    """
+
+    group: int
+    num_groups: int
+    can_drain: bool
+    drained: bool = False
+    nets: int = 0
+    waiting: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the group is drained, and all of its nets wait."""
+        return self.drained and self.waiting == self.nets > 0
+
+    def write(self, folder: Path) -> None:
+        """Tell it."""
+        path = folder / f".{STATE}-{os.getpid()}"
+        path.write_text(json.dumps(asdict(self)))
+        path.rename(folder / STATE)
+
+    @classmethod
+    def read(cls, folder: Path) -> GroupState | None:
+        """What the server of a folder tells; ``None`` where it is no group server with parts."""
+        try:
+            return cls(**json.loads((folder / STATE).read_text()))
+        except FileNotFoundError:
+            return None
