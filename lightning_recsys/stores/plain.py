@@ -49,9 +49,9 @@ def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
         return {"rule": "RowSWAP", "inner": inner, **periods, "discount": optimizer.discount}
     if optimizer.decay_all_rows:
         raise TypeError(
-            f"{type(optimizer).__name__}(decay_all_rows=True) updates every row at every step, and stores, caches and"
-            " dynamic tables update the rows that a batch names. Leave decay_all_rows out, so that weight_decay decays"
-            " those rows, or use a strategy whose workers keep rows of their own: single, ddp or des."
+            f"{type(optimizer).__name__}(decay_all_rows=True) updates every row at every step, but stores, caches and"
+            " dynamic tables update the rows that a batch names: leave decay_all_rows out, so that weight_decay decays"
+            " those, or use single, ddp or des, whose workers keep rows of their own."
         )
     numbers = {name: number for name, number in dataclasses.asdict(optimizer).items() if name != "decay_all_rows"}
     if not optimizer.weight_decay:  # stores from before there was weight decay have the same rule
