@@ -18,7 +18,11 @@ from recipe_tools.trained import load_checkpoint, offer_checkpoint_config
 from lightning_recsys.checkpoints import is_folder, read_checkpoint
 from lightning_recsys.embeddings import TableBackend
 from lightning_recsys.runtime import configure_worker
-from lightning_recsys.serving import Manifest, export_model
+
+try:
+    from lightning_recsys.serving import Manifest, export_model
+except ModuleNotFoundError as error:
+    raise SystemExit(str(error)) from None
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="export")

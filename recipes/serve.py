@@ -19,7 +19,8 @@ def main(cfg: DictConfig) -> None:
     try:
         from lightning_recsys.serving.server import ScoringAPI, make_server
     except ImportError as error:
-        raise SystemExit(f"serve.py needs the extra [serving]: pip install -e .[serving] ({error})") from None
+        hint = "serve needs the extra [serving] of this package: pip install fsspec safetensors litserve"
+        raise SystemExit(f"{hint} ({error})") from None
     names = ("version", "cache", "follow_seconds", "max_batch_size", "batch_timeout")
     api = ScoringAPI(cfg.url, **{name: cfg[name] for name in names})
     try:

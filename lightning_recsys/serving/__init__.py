@@ -1,10 +1,19 @@
 """From training to serving: versions of a model, published while it is trained, and opened to answer requests."""
 
-from lightning_recsys.serving.export import export_model
-from lightning_recsys.serving.manifest import Manifest
-from lightning_recsys.serving.publisher import ModelPublisher
-from lightning_recsys.serving.reader import ModelReader, Prediction, PublishedModel
-from lightning_recsys.serving.retention import list_versions, roll_back
+try:
+    from lightning_recsys.serving.export import export_model
+    from lightning_recsys.serving.manifest import Manifest
+    from lightning_recsys.serving.publisher import ModelPublisher
+    from lightning_recsys.serving.reader import ModelReader, Prediction, PublishedModel
+    from lightning_recsys.serving.retention import list_versions, roll_back
+except ModuleNotFoundError as error:
+    if error.name not in ("fsspec", "safetensors"):
+        raise
+    raise ModuleNotFoundError(
+        "lightning_recsys.serving needs the extra [serving] of this package: pip install fsspec safetensors litserve"
+        f" ({error})",
+        name=error.name,
+    ) from None
 
 __all__ = [
     "Manifest",

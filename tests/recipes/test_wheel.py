@@ -68,7 +68,7 @@ def test_train_from_the_wheel_then_runs_with_its_own_configuration(command, tmp_
     assert "AUC" in done.stdout
 
 
-STRATEGIES = ("single", "ddp", "shadowsync", "het", "async_ps", "des")
+STRATEGIES = ("single", "ddp", "shadowsync", "het", "async_ps", "hierarchical", "des")
 
 
 @pytest.mark.distributed

@@ -1,5 +1,6 @@
 """Published models score as those that were trained: every model, raw rows included; over HTTP, too."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -109,6 +110,14 @@ def test_rows_when_values_are_unknown_missing_or_wrong_then_as_in_training_or_re
             reader.predict([{**strange, "tags": nested}])
     text = (tmp_path / "model" / "versions" / "1" / "encoder.json").read_text()
     assert str(data._root) not in text
+
+
+def test_serving_when_its_extra_is_not_installed_then_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("lightning_recsys.serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs the extra \[serving\] .* pip install fsspec safetensors"):
+        importlib.import_module("lightning_recsys.serving")
 
 
 def test_export_when_made_in_its_own_process_then_it_is_the_same(tmp_path):

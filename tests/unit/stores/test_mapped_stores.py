@@ -338,7 +338,9 @@ def test_rule_when_unknown_to_a_store_then_it_is_refused(stores):
 @pytest.mark.parametrize("dynamic", [None, DynamicRows(first_keys=(0, 0))])
 def test_rule_when_it_decays_all_rows_then_a_store_refuses_it(stores, dynamic):
     rule = RowSGD(weight_decay=0.1, decay_all_rows=True)
-    with pytest.raises(TypeError, match=r"RowSGD\(decay_all_rows=True\) updates every row .*: leave decay_all_rows out"):
+    with pytest.raises(
+        TypeError, match=r"RowSGD\(decay_all_rows=True\) updates every row .*: leave decay_all_rows out"
+    ):
         stores.create_embedding_store("t", LAYOUT, rule, seed=0, dynamic=dynamic)
 
 
