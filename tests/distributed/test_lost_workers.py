@@ -129,10 +129,10 @@ class CountsInSteps(Counts):
 
 def make_trainer(strategy, *callbacks, **options):
     options = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False} | options
+    options = {"devices": WORLD} | options
     saving = any(isinstance(x, ModelCheckpoint) for x in callbacks)
     return pl.Trainer(
         accelerator="cpu",
-        devices=WORLD,
         strategy=strategy,
         callbacks=list(callbacks),
         enable_checkpointing=saving,
@@ -212,3 +212,27 @@ def test_worker_when_killed_in_validation_or_in_a_checkpoint_then_the_others_do_
     assert torch.equal(counted[1] - counted[0], torch.ones(ROWS))  # nobody died while training
     assert torch.equal(counted[2] - counted[1], torch.ones(ROWS))
     assert trainer.callback_metrics["val"] == pytest.approx(math.log(2))
+
+
+class LeaderDies(Dies):
+    """The second trainer's first worker ends; whoever makes its rounds tells of them as the next epoch ends."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        run = trainer.strategy._run
+        if trainer.current_epoch == 1 and run.driver is not None:
+            told = f"{run.team.leads} {run.driver.rounds.count} {run.team.own_steps}"
+            (self.folder / f"leads-{trainer.global_rank}").write_text(told)
+
+
+def test_first_worker_of_a_trainer_when_killed_then_the_next_one_makes_its_rounds(tmp_path):
+    strategy = ShadowSyncStrategy(num_trainers=2, workers_per_trainer=2, interval=0)
+    model, trainer = Counts(), make_trainer(strategy, LeaderDies(tmp_path, rank=2), devices="auto")
+    trainer.fit(model, NumbersModule())
+    assert trainer.callback_metrics["world"] == 3
+    assert trainer.callback_metrics["seen"] == ROWS
+    assert sorted(path.name for path in tmp_path.glob("leads-*")) == ["leads-0", "leads-3"]
+    leads, rounds, steps = (tmp_path / "leads-3").read_text().split()
+    assert leads == "True"
+    assert int(rounds) > 0
+    assert int(steps) > 0
+    assert model.counted.min() >= 2  # both epochs were trained whole
