@@ -249,6 +249,11 @@ class BatchLoader:
         return self._length
 
     @property
+    def share_length(self) -> int:
+        """Batches of this rank's own share of the epoch, also where they are dealt out."""
+        return self._length
+
+    @property
     def num_shares(self) -> int:
         """How many ranks share the rows."""
         return self._request.world_size
@@ -258,13 +263,20 @@ class BatchLoader:
         """Whether the next iteration goes on in the midst of an epoch."""
         return self._next[1] > 0
 
-    def deal(self, dealer: Dealer) -> None:
+    def deal(self, dealer: Dealer, *, rank: int, num_shares: int) -> None:
         """From the next iteration on, serve what is leased to this rank instead of its own share.
+
+        Args:
+            dealer: Leases parts of shares.
+            rank: Of this one among those that a run began with; it may have fewer by now.
+            num_shares: How many those were, and how many shares there are from now on.
 
         The position is then that of this rank's own share, until the epoch is over for it, and it is one batch behind:
         whoever asks for batches without knowing their number asks for one more than it has trained.
         """
         self._dealer = dealer
+        self._request = replace(self._request, rank=rank, world_size=num_shares)
+        self._length = len(self._steps(0, 0))
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, start, served = self._next

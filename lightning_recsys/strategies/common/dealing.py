@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytorch_lightning as pl
+import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_recsys.data import BatchLoader
@@ -37,13 +38,16 @@ def deal_shares(
     if combined is None or fetcher is None or len(combined.flattened) != 1:
         return None
     (loader,) = combined.flattened
-    if not isinstance(loader, BatchLoader) or loader.num_shares != place.size or not _trains_whole_epochs(trainer):
+    if not isinstance(loader, BatchLoader) or not _trains_whole_epochs(trainer):
+        return None
+    living = dist.get_world_size()  # the loader was made when these, or more, shared the rows
+    if not (loader.num_shares == place.size or max(living, 2) <= loader.num_shares < place.size):
         return None
     if loader.is_within_epoch:  # of a run that is resumed: the ranks go on where they were
         return None
-    share = len(loader)
     dealer = ShareDealer(place, rank=trainer.global_rank, cancelled=cancelled)
-    loader.deal(dealer)
+    loader.deal(dealer, rank=trainer.global_rank, num_shares=place.size)
+    share = loader.share_length
     combined.limits = [math.inf]
     loop.max_batches = trainer.val_check_batch = math.inf
     changes.show_batches(share)

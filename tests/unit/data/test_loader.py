@@ -216,8 +216,9 @@ class Deals:
 def test_batches_when_shares_are_dealt_then_a_lease_has_what_its_owner_would_have_served(shuffle):
     make = partial(BatchLoader, Numbers(85), batch_size=4, world_size=2, shuffle=shuffle, seed=3)
     shares = [list(make(rank=rank)) for rank in (0, 1)]
-    loader, dealer = make(rank=0), Deals((0, 0, 5), (1, 8, 11), (1, 4, 8), (0, 5, 6), (0, 6, 11))
-    loader.deal(dealer)
+    loader = make(rank=1, world_size=3)  # made when others lived than those that the run began with
+    dealer = Deals((0, 0, 5), (1, 8, 11), (1, 4, 8), (0, 5, 6), (0, 6, 11))
+    loader.deal(dealer, rank=0, num_shares=2)
     with pytest.raises(TypeError, match="not known before"):
         len(loader)
     served = list(loader)
@@ -232,7 +233,7 @@ def test_batches_when_shares_are_dealt_then_a_lease_has_what_its_owner_would_hav
 
 def test_position_when_shares_are_dealt_then_it_is_that_of_the_batch_that_is_trained():
     loader = BatchLoader(Numbers(40), batch_size=2, world_size=2)
-    loader.deal(Deals((0, 0, 4), (1, 9, 10)))
+    loader.deal(Deals((0, 0, 4), (1, 9, 10)), rank=0, num_shares=2)
     batches = iter(loader)
     next(batches)
     assert next(batches) == [4, 5]  # the one fetched ahead
