@@ -6,12 +6,10 @@ The checkpoint carries the configuration of its run; overrides change it, such a
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import hydra
 import pytorch_lightning as pl
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ProgressBar
 from recipe_tools.build import (
     Config,
@@ -19,7 +17,7 @@ from recipe_tools.build import (
     build_datamodule,
     build_task,
     count_parameters,
-    self_contained,
+    plain,
     test_on_one_device,
 )
 from recipe_tools.config_types import check_types
@@ -35,11 +33,8 @@ from lightning_recsys.runtime import configure_worker
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
 def main(cfg: DictConfig) -> None:
     be_quiet()
-    config: Config = self_contained(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
-    record = RunRecord(
-        Path(config["paths"]["output_dir"]), config=config, overrides=list(HydraConfig.get().overrides.task)
-    )
-    with isolated_job(), record:
+    config = plain(cfg)
+    with isolated_job(), RunRecord.of_job(config) as record:
         evaluate(config, record)
 
 
@@ -50,20 +45,13 @@ def evaluate(config: Config, record: RunRecord) -> None:
     configure_worker()
     datamodule = build_datamodule(config, checkpoint=load_checkpoint(config["ckpt_path"]))
     task = build_task(config, datamodule)
-    record.details["parameters"] = parameters = count_parameters(task.model, datamodule)
+    record.details["parameters"] = count_parameters(task.model, datamodule)
     progress = [callback for callback in build_callbacks(config) if isinstance(callback, ProgressBar)]
     record.metrics |= test_on_one_device(
         config, task, datamodule, ckpt_path=config["ckpt_path"], logger=False, callbacks=progress
     )
-    record.details["best_normalized_entropy"] = best_ne = datamodule.best_normalized_entropy
-    print_results(
-        config["name"],
-        record.metrics,
-        best_ne=best_ne,
-        parameters=parameters,
-        seconds=record.wall_time,
-        folder=record.path.parent,
-    )
+    record.details["best_normalized_entropy"] = datamodule.best_normalized_entropy
+    print_results(config["name"], record)
 
 
 if __name__ == "__main__":

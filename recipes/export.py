@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
-from recipe_tools.build import Config, build_datamodule, build_task, self_contained
+from omegaconf import DictConfig
+from recipe_tools.build import Config, build_datamodule, build_task, plain
 from recipe_tools.config_types import check_complete
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
@@ -30,7 +30,7 @@ def main(cfg: DictConfig) -> None:
     be_quiet()
     check_complete(cfg)
     configure_worker()
-    config: Config = self_contained(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
+    config = plain(cfg)
     manifest = export(config)
     print(f"published version {manifest.version} in {config['out']}")
 

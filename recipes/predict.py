@@ -14,9 +14,9 @@ import hydra
 import pyarrow as pa
 import pytorch_lightning as pl
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ProgressBar
-from recipe_tools.build import Config, build_callbacks, build_datamodule, build_task, build_trainer, self_contained
+from recipe_tools.build import Config, build_callbacks, build_datamodule, build_task, build_trainer, plain
 from recipe_tools.config_types import check_complete, check_types
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
@@ -38,7 +38,7 @@ log = logging.getLogger("predict")
 def main(cfg: DictConfig) -> None:
     be_quiet()
     check_complete(cfg)
-    config: Config = self_contained(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
+    config = plain(cfg)
     if Path(config["out"]).exists() and not config["overwrite"]:
         raise SystemExit(f"{config['out']} exists. Choose another out=, or overwrite=true.")
     with isolated_job():

@@ -5,16 +5,12 @@ from __future__ import annotations
 import secrets
 import signal
 import sys
-from pathlib import Path
 
 import hydra
 import pytorch_lightning as pl
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from lightning_utilities.core.rank_zero import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
+from omegaconf import DictConfig
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from recipe_tools.build import (
     Config,
@@ -25,7 +21,7 @@ from recipe_tools.build import (
     build_trainer,
     check_checkpoint,
     count_parameters,
-    self_contained,
+    plain,
     test_on_one_device,
     to_floats,
 )
@@ -34,7 +30,7 @@ from recipe_tools.overrides import explained_overrides, schema_changes
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.report import print_results, unknown_ids
-from recipe_tools.sweep import end_with_sweep
+from recipe_tools.sweep import end_with_sweep, optimized_value, refuse_reexecution
 
 from lightning_recsys.runtime import configure_worker
 
@@ -45,27 +41,20 @@ def main(cfg: DictConfig) -> float | None:
     check_complete(cfg)
     if cfg.seed is None:
         cfg.seed = secrets.randbits(32)
-    config: Config = self_contained(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
-    job = HydraConfig.get()
-    sweeping = job.mode == RunMode.MULTIRUN
-    record = RunRecord(
-        Path(config["paths"]["output_dir"]),
-        config=config,
-        overrides=list(job.overrides.task),
-        job=job.job.num if sweeping else None,
-    )
-    if sweeping:
+    config = plain(cfg)
+    record = RunRecord.of_job(config)
+    if record.sweeping:
         end_with_sweep()
     with isolated_job(), record:
         try:
-            train(config, record, sweeping=sweeping)
+            train(config, record)
         except SIGTERMException:  # Lightning would end with status 0, as if the run were complete
             raise SystemExit(128 + signal.SIGTERM) from None
         # Alone there is nothing to compare with, and a run that max_steps ends may not have been validated.
-        return optimized_value(record.metrics, config["optimized_metric"]) if sweeping else None
+        return optimized_value(record.metrics, config["optimized_metric"]) if record.sweeping else None
 
 
-def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
+def train(config: Config, record: RunRecord) -> None:
     """Fit, test the best checkpoint, print; the results stand in ``record``.
 
     Where several processes run the recipe, as under ``torchrun``, all of them fit, and rank 0 does the rest.
@@ -77,11 +66,11 @@ def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
 
     datamodule = build_datamodule(config)
     task = build_task(config, datamodule)
-    record.details["parameters"] = parameters = count_parameters(task.model, datamodule)
+    record.details["parameters"] = count_parameters(task.model, datamodule)
 
     loggers = build_all(config["logger"])
     trainer = build_trainer(config, callbacks=build_callbacks(config), logger=loggers)
-    refuse_reexecution(trainer, sweeping=sweeping)
+    refuse_reexecution(trainer, sweeping=record.sweeping)
 
     trainer.fit(task, datamodule=datamodule, ckpt_path=config["ckpt_path"])
     record.metrics |= to_floats(trainer.callback_metrics)
@@ -91,42 +80,16 @@ def train(config: Config, record: RunRecord, *, sweeping: bool = False) -> None:
         return
     best = getattr(trainer.checkpoint_callback, "best_model_path", "") or None
     record.details["checkpoint"] = best
-    record.details["epochs"] = epochs = trainer.current_epoch  # completed ones
-    record.details["best_epoch"] = best_epoch = getattr(trainer.checkpoint_callback, "best_epoch", None)
+    record.details["epochs"] = trainer.current_epoch  # completed ones
+    record.details["best_epoch"] = getattr(trainer.checkpoint_callback, "best_epoch", None)
 
     record.metrics |= test_on_one_device(
         config, task, datamodule, ckpt_path=best, logger=loggers, enable_progress_bar=False
     )
-    record.details["best_normalized_entropy"] = best_ne = datamodule.best_normalized_entropy
+    record.details["best_normalized_entropy"] = datamodule.best_normalized_entropy
     record.details["skipped_rows"] = getattr(datamodule, "skipped_rows", {})  # by file, with on_bad_row=skip
     record.details["unknown_ids"] = unknown_ids(datamodule)
-    print_results(
-        config["name"],
-        record.metrics,
-        best_ne=best_ne,
-        parameters=parameters,
-        epochs=epochs,
-        best_epoch=best_epoch,
-        seconds=record.wall_time,
-        folder=record.path.parent,
-    )
-
-
-def refuse_reexecution(trainer: pl.Trainer, *, sweeping: bool) -> None:
-    """A launcher that runs ``sys.argv`` again for each worker would run the whole sweep in each of them."""
-    if sweeping and trainer.world_size > 1 and isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
-        raise ValueError(
-            f"trainer.strategy: {type(trainer.strategy).__name__} starts its workers by running the command line again."
-            " In a sweep (-m) each of them would run the whole sweep, with its own hyperparameters. Use strategy=ddp,"
-            " which starts workers from the running job, or run the jobs one by one without -m."
-        )
-
-
-def optimized_value(metrics: dict[str, float], name: str) -> float:
-    """The number that a sweep compares."""
-    if name not in metrics:
-        raise ValueError(f"optimized_metric: this run logged no {name!r}. It logged {', '.join(sorted(metrics))}.")
-    return metrics[name]
+    print_results(config["name"], record)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ProgressBar
 from torch import nn
 
@@ -23,6 +24,11 @@ from lightning_recsys.tasks import CTRTask, Task
 
 Config = dict[str, Any]
 SCHEMA_CHANGES = "schema_changes"  # in the configuration of data: what the command line changes of a schema file
+
+
+def plain(cfg: DictConfig) -> Config:
+    """A composed configuration in plain containers, without what depends on the folder it is read in."""
+    return self_contained(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
 
 
 def self_contained(config: Config) -> Config:

@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_recsys.runtime import ProcessState
@@ -48,12 +50,14 @@ class RunRecord:
         config: Resolved config, plain containers.
 
     Attributes:
+        sweeping: Whether the run is a job of a sweep.
         metrics: Filled in by the recipe: name -> value.
         details: Further entries of the file, such as counts of parameters.
     """
 
     def __init__(self, folder: Path, *, config: dict[str, Any], overrides: list[str], job: int | None = None) -> None:
         self.path = folder / FILE_NAME
+        self.sweeping = job is not None
         self.metrics: dict[str, float] = {}
         self.details: dict[str, Any] = {}
         self._fixed = {
@@ -67,6 +71,14 @@ class RunRecord:
             "config": config,
         }
         self._start = time.perf_counter()
+
+    @classmethod
+    def of_job(cls, config: dict[str, Any]) -> RunRecord:
+        """The record of the job that Hydra runs."""
+        hydra = HydraConfig.get()
+        job = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
+        folder = Path(config["paths"]["output_dir"])
+        return cls(folder, config=config, overrides=list(hydra.overrides.task), job=job)
 
     @property
     def wall_time(self) -> float:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from recipe_tools.record import RunRecord
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -42,32 +41,25 @@ def console() -> Console:
     return found if found.is_terminal else Console(width=160)
 
 
-def print_results(
-    title: str,
-    metrics: Mapping[str, float],
-    *,
-    best_ne: float | None,
-    parameters: Mapping[str, int],
-    seconds: float,
-    folder: Path,
-    epochs: int | None = None,
-    best_epoch: int | None = None,
-) -> None:
+def print_results(title: str, record: RunRecord) -> None:
     """Print one run's metrics, the best NE that its data allow (where known), its size, duration, epochs and folder."""
+    metrics, details = record.metrics, record.details
     table = Table(title=escape(title), title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right", overflow="fold")
     for label, name, form in METRICS:
         if name in metrics:
             table.add_row(label, format(metrics[name], form))
-    if best_ne is not None:
+    if (best_ne := details["best_normalized_entropy"]) is not None:
         table.add_row("Best possible NE", format(best_ne, ".4f"))
+    parameters = details["parameters"]
     table.add_row("Dense parameters", f"{parameters['dense']:,}")
     table.add_row("Embedding rows", f"{parameters['embedding_rows']:,} ({parameters['embedding']:,} numbers)")
-    if epochs is not None:
-        table.add_row("Epochs", f"{epochs}" + ("" if best_epoch is None else f", the best: {best_epoch}"))
-    table.add_row("Wall time", f"{seconds:.1f} s")
-    table.add_row("Outputs", escape(str(folder)))
+    if "epochs" in details:
+        best_epoch = details["best_epoch"]
+        table.add_row("Epochs", f"{details['epochs']}" + ("" if best_epoch is None else f", the best: {best_epoch}"))
+    table.add_row("Wall time", f"{record.wall_time:.1f} s")
+    table.add_row("Outputs", escape(str(record.path.parent)))
     console().print(table)
 
 

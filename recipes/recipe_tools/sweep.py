@@ -14,10 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from recipe_tools.record import FILE_NAME
 from recipe_tools.report import METRICS, console
 from rich.markup import escape
@@ -94,6 +96,23 @@ def end_with_sweep() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name=name, daemon=True).start()
+
+
+def refuse_reexecution(trainer: pl.Trainer, *, sweeping: bool) -> None:
+    """A launcher that runs ``sys.argv`` again for each worker would run the whole sweep in each of them."""
+    if sweeping and trainer.world_size > 1 and isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+        raise ValueError(
+            f"trainer.strategy: {type(trainer.strategy).__name__} starts its workers by running the command line again."
+            " In a sweep (-m) each of them would run the whole sweep, with its own hyperparameters. Use strategy=ddp,"
+            " which starts workers from the running job, or run the jobs one by one without -m."
+        )
+
+
+def optimized_value(metrics: dict[str, float], name: str) -> float:
+    """The number that a sweep compares."""
+    if name not in metrics:
+        raise ValueError(f"optimized_metric: this run logged no {name!r}. It logged {', '.join(sorted(metrics))}.")
+    return metrics[name]
 
 
 def _is_grid(config: DictConfig) -> bool:

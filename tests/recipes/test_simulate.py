@@ -7,7 +7,8 @@ import json
 import pytest
 from recipe_helpers import CONF, plain
 from recipe_tools.build import build
-from simulate import runs_of, simulate
+from recipe_tools.figures import runs_of
+from simulate import simulate
 
 from lightning_recsys.simulation import HETCluster, VirtualCluster
 

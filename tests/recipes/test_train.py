@@ -13,7 +13,7 @@ from recipe_helpers import CONF, RECIPES, TINY, plain, run_recipe, train_here
 from recipe_tools.build import build_dense_optimizer, build_trainer
 from recipe_tools.overrides import explain
 from recipe_tools.record import RunRecord
-from train import optimized_value, refuse_reexecution
+from recipe_tools.sweep import optimized_value, refuse_reexecution
 
 LABELS = ("EPS", "Train NE", "Eval NE", "AUC", "Log loss", "Calibration", "Best possible NE", "Dense parameters")
 METRICS = {f"{stage}/{name}" for stage in ("val", "test") for name in ("ne", "auc", "logloss", "calibration")}

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
-from omegaconf import OmegaConf
-from recipe_tools.build import self_contained
+from recipe_tools.build import plain
 from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
 
 Metrics = dict[str, float]
@@ -52,4 +51,4 @@ def configuration(overrides: Sequence[str], *, folder: Path, root: str) -> dict[
     own = [f"paths.output_dir={folder}", f"paths.data={root}"]
     quiet = ["callbacks/progress_bar=none", "logger=none"]
     composed = compose("train", [*overrides, *own, *quiet])
-    return self_contained(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+    return plain(composed)

@@ -19,8 +19,7 @@ import torch
 from benchmarks.harness.choices import check_choices, check_numbers
 from benchmarks.peers import fuxictr
 from hydra import compose
-from omegaconf import OmegaConf
-from recipe_tools.build import self_contained
+from recipe_tools.build import plain
 from recipe_tools.overrides import CONFIG_DIR
 from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
 from rich.table import Column, Table
@@ -71,7 +70,7 @@ class Job:
         ]
         quiet = ["callbacks/progress_bar=none", "logger=none"]
         composed = compose("train", [*self.overrides(), f"seed={self.seed}", *own, *quiet])
-        return self_contained(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+        return plain(composed)
 
     def key(self, config: dict[str, Any]) -> str:
         """Name of the run's folder: what it is, and a digest of all that its result depends on."""

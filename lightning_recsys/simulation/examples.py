@@ -1,0 +1,50 @@
+"""What a virtual cluster trains on and is judged by: batches of a loader, and metrics on the first of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from lightning_recsys.data import Batch
+from lightning_recsys.metrics import NormalizedEntropy, StreamingAUROC
+
+
+def batches(loader: Iterable[Batch], examples: int) -> Iterator[Batch]:
+    """So many examples, in as many epochs as that takes; batches stay whole.
+
+    Args:
+        loader: An epoch each time that it is iterated over.
+        examples: How many at least.
+    """
+    dealt = 0
+    while True:  # an epoch
+        for batch in loader:
+            if dealt >= examples:
+                return
+            yield batch
+            dealt += len(batch.labels)
+
+
+def evaluate(task: Any, loader: Iterable[Batch], *, examples: int) -> dict[str, float]:
+    """Normalized entropy and AUC on the first rows.
+
+    Args:
+        task: Makes logits of batches.
+        loader: Its first batch is evaluated in any case.
+        examples: No further batch is begun once so many were.
+    """
+    metrics = {"val/ne": NormalizedEntropy(from_logits=True), "val/auc": StreamingAUROC(from_logits=True)}
+    seen = 0
+    task.eval()
+    with torch.no_grad():
+        for batch in loader:
+            if seen and seen + len(batch.labels) > examples:
+                break
+            logits = task(batch)
+            for metric in metrics.values():
+                metric.update(logits, batch.labels)
+            seen += len(batch.labels)
+    task.train()
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
