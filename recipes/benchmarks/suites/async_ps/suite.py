@@ -1,0 +1,65 @@
+"""Suite ``async``: the speed of asynchronous parameter servers, and the quality of thousands of simulated workers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.harness.jobs import Job, run_in_turns
+from benchmarks.harness.parts import Measured, measure_parts
+from benchmarks.harness.processes import python
+from benchmarks.harness.report import Result, Row
+from benchmarks.harness.turns import Measurement
+from benchmarks.suites.async_ps import quality as of_quality
+
+Part = Literal["speed", "quality"]
+
+BASE = "ddp"
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    BASE: ("ddp", {}),
+    "async_ps": ("async_ps", {}),
+    "async_ps, over TCP": ("async_ps", {"transport": "tcp"}),
+    "shadowsync": ("shadowsync", {"num_trainers": 2, "rounds": "background"}),
+}
+
+
+def run(
+    *,
+    parts: Sequence[Part],
+    batch_size: int,
+    rounds: int,
+    seconds: float,
+    quality: Mapping[str, Any],
+    cache: str,
+    data: str,
+) -> list[Result]:
+    """Measure the parts that are asked for; see ``conf/suite/async.yaml`` for the arguments."""
+    return measure_parts(
+        parts,
+        {
+            "speed": lambda: speed(batch_size=batch_size, rounds=rounds, seconds=seconds),
+            "quality": lambda: _quality(quality, cache=cache, data=data),
+        },
+    )
+
+
+def speed(*, batch_size: int, rounds: int, seconds: float) -> Measured:
+    """Two workers of each strategy, in turns: DLRM with a million dense parameters. There is no bar for it."""
+    with ExitStack() as stack:
+        jobs = {}
+        for name, (strategy, options) in VARIANTS.items():
+            settings = {"batch_size": batch_size, "strategy": strategy, "options": dict(options)}
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            training = "benchmarks.suites.async_ps.training"
+            jobs[name] = Job(name, [python()], training=training, settings=[settings], folder=folder, workers=2)
+        run_in_turns(jobs, rounds=rounds, seconds=seconds)
+        measured = Measurement({name: job.rates(batch_size) for name, job in jobs.items()})
+    return [Row(f"two workers, B={batch_size}", measured, base=BASE)], []
+
+
+def _quality(settings: Mapping[str, Any], *, cache: str, data: str) -> Measured:
+    measured = of_quality.measure(**settings, cache=Path(cache), root=data)
+    return [measured], measured.bars()

@@ -1,0 +1,47 @@
+"""The suite of asynchronous parameter servers: jobs take what it asks, and clusters are judged in pairs."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import pytest
+from benchmarks.suites.async_ps import quality, suite, training
+from hydra import initialize_config_dir
+from omegaconf import OmegaConf
+from recipe_helpers import CONF
+
+
+def test_quality_when_clusters_are_simulated_then_the_best_rate_is_taken_and_finished_runs_are_kept(
+    composed, tmp_path, monkeypatch
+):
+    settings = OmegaConf.to_container(OmegaConf.load(CONF / "suite/async.yaml").quality)
+    composed("simulate")
+    small = ["data.val_rows=320", "cluster.workers_per_replica=6"]
+    arguments = {**settings, "common": [*settings["common"], *small], "examples": 1280, "rates": [1e-6, 1e-3]}
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        measured = quality.measure(**arguments | {"seeds": [0]}, cache=tmp_path, root=str(tmp_path))
+        assert measured.rate == max(measured.tried, key=measured.tried.get)
+        assert list(measured.auc) == list(settings["settings"])
+        assert measured.auc["1000 workers, plain"][0] == measured.tried[measured.rate]
+        monkeypatch.setattr("simulate.simulate", None)
+        again = quality.measure(**arguments | {"seeds": [0]}, cache=tmp_path, root=str(tmp_path))
+    assert again == measured
+
+
+def test_bars_then_they_are_mean_differences_of_pairs():
+    auc = {
+        "1000 workers, plain": [0.75, 0.76],
+        "3000 workers, plain": [0.74, 0.75],
+        "3000 workers, linear": [0.73, 0.70],
+        "3000 workers, normalised": [0.7485, 0.7585],
+    }
+    bars = quality.Quality({0.1: 0.75}, 0.1, 100, auc).bars()
+    assert [bar.value for bar in bars] == pytest.approx([-1.5, 8.5, 38.5])
+    assert [bar.verdict for bar in bars] == ["FAIL", "pass", "pass"]
+    assert bars[0].standard_error == pytest.approx(0)
+
+
+def test_jobs_when_started_then_training_takes_their_settings():
+    for strategy, options in suite.VARIANTS.values():
+        signature(training.train).bind(folder="f", asker=1, batch_size=8, strategy=strategy, options=options)
+        training.STRATEGIES[strategy](**options)
