@@ -48,6 +48,12 @@ def _by_x(axes: Any, runs: Runs, *, metric: str, x: str) -> None:
     axes.set_ylabel(metric)
 
 
+def _by_run(axes: Any, runs: Runs, *, metric: str) -> None:
+    axes.bar(range(len(runs)), [run["metrics"][metric] for run in runs.values()])
+    axes.set_xticks(range(len(runs)), runs, rotation=20, fontsize=7)
+    axes.set_ylabel(metric)
+
+
 PANELS: dict[str, Callable[..., None]] = {
     "ne": partial(_curve, x="examples", y="val/ne"),
     "auc": partial(_curve, x="examples", y="val/auc"),
@@ -55,7 +61,7 @@ PANELS: dict[str, Callable[..., None]] = {
     "staleness": _staleness,
     "utilization": _utilization,
 }
-"""What a figure may show; any metric's name besides, over the figure's x axis."""
+"""What a figure may show; any metric's name besides, over the figure's x axis, or by run where it has none."""
 
 
 def draw(figure: dict[str, Any], runs: Runs, path: Path) -> Path | None:
@@ -72,6 +78,9 @@ def draw(figure: dict[str, Any], runs: Runs, path: Path) -> Path | None:
     for axes, panel in zip(all_axes[0], panels, strict=True):
         if panel in PANELS:
             PANELS[panel](axes, runs)
+        elif figure["x"] is None:
+            _by_run(axes, runs, metric=panel)
+            continue
         else:
             _by_x(axes, runs, metric=panel, x=figure["x"]["label"])
         axes.legend(fontsize=7)

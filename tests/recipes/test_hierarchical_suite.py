@@ -47,7 +47,7 @@ class Pretended:
             assert (strategy.groups.world_size, strategy.groups.node_of(0)) == (workers, 0)
             assert [own.get("interface") for own in settings] == [None, "link-b"]
             assert read_plan(Path(settings[0]["plan"]))  # which every rank can read
-            (folder / training.PLAN).write_text("measured: {wait_per_request: 0.001}")
+            (folder / hierarchical.PLAN).write_text("measured: {wait_per_request: 0.001}")
             step = [1000.0 + 2 * 66, 2, 500 + 66, 1, 900, 600]
             np.cumsum([step] * 4, axis=0).tofile(folder / "traffic-1-7")
 

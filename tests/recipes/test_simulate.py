@@ -8,6 +8,7 @@ import pytest
 from recipe_helpers import CONF, plain
 from recipe_tools.build import build
 from recipe_tools.figures import runs_of
+from recipe_tools.pictures import draw
 from simulate import simulate
 
 from lightning_recsys.simulation import HETCluster, VirtualCluster
@@ -73,3 +74,12 @@ def test_cluster_when_unknown_then_the_choices_are_named(run_forked, tmp_path):
     done = run_forked("simulate.py", "cluster=asgd_5k", folder=tmp_path)
     assert done.returncode == 1
     assert "Did you mean asgd_3k or asgd_1k?" in done.stderr or "Allowed: asgd_1k, asgd_3k" in done.stderr
+
+
+def test_picture_when_a_figure_has_no_axis_then_its_metrics_are_drawn_by_run(tmp_path):
+    font_manager = pytest.importorskip("matplotlib.font_manager")
+    run = {"metrics": {"eps": 2.0}, "curve": [{"examples": 1, "val/ne": 0.9}]}
+    figure = {"panels": ["eps", "ne"], "x": None, "title": "a"}
+    path = draw(figure, {"one": run, "other": run}, tmp_path / "picture.png")
+    font_manager._get_font.cache_clear()  # matplotlib's, which keeps the fonts' files open
+    assert path.read_bytes().startswith(b"\x89PNG")
