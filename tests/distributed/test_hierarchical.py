@@ -164,9 +164,11 @@ def test_groups_when_they_average_among_themselves_then_rounds_are_made_and_all_
 def test_compression_when_chosen_then_fewer_bytes_travel_and_the_model_is_nearly_the_same(tmp_path):
     expected, plan = fit(make_task()).callback_metrics["val/ne"], tmp_path / "operators.yaml"
     seen = {}
-    for compression in ("none", {"activations": "int8", "gradients": "bf16"}):
+    for compression, forward in (("none", "float32"), ({"activations": "int8", "gradients": "bf16"}, "int8")):
         placement = OperatorPlacement("rules", save=plan) if compression == "none" else OperatorPlacement(plan=plan)
-        strategy = hierarchical(servers_per_group=2, compression=compression, operator_placement=placement)
+        strategy = hierarchical(
+            servers_per_group=2, compression=compression, fc_forward=forward, operator_placement=placement
+        )
         seen[str(compression)] = fit(make_task(), strategy=strategy, callbacks=[TelemetryMonitor()]).callback_metrics
     plain, compressed = seen.values()
     assert float(compressed["comm/sent_bytes"]) < 0.6 * float(plain["comm/sent_bytes"])

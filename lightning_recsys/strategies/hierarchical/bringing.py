@@ -27,6 +27,7 @@ from lightning_recsys.placement.operators import server_name
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies.common.meeting import LOOPBACK
 from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
+from lightning_recsys.strategies.hierarchical.eight_bit import compute_in_eight_bits
 from lightning_recsys.strategies.hierarchical.group_parts import GroupParts, SyncOrder
 from lightning_recsys.strategies.hierarchical.leader import GroupLeader, initial_replica
 from lightning_recsys.strategies.hierarchical.news import News
@@ -102,6 +103,7 @@ def plan_operators(strategy: HierarchicalStrategy, model: nn.Module, sample: Seq
         compression=strategy.operator_compression,
         rooms=[room and room // sharing for room in told],
         measured=costs,
+        fc_forward=strategy.fc_forward,
     )
     log.info("Operators on the devices of a group:\n%s", prediction)
     if splits:
@@ -186,6 +188,9 @@ class Bringing:
         plan = OperatorPlan(told["devices"], num_servers=strategy.servers_per_group)
         layers = CutLayers(self._model, [LayerSplit(*split) for split in told["splits"]], self._optimizer)
         partitioned = split(trace(layers.model, sample), plan)
+        if strategy.fc_forward == "int8":
+            for part in (part for device in devices for part in partitioned.on(device)):
+                compute_in_eight_bits(part)
         parts = {device: GroupParts.of(partitioned.on(device), layers.optimizer) for device in devices}
         for number, device in enumerate(devices):
             layers.check(parts[device])

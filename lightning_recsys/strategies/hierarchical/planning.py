@@ -21,6 +21,7 @@ from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.plan_file import read_plan, write_plan
 from lightning_recsys.placement.step_time import StepTime, predict
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
+from lightning_recsys.strategies.hierarchical.eight_bit import FCForward, in_eight_bits
 from lightning_recsys.strategies.hierarchical.groups import Groups
 
 FCSplits = Literal["none", "auto"] | Mapping[str, By]
@@ -73,6 +74,7 @@ def make_plan(
     compression: Compression,
     rooms: Sequence[int | None],
     measured: Mapping[str, float] | None = None,
+    fc_forward: FCForward = "float32",
 ) -> tuple[list[LayerSplit], OperatorPlan, StepTime]:
     """Place a model's operators on a group, and predict its step.
 
@@ -85,6 +87,7 @@ def make_plan(
         compression: Between them.
         rooms: Free bytes that each server of the group tells, ``None`` where it does not.
         measured: As for :func:`group_machines`; written to the file with the plan.
+        fc_forward: In what fully connected layers are computed forward.
 
     Raises:
         OperatorRoomError: an operator fits on no server, or a server has no room for its share.
@@ -98,6 +101,8 @@ def make_plan(
     refused: OperatorRoomError | None = None
     for splits in _split_options(model, sample, fc_splits, machines):
         graph = trace(split_layers(model, splits).model, sample).operators
+        if fc_forward == "int8":
+            graph = in_eight_bits(graph, machines.processor)
         # Greedy refinement relieves the busiest device, and may still make the steps of a few nets longer.
         methods: Sequence[OperatorMethod] = ("rules", "greedy") if settings.method == "auto" else (settings.method,)
         for method in methods:

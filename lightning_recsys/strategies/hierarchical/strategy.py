@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.types import _PATH
@@ -22,6 +22,7 @@ from lightning_recsys.strategies.common.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
 from lightning_recsys.strategies.hierarchical.bringing import Planned, plan_ahead
+from lightning_recsys.strategies.hierarchical.eight_bit import FCForward
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.planning import (
     FCSplits,
@@ -74,6 +75,8 @@ class HierarchicalStrategy(ServedStrategy):
         fc_splits: Which fully connected layers are computed by several group servers, in a piece on each: ``none``,
             ``auto`` (some, where that makes the predicted step shorter), or a mapping of layers' paths in the module
             that is cut to ``output`` or ``input``.
+        fc_forward: In what group servers compute fully connected layers (``nn.Linear``) forward: ``float32``, or
+            ``int8`` as the paper's Model-B. Gradients, and what is trained, stay in float32, and so does validation.
         compression: How activations and gradients travel between trainers and group servers: ``none`` or ``bf16``, or a
             mapping with ``activations`` (none, bf16, int8) and ``gradients`` (none, bf16, topk).
         top_k_fraction: For ``topk``: share of the elements that are sent.
@@ -121,6 +124,7 @@ class HierarchicalStrategy(ServedStrategy):
         module: str | None = None,
         operator_placement: OperatorPlacement | PlacementMethod = "auto",
         fc_splits: FCSplits = "none",
+        fc_forward: FCForward = "float32",
         compression: str | Mapping[str, str] = "none",
         top_k_fraction: float = 0.1,
         row_compression: str = "none",
@@ -145,6 +149,11 @@ class HierarchicalStrategy(ServedStrategy):
         options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
         self.algorithm = make_algorithm(algorithm, options) if isinstance(algorithm, str) else algorithm
         check_splits(fc_splits, self.operator_placement, num_servers=servers_per_group)
+        if fc_forward not in get_args(FCForward):
+            raise ValueError(
+                f"strategy.fc_forward must be one of {', '.join(get_args(FCForward))}, got {fc_forward!r}."
+            )
+        self.fc_forward = fc_forward
         self.fc_splits: FCSplits = fc_splits if isinstance(fc_splits, str) else dict(fc_splits)
         self.num_groups = num_groups
         self.trainers_per_group = trainers_per_group
