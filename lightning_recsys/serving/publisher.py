@@ -188,6 +188,8 @@ class ModelPublisher(LeanCallback):
                 "examples": self._examples,
                 "examples_are": "estimated" if _is_free(trainer) else "counted",
             }
+            if gathered is None:
+                getattr(trainer.strategy, "show_weights", lambda: None)()
             self._work.submit(self._model, collections, position, gathered)
 
     def _gather(self, trainer: pl.Trainer, collections: Mapping[str, EmbeddingBagCollection]) -> _Gathered | None:

@@ -6,16 +6,19 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from publishing_runs import Held
+from pytorch_lightning.callbacks import ModelCheckpoint
 
+from lightning_recsys.checkpoints import is_folder, read_checkpoint
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import WideDeep
-from lightning_recsys.serving import ModelPublisher, ModelReader
+from lightning_recsys.serving import ModelPublisher, ModelReader, list_versions
 from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.stores import DynamicRows
 from lightning_recsys.strategies import (
     AsyncParameterServerStrategy,
     DESStrategy,
     HETStrategy,
+    HierarchicalStrategy,
     ShadowSyncStrategy,
 )
 from lightning_recsys.tasks import CTRTask
@@ -26,6 +29,7 @@ STRATEGIES = {
     "het": (lambda: HETStrategy(dynamic_rows=COME_AND_GO, cache_rows=100, staleness=3), True),
     "async_ps": (lambda: AsyncParameterServerStrategy(num_embedding_servers=2, dynamic_rows=COME_AND_GO), True),
     "des": (lambda: DESStrategy(), False),
+    "hierarchical": (lambda: HierarchicalStrategy(trainers_per_group=2, dynamic_rows=COME_AND_GO), True),
 }
 
 
@@ -56,9 +60,12 @@ def test_last_version_when_two_workers_have_trained_then_it_has_the_bits_of_thei
         accelerator="cpu",
         devices=2,
         strategy=make_strategy(),
-        callbacks=[publisher, Held(publisher, program, tmp_path / "result.json")],
+        callbacks=[
+            publisher,
+            Held(publisher, program, tmp_path / "result.json"),
+            ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=7, save_top_k=-1),
+        ],
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_train_batches=40
@@ -71,6 +78,12 @@ def test_last_version_when_two_workers_have_trained_then_it_has_the_bits_of_thei
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["wrong"] == []
     assert result["world_size"] == 2
+    dense = [manifest.files["dense.safetensors"].sha256 for manifest in list_versions(tmp_path / "model")[1]]
+    assert len(set(dense)) >= len(dense) - 1 >= 5  # trained on between any two, wherever that happens
+    saved = sorted((tmp_path / "checkpoints").iterdir())
+    assert len(saved) >= 2
+    state = read_checkpoint(saved[0]) if is_folder(saved[0]) else torch.load(saved[0], weights_only=False)
+    assert state["callbacks"][publisher.state_key]["run"] == publisher._run
     assert result["version"] >= 6
     assert (result["gone"] > 0) == dynamic
     assert result["examples"] == 2560

@@ -185,6 +185,12 @@ class RecsysStrategy(DDPStrategy):
         Every rank calls this once, before those. What rank 0 has in the end is what the main process gets.
         """
 
+    def show_weights(self) -> None:
+        """Bring the dense weights of the moment into this process's model, where they are trained elsewhere.
+
+        Rank 0 calls this between two steps, such as to publish the model, while others train on.
+        """
+
     @property
     def needs_all_workers(self) -> str | None:
         """Why an asynchronous run cannot go on without a worker that died; ``None`` where it can."""

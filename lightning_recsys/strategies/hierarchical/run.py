@@ -172,6 +172,11 @@ class NetRun:
         if goes_on and self._leader is not None:
             self._leader.begin_sync()
 
+    def show(self) -> None:
+        """Take this group's replica into the model, as its servers have it just now, if this rank leads the group."""
+        if self._leader is not None and not self._shows:
+            self._leader.pull_model()
+
     def _elect(self) -> None:
         """Behind a meeting: take over from the first net of this group where that has died.
 

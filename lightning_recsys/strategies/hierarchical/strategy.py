@@ -328,6 +328,11 @@ class HierarchicalStrategy(ServedStrategy):
         if self._run is not None:
             self._run.settle(goes_on=self._trains)
 
+    def show_weights(self) -> None:
+        """Take the replica of this rank's group as its servers have it just now; they train on meanwhile."""
+        if self._run is not None:
+            self._run.show()
+
     def finish_training(self) -> None:
         """Bring the trained model into this process, and the optimizer's state with it.
 
