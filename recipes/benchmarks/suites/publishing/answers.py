@@ -1,4 +1,4 @@
-"""Predictions per second and latency over HTTP: published rows beside plain ``nn.Embedding``, both under LitServe."""
+"""Predictions per second and latency over HTTP: published rows, plain ``nn.Embedding`` and TorchRec under LitServe."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from benchmarks.harness.ours import make_task
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.processes import RECIPES, environment, python
 from benchmarks.harness.workload import Workload
+from benchmarks.peers import torchrec
 from rich.table import Table
 
 from lightning_recsys.serving import export_model
 
-OURS, PLAIN = "ours", "nn.Embedding"
+OURS, PLAIN, TORCHREC = "ours", "nn.Embedding", "TorchRec"
 _START_SECONDS = 120.0
 
 
@@ -63,7 +64,7 @@ class Answers:
 
 
 def measure(*, batch_sizes: list[int], cardinalities: list[int] | None, seconds: float, rounds: int) -> Measured:
-    """Ask both servers in turns.
+    """Ask the servers in turns; TorchRec's where it is installed.
 
     Args:
         batch_sizes: Rows of a request.
@@ -78,20 +79,23 @@ def measure(*, batch_sizes: list[int], cardinalities: list[int] | None, seconds:
         {"dense": dense, **dict(zip(work.fields, ids, strict=True))}
         for dense, ids in zip(batch.dense.tolist(), ids_BF, strict=True)
     ]
-    found: dict[int, dict[str, list[float]]] = {size: {OURS: [], PLAIN: []} for size in batch_sizes}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         export_model(make_task(work, "dlrm").model, folder, num_dense=work.num_dense)
         sizes = ",".join(map(str, work.cardinalities))
-        ports = {
-            OURS: stack.enter_context(_server(folder, str(RECIPES / "serve.py"), f"url={folder}", "port={port}")),
-            PLAIN: stack.enter_context(_server(folder, "-m", "benchmarks.peers.plain_serving", "{port}", sizes)),
+        commands = {
+            OURS: (str(RECIPES / "serve.py"), f"url={folder}", "port={port}"),
+            PLAIN: ("-m", "benchmarks.peers.plain_serving", "{port}", sizes),
         }
+        if torchrec.is_available():
+            commands[TORCHREC] = ("-m", "benchmarks.peers.torchrec_serving", "{port}", sizes)
+        ports = {name: stack.enter_context(_server(folder, *command)) for name, command in commands.items()}
+        found: dict[int, dict[str, list[float]]] = {size: {name: [] for name in ports} for size in batch_sizes}
         for size in batch_sizes:
             body = json.dumps({"rows": rows[:size]}).encode()
             for port in ports.values():
                 _ask(port, body, 0.5 * seconds, wait=_START_SECONDS)
             for number in range(rounds):
-                for name in (OURS, PLAIN) if number % 2 else (PLAIN, OURS):
+                for name in list(ports)[:: 1 if number % 2 else -1]:
                     found[size][name] += _ask(ports[name], body, seconds)
     return [Answers(found)], []
 

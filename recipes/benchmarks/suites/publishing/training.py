@@ -80,10 +80,14 @@ class Published:
         return found
 
     def table(self) -> Table:
-        """A line for each number."""
-        table = Table("publications", "", title_justify="left")
-        for name, value in self.to_dict().items():
-            table.add_row(name, json.dumps(value))
+        """A line for each number; of the increments, their median."""
+        found, table = self.to_dict(), Table("", "measured", title="publications")
+        sizes = found.pop("increment_bytes")
+        found["increments"] = len(sizes)
+        found["increment_bytes_median"] = int(np.median(sizes)) if sizes else None
+        for name, value in found.items():
+            number = "-" if value is None else f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+            table.add_row(name.replace("_", " "), number)
         return table
 
 
