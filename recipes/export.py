@@ -55,6 +55,7 @@ def export(config: Config) -> Manifest:
         datamodule=datamodule,
         position=position,
         keep_runs=config["keep_runs"],
+        rows=config["rows"],
     )
 
 

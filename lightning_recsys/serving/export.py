@@ -16,6 +16,7 @@ from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import Manifest
+from lightning_recsys.serving.packing import RowFormat, check_row_format
 from lightning_recsys.serving.snapshots import backend_of, snapshot_of
 from lightning_recsys.serving.writer import Cut, Skeleton, VersionWriter
 
@@ -28,6 +29,7 @@ def export_model(
     datamodule: object = None,
     position: Mapping[str, Any] | None = None,
     keep_runs: int | None = None,
+    rows: RowFormat = "float32",
 ) -> Manifest:
     """Publish a model as a base, and a run of its own. What was published there before stays.
 
@@ -38,12 +40,14 @@ def export_model(
         datamodule: Where requests are encoded as its rows are; without one they have ids.
         position: What the manifest says of the training: plain values.
         keep_runs: The versions of so many runs stay, this one included; ``None`` for all.
+        rows: How rows are stored: ``float32``, ``bf16`` (half of the bytes), or ``int8`` (a quarter, and a scale each).
 
     Raises:
         ValueError: the model has no rows here, or another run publishes there.
         FloatingPointError: the model has diverged.
         RuntimeError: the dense part cannot be exported.
     """
+    check_row_format(rows)
     part, folder, run = DensePart(model), VersionFolder(url), uuid.uuid4().hex
     collections = {path: x for path, x in model.named_modules() if isinstance(x, EmbeddingBagCollection)}
     backends = {path: backend_of(x) for path, x in collections.items()}
@@ -55,4 +59,4 @@ def export_model(
         writer = VersionWriter(folder, run=run, keep=1, keep_runs=keep_runs, compact_share=1.0, max_increments=1)
         dense = {name: tensor.clone() for name, tensor in part.model.state_dict().items()}  # tied ones, too
         cut = Cut(dense, position or {}, time.time(), backends, dict.fromkeys(backends, 0))
-        return writer.publish(Skeleton(program, encoder, num_dense, tables), cut)
+        return writer.publish(Skeleton(program, encoder, num_dense, tables, rows), cut)

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
+from lightning_recsys.serving.packing import ROW_FORMATS, RowFormat
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -142,6 +143,7 @@ class Manifest:
         files: Size and digest of each file, by name.
         num_dense: Numeric features of the model.
         collections: The model's tables.
+        rows: How rows are stored: float32, bf16 or int8; the same for a base and all that follows it.
         created: When the version was cut, in seconds since 1970.
         position: Where in the training data: ``epoch``, ``global_step``, ``examples``. ``examples_are`` says whether
             those are ``counted``, or ``estimated`` from rank 0's where each worker trains at its own speed.
@@ -156,6 +158,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     num_dense: int
     collections: tuple[Collection, ...]
+    rows: RowFormat
     created: float
     position: Mapping[str, Any] = field(default_factory=dict)
     cut: Mapping[str, Any] = field(default_factory=dict)
@@ -165,6 +168,7 @@ class Manifest:
         _require(self.kind in ("base", "increment"), f"its kind is {self.kind!r:.40}")
         _require(_matches(_HEX, self.lineage) and _matches(_HEX, self.run), "its run and lineage are none")
         _require(_is_count(self.num_dense) and isinstance(self.created, float | int), "its numbers are none")
+        _require(self.rows in ROW_FORMATS, f"its rows are {self.rows!r:.40}")
         _require(self.kind == "base" or self.previous is not None, "it is an increment to no version")
         _require(self.previous is None or self.previous.version < self.version, "it follows a later version")
         for name in self.files:

@@ -24,6 +24,7 @@ from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.files import VersionFolder
+from lightning_recsys.serving.packing import RowFormat, check_row_format
 from lightning_recsys.serving.snapshots import Backend, CopiedTables, backend_of, snapshot_of
 from lightning_recsys.serving.writer import Cut, Skeleton, VersionWriter
 
@@ -55,6 +56,7 @@ class ModelPublisher(LeanCallback):
         keep_runs: The versions of so many runs stay in the folder, this one included; ``None`` for all.
         compact_share: Increments are compacted into a new base once they take this share of its bytes, and 64 MiB.
         max_increments: Or once there are so many.
+        rows: How rows are stored: ``float32``, ``bf16`` (half of the bytes), or ``int8`` (a quarter, and a scale each).
         module: The name of the LightningModule's part that is published: ``forward(dense, sparse) -> logits``.
 
     Raises:
@@ -71,6 +73,7 @@ class ModelPublisher(LeanCallback):
         keep_runs: int | None = None,
         compact_share: float = 1.0,
         max_increments: int = 100,
+        rows: RowFormat = "float32",
         module: str = "model",
     ) -> None:
         if every_n_steps is not None and every_seconds is not None:
@@ -86,7 +89,8 @@ class ModelPublisher(LeanCallback):
         self.every_n_steps, self.every_seconds = every_n_steps, every_seconds
         self.keep, self.keep_runs = keep, keep_runs
         self.compact_share, self.max_increments = compact_share, max_increments
-        self.module = module
+        check_row_format(rows)
+        self.rows, self.module = rows, module
         self._run = uuid.uuid4().hex
         self._examples = 0  # that were trained on, by all workers
         self._reset()
@@ -250,7 +254,7 @@ class _Work:
 
     def __init__(self, publisher: ModelPublisher, part: DensePart) -> None:
         self.is_prepared = False
-        self._part = part
+        self._part, self._row_format = part, publisher.rows
         self._ending = ExitStack()
         folder = VersionFolder(publisher.url)
         self._ending.enter_context(folder.locked(f"run {publisher._run}"))
@@ -283,13 +287,13 @@ class _Work:
                 f" has; got {type(batch).__name__}."
             )
         self.is_prepared = True
-        datamodule, num_dense = getattr(trainer, "datamodule", None), dense.shape[1]
+        datamodule, num_dense, row_format = getattr(trainer, "datamodule", None), dense.shape[1], self._row_format
 
         def make() -> Skeleton:
             export_apart(self._part, num_dense, self._program)
             encoder = encoder_of(datamodule, self._part.features, num_dense)
             tables = {path: snapshot_of(configs, collections[path]) for path, configs in self._part.tables.items()}
-            return Skeleton(self._program, encoder, num_dense, tables)
+            return Skeleton(self._program, encoder, num_dense, tables, row_format)
 
         self._make = make
         self._tasks.put(self._prepared)

@@ -22,6 +22,7 @@ from lightning_recsys.serving.dense import load_program, with_weights
 from lightning_recsys.serving.encoders import RequestEncoder, encoder_from
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import Link, Manifest, TableRows
+from lightning_recsys.serving.packing import num_words
 from lightning_recsys.serving.row_files import Integers, RowFile, read_ids
 from lightning_recsys.serving.tables import PublishedRows
 
@@ -296,7 +297,10 @@ def open_rows(
     if before is None:
         if not manifest.is_base:
             raise ValueError("it does not follow the version before")
-        return {x.path: PublishedRows(x, [_file(folder, manifest, t) for t in x.tables]) for x in manifest.collections}
+        return {
+            x.path: PublishedRows(x, [_file(folder, manifest, t) for t in x.tables], manifest.rows)
+            for x in manifest.collections
+        }
     manifest_before, rows = before
     if manifest.lineage != manifest_before.lineage:
         raise ValueError("it does not follow the version before: its lineage is another")
@@ -316,7 +320,9 @@ def _file(folder: VersionFolder, manifest: Manifest, table: TableRows) -> RowFil
         raise ValueError(f"table {config.name!r} has {table.num_rows} of {config.num_embeddings} rows")
     if table.file is None:
         return None
-    rows = RowFile(folder.file(manifest, table.file), config.embedding_dim, table.num_rows, with_ids=with_ids)
+    width, packed = num_words(config.embedding_dim, manifest.rows), manifest.rows != "float32"
+    path = folder.file(manifest, table.file)
+    rows = RowFile(path, width, table.num_rows, packed=packed, with_ids=with_ids)
     for ids in rows.ids if table.drawing is None else ():
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.num_embeddings:
             raise ValueError(f"{table.file} has rows that table {config.name!r} has not")
@@ -329,7 +335,7 @@ def _gone(folder: VersionFolder, manifest: Manifest, table: TableRows) -> Intege
 
 def _tables(manifest: Manifest) -> list[Any]:
     tables = [(x.path, [(t.config, t.drawing) for t in x.tables]) for x in manifest.collections]
-    return [manifest.num_dense, *tables]
+    return [manifest.num_dense, manifest.rows, *tables]
 
 
 def _collection(published: PublishedRows) -> EmbeddingBagCollection:

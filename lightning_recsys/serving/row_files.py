@@ -1,15 +1,17 @@
 """Rows in Arrow IPC files: written block by block, and mapped by any number of processes, which then share them.
 
-A file has a column ``weight`` (lists of float32 of one length) and, unless row ``i`` is that of id ``i``, a column
-``id`` (int64, rising as unsigned numbers). Every record batch but the last has the same number of rows, a power of two.
+A file has a column ``weight`` (lists of float32 of one length; of packed rows, of int32 words) and, unless row ``i`` is
+that of id ``i``, a column ``id`` (int64, rising as unsigned numbers). Every record batch but the last has the same
+number of rows, a power of two.
 """
 
-# Shape suffixes: U rows, D embedding dim.
+# Shape suffixes: U rows, W numbers or words of a row.
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,13 +25,13 @@ Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 
 
-def block_rows(dim: int) -> int:
-    """Rows of each record batch but the last.
+def block_rows(width: int) -> int:
+    """Rows of each record batch but the last, each of so many words of 4 bytes.
 
     >>> block_rows(16)
     262144
     """
-    return 1 << max((BLOCK_BYTES // (4 * dim)).bit_length() - 1, 0)
+    return 1 << max((BLOCK_BYTES // (4 * width)).bit_length() - 1, 0)
 
 
 class RowWriter:
@@ -37,21 +39,22 @@ class RowWriter:
 
     Args:
         file: Where to.
-        dim: Width of the rows.
+        width: Numbers of a row, or words of a packed one.
+        packed: Whether they are words.
         with_ids: Whether rows come with ids.
     """
 
-    def __init__(self, file: DigestedFile, dim: int, *, with_ids: bool) -> None:
-        self._schema = _schema(dim, with_ids=with_ids)
+    def __init__(self, file: DigestedFile, width: int, *, packed: bool, with_ids: bool) -> None:
+        self._schema = _schema(width, packed=packed, with_ids=with_ids)
         self._writer = pa.ipc.new_file(file, self._schema)
-        self._dim, self._size, self._with_ids = dim, block_rows(dim), with_ids
-        self._waiting: list[tuple[Integers | None, Floats]] = []  # less than a block
+        self._size, self._with_ids = block_rows(width), with_ids
+        self._waiting: list[tuple[Integers | None, NDArray[Any]]] = []  # less than a block
         self._num_waiting = 0
         self.num_rows = 0
 
-    def write(self, rows_UD: Tensor, ids_U: Tensor | None = None) -> None:
+    def write(self, rows_UW: Tensor, ids_U: Tensor | None = None) -> None:
         """Add rows."""
-        values, ids = rows_UD.contiguous().numpy(), None if ids_U is None else ids_U.contiguous().numpy()
+        values, ids = rows_UW.contiguous().numpy(), None if ids_U is None else ids_U.contiguous().numpy()
         while len(values):
             room = self._size - self._num_waiting
             self._waiting.append((None if ids is None else ids[:room], values[:room]))
@@ -59,11 +62,11 @@ class RowWriter:
             values, ids = values[room:], None if ids is None else ids[room:]
             if self._num_waiting == self._size:
                 self._write_batch()
-        self.num_rows += len(rows_UD)
+        self.num_rows += len(rows_UW)
 
     def _write_batch(self) -> None:
         values = np.concatenate([x for _, x in self._waiting]).reshape(-1)
-        columns = [pa.FixedSizeListArray.from_arrays(pa.array(values), type=_weight_type(self._dim))]
+        columns = [pa.FixedSizeListArray.from_arrays(pa.array(values), type=self._schema.field("weight").type)]
         if self._with_ids:
             columns.insert(0, pa.array(np.concatenate([x for x, _ in self._waiting if x is not None])))
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
@@ -83,29 +86,30 @@ class RowFile:
 
     Args:
         path: The file.
-        dim: Width of its rows.
+        width: Numbers of a row, or words of a packed one.
         num_rows: How many it has.
+        packed: Whether they are words.
         with_ids: Whether it has ids.
 
     Attributes:
-        blocks: The rows, float32 ``[U, D]`` each.
+        blocks: The rows, float32 or words, ``[U, W]`` each.
         ids: The ids of each block; empty arrays where the file has none.
 
     Raises:
         ValueError: the file is another.
     """
 
-    def __init__(self, path: Path, dim: int, num_rows: int, *, with_ids: bool) -> None:
+    def __init__(self, path: Path, width: int, num_rows: int, *, packed: bool, with_ids: bool) -> None:
         self.num_rows = num_rows
-        self.blocks: list[Floats] = []
+        self.blocks: list[NDArray[Any]] = []
         self.ids: list[Integers] = []
-        size = block_rows(dim)
-        for number, batch in enumerate(_batches(path, _schema(dim, with_ids=with_ids))):
+        size = block_rows(width)
+        for number, batch in enumerate(_batches(path, _schema(width, packed=packed, with_ids=with_ids))):
             if batch.num_rows != min(size, num_rows - number * size):
                 raise ValueError(f"{path.name} has blocks of other sizes")
             weight = batch.column("weight")
             values = weight.flatten().to_numpy(zero_copy_only=True)
-            self.blocks.append(values.reshape(-1, dim))
+            self.blocks.append(values.reshape(-1, width))
             self.ids.append(batch.column("id").to_numpy(zero_copy_only=True) if with_ids else np.empty(0, np.int64))
         if sum(map(len, self.blocks)) != num_rows:
             raise ValueError(f"{path.name} has {sum(map(len, self.blocks))} rows and not {num_rows}")
@@ -157,10 +161,7 @@ def _flat(columns: Sequence[pa.Array]) -> Iterator[pa.Array]:
 _ID = pa.field("id", pa.int64(), nullable=False)
 
 
-def _weight_type(dim: int) -> pa.DataType:
-    return pa.list_(pa.field("item", pa.float32(), nullable=False), dim)
-
-
-def _schema(dim: int, *, with_ids: bool) -> pa.Schema:
-    weight = pa.field("weight", _weight_type(dim), nullable=False)
+def _schema(width: int, *, packed: bool, with_ids: bool) -> pa.Schema:
+    item = pa.field("item", pa.int32() if packed else pa.float32(), nullable=False)
+    weight = pa.field("weight", pa.list_(item, width), nullable=False)
     return pa.schema([_ID, weight] if with_ids else [weight])

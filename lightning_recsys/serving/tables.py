@@ -18,6 +18,7 @@ from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.serving.lookups import GONE, MISSING, find_places, index_rows, sum_bags_for
 from lightning_recsys.serving.manifest import Collection, TableRows
+from lightning_recsys.serving.packing import RowFormat, num_words, pack_rows, sum_packed_for
 from lightning_recsys.serving.row_files import Floats, Integers, RowFile, block_rows
 from lightning_recsys.stores.drawing import draw_rows
 
@@ -34,16 +35,20 @@ class PublishedRows(Backend):
     Args:
         collection: The tables.
         files: The base: the rows of each table; ``None`` for a table without any.
+        row_format: How rows are stored.
     """
 
-    def __init__(self, collection: Collection, files: Sequence[RowFile | None]) -> None:
+    def __init__(
+        self, collection: Collection, files: Sequence[RowFile | None], row_format: RowFormat = "float32"
+    ) -> None:
         super().__init__()
         self.tables = tuple(table.config for table in collection.tables)
         self.layout = layout = TableLayout(self.tables)
-        self._dim = layout.embedding_dim
+        self._dim, self._format = layout.embedding_dim, row_format
+        self._width = num_words(self._dim, row_format)
         self._drawing = _Drawing(collection.tables, layout)
         self._starts = as_int64s(layout.table_starts.values())
-        self._shift = block_rows(self._dim).bit_length() - 1
+        self._shift = block_rows(self._width).bit_length() - 1
         self._files: tuple[RowFile, ...] = ()  # what the places point into
         first: dict[str, int] = {}
         self._anchor: Floats = np.zeros(1, dtype=np.float32)
@@ -86,10 +91,10 @@ class PublishedRows(Backend):
         if file is not None:
             self._files += (file,)
             for ids, block in zip(file.ids, file.blocks, strict=True):
-                new += index_rows(index, ids, self._starts[number], self._place(block), self._dim)
+                new += index_rows(index, ids, self._starts[number], self._place(block), self._width)
         self._index, self._num_indexed = index, self._num_indexed + new
 
-    def _place(self, block: Floats) -> int:
+    def _place(self, block: NDArray[Any]) -> int:
         distance = block.__array_interface__["data"][0] - self._anchor.__array_interface__["data"][0]
         place, rest = divmod(distance, 4)
         if rest:
@@ -100,23 +105,29 @@ class PublishedRows(Backend):
         """Sum each bag's rows: float32 ``[B, F, D]``."""
         ids: NDArray[np.int64] = sparse.values.contiguous().numpy()
         bounds = np.array(sparse.feature_bounds(), dtype=np.int64)
-        places = np.empty(len(ids), dtype=np.int64)
-        of_base = (self._index, self._first_blocks, self._blocks, self._shift, self._dim)
-        drawn = None
-        if find_places(ids, bounds, self._first_rows, *of_base, places):
-            missing = np.flatnonzero(places == MISSING)
-            features = np.searchsorted(bounds, missing, side="right") - 1
-            drawn = self._drawing.draw(self._first_rows[features] + ids[missing])
-            places[missing] = self._place(drawn) + np.arange(len(missing)) * self._dim
+        places, drawn = self._places(ids, bounds)
         offsets = _NO_OFFSETS if sparse.is_single_hot else sparse.bag_offsets().numpy()
         weights = _NO_WEIGHTS if sparse.weights is None else sparse.weights.numpy()
         if len(weights) and not len(offsets):
             offsets = np.arange(len(ids) + 1)
         out = np.zeros((sparse.batch_size, len(sparse.keys), self._dim), dtype=np.float32)
+        sum_bags = sum_bags_for(self._dim) if self._format == "float32" else sum_packed_for(self._format)
         if len(ids):
-            sum_bags_for(self._dim)(places, offsets, weights, self._anchor, out)
+            sum_bags(places, offsets, weights, self._anchor, out)
         del drawn  # only now: the places of missing rows point into it
         return torch.from_numpy(out)
+
+    def _places(self, ids: Integers, bounds: Integers) -> tuple[Integers, NDArray[Any] | None]:
+        """The place of each id's row; and the rows that were drawn, which must live as long as the places are used."""
+        places, drawn = np.empty(len(ids), dtype=np.int64), None
+        of_base = (self._index, self._first_blocks, self._blocks, self._shift, self._width)
+        if find_places(ids, bounds, self._first_rows, *of_base, places):
+            missing = np.flatnonzero(places == MISSING)
+            features = np.searchsorted(bounds, missing, side="right") - 1
+            drawn_MD = self._drawing.draw(self._first_rows[features] + ids[missing])
+            drawn = pack_rows(torch.from_numpy(drawn_MD), self._format).numpy()
+            places[missing] = self._place(drawn) + np.arange(len(missing)) * self._width
+        return places, drawn
 
     def lookup(self, sparse: SparseFeatures) -> tuple[Tensor, Ticket]:  # noqa: D102 - inherited
         return self.lookup_frozen(sparse), Ticket(sparse)
@@ -131,13 +142,28 @@ class PublishedRows(Backend):
 
     def rows_of(self, table: str, ids_N: Tensor) -> Tensor:
         """The rows of some ids of a table, float32 ``[N, D]``."""
-        config = next(x for x in self.tables if x.name == table)
-        features = list(self.layout.feature_tables)
-        feature, width = features.index(config), len(features)
+        feature, width = self._feature_of(table), len(self.layout.feature_tables)
         empty = torch.zeros(width * len(ids_N), dtype=torch.int64)
         empty[feature * len(ids_N) : (feature + 1) * len(ids_N)] = 1
         names = tuple(name for x in self.tables for name in x.feature_names)
         return self.lookup_frozen(SparseFeatures(names, ids_N, lengths=empty))[:, feature]
+
+    def stored_rows(self, table: str, ids_N: Tensor) -> Tensor:
+        """The same as they are stored, bit by bit: float32 ``[N, D]``, or words, int32 ``[N, W]``."""
+        feature, width = self._feature_of(table), len(self.layout.feature_tables)
+        bounds = np.zeros(width + 1, dtype=np.int64)
+        bounds[feature + 1 :] = len(ids_N)
+        places, drawn = self._places(ids_N.contiguous().numpy(), bounds)
+        out = np.zeros((len(ids_N), 1, self._width), dtype=np.float32)
+        if len(ids_N):
+            sum_bags_for(self._width)(places, _NO_OFFSETS, _NO_WEIGHTS, self._anchor, out)  # one each: copies
+        del drawn
+        words = torch.from_numpy(out[:, 0])
+        return words if self._format == "float32" else words.view(torch.int32)
+
+    def _feature_of(self, table: str) -> int:
+        """The first feature of a table."""
+        return [config.name for config in self.layout.feature_tables].index(table)
 
     def __getstate__(self) -> Mapping[str, Any]:
         raise TypeError("the rows of a published version are mapped: open them in the other process instead.")

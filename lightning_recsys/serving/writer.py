@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_recsys.serving.encoders import RequestEncoder
 from lightning_recsys.serving.files import DigestedFile, VersionFolder, digest_file, write_file
 from lightning_recsys.serving.manifest import MANIFEST, Collection, FileEntry, Link, Manifest, TableRows, digest_of
+from lightning_recsys.serving.packing import RowFormat, num_words, pack_rows
 from lightning_recsys.serving.reader import DENSE, ENCODER, ENCODER_TENSORS, PROGRAM, open_rows
 from lightning_recsys.serving.retention import Retention
 from lightning_recsys.serving.row_files import RowWriter, block_rows, write_ids
@@ -44,12 +45,14 @@ class Skeleton:
         encoder: How requests become numbers and ids.
         num_dense: Numeric features.
         tables: What was published of each collection's tables, by its path in the model.
+        rows: How rows are stored.
     """
 
     program: Path
     encoder: RequestEncoder
     num_dense: int
     tables: Mapping[str, Sequence[TableSnapshot]]
+    rows: RowFormat = "float32"
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ class VersionWriter:
                 with clock.reading(path, cut.backends[path], tables, cut.lag[path]):
                     names = [f"{number}-{i}" for i in range(len(tables))]
                     read = cut.backends[path]
-                    rows = [_write_table(folder, files, *x, read, is_base) for x in zip(names, tables, strict=True)]
+                    rows = [
+                        _write_table(folder, files, *x, read, is_base, skeleton.rows)
+                        for x in zip(names, tables, strict=True)
+                    ]
                 collections.append(Collection(path, tuple(rows)))
             manifest = Manifest(
                 version=version,
@@ -132,6 +138,7 @@ class VersionWriter:
                 files=files,
                 num_dense=skeleton.num_dense,
                 collections=tuple(collections),
+                rows=skeleton.rows,
                 created=cut.taken,
                 position=cut.position,
                 cut=clock.to_plain(),
@@ -174,7 +181,10 @@ class VersionWriter:
             files[DENSE] = self._copy(folder, before, DENSE)
             collections = []
             for number, (path, tables) in enumerate(skeleton.tables.items()):
-                rows = [_compacted(folder, files, f"{number}-{i}", t, opened[path]) for i, t in enumerate(tables)]
+                rows = [
+                    _compacted(folder, files, f"{number}-{i}", table, opened[path], skeleton.rows)
+                    for i, table in enumerate(tables)
+                ]
                 collections.append(Collection(path, tuple(rows)))
             manifest = replace(
                 before,
@@ -269,11 +279,13 @@ def _write_table(
     table: TableSnapshot,
     backend: Backend,
     is_base: bool,
+    row_format: RowFormat,
 ) -> TableRows:
     """Write the rows of a table that a version has: all of them, or those that changed."""
     with_ids = not (is_base and table.drawing is None)
     rows = table.all_rows(backend) if is_base else table.changed_rows(backend)
-    written = _write_rows(folder, files, f"rows-{name}.arrow", table, rows, with_ids=with_ids)
+    packed = ((ids, _packed(table, x, row_format)) for ids, x in rows)
+    written = _write_rows(folder, files, f"rows-{name}.arrow", table, packed, row_format, with_ids=with_ids)
     gone = torch.empty(0, dtype=torch.int64) if is_base else table.forgotten_ids()
     if not gone.numel():
         return written
@@ -282,8 +294,19 @@ def _write_table(
     return replace(written, gone_file=gone_file, num_gone=gone.numel())
 
 
+def _packed(table: TableSnapshot, rows_UD: Tensor, row_format: RowFormat) -> Tensor:
+    if not bool(rows_UD.isfinite().all()):
+        raise FloatingPointError(f"rows of table {table.config.name!r} are not finite: they have diverged")
+    return pack_rows(rows_UD, row_format)
+
+
 def _compacted(
-    folder: Path, files: dict[str, FileEntry], name: str, table: TableSnapshot, opened: PublishedRows
+    folder: Path,
+    files: dict[str, FileEntry],
+    name: str,
+    table: TableSnapshot,
+    opened: PublishedRows,
+    row_format: RowFormat,
 ) -> TableRows:
     """Write all rows of a table as a published model has them."""
     ids = table.published_ids()
@@ -291,25 +314,30 @@ def _compacted(
     def rows() -> Iterator[Rows]:
         for some in torch.split(ids, block_rows(table.config.embedding_dim)):
             if some.numel():
-                yield None if table.drawing is None else some, opened.rows_of(table.config.name, some)
+                yield None if table.drawing is None else some, opened.stored_rows(table.config.name, some)
 
     with_ids = table.drawing is not None
-    return _write_rows(folder, files, f"rows-{name}.arrow", table, rows(), with_ids=with_ids)
+    return _write_rows(folder, files, f"rows-{name}.arrow", table, rows(), row_format, with_ids=with_ids)
 
 
 def _write_rows(
-    folder: Path, files: dict[str, FileEntry], name: str, table: TableSnapshot, rows: Iterable[Rows], *, with_ids: bool
+    folder: Path,
+    files: dict[str, FileEntry],
+    name: str,
+    table: TableSnapshot,
+    rows: Iterable[Rows],
+    row_format: RowFormat,
+    *,
+    with_ids: bool,
 ) -> TableRows:
-    """Write rows to a file, which is not there where there are none."""
-    count = 0
+    """Write rows, packed already, to a file, which is not there where there are none."""
+    count, width = 0, num_words(table.config.embedding_dim, row_format)
 
     def write(file: DigestedFile) -> None:
         nonlocal count
-        with RowWriter(file, table.config.embedding_dim, with_ids=with_ids) as writer:
-            for ids_U, rows_UD in rows:
-                if not bool(rows_UD.isfinite().all()):
-                    raise FloatingPointError(f"rows of table {table.config.name!r} are not finite: they have diverged")
-                writer.write(rows_UD, ids_U)
+        with RowWriter(file, width, packed=row_format != "float32", with_ids=with_ids) as writer:
+            for ids_U, rows_UW in rows:
+                writer.write(rows_UW, ids_U)
         count = writer.num_rows
 
     entry = write_file(folder, name, write)

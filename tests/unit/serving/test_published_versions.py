@@ -1,5 +1,6 @@
 """Versions: a chain of increments has the bits of the rows, and whatever is wrong with one changes nothing."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -247,6 +248,60 @@ def test_model_when_it_has_diverged_then_it_is_not_published(make, tmp_path):
     assert numbers(tmp_path / "model") == [1]
     publish_number(trained, 2)
     assert_same(trained, ModelReader(tmp_path / "model").model)
+
+
+def as_stored(rows, row_format):
+    """By torch alone."""
+    if row_format == "bf16":
+        return rows.bfloat16().float()
+    scale = rows.abs().amax(1, keepdim=True) / 127
+    return (rows / scale).round() * scale
+
+
+@pytest.mark.parametrize("row_format", ["bf16", "int8"])
+@pytest.mark.parametrize("dynamic", [None, DynamicRows(expire_after=4)], ids=["all rows", "rows that come and go"])
+def test_rows_when_packed_then_they_are_rounded_once_through_increments_and_compactions(
+    make, tmp_path, row_format, dynamic
+):
+    trained = make(max_increments=2, dynamic=dynamic)
+    trained.skeleton = dataclasses.replace(trained.skeleton, rows=row_format)
+    trained.train([1, 2, 3])
+    trained.publish()
+    follower = ModelReader(tmp_path / "model")
+    for step in range(4):
+        trained.train([4 + step, 7])
+        trained.publish()
+        follower.refresh()
+    kinds = [x.kind for x in list_versions(tmp_path / "model")[1]]
+    assert kinds == ["base", "increment", "increment", "base", "increment", "increment", "base"]
+    for reader in (follower, ModelReader(tmp_path / "model")):
+        for table in ("a", "b"):
+            rows = reader.model.rows_of("embeddings", table, IDS)
+            expected = as_stored(trained.rows(table, IDS), row_format)
+            assert torch.allclose(rows, expected, rtol=1e-6, atol=0), (rows - expected).abs().max()
+    ids = torch.randint(50, (12,))
+    lengths = torch.tensor([2, 1, 1, 0, 3, 1, 1, 1, 0, 0, 1, 1])
+    bags = SparseFeatures(FEATURES, ids, lengths=lengths, weights=torch.rand(12))
+    pooled = follower.model.rows["embeddings"].lookup_frozen(bags)
+    tables = {name: as_stored(trained.rows(name, IDS), row_format) for name in ("a", "b")}
+    expected, place = torch.zeros(4, 3, 8), 0
+    for bag, length in enumerate(bags.bag_lengths().tolist()):
+        for number in range(place, place + length):
+            row = tables["b" if bag >= 8 else "a"][ids[number]]
+            expected[bag % 4, bag // 4] += bags.weights[number] * row
+        place += length
+    assert torch.allclose(pooled, expected, atol=1e-5)
+
+
+def test_base_when_rows_are_packed_then_it_has_fewer_bytes(make, tmp_path):
+    sizes = {}
+    for row_format in ("float32", "bf16", "int8"):
+        trained = make(row_format)
+        trained.skeleton = dataclasses.replace(trained.skeleton, rows=row_format)
+        manifest = trained.publish()
+        sizes[row_format] = sum(entry.size for name, entry in manifest.files.items() if name.startswith("rows"))
+    assert sizes["float32"] - sizes["bf16"] == pytest.approx(350 * 16, abs=128)  # Arrow pads to 64 bytes
+    assert sizes["float32"] - sizes["int8"] == pytest.approx(350 * (32 - 12), abs=128)
 
 
 def test_small_tables_when_all_of_them_change_then_increments_are_not_compacted(make, tmp_path):
