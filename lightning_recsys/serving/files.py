@@ -166,7 +166,7 @@ class VersionFolder:
         version, entry = self.name(manifest.version), manifest.files.get(name)
         if entry is None:
             raise PublishedVersionError(version, f"it has no file {name}")
-        place = f"{_VERSIONS}/{manifest.version}/{name}"
+        place = self.place(manifest.version, name)
         try:
             if not self.is_local:
                 return self._download(place, entry)
@@ -177,6 +177,10 @@ class VersionFolder:
         if found != entry:
             raise PublishedVersionError(version, f"{name} is torn or damaged: {found} and not {entry}")
         return path
+
+    def place(self, version: int, name: str) -> str:
+        """Where a file of a version lies, from the folder on."""
+        return f"{_VERSIONS}/{version}/{name}"
 
     def name(self, version: int) -> str:
         """What errors call a version."""

@@ -6,10 +6,10 @@
       current.json            number and digest of the version that counts; replaced in one step, after its files
       versions/17/
         manifest.json         what follows, with the size and the digest of every file
-        dense.safetensors     the dense part
+        model.safetensors     the dense part
         rows-0-3.arrow        rows of table 3 of collection 0: all of them in a base, the changed ones in an increment
         gone-0-3.arrow        ids whose rows were forgotten since the version before
-        dense.pt2             of a base: the dense part's program (torch.export)
+        model.pt2             of a base: the dense part's program (torch.export)
         encoder.json, encoder.safetensors    of a base: how a request becomes numbers and ids
 
 Versions make a chain: an increment names the version before it, and the digest of that one's manifest, which in turn

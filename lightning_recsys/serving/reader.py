@@ -26,8 +26,8 @@ from lightning_recsys.serving.packing import num_words
 from lightning_recsys.serving.row_files import Integers, RowFile, read_ids
 from lightning_recsys.serving.tables import PublishedRows
 
-DENSE = "dense.safetensors"
-PROGRAM = "dense.pt2"
+DENSE = "model.safetensors"
+PROGRAM = "model.pt2"
 ENCODER = "encoder.json"
 ENCODER_TENSORS = "encoder.safetensors"
 _LONGEST_CHAIN = 100_000
@@ -58,6 +58,7 @@ class PublishedModel:
         manifest: What it was opened from.
         link: Its number and digest.
         rows: The rows of each collection, by its path.
+        dense_part: The program with these weights: ``(dense, {path of a collection: [B, F, D]}) -> logits [B]``.
         weights: The tensors of the dense part.
         encoder: How requests become numbers and ids.
         digests: Those of all files that it was opened from, as those of the base.
@@ -76,7 +77,7 @@ class PublishedModel:
     ) -> None:
         self.manifest, self.link, self.rows, self.weights, self.encoder = manifest, link, rows, weights, encoder
         self.program, self.digests = program, digests
-        self._dense = with_weights(program, weights)
+        self.dense_part = with_weights(program, weights)
         self._collections = {path: _collection(published) for path, published in rows.items()}
 
     @property
@@ -92,7 +93,7 @@ class PublishedModel:
             IndexError: an id is in no table.
         """
         pooled = {path: collection(sparse) for path, collection in self._collections.items()}
-        logits: Tensor = self._dense(dense, pooled)
+        logits: Tensor = self.dense_part(dense, pooled)
         return logits
 
     def predict(self, rows: Sequence[Mapping[str, Any]]) -> Prediction:
@@ -236,12 +237,7 @@ class ModelReader:
         chain = self._chain(current)
         model = self._model
         for link, manifest in chain:
-            try:
-                model = self._opened(model, link, manifest)
-            except PublishedVersionError:
-                raise
-            except _WRONG as error:
-                raise PublishedVersionError(self.folder.name(link.version), str(error)) from error
+            model = open_version(self.folder, link, manifest, model)
         assert model is not None
         return model
 
@@ -260,25 +256,44 @@ class ModelReader:
             link = manifest.previous
         return chain
 
-    def _opened(self, model: PublishedModel | None, link: Link, manifest: Manifest) -> PublishedModel:
-        """A version, from its own files and the version before.
 
-        A compaction is opened from its own files as well: whoever follows for weeks lets go of all that came before.
-        """
-        follows = not manifest.is_base and model is not None and manifest.previous == model.link
-        before = model if follows else None
-        rows = open_rows(self.folder, manifest, None if before is None else (before.manifest, before.rows))
-        if model is not None and model.manifest.lineage == manifest.lineage:
-            program, encoder = model.program, model.encoder
-        else:
-            program = load_program(self.folder.file(manifest, PROGRAM))
-            plain = json.loads(self.folder.file(manifest, ENCODER).read_bytes())
-            encoder = encoder_from(plain, load_file(self.folder.file(manifest, ENCODER_TENSORS)))
-        weights = load_file(self.folder.file(manifest, DENSE))
-        digests = frozenset(x.sha256 for x in manifest.files.values()) | (before.digests if before else frozenset())
-        return PublishedModel(
-            manifest, link, program=program, weights=weights, rows=rows, encoder=encoder, digests=digests
-        )
+def open_version(
+    folder: VersionFolder, link: Link, manifest: Manifest, model: PublishedModel | None = None
+) -> PublishedModel:
+    """Open a version, from its own files and the version before.
+
+    A compaction is opened from its own files as well: whoever follows for weeks lets go of all that came before.
+
+    Args:
+        folder: Where it is.
+        link: What names it.
+        manifest: What it is.
+        model: What is open already.
+
+    Raises:
+        PublishedVersionError: it does not follow the version that is open, or a file is damaged.
+    """
+    try:
+        return _opened(folder, link, manifest, model)
+    except PublishedVersionError:
+        raise
+    except _WRONG as error:
+        raise PublishedVersionError(folder.name(link.version), str(error)) from error
+
+
+def _opened(folder: VersionFolder, link: Link, manifest: Manifest, model: PublishedModel | None) -> PublishedModel:
+    follows = not manifest.is_base and model is not None and manifest.previous == model.link
+    before = model if follows else None
+    rows = open_rows(folder, manifest, None if before is None else (before.manifest, before.rows))
+    if model is not None and model.manifest.lineage == manifest.lineage:
+        program, encoder = model.program, model.encoder
+    else:
+        program = load_program(folder.file(manifest, PROGRAM))
+        plain = json.loads(folder.file(manifest, ENCODER).read_bytes())
+        encoder = encoder_from(plain, load_file(folder.file(manifest, ENCODER_TENSORS)))
+    weights = load_file(folder.file(manifest, DENSE))
+    digests = frozenset(x.sha256 for x in manifest.files.values()) | (before.digests if before else frozenset())
+    return PublishedModel(manifest, link, program=program, weights=weights, rows=rows, encoder=encoder, digests=digests)
 
 
 def open_rows(

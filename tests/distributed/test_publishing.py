@@ -78,7 +78,7 @@ def test_last_version_when_two_workers_have_trained_then_it_has_the_bits_of_thei
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["wrong"] == []
     assert result["world_size"] == 2
-    dense = [manifest.files["dense.safetensors"].sha256 for manifest in list_versions(tmp_path / "model")[1]]
+    dense = [manifest.files["model.safetensors"].sha256 for manifest in list_versions(tmp_path / "model")[1]]
     assert len(set(dense)) >= len(dense) - 1 >= 5  # trained on between any two, wherever that happens
     saved = sorted((tmp_path / "checkpoints").iterdir())
     assert len(saved) >= 2

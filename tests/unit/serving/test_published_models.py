@@ -14,10 +14,14 @@ import urllib.request
 
 import pytest
 import torch
+import yaml
 
 from lightning_recsys.data import TabularDataModule
+from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
 from lightning_recsys.serving import ModelReader, dense, export, export_model
+from lightning_recsys.serving.hub import load_pretrained, save_pretrained
+from lightning_recsys.serving.onnx import export_onnx
 
 SMALL = {
     LogisticRegression: {},
@@ -127,6 +131,52 @@ def test_export_when_made_in_its_own_process_then_it_is_the_same(tmp_path):
     program = dense.load_program(tmp_path / "p.pt2")
     inputs = torch.randn(7, 2), {"first_order.embeddings": torch.randn(7, 1, 1)}
     assert torch.allclose(program(*inputs), part(*inputs))
+
+
+def test_hub_folder_when_saved_then_it_loads_as_it_was_and_its_card_has_the_metrics(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    model, folder = trained(DeepFM(data.num_dense, data.fields, **SMALL[DeepFM]), data), tmp_path / "deepfm-clicks"
+    options = {"num_dense": data.num_dense, "name": "deepfm-clicks", "datamodule": data, "data": "clicks"}
+    save_pretrained(model, folder, metrics={"test/auc": 0.8125, "test/ne": 0.9}, **options)
+    loaded = load_pretrained(folder)
+    batch = data.rows("train").take(torch.arange(10))
+    with torch.no_grad():
+        assert torch.allclose(loaded.logits(batch.dense, batch.sparse), model(batch.dense, batch.sparse), atol=1e-6)
+    assert {"README.md", "config.json", "model.safetensors"} < {path.name for path in folder.iterdir()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deepfm-clicks"]
+    _, head, text = (folder / "README.md").read_text().split("---\n", 2)
+    (result,) = yaml.safe_load(head)["model-index"][0]["results"]
+    assert result["metrics"][0] == {"type": "roc_auc", "name": "test/auc", "value": 0.8125}
+    assert "| test/ne | 0.9000 |" in text
+    assert "| user | user |" in text
+    with pytest.raises(FileExistsError, match="has files already"):
+        save_pretrained(model, folder, **options)
+    with pytest.raises(ValueError, match="letters, digits"):
+        save_pretrained(model, tmp_path / "other", **{**options, "name": "a\nb"})
+    with pytest.raises(PublishedVersionError, match=r"config\.json cannot be read"):
+        load_pretrained(tmp_path / "nothing")
+    rows = next(folder.glob("rows-*.arrow"))
+    rows.write_bytes(rows.read_bytes()[:-8])
+    with pytest.raises(PublishedVersionError, match="torn or damaged"):
+        load_pretrained(folder)
+
+
+def test_onnx_when_exported_then_it_computes_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    model = DeepFM(2, {"a": 50, "b": 20}, embedding_dim=4, hidden=(8,))
+    export_model(model, tmp_path / "model", num_dense=2)
+    published = ModelReader(tmp_path / "model").model
+    if importlib.util.find_spec("onnxscript") is None:
+        with pytest.raises(ImportError, match=r"extra \[onnx\]"):
+            export_onnx(published, tmp_path / "dense.onnx")
+        return
+    runtime = pytest.importorskip("onnxruntime")
+    export_onnx(published, tmp_path / "dense.onnx")
+    numbers, sparse = published.encoder.encode([{"dense": [i, 0.5], "a": i, "b": i} for i in range(7)])
+    pooled = {path: rows.lookup_frozen(sparse).numpy() for path, rows in published.rows.items()}
+    session = runtime.InferenceSession(tmp_path / "dense.onnx")
+    (logits,) = session.run(["logits"], {"dense": numbers.numpy(), **pooled})
+    assert torch.allclose(torch.from_numpy(logits), published.logits(numbers, sparse), atol=1e-6)
 
 
 class Tied(LogisticRegression):

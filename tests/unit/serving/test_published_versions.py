@@ -228,7 +228,7 @@ def test_version_when_rolled_back_to_then_readers_follow_and_the_next_has_a_numb
     assert pinned.version == 1
     with pytest.raises(PublishedVersionError, match="versions/9: its manifest is missing"):
         roll_back(folder, 9)
-    (folder / "versions" / "1" / "dense.safetensors").write_bytes(b"")
+    (folder / "versions" / "1" / "model.safetensors").write_bytes(b"")
     with pytest.raises(PublishedVersionError, match="torn or damaged"):
         roll_back(folder, 1)
     with trained.folder.locked("run 7"), pytest.raises(ValueError, match=r"run 7 \(process \d+ on .*publishes there"):
