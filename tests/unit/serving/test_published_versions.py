@@ -436,6 +436,34 @@ def test_manifest_when_fuzzed_then_nothing_changes(make, tmp_path):
     assert reader.model is before
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("created", float("nan")),
+        ("created", True),
+        ("position", [1]),
+        ("cut", 3),
+        ("collections", []),
+        ("rows", "int8"),
+    ],
+)
+def test_manifest_when_hostile_then_it_is_refused_by_name(make, tmp_path, key, value):
+    make().publish()
+    rewrite(tmp_path / "model", 1, **{key: value})
+    with pytest.raises(PublishedVersionError, match="versions/1: "):
+        ModelReader(tmp_path / "model")
+
+
+@pytest.mark.parametrize("dim", [2**31, 2**70])
+def test_manifest_when_its_tables_are_wider_than_any_then_it_is_refused_by_name(make, tmp_path, dim):
+    (collection,) = json.loads(json.dumps(dataclasses.asdict(make().publish())["collections"]))
+    for table in collection["tables"]:
+        table["config"]["embedding_dim"] = dim
+    rewrite(tmp_path / "model", 1, collections=[collection])
+    with pytest.raises(PublishedVersionError, match=r"versions/1: .*too large"):
+        ModelReader(tmp_path / "model")
+
+
 def _paths(plain, here=()):
     items = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
     for key, value in items:
