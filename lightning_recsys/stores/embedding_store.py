@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.embeddings.backend import row_shapes
-from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
-from lightning_recsys.embeddings.kernels.numba_kernel import NumbaKernel, gather_for
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.embeddings.kernels.numba_kernel import gather_for
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
@@ -23,26 +23,17 @@ from lightning_recsys.stores import counters
 from lightning_recsys.stores.digests import digest_rows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
-from lightning_recsys.stores.interfaces import EmbeddingStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
-from lightning_recsys.stores.plain import (
-    layout_from_plain,
-    layout_to_plain,
-    normalization_from_plain,
-    normalization_to_plain,
-    optimizer_from_plain,
-    optimizer_to_plain,
-)
-from lightning_recsys.stores.versions import RowVersions, StalenessHistogram, check_versions, row_versions, tag_arrays
+from lightning_recsys.stores.plain import layout_to_plain, normalization_to_plain, optimizer_to_plain
+from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix
+from lightning_recsys.stores.versions import check_versions, tag_arrays
 from lightning_recsys.sync import StalenessNormalization
 
 KIND = "embedding"
-CLOCK = "clock"
 _BLOCK_BYTES = 1 << 24  # rows are drawn this many bytes at a time, so that a table may be larger than memory
-_STEP = 0
 
 
-class MappedEmbeddingStore(EmbeddingStore):
+class MappedEmbeddingStore(RowFiles):
     """Rows and optimizer state in files that all processes of the machine map, served by the local kernels.
 
     Two processes that train the same row at the same instant may lose one of the two updates, as Hogwild accepts;
@@ -65,16 +56,8 @@ class MappedEmbeddingStore(EmbeddingStore):
         self._open(MappedArrays(folder))
 
     def _open(self, arrays: MappedArrays) -> None:
-        self._arrays = arrays
-        self.layout = layout_from_plain(arrays.meta["tables"])
-        self.optimizer = optimizer_from_plain(arrays.meta["optimizer"])
-        self.row_shapes = row_shapes(self.layout, self.optimizer)
-        self._state_names = tuple(name for name in self.row_shapes if name != "weight")
-        self.normalization = normalization_from_plain(arrays.meta["normalization"])
-        self._kernel = choose_kernel("auto", self.layout, self.optimizer, torch.device("cpu"))
-        self._summing = NumbaKernel(self.layout, self.optimizer)  # of versioned rows
-        self._versions = row_versions(self.normalization, arrays)
-        self._observed = StalenessHistogram()
+        super()._open(arrays)
+        self._choose_kernels(self.layout)
 
     @classmethod
     def create(
@@ -113,16 +96,16 @@ class MappedEmbeddingStore(EmbeddingStore):
 
     @property
     def rows(self) -> Tensor:  # noqa: D102 - in the class
-        return self._arrays["weight"]
+        return self.arrays["weight"]
 
     @property
     def row_state(self) -> dict[str, Tensor]:  # noqa: D102 - in the class
-        return {name: self._arrays[name] for name in self._state_names}
+        return self._state
 
     @property
     def clocks(self) -> Tensor:
         """How many updates each row has seen in exchanges, int32 ``[R]``: the memory itself, as :attr:`rows` is."""
-        return self._arrays[CLOCK]
+        return self.arrays[CLOCK]
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         dim, out = self.layout.embedding_dim, torch.empty(rows_U.numel(), self.layout.embedding_dim)
@@ -140,36 +123,13 @@ class MappedEmbeddingStore(EmbeddingStore):
         pooled_BFD = self.pooled_lookup(sparse)
         return lambda: (pooled_BFD, versions_N)
 
-    def _versioned(self) -> RowVersions:
-        if self._versions is None:
-            raise ValueError(f"{self._arrays.folder.name!r} has no versions: create it with normalization=...")
-        return self._versions
-
-    @property
-    def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
-        return self._observed
-
-    def apply_gradients(  # noqa: D102 - inherited
-        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> None:
-        self._observe(self.update(sparse, grad_BFD, lr=lr, versions=versions))
-
-    def apply_row_gradients(  # noqa: D102 - inherited
-        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> None:
-        self._observe(self.update_rows(rows_U, grads_UD, lr=lr, versions=versions))
-
-    def _observe(self, counts: Tensor | None) -> None:
-        if counts is not None:
-            self._observed.add(counts)
-
     def update(
         self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> Tensor | None:
         """As :meth:`apply_gradients`; tells the staleness of versioned rows, as ``count_staleness`` has it."""
         check_versions(self.normalization, versions, sparse.values.numel())
         rows, state = self.rows, self.row_state
-        step = counters.add(self._arrays["counters"], _STEP)
+        step = counters.add(self.arrays["counters"], STEP)
         if self._versions is None:
             self._kernel.apply_gradients(rows, state, sparse, grad_BFD, lr=lr, step=step)
             return None
@@ -182,17 +142,9 @@ class MappedEmbeddingStore(EmbeddingStore):
         self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> Tensor | None:
         """As :meth:`apply_row_gradients`; tells what :meth:`update` does."""
-        if grads_UD.shape != (rows_U.numel(), self.layout.embedding_dim):
-            raise ValueError(
-                f"gradients must have shape {[rows_U.numel(), self.layout.embedding_dim]}, got {list(grads_UD.shape)}."
-            )
-        if rows_U.numel() and not 0 <= int(rows_U.min()) <= int(rows_U.max()) < self.layout.num_rows:
-            raise IndexError(
-                f"rows must be in [0, {self.layout.num_rows}), got {int(rows_U.min())} to {int(rows_U.max())}."
-            )
-        check_versions(self.normalization, versions, rows_U.numel())
+        self._check_row_gradients(rows_U, grads_UD, versions)
         rows, state = self.rows, self.row_state
-        step = counters.add(self._arrays["counters"], _STEP)
+        step = counters.add(self.arrays["counters"], STEP)
         touched, grads = rows_U.contiguous().numpy(), grads_UD.contiguous().numpy()
         if self._versions is None:
             apply_update(self.optimizer, touched, grads, rows, state, lr=lr, step=step)
@@ -209,12 +161,12 @@ class MappedEmbeddingStore(EmbeddingStore):
     def push_updates(self, request: RowExchange) -> None:
         """The pushes of a request that was checked."""
         if request.num_steps:
-            counters.add(self._arrays["counters"], _STEP, request.num_steps)
+            counters.add(self.arrays["counters"], STEP, request.num_steps)
         rows_P = request.push_rows.contiguous().numpy()
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
-            add_rows(rows_P, _as_matrix(amounts), _as_matrix(self._arrays[name]), sign)
-        sent_P, clocks = request.push_clocks.contiguous().numpy(), _as_matrix(self.clocks)
+            add_rows(rows_P, as_matrix(amounts), as_matrix(self.arrays[name]), sign)
+        sent_P, clocks = request.push_clocks.contiguous().numpy(), as_matrix(self.clocks)
         move_clocks(rows_P, sent_P, clocks, request.clock == "sum")
 
     def fetch_and_check(self, request: RowExchange) -> RowValues:
@@ -222,7 +174,7 @@ class MappedEmbeddingStore(EmbeddingStore):
         wanted_M, all_clocks = request.fetch_rows, self.clocks.numpy()
         clocks_M = all_clocks.take(wanted_M.numpy())
         values = {"weight": self.lookup(wanted_M)}
-        values.update((name, self._arrays[name].index_select(0, wanted_M)) for name in self._state_names)
+        values.update((name, self.arrays[name].index_select(0, wanted_M)) for name in self._states)
         stale_C = np.zeros(request.check_rows.numel(), dtype=np.bool_)
         if request.staleness is not None:
             rows_C, own_C = (x.contiguous().numpy() for x in (request.check_rows, request.check_clocks))
@@ -243,38 +195,13 @@ class MappedEmbeddingStore(EmbeddingStore):
         stretch.copy_(values)
 
     def _stretch(self, name: str, first_row: int, num_rows: int) -> Tensor:
-        names = ["weight", *self._state_names, *tag_arrays(self.normalization, 0)]
-        if name not in names:
-            raise ValueError(f"{self._arrays.folder} has {names}, got {name!r}.")
-        if first_row < 0 or num_rows < 0 or first_row + num_rows > self.layout.num_rows:
-            raise IndexError(
-                f"rows {first_row} to {first_row + num_rows} are not within the store's {self.layout.num_rows}."
-            )
-        return self._arrays[name][first_row : first_row + num_rows]
-
-    @property
-    def step(self) -> int:  # noqa: D102 - inherited
-        return int(self._arrays["counters"][_STEP])
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._arrays["counters"][_STEP] = value
-
-    def flush(self) -> None:
-        """Every update is in the store when its call returns: nothing to wait for."""
-
-    def close(self) -> None:  # noqa: D102 - inherited
-        self._arrays.close()
+        self._check_name(name)
+        self._check_stretch(first_row, num_rows)
+        return self.arrays[name][first_row : first_row + num_rows]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, here or in another process, is the same store.
-        return type(self), (self._arrays.folder,)
-
-
-def _as_matrix(array: Tensor) -> np.ndarray:
-    """``[X]`` as ``[X, 1]``, ``[X, W]`` as it is."""
-    matrix = array.contiguous().numpy()
-    return matrix if matrix.ndim > 1 else matrix[:, None]
+        return type(self), (self.arrays.folder,)
 
 
 def _draw_rows(arrays: MappedArrays, layout: TableLayout, optimizer: RowOptimizer, seed: int) -> None:

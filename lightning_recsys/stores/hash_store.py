@@ -20,8 +20,7 @@ from torch import Tensor
 from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.int64_ids import NUM_IDS, as_int64, as_int64s, in_order
-from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
-from lightning_recsys.embeddings.kernels.numba_kernel import NumbaKernel
+from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
@@ -34,27 +33,12 @@ from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, mov
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore
 from lightning_recsys.stores.key_index import KeyIndex
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
-from lightning_recsys.stores.plain import (
-    layout_from_plain,
-    layout_to_plain,
-    normalization_from_plain,
-    normalization_to_plain,
-    optimizer_from_plain,
-    optimizer_to_plain,
-)
-from lightning_recsys.stores.versions import (
-    ROW_DTYPES,
-    VERSION,
-    RowVersions,
-    StalenessHistogram,
-    check_versions,
-    row_versions,
-    tag_arrays,
-)
+from lightning_recsys.stores.plain import layout_to_plain, normalization_to_plain, optimizer_to_plain
+from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix
+from lightning_recsys.stores.versions import ROW_DTYPES, VERSION, check_versions, tag_arrays
 from lightning_recsys.sync import StalenessNormalization
 
 KIND = "dynamic"
-CLOCK = "clock"
 COUNTERS = 4
 LIVE_COUNTER = 1
 _KEYS = "row_keys"  # of each slot the bits of its row's number turned, 0 where it has none
@@ -62,10 +46,10 @@ _LOCK = "lock"
 _GROWTH_BYTES = 1 << 22  # room is made in pieces of this size, whatever is there already
 _MAX_SLOTS = 2**31 - 1
 _UNTRAINED = -1  # in the place of a clock: of a row that nothing has changed since it was made, so its clock is 0
-_STEP, _LIVE, _ALLOCATED, _HIGH = 0, LIVE_COUNTER, 2, 3
+_LIVE, _ALLOCATED, _HIGH = LIVE_COUNTER, 2, 3  # behind STEP
 
 
-class HashEmbeddingStore(DynamicEmbeddingStore):
+class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
     """Rows that exist from their first update on, found by a hash table; see :class:`DynamicRows`.
 
     Rows, state, clocks and keys lie in slots, in files that are mapped as long as the file system is large and grow
@@ -92,24 +76,17 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
 
     def __init__(self, folder: Path) -> None:
         self._lock = _lock(folder)  # held until the store is closed: this process alone has it open
-        self.arrays = arrays = MappedArrays(folder)
+        self._open(arrays := MappedArrays(folder))
         dynamic = dynamic_from_plain(arrays.meta["dynamic"])
         assert dynamic is not None
-        self.dynamic = dynamic
-        self.layout = layout = layout_from_plain(arrays.meta["tables"])
-        self.optimizer = optimizer_from_plain(arrays.meta["optimizer"])
-        self.row_shapes = row_shapes(layout, self.optimizer)
-        # What follows never changes while the store is open, up to the histogram. `_capacity` counts slots: what the
-        # mapped files could become. A kernel sees the slots as the rows of one large table.
-        self._states = tuple(name for name in self.row_shapes if name != "weight")
+        self.dynamic, layout = dynamic, self.layout
+        # What follows never changes while the store is open. `_capacity` counts slots: what the mapped files could
+        # become. A kernel sees the slots as the rows of one large table.
         self._capacity = arrays["weight"].shape[0]
         features = tuple(feature for table in layout.tables for feature in table.feature_names)
-        slots = TableLayout((EmbeddingBagConfig("slots", self._capacity, layout.embedding_dim, features),))
-        self._kernel = choose_kernel("auto", slots, self.optimizer, torch.device("cpu"))
-        self._summing = NumbaKernel(slots, self.optimizer)  # of versioned rows
-        self.normalization = normalization_from_plain(arrays.meta["normalization"])
-        self._versions = row_versions(self.normalization, arrays)
-        self._observed = StalenessHistogram()  # of pushes that this process has applied
+        self._choose_kernels(
+            TableLayout((EmbeddingBagConfig("slots", self._capacity, layout.embedding_dim, features),))
+        )
         # How rows are drawn, table by table: the number of its first row, the first key and the step of its rows' keys,
         # and the standard deviation of their first values.
         starts = [*layout.table_starts.values()]
@@ -119,9 +96,8 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         self._key_steps = np.array(steps, dtype=np.int64)
         self._stds = np.array([table.init_std for table in layout.tables], dtype=np.float64)
         self._seed = np.uint64(arrays.meta["seed"])
-        tags = tag_arrays(self.normalization, 0)
         # Of all files together, for each slot.
-        self._slot_bytes = sum(arrays[name].stride(0) * arrays[name].itemsize for name in (_KEYS, CLOCK, *tags))
+        self._slot_bytes = sum(arrays[x].stride(0) * arrays[x].itemsize for x in (_KEYS, CLOCK, *self._tags))
         self._slot_bytes += sum(arrays[name].stride(0) * 4 for name in self.row_shapes)
         self._mutex = threading.RLock()  # held by every call that looks at rows or makes some
         self._make_room(1)
@@ -209,15 +185,6 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             pooled_BFD = self.pooled_lookup(sparse)
         return lambda: (pooled_BFD, versions_N)
 
-    def _versioned(self) -> RowVersions:
-        if self._versions is None:
-            raise ValueError(f"{self.arrays.folder.name!r} has no versions: create it with normalization=...")
-        return self._versions
-
-    @property
-    def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
-        return self._observed
-
     def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         self._check_name(name)
         with self._mutex:
@@ -270,9 +237,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         weight = torch.empty(rows_U.size, self.layout.embedding_dim)
         self._draw(rows_U, np.arange(rows_U.size), weight)
         clocks = torch.zeros(rows_U.size, dtype=torch.int32)
-        tags = {
-            name: torch.zeros(rows_U.size, dtype=self.arrays[name].dtype) for name in tag_arrays(self.normalization, 0)
-        }
+        tags = {name: torch.zeros(rows_U.size, dtype=self.arrays[name].dtype) for name in self._tags}
         return {"weight": weight, **self.optimizer.initial_state(weight), CLOCK: clocks, **tags}
 
     def _draw(self, rows_U: np.ndarray, places_U: np.ndarray, out: Tensor) -> None:
@@ -310,25 +275,11 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
                     self.arrays[name][slots] = state
                 is_new = self.dynamic.expire_after is not None and not always
                 self.arrays[CLOCK][slots] = _UNTRAINED if is_new else 0
-                for name in tag_arrays(self.normalization, 0):
+                for name in self._tags:
                     self.arrays[name][slots] = 0  # another row may have been there
                 self._index.publish(rows_U, slots_U)
                 slots_N[missing] = self._index.find(rows_N[missing])[0]
         return slots_N
-
-    def apply_gradients(  # noqa: D102 - inherited
-        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> None:
-        self._observe(self.update(sparse, grad_BFD, lr=lr, versions=versions))
-
-    def apply_row_gradients(  # noqa: D102 - inherited
-        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> None:
-        self._observe(self.update_rows(rows_U, grads_UD, lr=lr, versions=versions))
-
-    def _observe(self, counts: Tensor | None) -> None:
-        if counts is not None:
-            self._observed.add(counts)
 
     def update(
         self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
@@ -354,12 +305,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> Tensor | None:
         """As :meth:`apply_row_gradients`; tells what :meth:`update` does."""
-        if grads_UD.shape != (rows_U.numel(), self.layout.embedding_dim):
-            raise ValueError(
-                f"gradients must have shape {[rows_U.numel(), self.layout.embedding_dim]}, got {list(grads_UD.shape)}."
-            )
-        check_rows(rows_U, self.layout.num_rows)
-        check_versions(self.normalization, versions, rows_U.numel())
+        self._check_row_gradients(rows_U, grads_UD, versions)
         with self._mutex:
             slots_U, grads, counts = self.admit(_array(rows_U)), grads_UD.contiguous().numpy(), None
             kept = slots_U >= 0
@@ -393,12 +339,12 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
             untrained = self.arrays[CLOCK].numpy()[slots_P] == _UNTRAINED
         for name, amounts in request.updates.items():
             sign = np.float32(-1 if name == "weight" else 1)
-            add_rows(slots_P[~untrained], _matrix(amounts)[kept][~untrained], _matrix(self.arrays[name]), sign)
+            add_rows(slots_P[~untrained], as_matrix(amounts)[kept][~untrained], as_matrix(self.arrays[name]), sign)
         for name, copies in request.copies.items():
-            _matrix(self.arrays[name])[slots_P[untrained]] = _matrix(copies)[kept][untrained]
+            as_matrix(self.arrays[name])[slots_P[untrained]] = as_matrix(copies)[kept][untrained]
         self._note_trained(slots_P)
-        move_clocks(slots_P, _array(request.push_clocks)[kept], _matrix(self.arrays[CLOCK]), request.clock == "sum")
-        counters.add(self.arrays["counters"], _STEP, request.num_steps)
+        move_clocks(slots_P, _array(request.push_clocks)[kept], as_matrix(self.arrays[CLOCK]), request.clock == "sum")
+        counters.add(self.arrays["counters"], STEP, request.num_steps)
         self._end_update()
 
     def fetch_and_check(self, request: RowExchange) -> RowValues:
@@ -451,8 +397,7 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
 
     def _begin_update(self, slots_N: np.ndarray) -> tuple[Tensor, dict[str, Tensor], int]:
         self._note_trained(slots_N)
-        state = {name: self.arrays[name] for name in self._states}
-        return self.arrays["weight"], state, counters.add(self.arrays["counters"], _STEP)
+        return self.arrays["weight"], self._state, counters.add(self.arrays["counters"], STEP)
 
     def _end_update(self) -> None:
         self._index.advance()
@@ -486,30 +431,11 @@ class HashEmbeddingStore(DynamicEmbeddingStore):
         numbers[_HIGH], numbers[_LIVE] = self._index.high, self._index.num_rows
 
     def _stretch(self, first_row: int, num_rows: int) -> Tensor:
-        if first_row < 0 or num_rows < 0 or first_row + num_rows > self.layout.num_rows:
-            raise IndexError(
-                f"rows {first_row} to {first_row + num_rows} are not within the store's {self.layout.num_rows}."
-            )
+        self._check_stretch(first_row, num_rows)
         return torch.from_numpy(as_int64(first_row) + np.arange(num_rows))
 
-    def _check_name(self, name: str) -> None:
-        names = [*self.row_shapes, *tag_arrays(self.normalization, 0)]
-        if name not in names:
-            raise ValueError(f"{self.arrays.folder} has {names}, got {name!r}.")
-
-    @property
-    def step(self) -> int:  # noqa: D102 - inherited
-        return int(self.arrays["counters"][_STEP])
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self.arrays["counters"][_STEP] = value
-
-    def flush(self) -> None:
-        """Every update is in the store when its call returns: nothing to wait for."""
-
     def close(self) -> None:  # noqa: D102 - inherited
-        self.arrays.close()
+        super().close()
         self._lock.close()
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> HashEmbeddingStore:
@@ -553,8 +479,3 @@ def _admitted(sparse: SparseFeatures, slots_N: np.ndarray) -> SparseFeatures:
 
 def _array(tensor: Tensor) -> np.ndarray:
     return tensor.contiguous().numpy()
-
-
-def _matrix(array: Tensor) -> np.ndarray:
-    """``[X]`` as ``[X, 1]``, ``[X, W]`` as it is."""
-    return (array if array.dim() > 1 else array.unsqueeze(1)).contiguous().numpy()

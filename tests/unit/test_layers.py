@@ -84,6 +84,7 @@ LINES: dict[str, list[str]] = {
     "stores": [
         "backend mapped",
         "dense_store dynamic_tables embedding_store hash_store",
+        "row_files",
         "interfaces",
         "exchange versions",
         "checks counters digests drawing dynamic_rows exchange_loops key_index locality mapped_arrays plain stripes",

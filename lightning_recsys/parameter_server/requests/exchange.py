@@ -13,8 +13,8 @@ from lightning_recsys.parameter_server.requests.operations import Operations, Pu
 from lightning_recsys.parameter_server.requests.served import ServedEmbedding
 from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.wire import MessageError, Request
-from lightning_recsys.stores.embedding_store import CLOCK
 from lightning_recsys.stores.exchange import RowExchange
+from lightning_recsys.stores.row_files import CLOCK
 
 
 class ExchangeRequests:
