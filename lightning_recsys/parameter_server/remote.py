@@ -21,7 +21,7 @@ from lightning_recsys.parameter_server.client import Connection, Pending
 from lightning_recsys.parameter_server.exchange_wire import cut_exchange, join_answers, pack_request, unpack_reply
 from lightning_recsys.parameter_server.requests.checks import GENERATION
 from lightning_recsys.parameter_server.wire import Limits, Reply
-from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
+from lightning_recsys.stores.dynamic.rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Stores
 from lightning_recsys.stores.plain import (

@@ -17,7 +17,7 @@ from lightning_recsys.embeddings import Ticket
 from lightning_recsys.row_cache.copies import RowCache, RowUpdates
 from lightning_recsys.row_cache.index import BatchPlan
 from lightning_recsys.row_cache.places import Integers, RowPlaces
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
 from lightning_recsys.sync import ClockRule

@@ -20,7 +20,7 @@ from lightning_recsys.serving.lookups import GONE, MISSING, find_places, index_r
 from lightning_recsys.serving.manifest import Collection, TableRows
 from lightning_recsys.serving.packing import RowFormat, num_words, pack_rows, sum_packed_for
 from lightning_recsys.serving.row_files import Floats, Integers, RowFile, block_rows
-from lightning_recsys.stores.drawing import draw_rows
+from lightning_recsys.stores.dynamic.drawing import draw_rows
 
 _NO_OFFSETS = np.empty(0, dtype=np.int64)
 _NO_WEIGHTS = np.empty(0, dtype=np.float32)
@@ -170,7 +170,7 @@ class PublishedRows(Backend):
 
 
 class _Drawing:
-    """First values of rows that were never trained, by the rule of :mod:`lightning_recsys.stores.drawing`."""
+    """First values of rows that were never trained, by the rule of :mod:`lightning_recsys.stores.dynamic.drawing`."""
 
     def __init__(self, tables: Sequence[TableRows], layout: TableLayout) -> None:
         rules = [table.drawing for table in tables]

@@ -21,8 +21,8 @@ from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.placement import PlacementPlan, TableCost, TablePart, rows_in_stripe
-from lightning_recsys.stores.dynamic_rows import DynamicRows
-from lightning_recsys.stores.dynamic_tables import IDS, DynamicTables, keep_keys
+from lightning_recsys.stores.dynamic.rows import DynamicRows
+from lightning_recsys.stores.dynamic.tables import IDS, DynamicTables, keep_keys
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
 from lightning_recsys.stores.stripes import keep_stripes, stripe_rows
 from lightning_recsys.stores.versions import ROW_DTYPES, StalenessHistogram, tag_arrays

@@ -14,7 +14,7 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.stores.digests import digest_rows
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.versions import StalenessHistogram
 from lightning_recsys.sync import StalenessNormalization

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.stores import dense_store, embedding_store, hash_store
+from lightning_recsys.stores import dense_store, embedding_store
 from lightning_recsys.stores.dense_store import MappedDenseStore
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic import hash_store
+from lightning_recsys.stores.dynamic.hash_store import HashEmbeddingStore
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
-from lightning_recsys.stores.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
 from lightning_recsys.stores.locality import boot_id
 from lightning_recsys.stores.mapped_arrays import META, check_name, promised_bytes, remove_arrays, total_bytes

@@ -21,7 +21,7 @@ from lightning_recsys.data import Batch, SyntheticDataModule
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.tasks import CTRTask
 

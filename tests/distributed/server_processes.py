@@ -15,9 +15,9 @@ from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.parameter_server import connect, serve
 from lightning_recsys.parameter_server.journal import Journal
 from lightning_recsys.stores.dense_store import MappedDenseStore
+from lightning_recsys.stores.dynamic.hash_store import HashEmbeddingStore
+from lightning_recsys.stores.dynamic.key_index import KeyIndex
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
-from lightning_recsys.stores.hash_store import HashEmbeddingStore
-from lightning_recsys.stores.key_index import KeyIndex
 
 ROWS, DIM = 300, 8
 TOUCHED = 12  # rows of one push

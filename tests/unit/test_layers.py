@@ -83,11 +83,12 @@ LINES: dict[str, list[str]] = {
     ],
     "stores": [
         "backend mapped",
-        "dense_store dynamic_tables embedding_store hash_store",
+        "dense_store dynamic/hash_store dynamic/tables embedding_store",
         "row_files",
         "interfaces",
         "exchange versions",
-        "checks counters digests drawing dynamic_rows exchange_loops key_index locality mapped_arrays plain stripes",
+        "checks counters digests dynamic/drawing dynamic/key_index dynamic/rows exchange_loops locality mapped_arrays"
+        " plain stripes",
     ],
 }
 NOT_FOR_THE_LIBRARY = {"recipes", "recipe_tools", "conf", "tests", "hydra", "omegaconf", "lightning"}

@@ -15,12 +15,13 @@ from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.parameter_server.journal import Undo
 from lightning_recsys.parameter_server.requests.checks import take_array
 from lightning_recsys.parameter_server.wire import Limits, Request
-from lightning_recsys.stores import embedding_store, hash_store
+from lightning_recsys.stores import embedding_store
 from lightning_recsys.stores.checks import check_bags, check_single
 from lightning_recsys.stores.dense_store import MappedDenseStore
-from lightning_recsys.stores.dynamic_rows import dynamic_to_plain
+from lightning_recsys.stores.dynamic import hash_store
+from lightning_recsys.stores.dynamic.hash_store import HashEmbeddingStore
+from lightning_recsys.stores.dynamic.rows import dynamic_to_plain
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
-from lightning_recsys.stores.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, read_meta
 from lightning_recsys.stores.plain import layout_to_plain, normalization_to_plain, optimizer_to_plain
 from lightning_recsys.stores.versions import tag_arrays

@@ -19,7 +19,7 @@ from lightning_recsys.parameter_server.requests.operations import Operations, Pu
 from lightning_recsys.parameter_server.requests.served import ServedDense, ServedDynamic, ServedEmbedding, open_served
 from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores.checks import check_rows
-from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain
+from lightning_recsys.stores.dynamic.rows import DynamicRows, dynamic_from_plain
 from lightning_recsys.stores.mapped import MappedStores, check_same
 from lightning_recsys.stores.mapped_arrays import META, check_name
 from lightning_recsys.stores.plain import layout_from_plain, normalization_from_plain, optimizer_from_plain

@@ -16,7 +16,7 @@ from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import PlacementMethod, PlacementPlan
 from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.base import RecsysStrategy
 from lightning_recsys.strategies.common.embedding_servers import ServedTables, plan_placement, rooms_of

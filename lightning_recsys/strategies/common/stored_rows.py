@@ -12,7 +12,7 @@ from torch import nn
 from lightning_recsys.checkpoints import StoredRows, StoredTensor
 from lightning_recsys.embeddings import TableBackend
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.stores.dynamic_tables import IDS, DynamicTables
+from lightning_recsys.stores.dynamic.tables import IDS, DynamicTables
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

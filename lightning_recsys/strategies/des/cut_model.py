@@ -21,7 +21,7 @@ from lightning_recsys.embeddings.replication import gather_over_ranks, num_repli
 from lightning_recsys.models.layers import Cut, FieldLayer, Sends
 from lightning_recsys.placement import FieldCost, FieldPlan
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.mapped import MappedStores
 from lightning_recsys.strategies.common.stored_rows import dynamic_rows_of
 

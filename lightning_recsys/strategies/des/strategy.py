@@ -31,7 +31,7 @@ from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.placement import FieldMethod, FieldPlan, place_fields
 from lightning_recsys.renamed import renamed_arguments
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.strategies.common.averaged_copies import averaging_callbacks
 from lightning_recsys.strategies.common.base import RecsysStrategy
 from lightning_recsys.strategies.common.buffers import meet_buffers

@@ -17,7 +17,7 @@ from lightning_recsys.optim.accumulating import CURRENT, UNSENT
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.row_cache import CachedBackend, SharedIndex
 from lightning_recsys.stores import MappedStores, StoreBackend
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 from lightning_recsys.sync.clocks import MAX_CLOCK
 

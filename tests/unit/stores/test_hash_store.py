@@ -15,7 +15,7 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.stores import DynamicRows, MappedStores, StoreBackend
-from lightning_recsys.stores.dynamic_rows import dynamic_from_plain
+from lightning_recsys.stores.dynamic.rows import dynamic_from_plain
 from lightning_recsys.stores.exchange import RowExchange
 
 LAYOUT = TableLayout(

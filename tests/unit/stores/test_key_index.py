@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_recsys.stores.key_index import KeyIndex
+from lightning_recsys.stores.dynamic.key_index import KeyIndex
 
 
 class Model:

@@ -22,7 +22,7 @@ from lightning_recsys.models import DeepFM, LogisticRegression
 from lightning_recsys.models.layers import FirstOrder
 from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.placement import place_fields
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.strategies.des.cut_model import CutModel, NewRows, feature_names, field_costs, partitionable
 from lightning_recsys.strategies.des.fingerprints import differences, fingerprints

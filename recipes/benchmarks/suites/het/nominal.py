@@ -25,7 +25,7 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 from lightning_recsys.models import WideDeep
 from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.strategies import HETStrategy
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_recsys.embeddings.int64_ids import are_below, as_int64, in_order
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.placement import TablePart
-from lightning_recsys.stores.dynamic_rows import DynamicRows
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
 from lightning_recsys.stores.versions import ROW_DTYPES
 

@@ -26,12 +26,12 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.stores import counters
 from lightning_recsys.stores.checks import check_rows
-from lightning_recsys.stores.drawing import draw_rows
-from lightning_recsys.stores.dynamic_rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
+from lightning_recsys.stores.dynamic.drawing import draw_rows
+from lightning_recsys.stores.dynamic.key_index import KeyIndex
+from lightning_recsys.stores.dynamic.rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore
-from lightning_recsys.stores.key_index import KeyIndex
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.plain import layout_to_plain, normalization_to_plain, optimizer_to_plain
 from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix

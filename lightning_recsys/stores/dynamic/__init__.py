@@ -1,0 +1,1 @@
+"""Rows that are made when they are first trained, and may be forgotten again."""
