@@ -3,9 +3,9 @@
 try:
     from lightning_recsys.serving.export import export_model
     from lightning_recsys.serving.manifest import Manifest
-    from lightning_recsys.serving.publisher import ModelPublisher
+    from lightning_recsys.serving.publishing.publisher import ModelPublisher
+    from lightning_recsys.serving.publishing.retention import list_versions, roll_back
     from lightning_recsys.serving.reader import ModelReader, Prediction, PublishedModel
-    from lightning_recsys.serving.retention import list_versions, roll_back
 except ModuleNotFoundError as error:
     if error.name not in ("fsspec", "safetensors"):
         raise

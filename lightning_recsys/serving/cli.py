@@ -6,7 +6,7 @@ import argparse
 import sys
 from datetime import UTC, datetime
 
-from lightning_recsys.serving.retention import list_versions, roll_back
+from lightning_recsys.serving.publishing.retention import list_versions, roll_back
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,8 +17,8 @@ from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import Manifest
 from lightning_recsys.serving.packing import RowFormat, check_row_format
-from lightning_recsys.serving.snapshots import backend_of, snapshot_of
-from lightning_recsys.serving.writer import Cut, Skeleton, VersionWriter
+from lightning_recsys.serving.publishing.snapshots import backend_of, snapshot_of
+from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter
 
 
 def export_model(

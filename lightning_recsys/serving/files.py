@@ -19,7 +19,6 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_recsys.errors import PublishedVersionError
-from lightning_recsys.serving.claims import Claim, locked, words_of
 from lightning_recsys.serving.manifest import (
     CURRENT,
     MANIFEST,
@@ -31,6 +30,7 @@ from lightning_recsys.serving.manifest import (
     current_to_json,
     digest_of,
 )
+from lightning_recsys.serving.publishing.claims import Claim, locked, words_of
 
 _VERSIONS = "versions"
 _NUMBER = re.compile(r"[1-9]\d{0,17}")

@@ -13,7 +13,7 @@ from served_strategy import Model, Ratings, ServedStrategy, make_trainer, say
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
-from lightning_recsys.strategies.common import meeting
+from lightning_recsys.strategies.common.workers import meeting
 
 
 class Counting(Model):

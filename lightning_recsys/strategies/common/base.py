@@ -28,7 +28,6 @@ from lightning_recsys.strategies.common.averaged_copies import (
     averaging_callbacks,
     refuse_statistics_after_averaging,
 )
-from lightning_recsys.strategies.common.meeting import ending_soon, join_on_loopback
 from lightning_recsys.strategies.common.own_values import OwnValues
 from lightning_recsys.strategies.common.refusals import (
     refuse_other_namespace,
@@ -41,6 +40,7 @@ from lightning_recsys.strategies.common.run_checkpoints import RunCheckpoints
 from lightning_recsys.strategies.common.run_servers import RunServers, check_endpoints
 from lightning_recsys.strategies.common.schedules import refuse_metrics_of_all_ranks, refuse_rows_of_all_ranks
 from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
+from lightning_recsys.strategies.common.workers.meeting import ending_soon, join_on_loopback
 
 if TYPE_CHECKING:  # importing this package is quick; stores and their kernels come with the first use
     from lightning_recsys.parameter_server.meetings import ShareDealer
@@ -344,7 +344,7 @@ class RecsysStrategy(DDPStrategy):
             super().setup_distributed()
         elif self.num_nodes == 1:
             if (place := self._run_servers.meeting_place()) is not None:
-                from lightning_recsys.strategies.common.process_group import use_meetings
+                from lightning_recsys.strategies.common.workers.process_group import use_meetings
 
                 self._process_group_backend = use_meetings(place, cancelled=self._run_servers.is_asked_to_end)
             join_on_loopback(self)
@@ -374,7 +374,7 @@ class RecsysStrategy(DDPStrategy):
                 refuse_metrics_of_all_ranks(trainer.lightning_module)
                 self.changes.log_through(self._own_values.log)
             if self._run_servers.meeting_place() is not None:
-                from lightning_recsys.strategies.common.process_group import among_the_living
+                from lightning_recsys.strategies.common.workers.process_group import among_the_living
 
                 self.changes.compute_metrics_by(among_the_living)
                 self.changes.before_validation_data(partial(self._share_validation, trainer))
@@ -410,7 +410,7 @@ class RecsysStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self.asynchronous:
             if (place := self._run_servers.meeting_place()) is not None and self.changes is not None:
-                from lightning_recsys.strategies.common.dealing import deal_shares
+                from lightning_recsys.strategies.common.workers.dealing import deal_shares
 
                 self._dealer = deal_shares(
                     self.lightning_module.trainer, self.changes, place, self._run_servers.is_asked_to_end

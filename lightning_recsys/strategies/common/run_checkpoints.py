@@ -62,7 +62,7 @@ class RunCheckpoints:
             return True
         if storage_options is not None:
             raise TypeError(f"{path} becomes a folder, which takes no storage_options, got {storage_options}.")
-        from lightning_recsys.strategies.common.process_group import among_the_living
+        from lightning_recsys.strategies.common.workers.process_group import among_the_living
 
         def save() -> None:  # each time by those who live then, of whom each writes a share of the rows
             whole = checkpoint | {"state_dict": checkpoint["state_dict"] | strategy.stored_tensors()}

@@ -119,7 +119,9 @@ def refuse_different_schedules(trainer: pl.Trainer) -> None:
     Raises:
         ValueError: they would come to such an occasion different numbers of times, or at different times.
     """
-    from lightning_recsys.strategies.common.process_group import among_the_living  # which brings what servers need
+    from lightning_recsys.strategies.common.workers.process_group import (
+        among_the_living,  # which brings what servers need
+    )
 
     own = trainer.num_training_batches
     if math.isinf(own):  # on all ranks, as Lightning asks them; nobody knows what comes

@@ -19,22 +19,22 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.optim import Optimizer
 
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.remote_parts import RemoteParts
+from lightning_recsys.parameter_server.parts.remote_parts import RemoteParts
 from lightning_recsys.partition.fc_split import LayerSplit, split_layers
 from lightning_recsys.partition.parts import PartitionedModel, split
 from lightning_recsys.partition.tracing import check_traceable, trace
 from lightning_recsys.placement.operators import server_name
 from lightning_recsys.placement.plan import OperatorPlan
-from lightning_recsys.strategies.common.meeting import LOOPBACK
+from lightning_recsys.strategies.common.workers.meeting import LOOPBACK
 from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
 from lightning_recsys.strategies.hierarchical.eight_bit import compute_in_eight_bits
-from lightning_recsys.strategies.hierarchical.group_parts import GroupParts, SyncOrder
 from lightning_recsys.strategies.hierarchical.leader import GroupLeader, initial_replica
 from lightning_recsys.strategies.hierarchical.news import News
 from lightning_recsys.strategies.hierarchical.planning import given_splits, make_plan
 from lightning_recsys.strategies.hierarchical.remote_forward import Net
 from lightning_recsys.strategies.hierarchical.request_costs import measure_requests
 from lightning_recsys.strategies.hierarchical.sample_call import sample_call
+from lightning_recsys.strategies.hierarchical.servers.group_parts import GroupParts, SyncOrder
 from lightning_recsys.strategies.shadowsync.rounds import open_center
 
 if TYPE_CHECKING:

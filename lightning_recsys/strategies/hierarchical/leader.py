@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
-from lightning_recsys.strategies.hierarchical.group_parts import REPLICA, GroupMemory, GroupParts
+from lightning_recsys.strategies.hierarchical.servers.group_parts import REPLICA, GroupMemory, GroupParts
 
 
 class GroupLeader:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from lightning_recsys.compression import CodecTraffic
-from lightning_recsys.parameter_server.remote_parts import RemoteParts, TokenLostError
+from lightning_recsys.parameter_server.parts.remote_parts import RemoteParts, TokenLostError
 from lightning_recsys.partition.parts import Part
 from lightning_recsys.stores.versions import StalenessHistogram
 

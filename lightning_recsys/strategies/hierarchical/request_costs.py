@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.operators import PROBE
-from lightning_recsys.parameter_server.remote_parts import RemoteParts
+from lightning_recsys.parameter_server.parts.operators import PROBE
+from lightning_recsys.parameter_server.parts.remote_parts import RemoteParts
 from lightning_recsys.partition.parts import Part
 from lightning_recsys.strategies.hierarchical.remote_forward import Net
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_recsys.placement.operators import TRAINER
 from lightning_recsys.strategies.common.buffers import meet_buffers
-from lightning_recsys.strategies.common.process_group import living_ranks
+from lightning_recsys.strategies.common.workers.process_group import living_ranks
 from lightning_recsys.strategies.hierarchical.bringing import Bringing, Brought, Planned
 from lightning_recsys.strategies.hierarchical.leader import GroupLeader
 from lightning_recsys.strategies.hierarchical.refusals import refuse_switched, switches

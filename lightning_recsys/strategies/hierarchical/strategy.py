@@ -18,9 +18,9 @@ from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.stores.interfaces import Stores
-from lightning_recsys.strategies.common.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
+from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.hierarchical.bringing import Planned, plan_ahead
 from lightning_recsys.strategies.hierarchical.eight_bit import FCForward
 from lightning_recsys.strategies.hierarchical.groups import Groups
@@ -39,7 +39,7 @@ from lightning_recsys.strategies.hierarchical.run import NetRun
 from lightning_recsys.sync import SyncAlgorithm, Topology, make_algorithm
 
 GROUP, SYNC = "group", "sync"  # kinds of servers
-PROGRAM = "lightning_recsys.strategies.hierarchical.group_server"
+PROGRAM = "lightning_recsys.strategies.hierarchical.servers.group_server"
 PAUSE_SECONDS = 0.1  # from one question of a net whose group is drained to the next
 ANSWER_SECONDS = 60.0  # for a group server to compute something, before it is asked again
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.strategies.common.buffers import meet_buffers
-from lightning_recsys.strategies.common.process_group import living_ranks
+from lightning_recsys.strategies.common.workers.process_group import living_ranks
 from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook
 from lightning_recsys.strategies.shadowsync.rounds import CENTER, CenterRounds
 from lightning_recsys.strategies.shadowsync.team import Team

@@ -18,13 +18,13 @@ from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.placement import ClusterLayout
 from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.strategies.common.averaged_copies import refuse_averages_in_shared_memory
-from lightning_recsys.strategies.common.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.common.schedules import (
     refuse_clocks,
     refuse_different_schedules,
     refuse_saving_by_steps,
 )
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
+from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.shadowsync.drivers import ForegroundHook, ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import (
     CENTER,

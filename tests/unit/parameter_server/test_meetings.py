@@ -13,7 +13,7 @@ from lightning_recsys.errors import RequestRefusedError, WorkerLostError
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings, ShareDealer
 from lightning_recsys.parameter_server.wire import Limits, Request, Status, decode_reply, encode_request
-from lightning_recsys.strategies.common.process_group import MeetingGroup, among_the_living
+from lightning_recsys.strategies.common.workers.process_group import MeetingGroup, among_the_living
 
 
 class Served:
@@ -91,7 +91,7 @@ def opts(**values):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool])
 def test_collectives_when_three_workers_meet_then_they_give_what_torch_says(place, dtype, monkeypatch):
-    monkeypatch.setattr("lightning_recsys.strategies.common.process_group.CHUNK_BYTES", 48)  # in several parts
+    monkeypatch.setattr("lightning_recsys.strategies.common.workers.process_group.CHUNK_BYTES", 48)  # in several parts
     values = (torch.arange(33).view(3, 11) % 5).to(dtype)
 
     def all_of_them(group):
@@ -167,7 +167,7 @@ def test_what_belongs_together_when_a_worker_dies_within_it_then_all_of_it_is_of
     """A sum and the number of its summands, which the dead worker would have had in one of them only."""
     local = threading.local()
     own = SimpleNamespace(is_initialized=lambda: True, ProcessGroup=dist.ProcessGroup, group=local)
-    monkeypatch.setattr("lightning_recsys.strategies.common.process_group.dist", own)
+    monkeypatch.setattr("lightning_recsys.strategies.common.workers.process_group.dist", own)
 
     def mean(group):
         total, count, size = torch.tensor([10.0 ** group.members[group.rank()]]), torch.tensor([1.0]), group.size()

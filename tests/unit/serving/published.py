@@ -12,8 +12,8 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.serving.encoders import IdEncoder
 from lightning_recsys.serving.files import VersionFolder
-from lightning_recsys.serving.snapshots import backend_of, snapshot_of
-from lightning_recsys.serving.writer import Cut, Skeleton, VersionWriter
+from lightning_recsys.serving.publishing.snapshots import backend_of, snapshot_of
+from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter
 from lightning_recsys.stores import DynamicRows, MappedStores, StoreBackend
 
 TABLES = (

@@ -16,10 +16,11 @@ from published import FEATURES, Trained, save_program
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import PublishedVersionError
-from lightning_recsys.serving import ModelReader, claims, list_versions, roll_back
+from lightning_recsys.serving import ModelReader, list_versions, roll_back
 from lightning_recsys.serving.cli import main
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import Link, Manifest, current_to_json, digest_of
+from lightning_recsys.serving.publishing import claims
 from lightning_recsys.stores import DynamicRows
 
 IDS = torch.arange(50)

@@ -11,9 +11,10 @@ import torch
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.models import LogisticRegression
-from lightning_recsys.serving import ModelPublisher, ModelReader, publisher
+from lightning_recsys.serving import ModelPublisher, ModelReader
 from lightning_recsys.serving.dense import DensePart, _export
 from lightning_recsys.serving.files import VersionFolder
+from lightning_recsys.serving.publishing import publisher
 from lightning_recsys.tasks import CTRTask
 
 

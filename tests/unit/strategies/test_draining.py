@@ -8,8 +8,8 @@ import torch
 
 from lightning_recsys.strategies.hierarchical import cli
 from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
-from lightning_recsys.strategies.hierarchical.group_parts import SyncOrder
-from lightning_recsys.strategies.hierarchical.sync_agent import SyncAgent
+from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
+from lightning_recsys.strategies.hierarchical.servers.sync_agent import SyncAgent
 from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds
 from lightning_recsys.sync import make_algorithm

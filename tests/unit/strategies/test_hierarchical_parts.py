@@ -15,15 +15,13 @@ from torch import nn
 
 from lightning_recsys.optim import swap
 from lightning_recsys.parameter_server.handler import RequestHandler, Unfinished
-from lightning_recsys.parameter_server.remote_parts import TokenLostError
-from lightning_recsys.parameter_server.trained_part import TrainedPart
+from lightning_recsys.parameter_server.parts.remote_parts import TokenLostError
+from lightning_recsys.parameter_server.parts.trained_part import TrainedPart
 from lightning_recsys.parameter_server.wire import Limits, Request, decode_reply, encode_request
 from lightning_recsys.partition.parts import Part, split
 from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
-from lightning_recsys.strategies.hierarchical.group_parts import FILE, MEMORY, GroupMemory, GroupParts
-from lightning_recsys.strategies.hierarchical.group_server import GroupRequests
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.leader import initial_replica
 from lightning_recsys.strategies.hierarchical.refusals import (
@@ -34,6 +32,8 @@ from lightning_recsys.strategies.hierarchical.refusals import (
     switches,
 )
 from lightning_recsys.strategies.hierarchical.remote_forward import CutForward, Net
+from lightning_recsys.strategies.hierarchical.servers.group_parts import FILE, MEMORY, GroupMemory, GroupParts
+from lightning_recsys.strategies.hierarchical.servers.group_server import GroupRequests
 
 CLIENT = bytes(range(1, 17))
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))

@@ -20,11 +20,11 @@ from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
 from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
-from lightning_recsys.strategies.hierarchical.group_parts import GroupParts
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.news import News
 from lightning_recsys.strategies.hierarchical.planning import make_plan
 from lightning_recsys.strategies.hierarchical.sample_call import sample_call
+from lightning_recsys.strategies.hierarchical.servers.group_parts import GroupParts
 
 
 def perceptron(width=64):

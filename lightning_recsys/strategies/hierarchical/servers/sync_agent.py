@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_recsys.parameter_server.connect import connect
 from lightning_recsys.stores.interfaces import Stores
-from lightning_recsys.strategies.hierarchical.group_parts import SyncOrder
+from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
 from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, MeanRounds, Rounds
 from lightning_recsys.sync import Topology

@@ -25,8 +25,8 @@ from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.packing import RowFormat, check_row_format
-from lightning_recsys.serving.snapshots import Backend, CopiedTables, backend_of, snapshot_of
-from lightning_recsys.serving.writer import Cut, Skeleton, VersionWriter
+from lightning_recsys.serving.publishing.snapshots import Backend, CopiedTables, backend_of, snapshot_of
+from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter
 
 DEFAULT_SECONDS = 60.0
 _AGREE_BATCHES = 16  # between two looks at rank 0's clock, where all processes publish together

@@ -26,10 +26,10 @@ from lightning_recsys.serving.encoders import RequestEncoder
 from lightning_recsys.serving.files import DigestedFile, VersionFolder, digest_file, write_file
 from lightning_recsys.serving.manifest import MANIFEST, Collection, FileEntry, Link, Manifest, TableRows, digest_of
 from lightning_recsys.serving.packing import RowFormat, num_words, pack_rows
+from lightning_recsys.serving.publishing.retention import Retention
+from lightning_recsys.serving.publishing.snapshots import Backend, Rows, TableSnapshot
 from lightning_recsys.serving.reader import DENSE, ENCODER, ENCODER_TENSORS, PROGRAM, open_rows
-from lightning_recsys.serving.retention import Retention
 from lightning_recsys.serving.row_files import RowWriter, block_rows, write_ids
-from lightning_recsys.serving.snapshots import Backend, Rows, TableSnapshot
 from lightning_recsys.serving.tables import PublishedRows
 from lightning_recsys.stores.backend import StoreBackend
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_recsys.compression import CodecTraffic, Compression, Receiver, Sender
 from lightning_recsys.parameter_server.client import Connection
-from lightning_recsys.parameter_server.operator_wire import pack, unpack
+from lightning_recsys.parameter_server.parts.operator_wire import pack, unpack
 
 
 class TokenLostError(RuntimeError):

@@ -18,14 +18,14 @@ import torch
 
 from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.keys import ServerKeys
-from lightning_recsys.parameter_server.operators import OperatorRequests
+from lightning_recsys.parameter_server.parts.operators import OperatorRequests
+from lightning_recsys.parameter_server.parts.trained_part import TrainedPart
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_nothing
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.server import serve as serve_stores
-from lightning_recsys.parameter_server.trained_part import TrainedPart
 from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
-from lightning_recsys.strategies.hierarchical.group_parts import (
+from lightning_recsys.strategies.hierarchical.servers.group_parts import (
     FILE,
     MEMORY,
     REPLICA,
@@ -33,7 +33,7 @@ from lightning_recsys.strategies.hierarchical.group_parts import (
     GroupParts,
     map_memory,
 )
-from lightning_recsys.strategies.hierarchical.sync_agent import SyncAgent
+from lightning_recsys.strategies.hierarchical.servers.sync_agent import SyncAgent
 from lightning_recsys.sync import Topology
 
 SYNCHRONISES = "synchronises"  # a file that is there while rounds are to be made

@@ -1,0 +1,1 @@
+"""Parts of a model that servers compute: their operators, how they train, and their messages."""
