@@ -185,8 +185,9 @@ def test_requests_when_they_are_wrong_then_refused_and_nothing_is_changed(server
             remote.connection.request(operation, store="t", arguments=arguments, arrays=arrays)
     pushed = [
         ("insert", {}, [torch.tensor([2**50])], "rows must be in"),
-        ("write_rows", {"array": "weight"}, [torch.tensor([1])], "takes rows and one float32 array"),
+        ("write_rows", {"array": "weight"}, [torch.tensor([1])], "takes rows and one array of values"),
         ("write_rows", {"array": "weight"}, [torch.tensor([1]), torch.ones(2, 8)], "takes values of shape"),
+        ("write_rows", {"array": "weight"}, [torch.tensor([1]), torch.ones(1, 8).double()], "takes values of"),
         ("clear", {}, [torch.tensor([1])], "takes 0 arrays"),
     ]
     for operation, arguments, arrays, message in pushed:
