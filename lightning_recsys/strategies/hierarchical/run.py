@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -79,21 +79,22 @@ class NetRun:
 
     def is_drained(self) -> bool:
         """Whether this net's group is drained for maintenance, so that nothing is trained by it; asks now and then."""
-        if not self.trains or self._strategy.num_groups == 1 or not self._strategy.has_center:
+        if not self.trains or not self._strategy.has_center:
             return False
         if (now := time.monotonic()) > self._next_look:
-            self._look()
+            was = self._is_drained
+            self._look(waits=was)
+            if self._is_drained and not was:  # the servers hear at once that this net waits
+                self._look(waits=True)
             self._next_look = now + LOOK_SECONDS
         return self._is_drained
 
-    def _look(self) -> None:
-        strategy, was = self._strategy, self._is_drained
+    def _look(self, *, waits: bool) -> None:
+        strategy = self._strategy
         servers = strategy.groups.servers_of(strategy.groups.group_of(strategy.global_rank))
         own = [strategy.group_connections()[number] for number in servers]
-        told = [server.request("look", arguments={"waits": was}).value for server in own]
+        told = [server.request("look", arguments={"waits": waits}).value for server in own]
         self._is_drained = any(told)
-        if self._is_drained and not was:  # the servers hear at once that this net waits
-            self._look()
 
     @property
     def leads(self) -> bool:
@@ -159,6 +160,10 @@ class NetRun:
             return  # what was validated is saved: meanwhile the groups go on towards each other
         if self._leader is not None:
             self._rounds = self._leader.end_sync() or self._rounds
+            if self._strategy.has_center:
+                # Before the weights are taken, and for all that follows. A drained group does not come back meanwhile:
+                # only a net that waits has it do so.
+                self._look(waits=False)
             self._leader.pull_model()
             if self._strategy.num_groups > 1:
                 assert self._cut is not None
@@ -204,30 +209,17 @@ class NetRun:
         served = {x for buffers in remote for x in buffers if x.is_floating_point()}
         trained = [x.data for x in self._task.parameters() if x.requires_grad and x.numel()]
         tensors = [*trained, *(x for x in self._task.buffers() if x in served)]
-        is_left_out = self._is_left_out()  # which all ranks ask
-        leads = self._leader is not None and not is_left_out
+        leads = self._leader is not None
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             own = [x for x in tensors if x.dtype == dtype]
-            sizes = [x.numel() for x in own]
-            # Of a group whose first rank has died since, nobody brings anything: so many groups count as do.
-            mean = torch.zeros(sum(sizes) + 1, dtype=dtype)
-            if leads:
-                torch.cat([*(x.reshape(-1) for x in own), torch.ones(1, dtype=dtype)], out=mean)
-            dist.all_reduce(mean)
-            mean = mean[:-1].div_(mean[-1])
-            for tensor, values in zip(own, torch.split(mean, sizes), strict=True):
+            mean = _mean(own, counts=leads and not self._is_drained)
+            if mean is None:  # drained groups count where no others are left
+                mean = _mean(own, counts=leads)
+            if mean is None:  # the first rank of each group has died just now: each of the others keeps what it has
+                continue
+            for tensor, values in zip(own, torch.split(mean, [x.numel() for x in own]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
         meet_buffers(self._task)
-
-    def _is_left_out(self) -> bool:
-        """Whether this group is drained, and its replica is not that of a group that trains; all ranks call this."""
-        if self._strategy.num_groups == 1 or not self._strategy.has_center:
-            return False
-        if self._leader is not None:
-            self._look()
-        counting = torch.tensor(float(self._leader is not None and not self._is_drained))
-        dist.all_reduce(counting)
-        return self._is_drained and bool(counting > 0)
 
     def pull_state(self) -> None:
         """Bring the state that this group's servers keep for the optimizer into the optimizer, on its first rank."""
@@ -261,3 +253,15 @@ class NetRun:
         if self._rounds:  # as of the last time that weights were brought together
             values["sync/rounds"] = self._rounds["rounds"] / max(self._rounds["seconds"], 1e-9)
         return values
+
+
+def _mean(tensors: Sequence[Tensor], *, counts: bool) -> Tensor | None:
+    """The mean of tensors of one type over the ranks that count, one behind the other; all ranks call this.
+
+    Of a rank that has died nobody brings anything: so many count as do. ``None`` where none does.
+    """
+    total = torch.zeros(sum(x.numel() for x in tensors) + 1, dtype=tensors[0].dtype)
+    if counts:
+        torch.cat([*(x.reshape(-1) for x in tensors), torch.ones(1, dtype=total.dtype)], out=total)
+    dist.all_reduce(total)
+    return total[:-1].div_(total[-1]) if total[-1] else None

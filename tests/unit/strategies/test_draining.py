@@ -1,14 +1,18 @@
 """Groups that are drained for maintenance: what the command does, and where a group comes back."""
 
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.strategies.hierarchical import cli
+from lightning_recsys.strategies.hierarchical import run as net_run
 from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
 from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
+from lightning_recsys.strategies.hierarchical.servers.group_server import GroupRequests
 from lightning_recsys.strategies.hierarchical.servers.sync_agent import SyncAgent
 from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds
@@ -89,9 +93,150 @@ def test_group_when_it_comes_back_then_with_the_weights_of_the_centre_and_rounds
     algorithm = make_algorithm("easgd", {})
     agent = SyncAgent(SyncOrder(algorithm, (), None, None, "center-0", 0.0, 1, 2), replica)
     agent._thread = ShadowThread(CenterRounds(algorithm, replica, pieces=[piece]), interval=0.0)
-    agent.rejoin()
+    agent.take_center()
+    assert torch.equal(replica, center)
+    assert not rounds
+    agent.start()
     while not rounds:
         pass
     agent.stop()
     assert torch.equal(rounds[0], center)
     assert torch.equal(replica, center)
+
+
+class Agent:
+    """What keeps a drained server's share, which takes the centre's weights when it is let, and fails at first."""
+
+    rounds = 0
+
+    def __init__(self, failures):
+        self.failures, self.may, self.calls = failures, threading.Event(), []
+
+    def take_center(self):
+        self.may.wait(20)
+        self.calls.append("take")
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("no sync server answers")
+
+    def start(self):
+        self.calls.append("start")
+
+    def abandon(self):
+        self.calls.append("abandon")
+
+
+@pytest.fixture
+def drained(tmp_path):
+    """A server of a drained group, which nobody wants to be drained any more."""
+    requests = GroupRequests(tmp_path, Limits(), lambda: None)
+    requests._state, requests._parts = GroupState(1, 2, True, drained=True), SimpleNamespace(sync=object())
+    yield requests
+    requests.close()
+
+
+def send(requests, operation, **arguments):
+    return requests.operations.reads[operation](Request(operation, 1, bytes(16), 0, "", arguments, []))
+
+
+def test_group_when_it_cannot_come_back_then_says_so_stays_drained_and_tries_again(drained, caplog):
+    agent = drained._agent = Agent(failures=1)
+    agent.may.set()
+    assert send(drained, "look", waits=True)
+    drained._rejoining.exception(20)
+    assert send(drained, "look", waits=True)
+    assert "Group 1 has not come back, and tries again: no sync server answers" in caplog.messages
+    assert send(drained, "look", waits=True)
+    drained._rejoining.exception(20)
+    assert not send(drained, "look", waits=True)
+    assert agent.calls == ["take", "take", "start"]
+    assert not drained._state.drained
+
+
+def test_group_when_rounds_end_while_it_comes_back_then_that_waits_and_only_a_net_that_waits_brings_it_back(drained):
+    agent = drained._agent = Agent(failures=0)
+    assert send(drained, "look", waits=False)
+    assert drained._rejoining is None
+    assert send(drained, "look", waits=True)
+    ended = send(drained, "end_sync")
+    assert not ended.done()
+    agent.may.set()
+    assert ended.result(20) is None
+    assert agent.calls == ["take"]
+    assert send(drained, "look", waits=False)
+    assert not send(drained, "look", waits=True)
+    assert agent.calls == ["take", "start"]
+
+
+class Leader:
+    """A group's first rank, whose servers have nines in the replica."""
+
+    def __init__(self, task, calls):
+        self.task, self.calls = task, calls
+
+    def end_sync(self):
+        self.calls.append("end_sync")
+        return {}
+
+    def pull_model(self):
+        self.calls.append("pull_model")
+        with torch.no_grad():
+            for x in self.task.parameters():
+                x.fill_(9.0)
+
+
+@pytest.fixture
+def net(monkeypatch):
+    """Makes a net that leads a drained group; with what it does."""
+
+    def make(others):
+        def all_reduce(tensor):
+            if tensor.dim():
+                tensor += torch.tensor(others.pop(0))
+
+        def request(name, arguments):
+            calls.append((name, arguments["waits"]))
+            return SimpleNamespace(value=True)
+
+        calls, task = [], torch.nn.Linear(1, 1)
+        monkeypatch.setattr(net_run.dist, "all_reduce", all_reduce)
+        monkeypatch.setattr(net_run, "meet_buffers", lambda task: None)
+        monkeypatch.setattr(net_run.NetRun, "_elect", lambda self: None)
+        groups = SimpleNamespace(servers_of=lambda group: [0], group_of=lambda rank: 0)
+        strategy = SimpleNamespace(
+            has_center=True,
+            num_groups=2,
+            global_rank=0,
+            groups=groups,
+            group_connections=lambda: [SimpleNamespace(request=request)],
+            barrier=lambda name: None,
+        )
+        made = net_run.NetRun(strategy, task, task, None, planned=None, restored={})
+        made._brought = SimpleNamespace(partitioned=SimpleNamespace(parts=[]))
+        made._leader = Leader(task, calls)
+        return made, task, calls
+
+    return make
+
+
+def values_of(task):
+    return [x.item() for x in task.parameters()]
+
+
+def test_weights_when_brought_together_then_it_is_asked_once_whether_the_group_is_drained_before_they_are_taken(net):
+    made, task, calls = net([[2.0, 4.0, 2.0]])  # of two groups that train
+    made.settle(goes_on=False)
+    assert calls == ["end_sync", ("look", False), "pull_model"]
+    assert values_of(task) == [1.0, 2.0]
+    assert [x.item() for x in made.own_replica.values()] == [1.0, 2.0]
+
+
+def test_weights_when_the_last_group_that_trains_has_died_then_those_of_drained_groups_and_never_a_division_by_nought(
+    net,
+):
+    made, task, _ = net([[0.0] * 3, [1.0, 1.0, 1.0]])  # and another drained one
+    made.settle(goes_on=False)
+    assert values_of(task) == [5.0, 5.0]
+    made, task, _ = net([[0.0] * 3, [-9.0, -9.0, -1.0]])  # this one's first rank has died, too
+    made.settle(goes_on=False)
+    assert values_of(task) == [9.0, 9.0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -205,9 +205,10 @@ class GroupRequests:
         self._synchronises, self._ending = True, None
 
     def _end(self, request: Request) -> object:
-        """Synchronise no more; answered when no round is under way, with numbers of the rounds so far."""
+        """Synchronise no more; answered when only nets change the replica, with numbers of the rounds so far."""
         take_nothing(request)
-        return self._end_rounds()
+        ending, rejoining = self._end_rounds(), self._rejoining
+        return ending if rejoining is None else self.operators.submit(partial(_result_behind, rejoining, ending))
 
     def _end_rounds(self) -> Future[object] | None:
         if self._synchronises:
@@ -226,7 +227,8 @@ class GroupRequests:
         """A net looks whether its group is drained, and says whether it waits for the end of that.
 
         What somebody wants is found out here, since nets look often. A drained group's rounds have ended, or are about
-        to; where it is to come back, the answer waits until the centre's weights are in the replica.
+        to. Where it is to come back, it does so while a net waits, and is drained until the centre's weights are in the
+        replica. Where they cannot be had, it stays drained, and the next look of a net that waits tries again.
         """
         (waits,) = take_arguments(request, waits=bool)
         if self._state is None:
@@ -237,26 +239,30 @@ class GroupRequests:
         if wanted and self._state.can_drain and not self._is_drained:
             self._end_rounds()
             log.warning("Group %d is drained: it makes no rounds with the others.", self._state.group)
-        elif not wanted and self._is_drained and self._rejoining is None:
-            self._rejoining = self.operators.submit(self._rejoin)
-        if self._rejoining is not None and self._rejoining.done():
-            self._rejoining.result()  # raises what went wrong
-            self._rejoining = None
-            (self._folder / SYNCHRONISES).touch()
-            self._synchronises, self._ending = True, None
-            self._tell(drained=False)
-            log.warning("Group %d is back, with the centre's weights.", self._state.group)
-            return False
+        elif waits and not wanted and self._is_drained and self._rejoining is None:
+            self._rejoining = self.operators.submit(partial(self._rejoin, self._ending))
+        if waits and self._rejoining is not None and self._rejoining.done():
+            error, self._rejoining = self._rejoining.exception(), None
+            if error is None:
+                self._start_agent(None)
+                (self._folder / SYNCHRONISES).touch()
+                self._tell(drained=False)
+                log.warning("Group %d is back, with the centre's weights.", self._state.group)
+                return False
+            log.error("Group %d has not come back, and tries again: %s", self._state.group, error)
         self._tell(drained=self._is_drained or (wanted and self._state.can_drain))
         return self._is_drained
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, ending: Future[object] | None) -> None:
+        """Take the centre's weights, once the last rounds have ended."""
+        if ending is not None:
+            wait([ending])
         assert self._parts is not None
         assert self._parts.sync is not None
         if self._agent is None:  # of a server that was started anew meanwhile
             replica = GroupMemory(self._parts).views(self._memory)[REPLICA]
             self._agent = SyncAgent(self._parts.sync, replica)
-        self._agent.rejoin()
+        self._agent.take_center()
 
     def _tell(self, *, drained: bool) -> None:
         assert self._state is not None
@@ -265,3 +271,9 @@ class GroupRequests:
         if state != self._state:
             self._state = state
             state.write(self._folder)
+
+
+def _result_behind(first: Future[object], second: Future[object] | None) -> object:
+    """What a future returns, if there is one, when another has ended, too, in whatever way."""
+    wait([first])
+    return None if second is None else second.result()

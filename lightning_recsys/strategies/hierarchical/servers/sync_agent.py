@@ -55,14 +55,14 @@ class SyncAgent:
         except BaseException as error:
             self._error = error
 
-    def rejoin(self) -> None:
-        """Take the centre's weights for the replica, whatever it has, and make rounds from now on."""
+    def take_center(self) -> None:
+        """Take the centre's weights for the replica, whatever that has; no rounds may be under way."""
         if self._thread is None:
             self._thread = ShadowThread(self._make_rounds(), interval=self._order.interval)
         rounds = self._thread.rounds
         assert isinstance(rounds, CenterRounds)
         self._replica.copy_(rounds.pull_center())
-        self._thread.start()
+        self._error = None  # the servers were found after all
 
     def _make_rounds(self) -> Rounds:
         order = self._order
