@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.optim import Optimizer
 
+from lightning_recsys.errors import OperatorRoomError
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.parts.remote_parts import RemoteParts
 from lightning_recsys.partition.fc_split import LayerSplit, split_layers
@@ -68,6 +69,8 @@ def plan_ahead(strategy: HierarchicalStrategy, task: pl.LightningModule, model: 
         if sample is not None:
             return plan_operators(strategy, model, sample)
         check_traceable(split_layers(model, given_splits(strategy.fc_splits, strategy.servers_per_group)).model)
+    except OperatorRoomError:
+        raise
     except ValueError as error:
         raise ValueError(
             f"strategy=hierarchical cuts {type(model).__name__} over group servers: {error} Or use strategy=shadowsync,"
