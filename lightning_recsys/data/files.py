@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 _ZIP = (".zip",)
 _TAR = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 _COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}  # those that pyarrow knows
-_DAMAGED = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
+DAMAGED = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
 _HIDDEN = (".", "_")  # how names start that programs leave: .DS_Store, __MACOSX, _SUCCESS
 _FINGERPRINT_BYTES = 1 << 20
 _CHUNK = 1 << 24
@@ -137,19 +137,30 @@ class ByteSource:
         Raises:
             OSError: the file is damaged, or cannot be read.
         """
-        try:
+        with _damage_told():
             found: bytes = self._stream.read(size)
-        except _DAMAGED as error:
-            raise OSError(str(error) or type(error).__name__) from error
         return found
 
     def skip(self, count: int) -> None:
-        """Leave out the next bytes."""
+        """Leave out the next bytes.
+
+        Raises:
+            OSError: the file is damaged, or cannot be read.
+        """
         if self._stream is self._raw:
-            self._raw.seek(count, os.SEEK_CUR)
+            with _damage_told():
+                self._raw.seek(count, os.SEEK_CUR)
             return
         while count and (skipped := len(self.read(min(count, _CHUNK)))):
             count -= skipped
+
+
+@contextmanager
+def _damage_told() -> Iterator[None]:
+    try:
+        yield
+    except DAMAGED as error:
+        raise OSError(str(error) or type(error).__name__) from error
 
 
 @contextmanager
@@ -165,7 +176,7 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
         source: Any = stored if member is None else opened.enter_context(open_stored(path))
         try:
             file = pq.ParquetFile(source, memory_map=member is None, pre_buffer=False)
-        except (pa.ArrowInvalid, *_DAMAGED) as error:
+        except (pa.ArrowInvalid, *DAMAGED) as error:
             raise ValueError(
                 f"{path} is no Parquet file, or not all of it ({str(error).splitlines()[0]}). If it is text, name it "
                 ".csv, or write format: text in the schema."
@@ -230,7 +241,7 @@ def _open_member(opened: ExitStack, archive: Path, member: str) -> IO[bytes]:
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
-    except (*_DAMAGED, NotImplementedError) as error:  # the latter of a compression that Python does not know
+    except (*DAMAGED, NotImplementedError) as error:  # the latter of a compression that Python does not know
         raise ValueError(f"{path}: the archive is damaged, cut off or of another kind ({error}).") from error
     except RuntimeError as error:
         raise ValueError(f"{path} cannot be read ({error}). Unpack it first.") from error
@@ -261,11 +272,12 @@ def _files_at(path: Path) -> list[Path]:
 
 def _matching_members(path: Path) -> list[Path]:
     """Files of an archive, or of some, that a path through it names."""
+    found: list[Path] = []
     for parent in reversed(path.parents):
         for archive in sorted(map(Path, glob.glob(str(parent)))) if parent.suffix else []:
             if is_archive(archive):
                 pattern = path.relative_to(parent).as_posix()
                 inside = members(archive)
                 names = [pattern] if pattern in inside else [x for x in inside if fnmatch(x, pattern)]
-                return [archive / name for name in names]
-    return []
+                found += [archive / name for name in names]
+    return found

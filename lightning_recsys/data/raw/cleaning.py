@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -16,10 +17,10 @@ from lightning_recsys.data.raw.columns import Bags
 from lightning_recsys.data.raw.ngrams import ngram_bags
 from lightning_recsys.data.tables.columns import (
     as_categories,
+    float_words,
     parse_numbers,
     parse_times,
     plain_numbers,
-    whole_numbers,
 )
 from lightning_recsys.data.tables.features import Categorical, Dense, Input, MultiValued, TimeUnit, Vector
 from lightning_recsys.data.tables.label import LabelRule
@@ -113,7 +114,7 @@ def as_bags(column: pa.Array | pa.ChunkedArray, *, strip: bool, missing: Sequenc
     flat = pc.list_flatten(column)
     if isinstance(flat, pa.Array):
         flat = pa.chunked_array([flat])
-    items = as_categories(flat, strip=strip, missing=[*missing, ""])
+    items = as_categories(_words(flat), strip=strip, missing=[*missing, ""])
     present = np.asarray(items.indices.is_valid())
     before = np.concatenate([[0], np.cumsum(present)])
     ends = np.cumsum(lengths)
@@ -171,7 +172,10 @@ class _Parser:
         present = self._present()
         is_number = np.zeros(len(present), dtype=np.bool_)
         if pa.types.is_temporal(self.values.type):
-            times = pc.cast(pc.cast(self.values, pa.timestamp("us")), pa.int64())
+            kind = self.values.type
+            nanoseconds = pa.types.is_timestamp(kind) and kind.unit == "ns"  # whose fractions of microseconds go
+            with self._fitting():
+                times = pc.cast(pc.cast(self.values, pa.timestamp("us"), safe=not nanoseconds), pa.int64())
             numbers = np.where(present, pc.fill_null(times, 0).to_numpy().astype(np.float64) / 1e6, np.nan)
             bad = np.zeros_like(is_number)
         elif self._is_numeric():
@@ -196,15 +200,17 @@ class _Parser:
         return numbers
 
     def categories(self) -> pa.DictionaryArray:
-        values = self.values if _is_string(self.values.type) else self._cast(pa.string())
-        return as_categories(values, strip=self.table.strip, missing=self.table.missing)
+        with self._fitting():
+            words = _words(self.values)
+        return as_categories(words, strip=self.table.strip, missing=self.table.missing)
 
     def bags(self, feature: MultiValued) -> Bags:
         strip, missing = self.table.strip, self.table.missing
         if _is_list(self.values.type) and feature.ngrams is None:
             if pa.types.is_nested(self.values.type.value_type):
                 raise self._wrong_type()
-            return as_bags(self._cast(pa.list_(pa.string())), strip=strip, missing=missing)
+            with self._fitting():
+                return as_bags(self.values, strip=strip, missing=missing)
         column = self.categories()  # each distinct text is cut into its items once
         if feature.ngrams is not None:
             distinct = ngram_bags(column.dictionary, feature.ngrams, sizes=feature.sizes, limit=feature.limit)
@@ -241,15 +247,16 @@ class _Parser:
 
     def _strings(self) -> pa.ChunkedArray:
         """Strings, null where one is missing."""
-        words = self._cast(pa.string())
+        with self._fitting():
+            words = pc.cast(_words(self.values), pa.string())
         words = pc.utf8_trim_whitespace(words) if self.table.strip else words
         missing = pc.is_in(words, value_set=pa.array(self.table.missing, pa.string()))
         return pc.if_else(missing, pa.scalar(None, pa.string()), words)
 
-    def _cast(self, kind: pa.DataType) -> pa.ChunkedArray:
-        values = whole_numbers(self.values) if pa.types.is_floating(self.values.type) else self.values
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
         try:
-            return pc.cast(values, kind)
+            yield
         except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
             raise self._wrong_type() from error
 
@@ -283,6 +290,13 @@ def _finite(numbers: pa.ChunkedArray) -> tuple[Numbers, NDArray[np.bool_]]:
     """As float64, and which are none or not finite."""
     floats: Numbers = pc.cast(numbers, pa.float64(), safe=False).to_numpy()
     return floats, ~np.isfinite(floats)
+
+
+def _words(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """As strings, where they are none."""
+    if _is_string(values.type):
+        return values
+    return float_words(values) if pa.types.is_floating(values.type) else pc.cast(values, pa.string())
 
 
 def _is_list(kind: pa.DataType) -> bool:

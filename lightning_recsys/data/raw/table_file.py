@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lightning_recsys.data.files import ByteSource, InputFile, open_parquet, stored_file
+from lightning_recsys.data.files import DAMAGED, ByteSource, InputFile, open_parquet, stored_file
 from lightning_recsys.data.raw.cleaning import Column, clean
 from lightning_recsys.data.raw.columns import BadLine
 from lightning_recsys.data.raw.kernels import find_records
@@ -131,15 +131,19 @@ class TableFile:
         columns = [".".join(self._header.places[name]) for name in self._columns]
         whole = stored_file(self.path) == self.path  # else one column after the other, as they lie in the archive
         with open_parquet(self.path) as file:
-            for group in range(file.num_row_groups):
-                stop = start + file.metadata.row_group(group).num_rows
-                if stop > position.offset:
-                    for batch in file.iter_batches(num_rows, row_groups=[group], columns=columns, use_threads=whole):
-                        first, start = start, start + len(batch)
-                        if first >= position.offset:
-                            consumed = size * start // file.metadata.num_rows
-                            yield TableBlock(batch, np.empty(0, np.int64), _at_row(first), _at_row(start), consumed)
-                start = stop
+            try:
+                for group in range(file.num_row_groups):
+                    stop = start + file.metadata.row_group(group).num_rows
+                    if stop > position.offset:
+                        batches = file.iter_batches(num_rows, row_groups=[group], columns=columns, use_threads=whole)
+                        for batch in batches:
+                            first, start = start, start + len(batch)
+                            if first >= position.offset:
+                                consumed = size * start // file.metadata.num_rows
+                                yield TableBlock(batch, np.empty(0, np.int64), _at_row(first), _at_row(start), consumed)
+                    start = stop
+            except (OSError, pa.ArrowInvalid, *DAMAGED) as error:
+                raise ValueError(f"{self.path}, after row {start}: the file is damaged ({error}).") from error
 
     # --- from blocks to rows -----------------------------------------------------------------------------------------
 
@@ -228,5 +232,7 @@ def _skip_lines(stream: ByteSource, count: int) -> tuple[bytes, Position]:
         start += more
         if len(ends := list(islice(re.finditer(rb"\r\n|\n|\r", start), count + 1))) > count:
             break
+    if len(ends) < count:  # a header alone, without the end of its line
+        return b"", Position(len(start), count + 1)
     end = ends[count - 1].end() if count else len(_BYTE_ORDER_MARK) * start.startswith(_BYTE_ORDER_MARK)
     return start[end:], Position(end, count + 1)

@@ -46,7 +46,9 @@ def as_categories(column: pa.ChunkedArray, *, strip: bool, missing: Sequence[str
     indices = pa.concat_arrays([chunk.indices for chunk in column.chunks]).cast(pa.int32())
     tidy = pc.utf8_trim_whitespace(raw) if strip else raw
     tidy = pc.if_else(pc.is_in(tidy, value_set=pa.array(missing, pa.string())), pa.scalar(None, pa.string()), tidy)
-    merged = pc.replace_substring_regex(tidy, pattern=_WHOLE, replacement=r"\1").dictionary_encode()
+    if pc.any(pc.ends_with(tidy, ".0")).as_py():  # the pattern is dear, and few columns have such words
+        tidy = pc.replace_substring_regex(tidy, pattern=_WHOLE, replacement=r"\1")
+    merged = tidy.dictionary_encode()
     return pa.DictionaryArray.from_arrays(merged.indices.take(indices), merged.dictionary)
 
 
@@ -84,16 +86,18 @@ def plain_numbers(strings: pa.ChunkedArray, table: TableFormat) -> pa.ChunkedArr
     return strings
 
 
-def whole_numbers(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Floating-point numbers as integers where all are whole: ids that pandas holds so because some are missing.
+def float_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Floating-point numbers as strings, whole ones as integers: ids that pandas holds so because some are missing.
 
-    >>> whole_numbers(pa.chunked_array([[1e16, None]])).to_pylist()
-    [10000000000000000, None]
+    What becomes of a number does not depend on those beside it.
+
+    >>> float_words(pa.chunked_array([[1e16, None, 0.5]])).to_pylist()
+    ['10000000000000000', None, '0.5']
     """
-    try:
-        return pc.cast(values, pa.int64())
-    except pa.ArrowInvalid:
-        return values
+    floats = pc.cast(values, pa.float64())
+    whole = pc.and_(pc.less(pc.abs(floats), 2.0**63), pc.equal(pc.trunc(floats), floats))
+    integers = pc.cast(pc.if_else(whole, floats, 0.0), pa.int64(), safe=False)
+    return pc.if_else(whole, pc.cast(integers, pa.string()), pc.cast(values, pa.string()))
 
 
 def parse_times(
@@ -140,7 +144,9 @@ def parse_times(
     hour = np.where(letter("half", "P", "p"), hour % 12 + 12, np.where(letter("half", "A", "a"), hour % 12, hour))
     ahead = np.where(letter("sign", "-"), -1, 1) * (number("hours") * 60 + number("minutes"))
     seconds = np.asarray(pc.fill_null(midnight.cast(pa.int64()), 0)) + (hour * 60 + minute - ahead) * 60 + second
-    valid = np.asarray(midnight.is_valid()) & (hour < 24) & (minute < 60) & (second <= 60)
+    days = pc.cast(pc.if_else(midnight.is_valid(), day, pa.scalar(None, day.type)), pa.int64())
+    exists = np.asarray(pc.fill_null(pc.equal(pc.day(midnight), days), False))  # 31 February is parsed as 3 March
+    valid = exists & (hour < 24) & (minute < 60) & (second <= 60)
     return np.where(valid, seconds, numbers), bad & ~valid
 
 

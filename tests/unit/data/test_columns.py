@@ -6,13 +6,14 @@ import datetime as dt
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_recsys.data.raw.cleaning import as_bags, concatenate
 from lightning_recsys.data.raw.columns import Bags
-from lightning_recsys.data.tables.columns import as_categories, parse_numbers, parse_times
+from lightning_recsys.data.tables.columns import as_categories, float_words, parse_numbers, parse_times
 
 WORDS = st.lists(st.sampled_from(["a", " a", "b ", "", "?", "ü", "ab", None]), max_size=30)
 MISSING = ("", "?")
@@ -123,3 +124,37 @@ def test_times_when_they_have_offsets_or_other_dates_then_are_seconds_all_the_sa
 def test_categories_when_whole_numbers_have_a_fraction_then_are_the_same_without():
     column = as_categories(pa.chunked_array([["3", "3.0", "-7.0", "3.10", "v3.0"]]), strip=True, missing=[""])
     assert column.to_pylist() == ["3", "3", "-7", "3.10", "v3.0"]
+
+
+def test_categories_when_no_word_ends_like_a_whole_number_then_none_is_rewritten(monkeypatch):
+    monkeypatch.setattr(pc, "replace_substring_regex", lambda *_, **__: pytest.fail("the pattern was run"))
+    column = as_categories(pa.chunked_array([["a", None, "3.5", "b"]]), strip=True, missing=[""])
+    assert column.to_pylist() == ["a", None, "3.5", "b"]
+    assert as_categories(pa.chunked_array([[None, "?"]], pa.string()), strip=True, missing=["?"]).null_count == 2
+
+
+@pytest.mark.parametrize("beside", [0.5, float("nan"), 1e300, None])
+def test_floats_when_whole_then_are_written_the_same_beside_any_other(beside):
+    words = float_words(pa.chunked_array([pa.array([12345678901.0, beside, -0.0, 2.0**53], pa.float64())]))
+    assert [words.to_pylist()[i] for i in (0, 2, 3)] == ["12345678901", "0", "9007199254740992"]
+    assert (words[1].as_py() is None) == (beside is None)
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32()])
+def test_floats_when_narrow_then_keep_their_own_digits(kind):
+    words = float_words(pa.chunked_array([pa.array([np.float16(0.5), np.float16(3), None], pa.float16()).cast(kind)]))
+    assert words.to_pylist() == ["0.5", "3", None]
+
+
+@pytest.mark.parametrize("word", ["31/02/2026", "29.02.2025", "2026-04-31 10:00", "2026/00/10", "2026-01-00"])
+def test_times_when_there_is_no_such_day_then_are_bad(word):
+    times, bad = parse_times(pa.array([word, "29/02/2024"]), dates="day_first")
+    assert np.isnan(times[0])
+    assert bad.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float64()), pa.list_(pa.float64(), 2), pa.large_list(pa.float64())])
+def test_bags_when_items_are_whole_floats_then_are_words_of_whole_numbers(kind):
+    bags = as_bags(pa.array([[12345678901.0, 0.5], None, [12345678901.0, 7.0]], kind), strip=True, missing=[])
+    assert bags.lengths_N.tolist() == [2, 0, 2]
+    assert bags.values.to_pylist() == ["12345678901", "0.5", "12345678901", "7"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_recsys.data import Batch, Schema, TabularDataModule, guess_schema
-from lightning_recsys.data.files import InputFile, find_files, members
+from lightning_recsys.data.files import ByteSource, InputFile, find_files, members
 from lightning_recsys.data.raw import Position, TabularFormat, text_blocks
 
 HEADER = "click,age,user"
@@ -393,3 +393,49 @@ def test_guess_then_tells_the_share_of_values_that_are_what_they_are_taken_for(t
     assert schema.fitting == {"click": 1.0, "price": 0.98, "day": 0.995}
     assert "unknown" in schema.table.missing
     assert "'unknown' taken for missing" in schema.comments["price"]
+
+
+def test_rows_when_a_file_is_named_in_several_archives_then_are_of_all(tmp_path):
+    pack(tmp_path / "day_1.zip", {"clicks.csv": csv(ROWS[:5])})
+    pack(tmp_path / "day_2.zip", {"clicks.csv": csv(ROWS[5:9])})
+    assert ages(tmp_path, "day_*.zip/clicks.csv") == list(range(9))
+
+
+def test_rows_when_there_is_a_header_alone_without_the_end_of_its_line_then_says_in_which_file(tmp_path):
+    (tmp_path / "x.csv").write_bytes(HEADER.encode())
+    with pytest.raises(ValueError, match=r"x\.csv"):
+        ages(tmp_path, "x.csv")
+
+
+def test_times_when_they_are_finer_than_microseconds_then_are_read(tmp_path):
+    columns = {"click": [1, 0], "age": [1, 2], "user": ["a", "b"]}
+    when = pa.array([1_700_000_000_123_456_789, 1], pa.timestamp("ns"))
+    parquet.write_table(pa.table({**columns, "when": when}), tmp_path / "x.parquet")
+    assert ages(tmp_path, "x.parquet", time="when") == [1.0, 2.0]
+
+
+def test_times_when_they_are_of_the_day_then_says_which_column(tmp_path):
+    columns = {"click": [1, 0], "age": [1, 2], "user": ["a", "b"], "when": pa.array([1, 2], pa.time64("us"))}
+    parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=r"x\.parquet, column 'when' has type time64"):
+        ages(tmp_path, "x.parquet", time="when")
+
+
+def test_parquet_when_a_page_is_damaged_then_says_which_file(tmp_path):
+    rows = {"click": [1, 0] * 500, "age": list(range(1000)), "user": [f"u{i * 7919 % 1000}" for i in range(1000)]}
+    parquet.write_table(pa.table(rows), tmp_path / "x.parquet", compression="zstd")
+    content = bytearray((tmp_path / "x.parquet").read_bytes())
+    start = parquet.ParquetFile(tmp_path / "x.parquet").metadata.row_group(0).column(2).dictionary_page_offset
+    content[start + 30 : start + 300] = b"\xff" * 270
+    (tmp_path / "x.parquet").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.parquet.*damaged"):
+        ages(tmp_path, "x.parquet")
+
+
+def test_source_when_what_is_skipped_is_damaged_then_says_so(tmp_path):
+    path = pack(tmp_path / "x.zip", {"x.csv": csv([f"{i % 2},{i * 7919 % 10007},u" for i in range(3000)])})
+    content = bytearray(path.read_bytes())
+    content[5000:5010] = bytes(10)
+    path.write_bytes(content)
+    with ByteSource(path / "x.csv") as source, pytest.raises(OSError, match=r"CRC|decompressing"):
+        source.skip(1 << 20)
