@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_recsys.launchers.folders import PREFIX
+from lightning_recsys.launchers.folders import PREFIX, remove_abandoned
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
 
@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def find_runs(parent: Path) -> dict[str, dict[int, Group]]:
-    """The groups of each run of this user's whose servers keep their files below a folder."""
+    """The groups of each run of this user's whose servers keep their files below a folder; what dead runs left goes."""
+    remove_abandoned(parent)
     found: dict[str, dict[int, Group]] = {}
     for folder in sorted(parent.glob(f"{PREFIX}-*/group-*")):
         if folder.is_dir() and folder.lstat().st_uid == os.getuid() and (state := GroupState.read(folder)) is not None:
@@ -64,7 +65,7 @@ def drain(groups: dict[int, Group], number: int, *, timeout: float) -> None:
         timeout: Seconds to wait.
 
     Raises:
-        ValueError: the others cannot do without it.
+        ValueError: the others cannot do without it, as far as this machine's servers tell.
         TimeoutError: it does not come to rest; it will when its nets come to it.
     """
     states = groups[number].values()
@@ -77,6 +78,8 @@ def drain(groups: dict[int, Group], number: int, *, timeout: float) -> None:
     others = [x for x, group in groups.items() if x != number and not any(y.drained for y in group.values())]
     if len(groups) == num_groups and not others:
         raise ValueError(f"group {number} is the only one that trains: let another one come back first.")
+    if number == 0:
+        sys.stderr.write("group 0 has the first rank: where that publishes the model, no versions come meanwhile\n")
     for folder in groups[number]:
         (folder / WANTED).touch(mode=0o600)
     _wait(groups[number], drained=True, timeout=timeout)

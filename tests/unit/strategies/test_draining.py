@@ -1,5 +1,6 @@
 """Groups that are drained for maintenance: what the command does, and where a group comes back."""
 
+import os
 import re
 import threading
 from types import SimpleNamespace
@@ -18,17 +19,19 @@ from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds
 from lightning_recsys.sync import make_algorithm
 
+RUN = f"lightning_recsys-{os.getpid()}-abc"
+
 
 @pytest.fixture
 def run(tmp_path):
     """Two groups of two servers, one of them drained."""
     folders = {}
     for number in range(4):
-        folder = tmp_path / "lightning_recsys-7-abc" / f"group-{number}"
+        folder = tmp_path / RUN / f"group-{number}"
         folder.mkdir(parents=True)
         GroupState(number // 2, 2, True, drained=number > 1, nets=2, waiting=2 * (number > 1)).write(folder)
         folders[number] = folder
-    (tmp_path / "lightning_recsys-7-abc" / "group-4").mkdir()  # without parts yet
+    (tmp_path / RUN / "group-4").mkdir()  # without parts yet
     return SimpleNamespace(parent=tmp_path, folders=folders)
 
 
@@ -39,9 +42,25 @@ def ask(run, *arguments):
 def test_command_when_it_lists_then_each_group_with_its_nets(run, capsys):
     assert ask(run) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "lightning_recsys-7-abc  group 0  trains  0 of 2 nets wait",
-        "lightning_recsys-7-abc  group 1  drained  2 of 2 nets wait",
+        f"{RUN}  group 0  trains  0 of 2 nets wait",
+        f"{RUN}  group 1  drained  2 of 2 nets wait",
     ]
+
+
+def test_command_when_a_run_was_killed_then_only_those_that_live_are_there(run):
+    dead = run.parent / f"lightning_recsys-{2**22 + 1}-abc" / "group-0"  # Linux has no process of such a number
+    dead.mkdir(parents=True)
+    GroupState(0, 2, True, nets=2).write(dead)
+    assert cli.find_runs(run.parent).keys() == {RUN}
+
+
+def test_command_when_the_first_group_is_drained_then_says_that_nothing_is_published(run, capsys):
+    for number, folder in run.folders.items():
+        GroupState(number // 2, 2, True, drained=number < 2, nets=2, waiting=2 * (number < 2)).write(folder)
+    assert ask(run, "drain", "0") == 0
+    assert "no versions come meanwhile" in capsys.readouterr().err
+    assert ask(run, "drain", "1") == 1
+    assert "no versions" not in capsys.readouterr().err
 
 
 def test_command_when_a_group_is_drained_then_all_its_servers_are_told_and_it_waits_for_them(run, capsys):
@@ -65,7 +84,7 @@ def test_command_when_a_group_is_drained_then_all_its_servers_are_told_and_it_wa
         (["drain", "0"], "group 0 is the only one that trains"),
         (["drain", "2"], r"one of the groups \[0, 1\], got 2"),
         (["drain"], "got None"),
-        (["rejoin", "1", "--run", "other"], r"--run: \['lightning_recsys-7-abc'\]"),
+        (["rejoin", "1", "--run", "other"], rf"--run: \['{RUN}'\]"),
     ],
     ids=["last", "unknown_group", "no_group", "unknown_run"],
 )
