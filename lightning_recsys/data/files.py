@@ -212,28 +212,46 @@ def members(archive: Path) -> dict[str, int]:
         ValueError: the archive is damaged or cut off.
     """
     about = archive.stat()
-    return _members(archive, about.st_size, about.st_mtime_ns)
+    return {name: size for name, (size, _) in _members(archive, about.st_size, about.st_mtime_ns).items()}
 
 
 @lru_cache(maxsize=64)
-def _members(archive: Path, _size: int, _changed: int) -> dict[str, int]:
+def _members(archive: Path, _size: int, _changed: int) -> dict[str, tuple[int, int]]:
+    """The files in an archive: the size of the last one of each name, and how many have it."""
     with _explained(archive):
         if archive.name.lower().endswith(_ZIP):
             with zipfile.ZipFile(archive) as zipped:
-                found = {x.filename: x.file_size for x in zipped.infolist() if not x.is_dir()}
+                listed = [(x.filename, x.file_size) for x in zipped.infolist() if not x.is_dir()]
         else:
             with tarfile.open(archive) as tar:
-                found = {x.name.removeprefix("./"): x.size for x in tar if x.isfile()}
-    return {name: found[name] for name in sorted(found) if not any(x.startswith(_HIDDEN) for x in name.split("/"))}
+                listed = [(x.name, x.size) for x in tar if x.isfile()]
+    found: dict[str, tuple[int, int]] = {}
+    for stored, size in listed:
+        parts = (name := _name_in(stored)).split("/")
+        if ".." in parts:
+            raise ValueError(f"{archive} holds {stored!r}, which lies outside of it. Pack it again without that.")
+        if not any(part.startswith(_HIDDEN) for part in parts):
+            found[name] = (size, found.get(name, (0, 0))[1] + 1)
+    return {name: found[name] for name in sorted(found)}
+
+
+def _name_in(stored: str) -> str:
+    """The name of a file in an archive, where it may stand as ``./x`` or as ``/x``."""
+    return stored.removeprefix("./").lstrip("/")
 
 
 def _open_member(opened: ExitStack, archive: Path, member: str) -> IO[bytes]:
     if archive.name.lower().endswith(_ZIP):
-        return opened.enter_context(zipfile.ZipFile(archive)).open(member)
+        zipped = opened.enter_context(zipfile.ZipFile(archive))
+        return zipped.open([x for x in zipped.infolist() if _name_in(x.filename) == member][-1])
+    about = archive.stat()
+    _, before_it = _members(archive, about.st_size, about.st_mtime_ns)[member]
     tar = opened.enter_context(tarfile.TarFile.open(archive))
     for info in tar:  # as far as it takes: to list all members would decompress the whole archive first
-        if info.name.removeprefix("./") == member and (file := tar.extractfile(info)) is not None:
-            return file
+        if info.isfile() and _name_in(info.name) == member:
+            before_it -= 1
+            if not before_it and (file := tar.extractfile(info)) is not None:
+                return file
     raise FileNotFoundError(f"there is no file {member} in {archive}")
 
 

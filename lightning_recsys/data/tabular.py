@@ -293,7 +293,7 @@ class TabularDataModule(PreparedReader):
             "split": [asdict(self.schema.split), self.schema.share("validation"), self.schema.share("test")],
             "origin": origin,
             "files": before,
-            "formats": {path: asdict(table) for path, table in self.schema.formats.items()},
+            "formats": [asdict(raw_format.format_of(path)) for path in files],
             "on_bad_row": self._on_bad_row,
         }
         if self._checksums:

@@ -71,7 +71,14 @@ class SchemaEncoder(RequestEncoder):
     def __init__(self, schema: Schema, encoding: Encoding) -> None:
         # Where the training rows lay, and who joined them, is no business of those who serve.
         self._schema = dataclasses.replace(
-            schema, files={"train": ("-",)}, joins=(), comments={}, time=None, split=Split()
+            schema,
+            files={"train": ("-",)},
+            table=schema.usual_format("requests", in_file=False),
+            formats={},
+            joins=(),
+            comments={},
+            time=None,
+            split=Split(),
         )
         self._encoding = encoding
         self._format = TabularFormat(schema=self._schema)

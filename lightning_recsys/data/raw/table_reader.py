@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,9 +60,34 @@ class TableReader:
         for pattern in patterns:
             for path in find_files(pattern, name=f"schema.files.{split}", root=self.root):
                 require(path not in found, f"schema.files.{split} names {path} twice.")
-                found[path] = self.schema.formats.get(pattern, self.schema.table)
+                if split == "predict" and pattern not in self.schema.formats:
+                    found[path] = self.format_of(path)
+                else:
+                    found[path] = self.schema.formats.get(pattern, self.schema.table)
         self._tables |= found
         return list(found)
+
+    def format_of(self, path: Path) -> TableFormat:
+        """How a file of rows is written, however its path is spelt; as those of training, if no split names it.
+
+        Raises:
+            ValueError: no split names it, and the files of training are written in several ways.
+        """
+        if path not in self._tables:
+            named = self._named.get(path.resolve())
+            self._tables[path] = self.schema.usual_format(str(path)) if named is None else named
+        return self._tables[path]
+
+    @cached_property
+    def _named(self) -> dict[Path, TableFormat]:
+        """How the files are written that the schema names for training and evaluation, as far as they are there."""
+        schema, found = self.schema, dict[Path, TableFormat]()
+        patterns = [pattern for split, all_of in schema.files.items() if split != "predict" for pattern in all_of]
+        for pattern in patterns if schema.formats else []:
+            with suppress(FileNotFoundError, ValueError):  # told where they are read
+                table = schema.formats.get(pattern, schema.table)
+                found |= {path.resolve(): table for path in find_files(pattern, root=self.root)}
+        return found
 
     @cached_property
     def side_paths(self) -> list[Path]:
@@ -90,7 +116,7 @@ class TableReader:
         Raises:
             ValueError: a column of the schema is in none of them, or the file has not what is to be carried.
         """
-        table = self._tables.get(path, self.schema.table)
+        table = self.format_of(path)
         header = self._header(path, table)
         names = header.names
         used = [column for column, _ in self._uses()]

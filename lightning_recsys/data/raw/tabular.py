@@ -22,7 +22,7 @@ from lightning_recsys.data.raw.table_reader import OnBadRow, TableReader
 from lightning_recsys.data.raw.text import Block, Position
 from lightning_recsys.data.tables.features import Input
 from lightning_recsys.data.tables.schema import Schema, feature_name
-from lightning_recsys.data.tables.schema_parts import Label
+from lightning_recsys.data.tables.schema_parts import Label, TableFormat
 from lightning_recsys.data.tables.schema_parts import Split as SchemaSplit
 
 _GLANCE = 1 << 16  # bytes of a file that are read to see whether it is what the schema says
@@ -94,6 +94,10 @@ class TabularFormat(RawFormat):
         """
         needed = split in ("train", "predict")
         return self._reader.paths(split) if needed or split in self.schema.files else []
+
+    def format_of(self, path: Path) -> TableFormat:
+        """How a file of rows is written; see :meth:`TableReader.format_of`."""
+        return self._reader.format_of(path)
 
     def side_files(self) -> Sequence[Path]:
         """See the base class."""

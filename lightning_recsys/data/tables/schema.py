@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_recsys.data.tables.features import Categorical, Dense, Input, MultiValued, Vector
 from lightning_recsys.data.tables.label import LabelRule
-from lightning_recsys.data.tables.schema_parts import Join, Label, Split, TableFormat, require
+from lightning_recsys.data.tables.schema_parts import VALUE_KEYS, Join, Label, Split, TableFormat, require
 from lightning_recsys.data.typed_yaml import check_keys, convert, load_yaml, make
 
 T = TypeVar("T")
@@ -92,6 +92,30 @@ class Schema:
         for name, feature in self.categorical.items():
             self._check_cross(f"schema.categorical.{name}.cross", feature)
         self._check_sources()
+
+    def usual_format(self, rows: str, *, in_file: bool = True) -> TableFormat:
+        """How rows are written of which the schema does not say it: as those of training are.
+
+        Args:
+            rows: What to call them in an error message.
+            in_file: Whether they lie in a file; else only what tells what their values mean counts.
+
+        Raises:
+            ValueError: the files of training are written in several ways.
+        """
+        tables = [self.formats.get(path, self.table) for path in self.files.get("train", ())] or [self.table]
+        if not in_file:
+            tables = [replace(self.table, **{key: getattr(table, key) for key in VALUE_KEYS}) for table in tables]
+        require(
+            all(table == tables[0] for table in tables),
+            f"{rows}: the files of training are written in several ways, so it is open how this is. "
+            + (
+                "Name it under schema.files with its own keys, such as predict: {path: new.csv, missing: ['', NA]}."
+                if in_file
+                else f"Write those in one way, as to {', '.join(VALUE_KEYS)}."
+            ),
+        )
+        return tables[0]
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Schema:

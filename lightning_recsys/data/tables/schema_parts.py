@@ -62,6 +62,9 @@ class TableFormat:
         require(not twice, f"{where}.column_names lists {', '.join(twice)} more than once.")
 
 
+VALUE_KEYS = ("strip", "missing", "decimal", "thousands", "dates")  # of a format: what its values mean
+
+
 @dataclass(frozen=True, kw_only=True)
 class Label:
     """The column that says whether a row is a click.

@@ -19,6 +19,7 @@ import torch
 from lightning_recsys.data import Batch, Schema, TabularDataModule, guess_schema
 from lightning_recsys.data.files import ByteSource, InputFile, find_files, members
 from lightning_recsys.data.raw import Position, TabularFormat, text_blocks
+from lightning_recsys.serving.encoders import SchemaEncoder, encoder_from, encoder_of
 
 HEADER = "click,age,user"
 ROWS = [f"{i % 2},{i},u{i % 3}" for i in range(40)]
@@ -164,6 +165,35 @@ def test_archive_when_a_file_in_it_is_damaged_then_says_which(tmp_path):
         ages(tmp_path, "rows.zip")
 
 
+def tar_of(path: Path, *files: tuple[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_archive_when_a_file_stands_twice_then_the_last_is_read(tmp_path):
+    tar_of(tmp_path / "x.tar", ("a.csv", csv(ROWS[:9])), ("./a.csv", csv(ROWS[5:8])))
+    assert ages(tmp_path, "x.tar") == [5.0, 6.0, 7.0]
+
+
+def test_archive_when_names_start_at_the_root_then_what_lies_on_the_disk_is_not_read(tmp_path):
+    disk = tmp_path / "a.csv"
+    disk.write_bytes(csv(ROWS[:2]))
+    tar_of(tmp_path / "x.tar", (str(disk), csv(ROWS[5:8])))
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as zipped:
+        zipped.writestr(str(disk), csv(ROWS[5:8]))
+    assert ages(tmp_path, "x.tar") == ages(tmp_path, "x.zip") == [5.0, 6.0, 7.0]
+
+
+def test_archive_when_a_file_lies_outside_of_it_then_is_refused(tmp_path):
+    tar_of(tmp_path / "x.tar", ("b/../../a.csv", csv(ROWS)))
+    with pytest.raises(ValueError, match=r"x\.tar holds 'b/\.\./\.\./a\.csv', which lies outside"):
+        ages(tmp_path, "x.tar")
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -219,6 +249,52 @@ def test_files_when_each_is_written_in_its_own_way_then_are_read_so(tmp_path):
     schema = Schema.from_dict({**SCHEMA, **change, "files": files})
     (tmp_path / "schema.yaml").write_text(schema.to_yaml())
     assert Schema.from_yaml(tmp_path / "schema.yaml") == schema
+
+
+NA_FILE = {"path": "train.csv", "missing": ["", "NA"]}
+
+
+def users(schema: Schema, root: Path, path: Path) -> list[bytes | None]:
+    """The users of a file that the schema need not name."""
+    raw_format = TabularFormat(schema=schema, root=root)
+    (block,) = raw_format.blocks(path, block_bytes=1 << 20, position=Position())
+    return raw_format.parse_block(path, block).categories["user"].to_pylist()
+
+
+@pytest.mark.parametrize("name", ["train.csv", "new.csv"])
+def test_files_when_named_by_another_path_or_not_at_all_then_are_read_as_those_of_training(tmp_path, name):
+    for file in ("train.csv", "new.csv"):
+        (tmp_path / file).write_bytes(csv(["0,1,NA", "1,2,u"]))
+    (tmp_path / "link").symlink_to(tmp_path)
+    schema = Schema.from_dict({**SCHEMA, "files": NA_FILE})
+    assert users(schema, tmp_path, tmp_path / "link" / name) == [None, b"u"]
+    named = Schema.from_dict({**SCHEMA, "files": {"train": NA_FILE, "predict": str(tmp_path / "link" / name)}})
+    raw_format = TabularFormat(schema=named, root=tmp_path, labelled=False)
+    assert [raw_format.format_of(path).missing for path in raw_format.files("predict")] == [("", "NA")]
+
+
+def test_files_when_those_of_training_are_written_in_several_ways_then_others_must_say_how_they_are(tmp_path):
+    for file in ("train.csv", "b.csv", "new.csv"):
+        (tmp_path / file).write_bytes(csv(["0,1,NA", "1,2,u"]))
+    schema = Schema.from_dict({**SCHEMA, "files": {"train": [NA_FILE, "b.csv"]}})
+    assert users(schema, tmp_path, tmp_path / "b.csv") == [b"NA", b"u"]
+    assert users(schema, tmp_path, tmp_path / "train.csv") == [None, b"u"]
+    with pytest.raises(ValueError, match=r"new\.csv: the files of training are written in several ways"):
+        users(schema, tmp_path, tmp_path / "new.csv")
+
+
+def test_requests_when_the_file_of_training_has_its_own_words_for_missing_then_so_have_they(tmp_path):
+    (tmp_path / "train.csv").write_bytes(csv(["0,1,NA", "1,2,u", "1,2,v"]))
+    data = TabularDataModule(schema={**SCHEMA, "files": NA_FILE}, root=tmp_path)
+    encoder = encoder_of(data, {}, 1)
+    for known in (encoder, encoder_from(*encoder.to_files())):
+        _, sparse = known.encode([{"age": 1, "user": user} for user in (None, "NA", "u", "new")])
+        missing, words, u, unknown = sparse.values.tolist()
+        assert missing == words
+        assert len({missing, u, unknown}) == 3
+    both = Schema.from_dict({**SCHEMA, "files": {"train": [NA_FILE, "b.csv"]}})
+    with pytest.raises(ValueError, match=r"requests: the files of training.* Write those in one way"):
+        SchemaEncoder(both, data.encoding)
 
 
 def test_files_when_the_format_of_one_changes_then_its_rows_are_prepared_anew(tmp_path):
