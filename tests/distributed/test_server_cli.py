@@ -68,7 +68,7 @@ def test_server_when_started_in_a_shell_then_serves_trainers_tells_and_stops_on_
         assert cli.main(["--status", endpoint, "--keys", str(keys), "--timeout", "60", "--json"]) == 0
         status = json.loads(capsys.readouterr().out)
         assert (status["stores"], status["clients"], status["pushes"], status["refused"]) == (1, 1, 1, 0)
-        assert (status["bytes"], status["folder"]) == (5 * 4 + 8, str(tmp_path / "stores"))
+        assert (status["bytes"], status["folder"]) == (5 * 4 + 16, str(tmp_path / "stores"))
         assert status["uptime"] > 0
         assert cli.main(["--status", endpoint, "--keys", str(keys), "--timeout", "60"]) == 0
         shown = capsys.readouterr().out

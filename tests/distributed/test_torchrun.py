@@ -98,8 +98,9 @@ def test_job_when_a_rank_raises_then_its_error_is_seen_and_no_server_is_left():
     assert soon(lambda: folders(lines(output, "pid")) == [])
 
 
-def test_job_when_a_rank_raises_and_a_callback_is_to_save_then_it_ends_and_says_that_nothing_is_saved():
-    with job(*one_node("crash_and_save")) as process:
+@pytest.mark.parametrize("strategy", ["het", "shadowsync"])
+def test_job_when_a_rank_raises_and_callbacks_are_to_save_then_it_ends_and_says_that_nothing_is_saved(strategy):
+    with job(*one_node("crash_and_save"), STRATEGY=strategy) as process:
         output, _ = process.communicate(timeout=150)  # a checkpoint is made by all ranks, and the others train
     assert process.returncode == 1
     assert "ZeroDivisionError: in step 3" in output

@@ -7,7 +7,7 @@ from datetime import timedelta
 from tempfile import TemporaryDirectory
 
 import torch
-from pytorch_lightning.callbacks import OnExceptionCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from served_strategy import Model, Ratings, ServedStrategy, make_trainer, say
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
@@ -134,8 +134,10 @@ class FailingRatings(Failing):
 
 def crash_and_save(num_nodes):
     with TemporaryDirectory() as folder:
-        saving = {"callbacks": [OnExceptionCheckpoint(folder)], "enable_checkpointing": True}
-        strategy = HETStrategy(staleness=10)
+        callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_last=True, save_on_exception=True)]
+        saving = {"callbacks": callbacks, "enable_checkpointing": True}
+        is_het = os.environ["STRATEGY"] == "het"
+        strategy = HETStrategy(staleness=10) if is_het else ShadowSyncStrategy(num_trainers=2)
         try:
             make_trainer(strategy=strategy, num_nodes=num_nodes, **saving).fit(FailingRatings())
         finally:

@@ -223,7 +223,7 @@ class ServedDensePart:
     ) -> None:
         self._optimizers = list(optimizers)
         self._num_workers, self._names = num_workers, names or {}
-        self._step = 0  # pushes of all workers, as far as a pull has told
+        self._steps = dict.fromkeys(optimizers, 0)  # of each, of all workers, as far as a pull has told
         self._served: list[tuple[int, Optimizer, ServedParameters]] = []  # with the number of the server
         self._refuse_shared()
         self._refuse_other_types()
@@ -295,10 +295,10 @@ class ServedDensePart:
         """
         output = closure()
         for served in self._of(optimizer):
-            served.push(self._step + 1)
+            served.push(self._steps[optimizer] + 1)
         self._refuse_unserved(optimizer)
         optimizer.step()
-        self._pull(self._of(optimizer))
+        self._pull([optimizer])
         return output
 
     def _refuse_unserved(self, optimizer: Optimizer) -> None:
@@ -321,11 +321,12 @@ class ServedDensePart:
 
     def pull(self) -> None:
         """Take the parameters that the servers have."""
-        self._pull([served for *_, served in self._served])
+        self._pull(self._optimizers)
 
-    def _pull(self, parts: Sequence[ServedParameters]) -> None:
-        for take in [served.begin_pull() for served in parts]:  # all are asked before one is waited for
-            self._step = max(self._step, take())
+    def _pull(self, optimizers: Sequence[Optimizer]) -> None:
+        asked = [(owner, served.begin_pull()) for _, owner, served in self._served if owner in optimizers]
+        for owner, take in asked:  # all are asked before one is waited for
+            self._steps[owner] = max(self._steps[owner], take())
 
     def assign(self) -> None:
         """Let the servers have this worker's parameters; the optimizer state there stays."""
@@ -334,9 +335,10 @@ class ServedDensePart:
 
     def pull_state(self, optimizer: Optimizer) -> None:
         """Take an optimizer's state from the servers, for a checkpoint."""
-        self._step = max((self._step, *(int(served.store.read(STEP)) for *_, served in self._served)))
-        for served in self._of(optimizer):
-            served.pull_state(self._step)
+        parts = self._of(optimizer)
+        step = self._steps[optimizer] = max((self._steps[optimizer], *(int(x.store.read(STEP)) for x in parts)))
+        for served in parts:
+            served.pull_state(step)
 
     def kept(self) -> list[Kept]:
         """What a checkpoint has of each parameter, in the optimizers' order; for the worker that made the stores."""

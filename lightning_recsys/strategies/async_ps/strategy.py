@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -206,7 +207,9 @@ class AsyncParameterServerStrategy(ServedStrategy):
         """Load, and keep what this rank is to bring to the servers for the start of training."""
         ranks = {"rank": self.global_rank, "num_ranks": self.world_size}
         options: Any = {**ranks, "weights_only": weights_only is not False}
-        self._restored_rows = row_tags.load_shares(checkpoint_path, **options)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._restored_rows = row_tags.load_shares(checkpoint_path, **options)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -217,12 +217,16 @@ class RecsysStrategy(DDPStrategy):
     @property
     def succeeded(self) -> bool:
         """Whether the run has not failed: only then may :meth:`teardown` talk to other ranks."""
-        return self._status not in (None, TrainerStatus.INTERRUPTED)
+        return self._trainer is not None and not self._has_failed
 
     @property
-    def _status(self) -> TrainerStatus | None:
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        return None if trainer is None else trainer.state.status
+    def _trainer(self) -> pl.Trainer | None:
+        return self.lightning_module._trainer if self.lightning_module is not None else None
+
+    @property
+    def _has_failed(self) -> bool:
+        """This rank's run has: the others may be waiting elsewhere, or for ever, so it waits for none of them."""
+        return self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
 
     def stored_tensors(self) -> Mapping[str, StoredTensor | StoredRows]:
         """What a checkpoint takes from elsewhere than this process's model, by its keys in the state dict."""
@@ -481,12 +485,16 @@ class RecsysStrategy(DDPStrategy):
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; one whose run has failed does not, for the others may be waiting elsewhere."""
-        if self._status != TrainerStatus.INTERRUPTED:
+        """Wait for all ranks; one whose run has failed does not."""
+        if not self._has_failed:
             super().barrier(*args, **kwargs)
 
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What rank ``src`` has; a rank whose run has failed keeps its own."""
+        return obj if self._has_failed else super().broadcast(obj, src)
+
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """Reduce over the ranks; a mean of integers is not rounded.
+        """Reduce over the ranks; a mean of integers is not rounded, and a rank whose run has failed keeps its own.
 
         Lightning floors it (its issue 21838), which inflates ``self.log(..., sync_dist=True)`` where ranks logged
         different numbers of examples.
@@ -496,7 +504,7 @@ class RecsysStrategy(DDPStrategy):
             reduce_op = "mean"  # ReduceOp.AVG is not for gloo
         if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())
-        return super().reduce(tensor, group, reduce_op)
+        return tensor if self._has_failed else super().reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks say so, or any; Lightning compares with the number of ranks that the run began with."""

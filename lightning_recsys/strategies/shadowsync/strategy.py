@@ -351,7 +351,7 @@ class ShadowSyncStrategy(ServedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """While training, the average of the replicas, which is what validation sees; all ranks call this."""
         run = self._run
-        if run is None:
+        if run is None or not self.succeeded:  # a rank that has failed cannot wait for the others' replicas
             return super().lightning_module_state_dict()
         goes_on = run.is_training and not run.is_averaged
         self.settle()

@@ -137,6 +137,25 @@ def test_swap_when_two_workers_push_then_the_period_ends_by_the_pushes_of_both(s
     assert optimizers[0].param_groups[0]["swap_step"] == 5
 
 
+def test_swap_when_two_optimizers_train_then_each_counts_its_own_steps(servers):
+    models = [make_model(), make_model()]
+    expected, served = ([RULES["adagrad_swap"](x.parameters()) for x in (model[0], model[2])] for model in models)
+    dense = ServedDensePart(served, len(servers))
+    dense.create(servers, IDENTITY)
+    for step in range(8):
+        for part in (0, 1) if step % 2 else (1,):  # the second makes twice as many steps
+            for model in models:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.5 + step)
+            expected[part].step()
+            dense.step(served[part], lambda: None)
+    for optimizer, told in zip(served, (4, 8), strict=True):
+        dense.pull_state(optimizer)
+        assert optimizer.param_groups[0]["swap_step"] == told
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("rule", ["adagrad", "adam"])
 def test_dense_part_when_it_starts_from_a_trained_optimizer_then_goes_on_from_its_state(servers, rule):
     model = make_model()
