@@ -115,7 +115,7 @@ class ByteSource:
         self._opened = ExitStack()
         self._raw = self._opened.enter_context(open_stored(path))
         self._stream: Any = self._raw
-        if (compression := _COMPRESSION.get(path.suffix)) is not None:
+        if (compression := _COMPRESSION.get(path.suffix.lower())) is not None:
             self._stream = pa.CompressedInputStream(pa.PythonFile(self._raw, mode="r"), compression)
         if codecs.lookup(encoding).name != "utf-8":
             self._stream = pa.transcoding_input_stream(pa.PythonFile(self._stream, mode="r"), encoding, "utf-8")

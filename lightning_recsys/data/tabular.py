@@ -269,8 +269,7 @@ class TabularDataModule(PreparedReader):
                 raise ValueError(f"{', '.join(map(str, files))}: a file has changed while it was read. Start again.")
 
         def prepare(folder: Path) -> None:
-            for path in files:
-                check_md5(path, self._checksums)
+            check_md5(files, self._checksums)
             log.info("Preparing %s in %s", ", ".join(map(str, files)), folder)
             console = Console(stderr=True)
             with progress_bar(console, delay=_PATIENCE, transient=True) as show:

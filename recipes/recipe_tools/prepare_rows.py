@@ -29,8 +29,8 @@ def prepare_rows(config: Config) -> Manifest:
     raw_format = build(with_schema(config, out=out))
     files = raw_format.files("train") if config["raw"] is None else find_files(config["raw"])
     evaluation = [config["split"][name] for name in ("validation", "test") if config["split"]["by"] == "file"]
-    for path in [*files, *(file for patterns in evaluation if patterns for file in find_files(patterns))]:
-        check_md5(path, config["checksums"] or {})
+    own = [file for patterns in evaluation if patterns for file in find_files(patterns)]
+    check_md5([*files, *own], config["checksums"] or {})
     with progress_bar(console()) as on_progress:
         preparation = Preparation(
             out,

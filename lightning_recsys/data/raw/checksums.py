@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lightning_recsys.data.files import stored_file
 
 
-def check_md5(path: Path, checksums: Mapping[str, str]) -> None:
-    """Compare a file with the MD5 sum that is given for its name; nothing happens where none is.
+def check_md5(paths: Iterable[Path], checksums: Mapping[str, str]) -> None:
+    """Compare files with the MD5 sums that are given for their names; nothing happens where none is.
 
     Args:
-        path: The file; of one in an archive, the archive counts.
+        paths: The files; of those in an archive, the archive counts, and is read once.
         checksums: MD5 sum by file name, in hexadecimal.
 
     Raises:
-        ValueError: the file has another one.
+        ValueError: a file has another one.
     """
-    path = stored_file(path)
+    for path in dict.fromkeys(map(stored_file, paths)):
+        _check(path, checksums)
+
+
+def _check(path: Path, checksums: Mapping[str, str]) -> None:
     expected = checksums.get(path.name)
     if expected is None:
         return

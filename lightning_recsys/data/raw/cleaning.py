@@ -224,12 +224,14 @@ class _Parser:
             lists = pc.cast(self.values, pa.large_list(self.values.type.value_type))
         else:
             words = pc.utf8_trim(self._strings(), "[]() \t\r\n")
-            lists = pc.split_pattern_regex(words, pattern=r"\s*[,;|]\s*|\s+")
+            comma = self.table.decimal == ","  # then those between numbers have a space behind them
+            lists = pc.split_pattern_regex(words, pattern=r"\s*[;|]\s*|,?\s+" if comma else r"\s*[,;|]\s*|\s+")
         lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
         present = np.asarray(lists.is_valid())
         flat = pc.list_flatten(lists)
         try:
-            numbers, bad = parse_numbers(flat) if pa.types.is_string(flat.type) else _finite(flat)
+            strings = pa.types.is_string(flat.type)
+            numbers, bad = parse_numbers(plain_numbers(flat, self.table)) if strings else _finite(flat)
         except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
             raise ValueError(f"{self.path}, column {self.name!r} has type {self.values.type}: no numbers.") from error
         rows = np.repeat(np.arange(len(lengths)), lengths)

@@ -94,14 +94,14 @@ def leaf(batch: pa.RecordBatch, place: tuple[str, ...]) -> pa.Array:
 
 def is_parquet(path: Path, table: TableFormat) -> bool:
     """Whether the file is a Parquet file, by the schema or else by its suffix."""
-    return table.format == "parquet" if table.format else path.suffix in (".parquet", ".pq")
+    return table.format == "parquet" if table.format else path.suffix.lower() in (".parquet", ".pq")
 
 
 def separator_of(path: Path, table: TableFormat) -> str:
     """The separator of a text file: the schema's, else a tab or a comma by the file's suffix."""
     if table.separator is not None:
         return table.separator
-    return "\t" if {".tsv", ".tab"} & set(path.suffixes) else ","
+    return "\t" if {".tsv", ".tab"} & {suffix.lower() for suffix in path.suffixes} else ","
 
 
 def parse_block(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import io
 import tarfile
 import tracemalloc
@@ -19,6 +20,7 @@ import torch
 from lightning_recsys.data import Batch, Schema, TabularDataModule, guess_schema
 from lightning_recsys.data.files import ByteSource, InputFile, find_files, members
 from lightning_recsys.data.raw import Position, TabularFormat, text_blocks
+from lightning_recsys.data.raw.checksums import check_md5
 from lightning_recsys.serving.encoders import SchemaEncoder, encoder_from, encoder_of
 
 HEADER = "click,age,user"
@@ -515,3 +517,29 @@ def test_source_when_what_is_skipped_is_damaged_then_says_so(tmp_path):
     path.write_bytes(content)
     with ByteSource(path / "x.csv") as source, pytest.raises(OSError, match=r"CRC|decompressing"):
         source.skip(1 << 20)
+
+
+def test_files_when_their_suffixes_are_in_capitals_then_are_read_as_in_small_letters(tmp_path):
+    (tmp_path / "A.TSV.GZ").write_bytes(gzip.compress(csv(ROWS).replace(b",", b"\t")))
+    (tmp_path / "B.PARQUET").write_bytes(parquet_bytes({"click": [0, 1], "age": [7, 8], "user": ["a", "b"]}))
+    assert ages(tmp_path, "A.TSV.GZ") == list(range(40))
+    assert ages(tmp_path, "B.PARQUET") == [7, 8]
+
+
+def test_vectors_when_decimals_have_commas_then_are_split_elsewhere(tmp_path):
+    (tmp_path / "x.csv").write_text("click|user|v\n0|a|1,5;-2\n1|b|[0,25 3]\n1|c|1,5, 4\n")
+    change = {"separator": "|", "decimal": ",", "vectors": {"v": {"width": 2, "standardize": False}}, "dense": []}
+    data = TabularDataModule(schema={**SCHEMA, **change, "files": "x.csv"}, root=tmp_path)
+    data.setup()
+    assert all_rows(data).dense.tolist() == [[1.5, -2.0], [0.25, 3.0], [1.5, 4.0]]
+
+
+def test_checksums_when_files_lie_in_one_archive_then_it_is_read_once(tmp_path, monkeypatch):
+    path = pack(tmp_path / "x.zip", {"a.csv": csv(ROWS[:3]), "b.csv": csv(ROWS[3:])})
+    read: list[object] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *given: read.append(given) or digest(*given))
+    with pytest.raises(ValueError, match=r"x\.zip is not the published file"):
+        check_md5(find_files(path), {"x.zip": "0"})
+    check_md5(find_files(path), {"x.zip": hashlib.md5(path.read_bytes()).hexdigest()})
+    assert len(read) == 2
