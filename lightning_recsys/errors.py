@@ -196,6 +196,10 @@ class PublishedVersionError(ValueError):
         return f"{self.version}: {self.reason}. The version that was open before stays as it was."
 
 
+class PublisherReplacedError(PublishedVersionError):
+    """Another publisher took this one for dead, and publishes in its place: it can publish nothing any more."""
+
+
 class WorkerLostError(RuntimeError):
     """A worker died while the others were exchanging something that cannot do without it.
 

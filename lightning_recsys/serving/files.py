@@ -18,12 +18,13 @@ from typing import IO, Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
 from lightning_recsys.serving.manifest import (
     CURRENT,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     FileEntry,
+    ForeignFormatError,
     Link,
     Manifest,
     current_from_json,
@@ -87,6 +88,17 @@ def digest_file(path: Path) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
+@contextmanager
+def _network() -> Iterator[None]:
+    """Let errors of an fsspec file system be ``OSError``; the libraries behind it raise some that are none."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
 class VersionFolder:
     """Where versions are published.
 
@@ -123,6 +135,8 @@ class VersionFolder:
             return current_from_json(self._read(CURRENT, 1 << 16))
         except FileNotFoundError:
             return None
+        except ForeignFormatError as error:
+            raise PublishedVersionError(f"{self.url}/{CURRENT}", str(error)) from error
         except ValueError as error:
             raise PublishedVersionError(f"{self.url}/{CURRENT}", f"is damaged: {error}") from error
 
@@ -151,6 +165,8 @@ class VersionFolder:
             raise PublishedVersionError(name, f"its manifest is missing ({error.strerror or error})") from error
         try:
             manifest = Manifest.from_json(data)
+        except ForeignFormatError as error:
+            raise PublishedVersionError(name, str(error)) from error
         except ValueError as error:
             raise PublishedVersionError(name, f"its manifest is damaged: {error}") from error
         if manifest.version != version:
@@ -186,12 +202,21 @@ class VersionFolder:
         """What errors call a version."""
         return f"{self.url}/{_VERSIONS}/{version}"
 
+    @_network()
     def _read(self, place: str, most: int) -> bytes:
         if self.is_local:
             with open(os.open(self._local(place), os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                 return file.read(most)
         data: bytes = self._fs.cat_file(f"{self._root}/{place}", start=0, end=most)
         return data
+
+    @_network()
+    def _write_remote(self, place: str, data: bytes) -> None:
+        self._fs.pipe_file(f"{self._root}/{place}", data)  # object stores replace an object in one step
+
+    @_network()
+    def _remove_remote(self, place: str) -> None:
+        self._fs.rm_file(f"{self._root}/{place}")
 
     def _local(self, place: str) -> Path:
         """A path below the root, of which no part is a link to somewhere else."""
@@ -202,6 +227,7 @@ class VersionFolder:
                 raise OSError(f"{path} is a link, which may lead out of the folder")
         return path
 
+    @_network()
     def _download(self, place: str, entry: FileEntry) -> Path:
         """The file in the cache, named by its digest and compared with it; its suffix stays."""
         target = self.cache / f"{entry.sha256}{Path(place).suffix}"
@@ -256,8 +282,8 @@ class VersionFolder:
             return
         claim = Claim(
             lambda name: self._read(name, 1 << 16),
-            lambda name, data: self._fs.pipe_file(f"{self._root}/{name}", data),
-            lambda name: self._fs.rm_file(f"{self._root}/{name}"),
+            self._write_remote,
+            self._remove_remote,
             url=self.url,
             holder=words_of(holder),
         )
@@ -268,6 +294,14 @@ class VersionFolder:
             finally:
                 self._claim = None
 
+    def _check_claim(self, version: int) -> None:
+        if self._claim is not None:
+            try:
+                self._claim.check()
+            except ValueError as error:
+                raise PublisherReplacedError(self.name(version), str(error).rstrip(".")) from error
+
+    @_network()
     def versions(self) -> list[int]:
         """The numbers of all versions that are there, whole or not, rising."""
         try:
@@ -279,7 +313,12 @@ class VersionFolder:
 
     @contextmanager
     def writing(self, version: int) -> Iterator[Path]:
-        """A new folder on this machine for the files of a version; in the end they are where they belong."""
+        """A new folder on this machine for the files of a version; in the end they are where they belong.
+
+        Raises:
+            PublisherReplacedError: another publisher has taken this one for dead, and publishes there now.
+        """
+        self._check_claim(version)  # else the files of this number may be the other's
         self.remove(version)
         if self.is_local:
             folder = Path(self._root) / _VERSIONS / str(version)
@@ -295,33 +334,41 @@ class VersionFolder:
         with tempfile.TemporaryDirectory(prefix="lightning-recsys-version-") as temporary:
             folder = Path(temporary)
             yield folder
-            for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):  # the manifest last
-                self._fs.put_file(str(path), f"{self._root}/{_VERSIONS}/{version}/{path.name}")
+            try:
+                for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):  # the manifest last
+                    self._check_claim(version)
+                    self._put_file(path, version)
+            except BaseException:
+                with suppress(OSError, PublishedVersionError):
+                    self._check_claim(version)
+                    self.remove(version)
+                raise
+
+    @_network()
+    def _put_file(self, path: Path, version: int) -> None:
+        self._fs.put_file(str(path), f"{self._root}/{self.place(version, path.name)}")
 
     def set_current(self, link: Link) -> None:
         """Let a version count from now on, in one step: its files must be there.
 
         Raises:
-            PublishedVersionError: another publisher has taken this one for dead, and publishes there now.
+            PublisherReplacedError: another publisher has taken this one for dead, and publishes there now.
         """
         data = current_to_json(link)
         if not self.is_local:
-            try:
-                if self._claim is not None:
-                    self._claim.check()
-            except ValueError as error:
-                raise PublishedVersionError(self.name(link.version), str(error).rstrip(".")) from error
-            self._fs.pipe_file(f"{self._root}/{CURRENT}", data)  # object stores replace an object in one step
+            self._check_claim(link.version)
+            self._write_remote(CURRENT, data)
             return
         target = Path(self._root) / CURRENT
         temporary = target.with_name(f".{CURRENT}.{uuid.uuid4().hex}")
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        try:
+            write_file(temporary.parent, temporary.name, lambda file: file.write(data))
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)  # it is there still where the disk is full
         _sync(target.parent)
 
+    @_network()
     def remove(self, version: int) -> None:
         """Delete a version's files, if there are any; the manifest first, so that no half of it counts as one."""
         place = f"{self._root}/{_VERSIONS}/{version}"
@@ -344,11 +391,11 @@ class VersionFolder:
                 Manifest.from_json(self._read(f"{_VERSIONS}/{version}/{MANIFEST}", MAX_MANIFEST_BYTES))
             except FileNotFoundError:
                 self.remove(version)
+            except (OSError, ForeignFormatError):  # a network that fails for a moment must not cost a version
+                continue
             except ValueError:
                 if current is None or version > current.version:
                     self.remove(version)
-            except OSError:  # a network that fails for a moment must not cost a version
-                continue
         if self.is_local:
             for path in Path(self._root).glob(f".{CURRENT}.*"):
                 path.unlink(missing_ok=True)

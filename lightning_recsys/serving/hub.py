@@ -52,7 +52,7 @@ def save_pretrained(
 
     Args:
         model: ``forward(dense, sparse) -> logits``, with its rows.
-        folder: A new folder, or an empty one.
+        folder: A new folder of this machine, or an empty one.
         num_dense: Numeric features.
         name: Of the model, for the card: letters, digits, ``.``, ``_`` and ``-``.
         datamodule: Where raw rows are encoded as its rows are; without one they have ids.
@@ -62,9 +62,11 @@ def save_pretrained(
 
     Raises:
         FileExistsError: there are files in the folder.
-        ValueError: the name is none, or the model has no rows here.
+        ValueError: the name is none, the folder is a URL, or the model has no rows here.
         FloatingPointError: the model has diverged.
     """
+    if "://" in str(folder):
+        raise ValueError(f"{folder}: a model is saved in a folder of this machine; give one, and upload it from there.")
     target = Path(folder)
     if not _NAME.fullmatch(name):
         raise ValueError(f"name takes letters, digits, '.', '_' and '-', got {name!r}.")

@@ -37,6 +37,20 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
+class ForeignFormatError(ValueError):
+    """It is whole, but of the format of another version of this package.
+
+    Args:
+        found: That format.
+    """
+
+    def __init__(self, found: int) -> None:
+        super().__init__(
+            f"it is of format {found}, which another version of lightning_recsys has written; this one reads and writes"
+            f" format {FORMAT}. Publish into a new folder, or use that version"
+        )
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """A file of a version.
@@ -198,7 +212,7 @@ class Manifest:
         """
         try:
             plain = json.loads(data)
-            _require(isinstance(plain, dict) and plain.pop("format", None) == FORMAT, f"its format is not {FORMAT}")
+            _take_format(plain)
             plain["files"] = {name: FileEntry(**entry) for name, entry in plain["files"].items()}
             plain["previous"] = None if plain["previous"] is None else Link(**plain["previous"])
             plain["collections"] = tuple(_collection(**collection) for collection in plain["collections"])
@@ -225,10 +239,18 @@ def current_from_json(data: bytes) -> Link:
     """
     try:
         plain = json.loads(data)
-        _require(isinstance(plain, dict) and plain.pop("format", None) == FORMAT, f"its format is not {FORMAT}")
+        _take_format(plain)
         return Link(**plain)
     except (TypeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"it names no version ({error!s:.120})") from error
+
+
+def _take_format(plain: Any) -> None:
+    found = plain.pop("format", None) if isinstance(plain, dict) else None
+    if type(found) is not int:
+        raise ValueError("it has no format")
+    if found != FORMAT:
+        raise ForeignFormatError(found)
 
 
 def _collection(path: Any, tables: Any) -> Collection:

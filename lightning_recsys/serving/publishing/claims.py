@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _LOCK = ".publisher.lock"
 _CLAIM = "publisher.json"
@@ -26,6 +27,8 @@ RENEW_SECONDS = 10.0
 WATCH_SECONDS = 35.0  # three signs of life may be late or lost
 LOOK_SECONDS = 5.0  # between two looks at a claim of somebody else
 SETTLE_SECONDS = 2.0  # after which of several that claim at once the last one is known
+DEAD_SECONDS = 20.0  # in which the workers of a loader end whose process was killed, and with them its lock
+_TRY_SECONDS = 0.1
 
 
 def words_of(holder: str) -> str:
@@ -33,24 +36,53 @@ def words_of(holder: str) -> str:
     return f"{holder} (process {os.getpid()} on {socket.gethostname()})"
 
 
+def _is_dead(holder: str) -> bool:
+    """Whether a holder in words is a process of this machine that has ended."""
+    found = re.search(r"\(process (\d+) on (.*)\)$", holder)
+    if found is None or found[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it is somebody else's, and lives
+        return False
+    return False
+
+
 @contextmanager
 def locked(root: Path, url: str, holder: str) -> Iterator[None]:
-    """Hold the lock on a local folder, which the system gives back when this process dies.
+    """Hold the lock on a local folder, which the system gives back when this process and what it forked have died.
 
     Raises:
         ValueError: another publisher holds it; the message names that one.
     """
     root.mkdir(parents=True, exist_ok=True)
     with (root / _LOCK).open("a+") as file:
+        _lock(file, url)
+        try:
+            file.truncate(0)
+            file.write(holder)
+            file.flush()
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has it open too
+
+
+def _lock(file: IO[str], url: str) -> None:
+    """Take the lock; where its holder is dead, wait for the processes that it forked, which end soon after it."""
+    waited_until = time.monotonic() + DEAD_SECONDS
+    while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
-            raise ValueError(_refusal(url, file.read(1000) or "another process")) from None
-        file.truncate(0)
-        file.write(holder)
-        file.flush()
-        yield
+            other = file.read(1000)
+            if not _is_dead(other) or time.monotonic() > waited_until:
+                raise ValueError(_refusal(url, other or "another process")) from None
+            time.sleep(_TRY_SECONDS)
+        else:
+            return
 
 
 class Claim:
@@ -130,7 +162,7 @@ class Claim:
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            with suppress(OSError):  # a network that fails for a moment
+            with suppress(Exception):  # a network that fails for a moment, each library with errors of its own
                 try:
                     self.check()
                 except ValueError:  # it is another's, which the next version tells

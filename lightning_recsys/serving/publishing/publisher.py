@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_recsys.callbacks import LeanCallback
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
-from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
 from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.files import VersionFolder
@@ -255,18 +255,19 @@ class _Work:
     def __init__(self, publisher: ModelPublisher, part: DensePart) -> None:
         self.is_prepared = False
         self._part, self._row_format = part, publisher.rows
-        self._ending = ExitStack()
         folder = VersionFolder(publisher.url)
-        self._ending.enter_context(folder.locked(f"run {publisher._run}"))
-        self._program = Path(self._ending.enter_context(tempfile.TemporaryDirectory(prefix="lightning-recsys-"))) / "p"
-        self._writer = VersionWriter(
-            folder,
-            run=publisher._run,
-            keep=publisher.keep,
-            keep_runs=publisher.keep_runs,
-            compact_share=publisher.compact_share,
-            max_increments=publisher.max_increments,
-        )
+        with ExitStack() as ending:
+            ending.enter_context(folder.locked(f"run {publisher._run}"))
+            self._program = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="lightning-recsys-"))) / "p"
+            self._writer = VersionWriter(
+                folder,
+                run=publisher._run,
+                keep=publisher.keep,
+                keep_runs=publisher.keep_runs,
+                compact_share=publisher.compact_share,
+                max_increments=publisher.max_increments,
+            )
+            self._ending = ending.pop_all()  # only now: what was taken is given back where the folder is refused
         self._make: Callable[[], Skeleton]
         self._skeleton: Skeleton | None = None
         self._error: BaseException | None = None
@@ -302,11 +303,6 @@ class _Work:
         if self._skeleton is None:  # or the disk was full when it was made
             self._skeleton = self._make()
         return self._skeleton
-
-    @property
-    def is_exported(self) -> bool:
-        """Whether all is there that versions are made of."""
-        return self._skeleton is not None
 
     @property
     def is_busy(self) -> bool:
@@ -356,9 +352,14 @@ class _Work:
         self._ending.close()
 
     def _run(self) -> None:
+        is_replaced = False
         while (task := self._tasks.get()) is not None:
             try:
-                task()
+                if not is_replaced:
+                    task()
+            except PublisherReplacedError as error:
+                is_replaced = True
+                log.warning("This run publishes no more: %s", error)
             except (
                 OSError,
                 PublishedVersionError,

@@ -23,17 +23,22 @@ class Retention:
         run: Which publishes.
         keep: How many of its versions can be opened, the latest ones; what they build on stays as well.
         keep_runs: The versions of so many runs stay, this one included; ``None`` for all.
+        gone_back_to: This version of the run stays as well, from which it went on.
     """
 
-    def __init__(self, folder: VersionFolder, run: str, *, keep: int, keep_runs: int | None) -> None:
+    def __init__(
+        self, folder: VersionFolder, run: str, *, keep: int, keep_runs: int | None, gone_back_to: int | None
+    ) -> None:
         self._folder, self._run, self._keep, self._keep_runs = folder, run, keep, keep_runs
+        self._gone_back_to = gone_back_to
         self._known: dict[int, Manifest] = {}  # a version's manifest never changes
 
     def clear_old(self) -> None:
         """Remove what is too old; a version of which nothing can be read just now stays, and so may be all others."""
         manifests = self._manifests()
         own = [version for version, manifest in manifests.items() if manifest.run == self._run]
-        wanted = self._with_bases(sorted(own)[-self._keep :], manifests)
+        kept = sorted(own)[-self._keep :] + [version for version in own if version == self._gone_back_to]
+        wanted = self._with_bases(kept, manifests)
         if wanted is None:  # a network that fails for a moment must not cost a base
             return
         self._remove(version for version in own if version not in wanted)
@@ -97,10 +102,13 @@ def roll_back(url: str | Path, version: int) -> Manifest:
         version: The number.
 
     Raises:
+        FileNotFoundError: nothing was published there.
         PublishedVersionError: it is not there, or damaged.
         ValueError: a run publishes there just now, whose next version would count; the message names it.
     """
     folder = VersionFolder(url)
+    if not folder.versions():  # a lock would make the folder
+        raise FileNotFoundError(f"{url}: nothing was published there, so there is no version {version}.")
     with folder.locked(f"going back to version {version}"):
         model = ModelReader(url, version=version).model
         folder.set_current(model.link)

@@ -8,6 +8,7 @@ leftover, which the next writer removes. No number is given twice while its vers
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,7 +102,10 @@ class VersionWriter:
         self._compact_share, self._max_increments = compact_share, max_increments
         folder.clear_leftovers()
         self._last = folder.current()
-        self._retention = Retention(folder, run, keep=keep, keep_runs=keep_runs)
+        gone_back_to = None  # else it would go as the oldest of its run; so it is after a kill before a version counts
+        if self._last is not None and self._last.version < max(folder.versions(), default=0):
+            gone_back_to = self._last.version
+        self._retention = Retention(folder, run, keep=keep, keep_runs=keep_runs, gone_back_to=gone_back_to)
         self._last_manifest: Manifest | None = None  # of this writer's latest version; without one a base comes next
         self._base_bytes = self._increment_bytes = self._num_increments = 0
 
@@ -173,12 +177,19 @@ class VersionWriter:
     def _compact(self, skeleton: Skeleton, before: Manifest) -> None:
         """Publish what counts once more, as a base: from its files, so that nothing can have changed meanwhile."""
         chain = self._chain(before)
-        base, version, opened = chain[0], self._next, open_rows(self.folder, chain[0])
-        for last, following in pairwise(chain):
-            opened = open_rows(self.folder, following, (last, opened))
-        with self.folder.writing(version) as folder:
-            files = {name: self._copy(folder, base, name) for name in (PROGRAM, ENCODER, ENCODER_TENSORS)}
-            files[DENSE] = self._copy(folder, before, DENSE)
+        base, version = chain[0], self._next
+        with (
+            tempfile.TemporaryDirectory(prefix="lightning-recsys-compaction-") as downloads,
+            self.folder.writing(version) as folder,
+        ):
+            source = VersionFolder(self.folder.url, cache=downloads)  # nobody would clear a cache that lasts
+            opened = open_rows(source, base)
+            for last, following in pairwise(chain):
+                opened = open_rows(source, following, (last, opened))
+            files = {
+                name: _copy(source.file(base, name), folder / name) for name in (PROGRAM, ENCODER, ENCODER_TENSORS)
+            }
+            files[DENSE] = _copy(source.file(before, DENSE), folder / DENSE)
             collections = []
             for number, (path, tables) in enumerate(skeleton.tables.items()):
                 rows = [
@@ -198,10 +209,6 @@ class VersionWriter:
         self._let_count(link, manifest)
         self._last_manifest = manifest
 
-    def _copy(self, folder: Path, manifest: Manifest, name: str) -> FileEntry:
-        copyfile(self.folder.file(manifest, name), folder / name)
-        return digest_file(folder / name)
-
     def _chain(self, manifest: Manifest) -> list[Manifest]:
         """The versions from the base on that a version builds on, itself the last."""
         chain = [manifest]
@@ -209,6 +216,11 @@ class VersionWriter:
             assert chain[0].previous is not None
             chain.insert(0, self.folder.manifest(chain[0].previous))
         return chain
+
+
+def _copy(source: Path, target: Path) -> FileEntry:
+    copyfile(source, target)
+    return digest_file(target)
 
 
 class _Clock:

@@ -474,7 +474,7 @@ def _paths(plain, here=()):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"null", b"[]", b'{"format": 2}', b"\xff", b"[" * 100_000, b'{"format": 1, "version": 0, "digest": ""}'],
+    [b"", b"null", b"[]", b'{"format": 2}', b"\xff", b"[" * 100_000, b'{"format": 2, "version": 0, "digest": ""}'],
 )
 def test_pointer_when_it_is_none_then_it_is_refused(make, tmp_path, data):
     trained = make()

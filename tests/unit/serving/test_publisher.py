@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_recsys.data import SyntheticDataModule
-from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
 from lightning_recsys.models import LogisticRegression
 from lightning_recsys.serving import ModelPublisher, ModelReader
 from lightning_recsys.serving.dense import DensePart, _export
@@ -166,3 +166,28 @@ def test_argument_when_wrong_then_it_says_so(options, message):
 def test_module_when_it_is_not_there_then_it_says_so(tmp_path):
     with pytest.raises(ValueError, match="module=net: CTRTask has no such part"):
         fit(ModelPublisher(tmp_path / "m", module="net"))
+
+
+def test_publisher_when_its_folder_is_refused_then_others_may_publish_there(exported, tmp_path):
+    (tmp_path / "current.json").write_text("{}")
+    with pytest.raises(PublishedVersionError, match="is damaged") as refused:
+        fit(ModelPublisher(tmp_path))
+    with VersionFolder(tmp_path).locked("run 7"):
+        assert refused.tb is not None  # which holds whatever was begun
+
+
+def test_publisher_when_another_one_has_its_place_then_it_says_so_once_and_training_goes_on(
+    exported, tmp_path, monkeypatch
+):
+    asked, warnings = [], []
+
+    def publish(*arguments):
+        asked.append(arguments)
+        raise PublisherReplacedError("model/versions/2", "run 2 publishes there")
+
+    monkeypatch.setattr(publisher.VersionWriter, "publish", publish)
+    monkeypatch.setattr(publisher.log, "warning", lambda text, *values: warnings.append(text % values))
+    fit(ModelPublisher(tmp_path / "m", every_n_steps=3))
+    assert len(asked) == 1
+    assert len(warnings) == 1
+    assert "publishes no more: model/versions/2: run 2 publishes there" in warnings[0]

@@ -1,0 +1,276 @@
+"""Whatever fails while a version is published or read leaves the last one as it was, and nothing behind."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import fsspec
+import pytest
+import torch
+from published import Sums, Trained, save_program
+
+from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
+from lightning_recsys.serving import ModelReader, roll_back
+from lightning_recsys.serving.cli import main
+from lightning_recsys.serving.files import DigestedFile, VersionFolder
+from lightning_recsys.serving.hub import save_pretrained
+from lightning_recsys.serving.manifest import MANIFEST
+from lightning_recsys.serving.publishing import claims
+
+URL = "memory://faults"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return save_program(tmp_path_factory.mktemp("program") / "p.pt2")
+
+
+@pytest.fixture
+def trained(program, tmp_path):
+    made = Trained(program, tmp_path / "stores", tmp_path / "model")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    for name, seconds in (("RENEW", 60.0), ("WATCH", 0.0), ("LOOK", 0.01), ("SETTLE", 0.0)):
+        monkeypatch.setattr(claims, f"{name}_SECONDS", seconds)
+    files = fsspec.filesystem("memory")
+    files.makedirs("faults", exist_ok=True)
+    yield files
+    monkeypatch.undo()  # what a test has replaced of it
+    files.rm("faults", recursive=True)
+
+
+def test_lock_when_a_forked_process_has_its_file_open_still_then_it_is_given_back_all_the_same(tmp_path):
+    folder = VersionFolder(tmp_path)
+    with folder.locked("run 1"):
+        names = {int(fd): os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+        (lock,) = [fd for fd, name in names.items() if name == str(tmp_path / ".publisher.lock")]
+        forked = os.dup(lock)  # the same open file, as a forked process has it
+    try:
+        with folder.locked("run 2"):
+            pass
+    finally:
+        os.close(forked)
+
+
+def test_lock_when_its_holder_is_dead_then_the_next_waits_for_the_processes_that_it_forked(tmp_path, monkeypatch):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    with (tmp_path / ".publisher.lock").open("w") as lock:
+        lock.write(f"run 1 (process {dead.pid} on {socket.gethostname()})")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr(claims, "DEAD_SECONDS", 0.2)
+        with pytest.raises(ValueError, match=f"process {dead.pid} on "), VersionFolder(tmp_path).locked("run 2"):
+            pass
+        monkeypatch.setattr(claims, "DEAD_SECONDS", 60.0)
+        ended = threading.Event()
+
+        def end():
+            ended.set()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        ends = threading.Timer(0.3, end)
+        ends.start()
+        with VersionFolder(tmp_path).locked("run 2"):
+            assert ended.is_set()
+        ends.join()
+
+
+def test_remote_publisher_when_another_one_has_its_place_then_it_touches_nothing_of_that_one(bucket):
+    folder, other = VersionFolder(URL), json.dumps({"token": "other", "holder": "run 2"}).encode()
+    with folder.locked("run 1"):
+        with pytest.raises(PublisherReplacedError, match=r"versions/1: .*run 2 publishes"), folder.writing(1) as path:  # noqa: PT012
+            (path / "model.safetensors").write_bytes(b"mine")
+            bucket.pipe_file("faults/publisher.json", other)
+            bucket.pipe_file("faults/versions/1/model.safetensors", b"the other's")
+        with pytest.raises(PublisherReplacedError), folder.writing(1):
+            pytest.fail("it is not to be begun")
+        assert bucket.cat_file("faults/versions/1/model.safetensors") == b"the other's"
+    assert bucket.cat_file("faults/publisher.json") == other
+
+
+def test_remote_version_when_a_file_of_it_fails_then_nothing_of_it_stays(bucket, monkeypatch):
+    put_file = bucket.put_file
+
+    def put(source, target):
+        if target.endswith(MANIFEST):
+            raise RuntimeError("gateway")  # of no class of Python's, as libraries of object stores raise them
+        put_file(source, target)
+
+    monkeypatch.setattr(bucket, "put_file", put)
+    folder = VersionFolder(URL)
+    with folder.locked("run 1"), pytest.raises(OSError, match="RuntimeError: gateway"), folder.writing(1) as path:  # noqa: PT012
+        (path / MANIFEST).write_bytes(b"{}")
+        (path / "model.safetensors").write_bytes(b"whole")
+    assert folder.versions() == []
+
+
+def test_remote_folder_when_its_library_raises_errors_of_its_own_then_they_are_os_errors(bucket, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("gateway")
+
+    folder = VersionFolder(URL)
+    for name in ("cat_file", "pipe_file", "ls", "rm", "rm_file"):
+        monkeypatch.setattr(bucket, name, fail)
+    calls = (folder.current, folder.versions, lambda: folder.remove(1), lambda: folder.locked("run 1").__enter__())
+    for call in calls:
+        with pytest.raises(OSError, match="RuntimeError: gateway"):
+            call()
+    with pytest.raises(PublishedVersionError, match=r"versions/1: its manifest is missing \(RuntimeError: gateway"):
+        folder.find(1)
+
+
+def test_claim_when_its_network_fails_for_a_moment_then_it_is_renewed_further_on(monkeypatch):
+    for name, seconds in (("RENEW", 0.01), ("SETTLE", 0.0)):
+        monkeypatch.setattr(claims, f"{name}_SECONDS", seconds)
+    there, reads, renewed = {}, [], threading.Event()
+
+    def read(name):
+        reads.append(name)
+        if name not in there:
+            raise FileNotFoundError(name)
+        if len(reads) in (3, 4):
+            raise RuntimeError("gateway")
+        return there[name]
+
+    def write(name, data):
+        there[name] = data
+        if len(reads) > 4:
+            renewed.set()
+
+    with claims.Claim(read, write, there.pop, url=URL, holder="run 1"):
+        assert renewed.wait(20)
+
+
+def test_remote_folder_when_increments_are_compacted_then_the_cache_of_readers_has_none_of_it(
+    program, tmp_path, bucket, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trained = Trained(program, tmp_path / "stores", URL, max_increments=1)
+    try:
+        trained.publish()
+        trained.train([1])
+        trained.publish()
+        assert [trained.folder.find(version)[1].kind for version in (1, 2, 3)] == ["base", "increment", "base"]
+        assert not (tmp_path / "cache").exists()
+        reader = ModelReader(URL, cache=tmp_path / "downloads")
+        some = torch.arange(50)
+        assert torch.equal(reader.model.rows_of("embeddings", "a", some), trained.rows("a", some))
+    finally:
+        trained.close()
+
+
+def test_version_when_gone_back_to_then_it_stays_while_the_run_goes_on(trained, tmp_path):
+    for step in range(5):
+        trained.train([step])
+        trained.publish()
+    roll_back(tmp_path / "model", 3)
+    trained.restart(keep=2)
+    for step in range(3):
+        trained.train([step])
+        trained.publish()
+    assert trained.folder.versions() == [1, 2, 3, 6, 7, 8]
+    assert roll_back(tmp_path / "model", 3).version == 3
+
+
+def test_disk_when_full_at_any_write_then_the_last_version_stays_as_it_was(trained, tmp_path, monkeypatch):
+    trained.train([1])
+    trained.publish()
+    reader, calls, full_at = ModelReader(tmp_path / "model"), 0, 0
+    write, fsync = DigestedFile.write, os.fsync
+
+    def counted(call):
+        def call_unless_full(*arguments):
+            nonlocal calls
+            calls += 1
+            if calls == full_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return call(*arguments)
+
+        return call_unless_full
+
+    monkeypatch.setattr(DigestedFile, "write", counted(write))
+    monkeypatch.setattr(os, "fsync", counted(fsync))
+    failures = 0
+    while True:
+        trained.train([2])
+        calls, full_at = 0, full_at + 1
+        try:
+            trained.publish()
+        except OSError:
+            failures += 1
+        else:
+            break
+        again = ModelReader(tmp_path / "model")
+        if again.version == reader.version:
+            assert torch.equal(again.model.weights["weight"], reader.model.weights["weight"])
+        else:  # the pointer was replaced, and what came after that failed
+            assert torch.equal(again.model.weights["weight"], trained.model.weight)
+        assert not list((tmp_path / "model").glob(".current*"))
+    assert failures > 20
+    assert reader.refresh()
+    some = torch.arange(50)
+    assert torch.equal(reader.model.rows_of("embeddings", "a", some), trained.rows("a", some))
+
+
+def test_base_when_removed_while_it_is_downloaded_then_the_version_that_was_open_stays(
+    program, tmp_path, bucket, monkeypatch
+):
+    trained = Trained(program, tmp_path / "stores", URL)
+    try:
+        trained.publish()
+        reader = ModelReader(URL, cache=tmp_path / "downloads")
+        before = reader.model
+        trained.restart()
+        trained.train([1])
+        assert trained.publish().is_base
+        get_file, fetched = bucket.get_file, []
+
+        def get(source, target):
+            fetched.append(source)
+            get_file(source, target)
+            trained.folder.remove(2)
+
+        monkeypatch.setattr(bucket, "get_file", get)
+        with pytest.raises(PublishedVersionError, match=r"versions/2: .* cannot be read"):
+            reader.refresh()
+        assert len(fetched) == 2  # the second one of its files is not there any more
+        assert reader.model is before
+        assert not [path for path in (tmp_path / "downloads").iterdir() if path.name.startswith(".")]
+    finally:
+        trained.close()
+
+
+def test_folder_when_of_another_format_then_it_says_so_and_nothing_of_it_is_removed(trained, tmp_path):
+    trained.publish()
+    trained.publish()
+    for name in ("current.json", "versions/1/manifest.json", "versions/2/manifest.json"):
+        path = tmp_path / "model" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+        with pytest.raises(PublishedVersionError, match=r"it is of format 1, .*Publish into a new folder"):
+            trained.folder.current() if name == "current.json" else trained.folder.find(int(name.split("/")[1]))
+    (tmp_path / "model" / "current.json").unlink()
+    trained.restart()
+    assert trained.folder.versions() == [1, 2]
+
+
+def test_layout_of_the_hub_when_the_folder_is_a_url_then_it_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="s3://bucket/x: a model is saved in a folder of this machine"):
+        save_pretrained(Sums(), "s3://bucket/x", num_dense=2, name="x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_going_back_when_the_folder_is_not_there_then_it_is_not_made(tmp_path, capsys):
+    assert main([str(tmp_path / "mistyped"), "--roll-back", "3"]) == 1
+    assert "mistyped: nothing was published there" in capsys.readouterr().err
+    assert not (tmp_path / "mistyped").exists()
