@@ -149,6 +149,8 @@ def _sample_parquet(path: Path) -> tuple[dict[str, list[str | None]], dict[str, 
         sample = next(file.iter_batches(batch_size=_SAMPLE_ROWS, use_threads=False), None)
         if sample is None:
             raise ValueError(f"{path} has no rows.")
+        if sample.nbytes > _SAMPLE_BYTES:  # as of text: vectors and long lists are dear as objects of Python
+            sample = sample.slice(0, max(1, len(sample) * _SAMPLE_BYTES // sample.nbytes))
         columns = {name: leaf(sample, place) for name, place in places.items()}
     return (
         {name: [_as_string(value) for value in column.to_pylist()] for name, column in columns.items()},

@@ -21,6 +21,7 @@ from lightning_recsys.data import Batch, Schema, TabularDataModule, guess_schema
 from lightning_recsys.data.files import ByteSource, InputFile, find_files, members
 from lightning_recsys.data.raw import Position, TabularFormat, text_blocks
 from lightning_recsys.data.raw.checksums import check_md5
+from lightning_recsys.data.tables import sniffing
 from lightning_recsys.serving.encoders import SchemaEncoder, encoder_from, encoder_of
 
 HEADER = "click,age,user"
@@ -543,3 +544,12 @@ def test_checksums_when_files_lie_in_one_archive_then_it_is_read_once(tmp_path, 
         check_md5(find_files(path), {"x.zip": "0"})
     check_md5(find_files(path), {"x.zip": hashlib.md5(path.read_bytes()).hexdigest()})
     assert len(read) == 2
+
+
+def test_guess_when_rows_of_parquet_are_large_then_looks_at_a_share_of_them(tmp_path, monkeypatch):
+    rows = {"click": [0, 1] * 500, "user": [f"u{i % 7}" for i in range(1000)], "v": [[0.5] * 64] * 1000}
+    (tmp_path / "x.parquet").write_bytes(parquet_bytes(rows))
+    size = pa.table(rows).nbytes
+    monkeypatch.setattr(sniffing, "_SAMPLE_BYTES", size // 4)
+    columns, _ = sniffing._sample_parquet(tmp_path / "x.parquet")
+    assert 200 <= len(columns["v"]) <= 250
