@@ -305,6 +305,11 @@ class _Work:
         return self._skeleton
 
     @property
+    def is_exported(self) -> bool:
+        """Whether all is there that versions are made of."""
+        return self._skeleton is not None
+
+    @property
     def is_busy(self) -> bool:
         """Whether a version is being written.
 
