@@ -195,3 +195,24 @@ def test_shadowsync_when_its_trainers_are_on_two_nodes_then_both_end_with_one_mo
     assert first == second
     (untrained,) = {" ".join(f"{x.double().sum().item():.12f}" for x in Ratings().state_dict().values())}
     assert not set(first[0].split()) & set(untrained.split())  # every tensor was trained
+
+
+def test_hierarchical_when_its_groups_are_on_two_nodes_of_one_machine_then_both_train_and_end_with_one_model():
+    port, outputs = free_port(), []
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(2):
+            node = ("--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", "--master-addr=127.0.0.1")
+            started = job(*TORCHRUN, *node, f"--master-port={port}", SCRIPT, "groups", 2)
+            processes.append(stack.enter_context(started))
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [lines(output, "groups-world") for output in outputs] == [["2 2"], ["2 2"]]
+    endpoints, final, untrained = (
+        [lines(x, f"groups-{word}") for x in outputs] for word in ("endpoints", "final", "untrained")
+    )
+    assert endpoints[0] == endpoints[1]
+    assert len(set(endpoints[0][0].split())) == 2
+    assert all(x.startswith("tcp://") for x in endpoints[0][0].split())
+    assert final[0] == final[1]
+    assert not set(final[0][0].split()) & set(untrained[0][0].split())  # every tensor was trained

@@ -4,16 +4,20 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from tempfile import TemporaryDirectory
 
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from served_strategy import Model, Ratings, ServedStrategy, make_trainer, say
 
+from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
+from lightning_recsys.models import DLRM
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
+from lightning_recsys.strategies import HETStrategy, HierarchicalStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.common.workers import meeting
+from lightning_recsys.tasks import CTRTask
 
 
 class Counting(Model):
@@ -105,6 +109,31 @@ def train_over_the_wire(num_nodes):
     make_trainer(strategy=ShadowSyncStrategy(num_trainers=2, **options), devices=1, num_nodes=num_nodes).fit(
         Synchronised()
     )
+    torch.distributed.destroy_process_group()
+
+
+class Grouped(CTRTask):
+    """Says by whom it is trained, and what it has in the end."""
+
+    def on_train_start(self):
+        strategy = self.trainer.strategy
+        say("groups-world", self.trainer.world_size, strategy.num_nodes)
+        say("groups-endpoints", *strategy.endpoints["group"])
+
+    def on_fit_end(self):
+        say("groups-final", *(f"{x.double().sum().item():.12f}" for x in self.model.parameters()))
+
+
+def groups(num_nodes):
+    """Hierarchical Training with a group on each node."""
+    torch.manual_seed(0)
+    model = DLRM(4, {"c0": 50, "c1": 30}, embedding_dim=4, bottom_hidden=(8,), top_hidden=(8,))
+    sizes = {"train_rows": 512, "val_rows": 64, "test_rows": 64, "batch_size": 64}
+    data = SyntheticDataModule(num_dense=4, cardinalities=(50, 30), **sizes)
+    strategy = HierarchicalStrategy(num_groups=2, transport="tcp")
+    task = Grouped(model, optimizer=partial(torch.optim.SGD, lr=0.05))
+    say("groups-untrained", *(f"{x.double().sum().item():.12f}" for x in model.parameters()))
+    make_trainer(strategy=strategy, devices=1, num_nodes=num_nodes).fit(task, data)
     torch.distributed.destroy_process_group()
 
 
