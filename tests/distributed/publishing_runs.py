@@ -9,7 +9,7 @@ import torch
 
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.serving import Manifest, ModelReader
-from lightning_recsys.serving import publisher as module
+from lightning_recsys.serving.publishing import publisher as module
 
 
 class Held(pl.Callback):

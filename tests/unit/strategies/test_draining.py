@@ -158,15 +158,22 @@ def send(requests, operation, **arguments):
     return requests.operations.reads[operation](Request(operation, 1, bytes(16), 0, "", arguments, []))
 
 
+def let_it_end(drained, agent):
+    """What a look has begun, which waits for this."""
+    begun = drained._rejoining
+    agent.may.set()
+    begun.exception(20)
+    agent.may.clear()
+
+
 def test_group_when_it_cannot_come_back_then_says_so_stays_drained_and_tries_again(drained, caplog):
     agent = drained._agent = Agent(failures=1)
-    agent.may.set()
     assert send(drained, "look", waits=True)
-    drained._rejoining.exception(20)
+    let_it_end(drained, agent)
     assert send(drained, "look", waits=True)
     assert "Group 1 has not come back, and tries again: no sync server answers" in caplog.messages
     assert send(drained, "look", waits=True)
-    drained._rejoining.exception(20)
+    let_it_end(drained, agent)
     assert not send(drained, "look", waits=True)
     assert agent.calls == ["take", "take", "start"]
     assert not drained._state.drained
