@@ -38,7 +38,7 @@ class InputFile:
     """A raw file as it was found, to notice when a restart finds another one.
 
     Args:
-        path: Where it is.
+        path: The file's path, as it was found; one in an archive has the archive's path before its own.
         bytes: Its size; of a file in an archive, its size there.
         fingerprint: A checksum of the first and last mebibyte of the file, or of the archive that holds it.
     """
@@ -72,7 +72,7 @@ def find_files(patterns: str | Path | Sequence[str | Path], *, name: str = "raw"
 
     Raises:
         FileNotFoundError: nothing matches a pattern.
-        ValueError: nothing was named, or a file is named twice, or an archive is damaged.
+        ValueError: nothing was named, or a file is named twice, or an archive is damaged or holds another archive.
     """
     found: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str | os.PathLike) else patterns:
@@ -80,6 +80,11 @@ def find_files(patterns: str | Path | Sequence[str | Path], *, name: str = "raw"
         matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         matches = [match for match in matches if match.is_file()] or matches  # folders where there is nothing else
         files = [file for match in matches for file in _files_at(match)] or _matching_members(path)
+        if inner := [file for file in files if _has_files(file.name) and stored_file(file) != file]:
+            raise ValueError(
+                f"{name}: {inner[0]} is an archive inside an archive, which is not looked into. Unpack "
+                f"{stored_file(inner[0])} and name the folder, or name the other files in it one by one."
+            )
         if not files:
             start = "" if root == Path() else f" Relative paths start from data.root, which is {root}."
             raise FileNotFoundError(
@@ -276,7 +281,11 @@ def _parts(path: Path) -> tuple[Path, str | None]:
 
 def is_archive(path: Path) -> bool:
     """Whether a file holds others, by its name."""
-    return path.name.lower().endswith(_ZIP + _TAR) and path.is_file()
+    return _has_files(path.name) and path.is_file()
+
+
+def _has_files(name: str) -> bool:
+    return name.lower().endswith(_ZIP + _TAR)
 
 
 def _files_at(path: Path) -> list[Path]:

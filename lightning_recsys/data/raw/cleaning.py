@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -17,12 +18,13 @@ from lightning_recsys.data.raw.columns import Bags
 from lightning_recsys.data.raw.ngrams import ngram_bags
 from lightning_recsys.data.tables.columns import (
     as_categories,
+    date_numbers,
     float_words,
     parse_numbers,
     parse_times,
     plain_numbers,
 )
-from lightning_recsys.data.tables.features import Categorical, Dense, Input, MultiValued, TimeUnit, Vector
+from lightning_recsys.data.tables.features import Input, MultiValued, TimeUnit, Vector
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import TableFormat
@@ -73,10 +75,9 @@ def clean(
         keys: Columns that refer to another table or are referred to: also kept as categories.
     """
     asked = [source for source, _ in schema.inputs()]
-    columns: dict[Input, Column] = {}
-    for source in dict.fromkeys([*asked, *(Input(name, "key") for name in keys)]):
-        if source.column in values:
-            columns[source] = _Parser(path, table, judge, source.column, values[source.column]).parse(source, schema)
+    parsers = {name: _Parser(path, table, judge, name, column) for name, column in values.items()}
+    sources = dict.fromkeys([*asked, *(Input(name, "key") for name in keys)])
+    columns = {source: parsers[source.column].parse(source, schema) for source in sources if source.column in parsers}
     if judge.good.all():
         return columns
     kept = np.flatnonzero(judge.good)
@@ -140,16 +141,16 @@ class _Parser:
                 return self.numbers()
             case "time", _:
                 return self.times()
-            case "moment", Dense() | Categorical() as feature:
-                return self.times(feature.unit, required=False)
+            case "moment", ("s" | "ms" | "us" | "yyyymmdd" | None) as unit:
+                return self.moments(unit)
             case "bag", MultiValued() as feature:
                 return self.bags(feature)
             case "vector", Vector() as feature:
                 return self.vectors(feature.width)
-        return self.categories()
+        return self.categories
 
     def label(self, rule: LabelRule, *, strip: str) -> Numbers:
-        column = self.categories()
+        column = self.categories
         words = pc.utf8_trim(column.dictionary, strip) if strip else column.dictionary
         labels: Numbers = np.append(rule.apply(words), np.nan)[_codes(column)]  # the last is for a missing label
         self._flag(np.isnan(labels), f"the label {rule.expected}")
@@ -165,41 +166,65 @@ class _Parser:
         self._flag(bad, "must be a finite number (or listed under `missing`, if it stands for a missing one)")
         return np.where(np.isfinite(numbers), numbers, np.nan)
 
-    def times(self, unit: TimeUnit | None = None, *, required: bool = True) -> Numbers:
-        """Numbers as they are, or seconds since 1970, as which a unit makes numbers count as well."""
-        scale = _SECONDS[unit]
-        numbers: Numbers
+    def times(self) -> Numbers:
+        """Numbers as they are, or seconds since 1970; every row must have one."""
+        numbers, bad, _ = self._read_times
+        self._flag(bad | np.isnan(numbers), self._expected_time)
+        return numbers
+
+    def moments(self, unit: TimeUnit | None) -> Numbers:
+        """Seconds since 1970, as which a unit makes numbers count as well; NaN where one is missing."""
+        numbers, bad, is_number = self._read_times
+        self._flag(bad, self._expected_time)
+        if not is_number.any():
+            return numbers
+        dates = date_numbers(numbers)
+        are_dates = is_number & ~np.isnan(dates)
+        if unit == "yyyymmdd":
+            self._flag(is_number & ~are_dates, "the time must be a date such as 20260131, with unit: yyyymmdd")
+            return np.where(is_number, dates, numbers)
+        if unit is None and 2 * are_dates.sum() > is_number.sum():
+            self._flag(
+                are_dates,
+                "most numbers here are dates and would count as seconds since 1970: write unit: yyyymmdd in the schema,"
+                " or unit: s if they are seconds",
+            )
+        numbers = np.where(is_number, numbers * _SECONDS[unit], numbers)
+        late = is_number & (np.abs(np.nan_to_num(numbers)) > _YEAR_2200)
+        self._flag(late, f"the time must be before the year 2200, with unit: {unit or 's'} (numbers count from 1970)")
+        return numbers
+
+    @cached_property
+    def _read_times(self) -> tuple[Numbers, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Numbers as they are, or seconds since 1970, NaN where one is missing; which are bad; which are numbers.
+
+        Read once, however many features are made of the column.
+        """
         present = self._present()
-        is_number = np.zeros(len(present), dtype=np.bool_)
         if pa.types.is_temporal(self.values.type):
             kind = self.values.type
             nanoseconds = pa.types.is_timestamp(kind) and kind.unit == "ns"  # whose fractions of microseconds go
             with self._fitting():
                 times = pc.cast(pc.cast(self.values, pa.timestamp("us"), safe=not nanoseconds), pa.int64())
             numbers = np.where(present, pc.fill_null(times, 0).to_numpy().astype(np.float64) / 1e6, np.nan)
-            bad = np.zeros_like(is_number)
-        elif self._is_numeric():
-            numbers = self._floats() * scale
-            bad, is_number = present & ~np.isfinite(numbers), present
-        else:
-            words = self._strings()
-            numbers, bad = parse_times(words, dates=self.table.dates)
-            if unit is not None:
-                is_number = ~np.isnan(parse_numbers(words)[0])
-                numbers = np.where(is_number, numbers * scale, numbers)
-        bad = bad | np.isnan(numbers) if required else bad
-        dates = "day_first or month_first" if self.table.dates is None else self.table.dates
-        self._flag(
-            bad,
-            "the time must be a number or ISO 8601, such as 2026-01-31 or 2026-01-31T23:59:59Z, or as 31.01.2026, or "
-            f"with slashes where the schema says dates: {dates}",
-        )
-        if unit is not None:
-            late = is_number & (np.abs(np.nan_to_num(numbers)) > _YEAR_2200)
-            self._flag(late, f"the time must be before the year 2200, with unit: {unit} (numbers count from 1970)")
-        return numbers
+            return numbers, np.zeros_like(present), np.zeros_like(present)
+        if self._is_numeric():
+            numbers = self._floats()
+            return numbers, present & ~np.isfinite(numbers), present
+        words = self._strings()
+        return *parse_times(words, dates=self.table.dates), ~np.isnan(parse_numbers(words)[0])
 
+    @property
+    def _expected_time(self) -> str:
+        dates = "day_first or month_first" if self.table.dates is None else self.table.dates
+        return (
+            "the time must be a number or ISO 8601, such as 2026-01-31 or 2026-01-31T23:59:59Z, or as 31.01.2026, or "
+            f"with slashes where the schema says dates: {dates}"
+        )
+
+    @cached_property
     def categories(self) -> pa.DictionaryArray:
+        """Each distinct string once, null where one is missing."""
         with self._fitting():
             words = _words(self.values)
         return as_categories(words, strip=self.table.strip, missing=self.table.missing)
@@ -211,7 +236,7 @@ class _Parser:
                 raise self._wrong_type()
             with self._fitting():
                 return as_bags(self.values, strip=strip, missing=missing)
-        column = self.categories()  # each distinct text is cut into its items once
+        column = self.categories  # each distinct text is cut into its items once
         if feature.ngrams is not None:
             distinct = ngram_bags(column.dictionary, feature.ngrams, sizes=feature.sizes, limit=feature.limit)
         else:

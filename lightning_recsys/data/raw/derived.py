@@ -22,8 +22,8 @@ def derive(columns: Mapping[Input, Column], schema: Schema) -> dict[str, Column]
     """All features of a schema by their names; each number of a vector is one.
 
     Args:
-        columns: What they are made from.
-        schema: How.
+        columns: Everything that the schema's features are made from, all of as many rows.
+        schema: Names the features, and what each is made from.
     """
     made: dict[str, Column] = {name: _number(columns, name, feature) for name, feature in schema.dense.items()}
     for name, vector in schema.vectors.items():

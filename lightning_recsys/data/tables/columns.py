@@ -150,6 +150,23 @@ def parse_times(
     return np.where(valid, seconds, numbers), bad & ~valid
 
 
+def date_numbers(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds since 1970 of dates that are written as numbers, such as 20260131; NaN where a number is no such date.
+
+    Dates are of the years 1900 to 2100.
+
+    >>> date_numbers(np.array([19700102.0, 20260231.0, 86400.0, np.nan])).tolist()
+    [86400.0, nan, nan, nan]
+    """
+    plausible = (numbers >= 1900_01_01) & (numbers <= 2100_12_31) & (np.floor(numbers) == numbers)
+    whole = np.where(plausible, numbers, 0).astype(np.int64)
+    year, month, day = whole // 10_000, whole // 100 % 100, whole % 100
+    months = ((year - 1970) * 12 + month - 1).astype("datetime64[M]")
+    dates = months.astype("datetime64[D]") + (day - 1)
+    exists = plausible & (month >= 1) & (month <= 12) & (day >= 1) & (dates.astype("datetime64[M]") == months)
+    return np.where(exists, dates.astype(np.int64) * 86400.0, np.nan)
+
+
 def fixed_time(text: str) -> float | None:
     """Seconds since 1970 of a time as :func:`parse_times` reads it; ``None`` for a number or a name.
 

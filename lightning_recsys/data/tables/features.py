@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_recsys.data.tables.columns import fixed_time
 from lightning_recsys.data.tables.schema_parts import require
 
-TimeUnit = Literal["s", "ms", "us"]
+TimeUnit = Literal["s", "ms", "us", "yyyymmdd"]
 Parse = Literal["label", "time", "key", "number", "moment", "category", "bag", "vector"]
 """``time`` must be there in every row, ``moment`` may be missing; ``key`` refers to another table."""
 
@@ -18,14 +18,14 @@ class Input:
     """A column, and how it is read.
 
     Args:
-        column: Its name.
-        parse: As what.
-        by: The feature whose options say more: of moments, bags and vectors.
+        column: Name of the column in the file.
+        parse: What its values become; also tells which rows are bad.
+        by: What says more: the unit of moments (``None`` where the schema names none), the feature of bags and vectors.
     """
 
     column: str
     parse: Parse
-    by: Dense | Vector | Categorical | MultiValued | None = None
+    by: TimeUnit | Vector | MultiValued | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,8 @@ class Dense:
         column: The column that it is made from; the one of its own name if absent.
         age_at: Makes the feature the days from the time in its column to this one: a column with times, or a fixed time
             such as ``2026-01-31``.
-        unit: What times that are numbers count since 1970: seconds, thousandths or millionths of one.
+        unit: What times that are numbers count since 1970: ``s``, ``ms`` or ``us``; or ``yyyymmdd`` for dates such as
+            20260131. If absent they are seconds, and a column where most numbers are such dates is refused.
         transform: ``none``, or ``log`` for ``sign(x) * log(1 + |x|)``, which tames counts.
         standardize: Whether to subtract the mean and divide by the standard deviation of the training rows.
         fill: What a missing value is replaced with: ``mean`` of the (transformed) training rows, or a number, which is
@@ -45,14 +46,14 @@ class Dense:
 
     column: str | None = None
     age_at: str | None = None
-    unit: TimeUnit = "s"
+    unit: TimeUnit | None = None
     transform: Literal["none", "log"] = "none"
     standardize: bool = True
     fill: Literal["mean"] | float = "mean"
 
     def check(self, where: str) -> None:
         """Raise ``ValueError`` about what the types leave open, naming it as a key below ``where``."""
-        require(self.unit == "s" or self.age_at is not None, f"{where}.unit is for times, so it needs age_at.")
+        require(self.unit is None or self.age_at is not None, f"{where}.unit is for times, so it needs age_at.")
 
     def inputs(self, name: str) -> tuple[Input, ...]:
         """What a feature of this name is made from."""
@@ -60,7 +61,7 @@ class Dense:
         if self.age_at is None:
             return (Input(column, "number"),)
         times = (column,) if fixed_time(self.age_at) is not None else (column, self.age_at)
-        return tuple(Input(time, "moment", self) for time in times)
+        return tuple(Input(time, "moment", self.unit) for time in times)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +134,13 @@ class Categorical(Embedded):
     """
 
     transform: Literal["none", "hour", "weekday"] = "none"
-    unit: TimeUnit = "s"
+    unit: TimeUnit | None = None
     cross: tuple[str, ...] = ()
 
     def check(self, where: str) -> None:
         """See :meth:`Dense.check`."""
         super().check(where)
-        require(self.unit == "s" or self.transform != "none", f"{where}.unit is for times, so it needs a transform.")
+        require(self.unit is None or self.transform != "none", f"{where}.unit is for times, so it needs a transform.")
         if self.cross:
             require(
                 self.column is None and self.transform == "none",
@@ -154,7 +155,7 @@ class Categorical(Embedded):
         """See :meth:`Dense.inputs`; of a cross, what it lists makes them."""
         if self.transform == "none":
             return (Input(self.column or name, "category"),)
-        return (Input(self.column or name, "moment", self),)
+        return (Input(self.column or name, "moment", self.unit),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,9 @@ from sklearn.feature_extraction.text import CountVectorizer
 from table_oracle import hash_text
 
 from lightning_recsys.data import Batch, Schema, TabularDataModule
+from lightning_recsys.data.raw import cleaning
 from lightning_recsys.data.raw.ngrams import ngram_bags
+from lightning_recsys.data.tables.columns import parse_times
 from lightning_recsys.serving.encoders import SchemaEncoder, encoder_from
 
 SCHEMA: dict[str, Any] = {
@@ -252,6 +254,7 @@ def test_vectors_when_of_any_kind_then_are_read(tmp_path, kind):
         ("us", ["82800000000", "", "345600000000"]),
         ("s", [datetime(1970, 1, 1, 23, 59), None, datetime(1970, 1, 5)]),
         ("ms", ["1970-01-02T01:00:00+02:00", None, "345600000"]),
+        (None, ["1970-01-01T23:00:00Z", None, "345600"]),
     ],
 )
 def test_times_when_of_any_unit_then_hours_and_weekdays_are_those_of_utc(tmp_path, unit, values):
@@ -265,9 +268,48 @@ def test_times_when_of_any_unit_then_hours_and_weekdays_are_those_of_utc(tmp_pat
     assert bags_of(batch.sparse, "day") == [[hash_text("3") % 1000 + 1], [0], [hash_text("0") % 1000 + 1]]
 
 
+@pytest.mark.parametrize("values", [[20240131, None, 20240205], ["20240131", "", "2024-02-05"]], ids=["int", "text"])
+def test_times_when_numbers_are_dates_then_are_read_so(tmp_path, values):
+    options = {"column": "at", "unit": "yyyymmdd"}
+    batch = small(
+        tmp_path,
+        {"at": values, "user": ["a", "b", "c"]},
+        dense={"age": options | {"age_at": "2024-02-06", "standardize": False, "fill": -1}},
+        categorical={"day": options | {"transform": "weekday", "hash_buckets": 1000}},
+    )
+    assert batch.dense.flatten().tolist() == [6.0, -1.0, 1.0]
+    assert bags_of(batch.sparse, "day") == [[hash_text("2") % 1000 + 1], [0], [hash_text("0") % 1000 + 1]]
+
+
+def test_times_when_several_features_are_made_of_a_column_then_it_is_read_once(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        cleaning, "parse_times", lambda *args, **options: read.append(1) or parse_times(*args, **options)
+    )
+    batch = small(
+        tmp_path,
+        {"at": ["2024-01-31", "1970-01-01T05:00:00Z"]},
+        dense={"age": {"column": "at", "age_at": "2024-02-06", "standardize": False}},
+        categorical={name: {"column": "at", "transform": name} for name in ("hour", "weekday")},
+        time="at",
+    )
+    assert batch.dense.flatten().tolist() == pytest.approx([6.0, 19759 - 5 / 24])
+    assert len(read) == 2  # for a first look at the file, and for its rows
+
+
 @pytest.mark.parametrize(
     ("table", "change", "message"),
     [
+        (
+            {"at": [20240131, 20240201]},
+            {"categorical": {"at": {"transform": "weekday"}}},
+            r"row 1, column 'at': most numbers here are dates.*write unit: yyyymmdd.*or unit: s if.*got 20240131",
+        ),
+        (
+            {"at": ["20240131", "20240231"]},
+            {"categorical": {"at": {"transform": "weekday", "unit": "yyyymmdd"}}},
+            r"row 2, column 'at': the time must be a date such as 20260131.*got '20240231'",
+        ),
         (
             {"at": [1, 9e12]},
             {"categorical": {"at": {"transform": "hour"}}},

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import torch
+import yaml
 
 from lightning_recsys.data import Batch, Schema, TabularDataModule, guess_schema
 from lightning_recsys.data.files import ByteSource, InputFile, find_files, members
@@ -208,12 +209,15 @@ def test_archive_when_a_file_lies_outside_of_it_then_is_refused(tmp_path):
         ),
         ("day_*.csv", r"there is no file .*day_\*\.csv"),
         ("hollow", r"there is no file .*hollow"),
+        ("nested.zip", r"nested\.zip/old/days\.tar\.gz is an archive inside an archive.*Unpack .*nested\.zip and"),
+        ("nested.zip/old/*", r"train: .*days\.tar\.gz is an archive inside"),
         (["rows.zip", "rows.zip/a.csv"], r"names .*rows\.zip/a\.csv twice"),
     ],
 )
 def test_files_when_nothing_is_there_then_says_what_was_looked_for(tmp_path, files, message):
     pack(tmp_path / "rows.zip", PARTS)
     pack(tmp_path / "empty.zip", {})
+    pack(tmp_path / "nested.zip", {"a.csv": csv(ROWS), "old/days.tar.gz": b"packed"})
     (tmp_path / "hollow").mkdir()
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         ages(tmp_path, files)
@@ -472,6 +476,18 @@ def test_guess_then_tells_the_share_of_values_that_are_what_they_are_taken_for(t
     assert schema.fitting == {"click": 1.0, "price": 0.98, "day": 0.995}
     assert "unknown" in schema.table.missing
     assert "'unknown' taken for missing" in schema.comments["price"]
+
+
+def test_guess_when_numbers_are_dates_then_the_schema_it_tells_of_reads_them_so(tmp_path):
+    rows = [f"{i % 2},{20240101 + i % 28},u{i % 3}" for i in range(100)]
+    (tmp_path / "rows.csv").write_bytes(csv(rows, "click,published,user"))
+    schema = guess_schema(tmp_path / "rows.csv")
+    assert (schema.time, schema.fitting.get("published", 1.0)) == ("published", 1.0)
+    assert "dates as YYYYMMDD" in schema.comments["published"]
+    told = yaml.safe_load(schema.comments["published"].partition("under categorical: ")[2])
+    assert told == {"weekday": {"column": "published", "transform": "weekday", "unit": "yyyymmdd"}}
+    data = TabularDataModule(schema=yaml.safe_load(schema.to_yaml()) | {"categorical": told})
+    assert set(data.encoding.vocabularies["weekday"].to_pylist()) == set("0123456")
 
 
 def test_rows_when_a_file_is_named_in_several_archives_then_are_of_all(tmp_path):
