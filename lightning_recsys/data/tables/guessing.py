@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from lightning_recsys.data.files import find_files
-from lightning_recsys.data.tables.columns import parse_times
+from lightning_recsys.data.tables.columns import date_numbers, parse_times
 from lightning_recsys.data.tables.features import Categorical, Dense, MultiValued, Vector
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.reading import read_header
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import Label, TableFormat
 from lightning_recsys.data.tables.sniffing import is_number, sniff
+
+DateOrder: TypeAlias = Literal["day_first", "month_first"]
 
 _MISSING = ("", "?", "NA", "N/A", "NULL", "null", "None", "nan", "NaN", "\\N")
 _LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "converted", "purchase", "rating")
@@ -48,7 +50,7 @@ class _Sample:
     name: str
     values: list[str]
     kind: pa.DataType | None = None
-    dates: Literal["day_first", "month_first"] | None = None
+    dates: DateOrder | None = None
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -57,6 +59,11 @@ class _Sample:
     @cached_property
     def is_numeric(self) -> bool:
         return all(map(is_number, self.counts))
+
+    @cached_property
+    def are_dates(self) -> bool:
+        """Whether all are dates such as 20260131."""
+        return self.is_numeric and not np.isnan(date_numbers(np.array(list(map(float, self.counts))))).any()
 
     @cached_property
     def strays(self) -> list[str]:
@@ -70,7 +77,7 @@ class _Sample:
         fitting = sum(count for count, good in zip(self.counts.values(), fits, strict=True) if good)
         return fitting / max(len(self.values), 1)
 
-    def times(self, dates: Literal["day_first", "month_first"] | None) -> float:
+    def times(self, dates: DateOrder | None) -> float:
         """Share of the values that are times with words for it, if dates are read so."""
         _, bad = parse_times(pa.array(self.counts, pa.string()), dates=dates)
         return self.share(not wrong and not is_number(word) for word, wrong in zip(self.counts, bad, strict=True))
@@ -93,7 +100,7 @@ def guess_schema(
     path: str | Path | Sequence[str | Path],
     label: str | None = None,
     *,
-    dates: Literal["day_first", "month_first"] | None = None,
+    dates: DateOrder | None = None,
 ) -> Schema:
     """Guess what the columns of a table mean, from the first fifty thousand rows of its first file.
 
@@ -117,60 +124,93 @@ def guess_schema(
     table, columns, kinds = sniff(first)
     _check_columns(first, others, table, list(columns))
     columns, marks = _plain_numbers(columns)
-    tokens = [token for token in _MISSING if any(token in column for column in columns.values())]
-    present = {
-        name: [value for value in column if value is not None and value not in _MISSING]
+    missing = [token for token in _MISSING if any(token in column for column in columns.values())]
+    samples = _samples(columns, kinds, dates)
+    chosen = _find_label(first, samples, label)
+    clicks = samples.pop(chosen)
+    rule, reason = _label_rule(clicks)
+    guesses = _guess_columns(samples)
+    strays = [word for name, guess in guesses.items() if guess.key == "dense" for word in samples[name].strays]
+    fitting = {chosen: clicks.share(~np.isnan(LabelRule(rule).apply(pa.array(clicks.counts))))}
+
+    def of_kind(key: str) -> dict[str, Any]:
+        return {name: guess.options for name, guess in guesses.items() if guess.key == key}
+
+    time = next(iter(of_kind("time")), None)
+    return Schema(
+        files={"train": tuple(str(Path(x).expanduser().absolute()) for x in patterns)},
+        table=replace(table, **marks, dates=clicks.dates, missing=tuple(dict.fromkeys(["", *missing, *strays]))),
+        label=Label(column=chosen, rule=rule),
+        dense=of_kind("dense"),
+        vectors=of_kind("vectors"),
+        categorical=of_kind("categorical"),
+        multi_valued=of_kind("multi_valued"),
+        time=time,
+        ignore=tuple(of_kind("ignore")),
+        present={name: len(sample.values) / max(len(columns[name]), 1) for name, sample in samples.items()}
+        | {chosen: len(clicks.values) / max(len(columns[chosen]), 1)},
+        fitting=fitting | _fitting(samples, guesses),
+        comments={name: guess.reason for name, guess in guesses.items()}
+        | {"label": reason, **_remarks(first, has_time=time is not None)},
+    )
+
+
+def _samples(
+    columns: Mapping[str, Sequence[str | None]], kinds: Mapping[str, pa.DataType], dates: DateOrder | None
+) -> dict[str, _Sample]:
+    """The columns without their missing values; how dates are read is found out if it is not given.
+
+    Raises:
+        ValueError: dates can be read in two ways.
+    """
+    samples = {
+        name: _Sample(name, [x for x in column if x is not None and x not in _MISSING], kinds.get(name))
         for name, column in columns.items()
     }
-    dates = dates or _date_order([_Sample(name, values) for name, values in present.items()])
-    samples = {name: _Sample(name, values, kinds.get(name), dates) for name, values in present.items()}
-    chosen = _find_label(first, samples, label)
-    rule, reason = _label_rule(clicks := samples.pop(chosen))
+    dates = dates or _date_order(list(samples.values()))
+    return {name: replace(sample, dates=dates) for name, sample in samples.items()}
+
+
+def _guess_columns(samples: Mapping[str, _Sample]) -> dict[str, _Guess]:
+    """Where each column belongs; one time at most, and a category at least, if any number could be one."""
     guesses = {name: _guess(sample) for name, sample in samples.items()}
     if not any(guess.key in ("categorical", "multi_valued") for guess in guesses.values()):
+        reason = "a number, taken for an id, because no other column is a category"
         guesses |= {
-            name: _Guess(
-                "categorical", Categorical(), "a number, taken for an id, because no other column is a category"
-            )
+            name: _Guess("categorical", Categorical(), reason)
             for name, guess in guesses.items()
             if guess.key == "dense" and 2 * len(samples[name].counts) < len(samples[name].values)
         }
     times = [name for name, guess in guesses.items() if guess.key == "time"]
-    guesses |= {name: _Guess("ignore", None, "a second time") for name in times[1:]}
-    fitting = {chosen: clicks.share(~np.isnan(LabelRule(rule).apply(pa.array(clicks.counts))))}
+    return guesses | {name: _Guess("ignore", None, "a second time") for name in times[1:]}
+
+
+def _fitting(samples: Mapping[str, _Sample], guesses: Mapping[str, _Guess]) -> dict[str, float]:
+    """Share of the values that are what their column was taken for, where that can be less than all."""
+    fitting = {}
     for name, guess in guesses.items():
-        if guess.key == "dense" and (strays := samples[name].strays):
-            fitting[name] = samples[name].share(map(is_number, samples[name].counts))
-            tokens += [word for word in strays if word not in tokens]
-        elif guess.key == "time":
-            fitting[name] = samples[name].times(dates)
+        sample = samples[name]
+        if guess.key == "dense" and sample.strays:
+            fitting[name] = sample.share(map(is_number, sample.counts))
+        elif guess.key == "time" and not sample.is_numeric:
+            fitting[name] = sample.times(sample.dates)
+    return fitting
+
+
+def _remarks(first: Path, *, has_time: bool) -> dict[str, str]:
+    """Remarks on the keys of a guessed schema that are not columns."""
     split = "a tenth of the rows each for validation and test, drawn at random"
-    return Schema(
-        files={"train": tuple(str(Path(x).expanduser().absolute()) for x in patterns)},
-        table=replace(table, **marks, dates=dates, missing=tuple(dict.fromkeys(["", *tokens]))),
-        label=Label(column=chosen, rule=rule),
-        dense={name: guess.options for name, guess in guesses.items() if guess.key == "dense"},
-        vectors={name: guess.options for name, guess in guesses.items() if guess.key == "vectors"},
-        categorical={name: guess.options for name, guess in guesses.items() if guess.key == "categorical"},
-        multi_valued={name: guess.options for name, guess in guesses.items() if guess.key == "multi_valued"},
-        time=times[0] if times else None,
-        ignore=tuple(name for name, guess in guesses.items() if guess.key == "ignore"),
-        present={name: len(values) / max(len(columns[name]), 1) for name, values in present.items()},
-        fitting=fitting,
-        comments={
-            "": f"Guessed from the first rows of {first.name}. Check it: a remark says why. Every key: docs/data.md",
-            **{name: guess.reason for name, guess in guesses.items()},
-            "label": reason,
-            "column_names": "the first line is no header: rename as you like",
-            "comment": "lines at the top that start like this are skipped",
-            "encoding": "it is not UTF-8",
-            "missing": "what stands for a missing value",
-            "decimal": "before the fraction of a number",
-            "thousands": "between the thousands of a number",
-            "dates": "how 01/02/2026 is read",
-            "split": split + ("; {by: time} holds back the latest instead" if times else ""),
-        },
-    )
+    return {
+        "": f"Guessed from the first rows of {first.name}. Check it: a remark says why. Every key: docs/data.md",
+        "column_names": "the first line is no header: rename as you like",
+        "comment": "lines at the top that start like this are skipped",
+        "encoding": "it is not UTF-8",
+        "missing": "what stands for a missing value",
+        "decimal": "before the fraction of a number",
+        "thousands": "between the thousands of a number",
+        "dates": "how 01/02/2026 is read",
+        "split": split + ("; {by: time} holds back the latest instead" if has_time else ""),
+    }
 
 
 def _check_columns(first: Path, others: Sequence[Path], table: TableFormat, names: list[str]) -> None:
@@ -188,7 +228,7 @@ def _check_columns(first: Path, others: Sequence[Path], table: TableFormat, name
             )
 
 
-def _date_order(samples: list[_Sample]) -> Literal["day_first", "month_first"] | None:
+def _date_order(samples: list[_Sample]) -> DateOrder | None:
     """How dates with slashes are read, by all of them in the sample; ``None`` where there are none.
 
     Raises:
@@ -361,6 +401,9 @@ def _looks_like_ids(sample: _Sample, numbers: list[float]) -> str | None:
 
 def _features_of_time(sample: _Sample) -> str:
     """How a time becomes features, of dates and of numbers whose unit is known."""
+    if sample.are_dates:
+        weekday = f"{{column: {sample.name}, transform: weekday, unit: yyyymmdd}}"
+        return f", dates as YYYYMMDD; its weekday as a feature, under categorical: weekday: {weekday}"
     if sample.is_numeric and not all(8e8 < float(value) < 2.5e9 for value in sample.counts):
         return ""
     return f"; its hour as a feature, under categorical: hour: {{column: {sample.name}, transform: hour}}"
@@ -372,5 +415,9 @@ def _is_time(sample: _Sample) -> bool:
     if len(sample.counts) <= _FEW_NUMBERS:
         return False
     first, last = (extreme(map(float, sample.counts)) for extreme in (min, max))
-    # Seconds since 1970 need no telling name; milliseconds, and digits such as 20261231, do.
-    return (first > 8e8 and last < 2.5e9) or (first > 1e7 and _TIME_NAME.search(sample.name) is not None)
+    # Dates such as 20261231, and seconds since 1970, need no telling name; milliseconds do.
+    return (
+        sample.are_dates
+        or (first > 8e8 and last < 2.5e9)
+        or (first > 1e7 and _TIME_NAME.search(sample.name) is not None)
+    )
