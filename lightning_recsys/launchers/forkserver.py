@@ -35,7 +35,7 @@ from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.pickling import parts_of, save_job
 from lightning_recsys.launchers.processes import NOT_KNOWN, ForkedProcess, end_processes, ending, start_process
 from lightning_recsys.launchers.results import load_results, results_path
-from lightning_recsys.launchers.sidecars import Sidecars, no_servers
+from lightning_recsys.launchers.sidecars import ServerLostError, Sidecars, no_servers
 from lightning_recsys.launchers.worker import Failure, Job, job_path, run_worker
 from lightning_recsys.runtime import ProcessState
 
@@ -69,8 +69,9 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         strategy: The strategy that launches.
         num_threads: Threads per worker, as in :func:`lightning_recsys.runtime.configure_worker`.
         serving: Makes the context in which the workers run: servers beside them, or none.
-        survive: Asked about a worker other than rank 0 that died without an error: with the trainer, its rank and how
-            many workers are left. ``None`` where the others go on without it; else why they cannot. Default: none can.
+        survive: Asked about a worker other than rank 0 that died without an error, or was ended because a server that
+            only it and others need is lost: with the trainer, its rank and how many workers are left. ``None`` where
+            the others go on without it; else why they cannot. Default: none can.
 
     Raises:
         ValueError: this platform has no fork server (Windows).
@@ -134,7 +135,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
             self._save_job(job, folder)
             try:
                 workers = self._start(folder, sidecars)
-                _join(workers, sidecars, partial(self._survive, trainer))
+                _join(workers, sidecars, partial(self._survive, trainer), _signal_for_workers())
             finally:
                 self._end()
             value = load_results(trainer, folder, ranks=[x.rank for x in workers if x.succeeded])
@@ -183,12 +184,15 @@ class ForkserverLauncher(_MultiProcessingLauncher):
 
     def _end(self) -> None:
         """Whatever happened: no worker is left."""
-        # A worker unwinds on either, and writes what its loggers hold; one that trains no model dies of SIGTERM.
-        number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
         try:
-            end_processes(self.procs, number)  # type: ignore[arg-type]  # ours, see above
+            end_processes(self.procs, _signal_for_workers())  # type: ignore[arg-type]  # ours, see above
         finally:
             self.procs = []
+
+
+def _signal_for_workers() -> signal.Signals:
+    """What ends them: they unwind, and write what their loggers hold; one that trains no model dies of SIGTERM."""
+    return signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
 
 
 def _refuse_tuner(trainer: pl.Trainer) -> None:
@@ -264,20 +268,30 @@ class _Worker:
         )
 
 
-def _join(workers: list[_Worker], sidecars: Sidecars, survive: Callable[[int, int], str | None]) -> None:
+def _join(
+    workers: list[_Worker],
+    sidecars: Sidecars,
+    survive: Callable[[int, int], str | None],
+    number: signal.Signals,
+) -> None:
     """Wait until every worker has succeeded; raise the first error, once the others had time to tell theirs.
 
-    A worker that died is no error where the others can do without it.
+    A worker that died is no error where the others can do without it, and neither is a server that only such workers
+    need.
     """
     deadline = math.inf
     while (busy := [x for x in workers if x.is_busy]) and time.monotonic() < deadline:
         timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         wait([*(x.process.sentinel for x in busy), *(x.receiver for x in busy), *sidecars.sentinels], timeout)
-        sidecars.look()
-        for worker in busy:
+        try:
+            sidecars.look()
+        except ServerLostError as lost:
+            _do_without(lost, workers, survive, number)
+        for worker in (x for x in busy if x.is_busy):
             worker.look()
             if worker.rank and worker.failure is not None and worker.failure.time == 0.0:
                 _try_to_lose(worker, sum(not x.is_lost for x in workers) - 1, survive)
+        sidecars.end_needless([x.rank for x in workers if x.is_lost])
         if deadline == math.inf and any(x.failure for x in workers):
             deadline = time.monotonic() + SETTLE_SECONDS
     if failures := sorted((x.failure for x in workers if x.failure), key=lambda failure: failure.time):
@@ -285,6 +299,41 @@ def _join(workers: list[_Worker], sidecars: Sidecars, survive: Callable[[int, in
         for other in others:
             first.add_note(f"After that, another worker failed: {type(other).__name__}: {other}")
         raise first
+
+
+def _do_without(
+    lost: ServerLostError,
+    workers: list[_Worker],
+    survive: Callable[[int, int], str | None],
+    number: signal.Signals,
+) -> None:
+    """End the workers that need a lost server, and go on without them.
+
+    Raises:
+        ServerLostError: the others cannot, or there are none.
+    """
+    needing = lost.spec.ranks
+    if needing is None:
+        raise lost
+    if 0 in needing:
+        lost.add_note("Rank 0 needs it, without which no run goes on: begin anew, or go on from a checkpoint.")
+        raise lost
+    doomed = [x for x in workers if x.rank in needing and x.is_busy]
+    left = sum(not x.is_lost for x in workers) - len(doomed)
+    # They end before their share of the data is given to others, who would train it beside them.
+    end_processes([x.process for x in doomed], number)
+    for worker in doomed:
+        if (why_not := survive(worker.rank, left)) is not None:
+            if why_not:
+                lost.add_note(why_not)
+            raise lost
+        worker.is_lost = True
+    log.warning(
+        "%s The workers that need it end, too (%s); the other %d go on. What those had not pushed is lost.",
+        lost,
+        ", ".join(str(x.rank) for x in doomed),
+        left,
+    )
 
 
 def _try_to_lose(worker: _Worker, left: int, survive: Callable[[int, int], str | None]) -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -54,6 +54,8 @@ class ServerSpec:
             ``options``. Default: the server of stores.
         options: More keyword arguments, which travel by pickle.
         node: The node that the server runs on. Default: ``index`` modulo the number of nodes.
+        ranks: Who needs it. Where it is lost for good, or they are, a run that can do without them goes on. Default:
+            all.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class ServerSpec:
     program: str = STORE_SERVER
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     node: int | None = None
+    ranks: frozenset[int] | None = None
 
     def node_among(self, num_nodes: int) -> int:
         """The node that the server runs on.
@@ -72,6 +75,19 @@ class ServerSpec:
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.index}"
+
+
+class ServerLostError(RuntimeError):
+    """A server has died more often than it is started again.
+
+    Args:
+        spec: The server.
+        text: What happened.
+    """
+
+    def __init__(self, spec: ServerSpec, text: str) -> None:
+        super().__init__(text)
+        self.spec = spec
 
 
 class Sidecars:
@@ -152,19 +168,33 @@ class Sidecars:
     @property
     def sentinels(self) -> list[int]:
         """What becomes ready when a server dies: for :func:`multiprocessing.connection.wait`."""
-        return [server.process.sentinel for server in self._servers]
+        return [server.process.sentinel for server in self._servers if not server.is_over]
 
     def look(self) -> None:
         """Start the dead again.
 
         Raises:
-            RuntimeError: a server has died once too often, or the fork server has, who tells how they are.
+            ServerLostError: a server has died once too often.
+            RuntimeError: the fork server has died, who tells how they are.
         """
         for server in self._servers:
-            while (code := server.process.exitcode) is not None:
+            while not server.is_over and (code := server.process.exitcode) is not None:
                 if code == NOT_KNOWN:
                     server.process.check_fork_server()
                 self._restart(server, code)
+
+    def end_needless(self, lost: Collection[int]) -> None:
+        """End the servers that nobody needs but ranks that are lost, and remove their files."""
+        needless = [
+            server
+            for server in self._servers
+            if not server.is_over and server.spec.ranks is not None and server.spec.ranks <= set(lost)
+        ]
+        end_processes([server.process for server in needless], signal.SIGTERM)
+        for server in needless:
+            server.is_over = True
+            assert self.folder is not None
+            shutil.rmtree(self.folder / str(server.spec), ignore_errors=True)
 
     def stop(self) -> None:
         """End the servers and remove their files; nothing happens a second time."""
@@ -208,9 +238,10 @@ class Sidecars:
 
     def _restart(self, server: _Server, code: int) -> None:
         if server.restarts == self.max_restarts:
-            raise RuntimeError(
+            raise ServerLostError(
+                server.spec,
                 f"Server {server.spec} at {server.endpoint} {ending(code)}, and max_restarts={self.max_restarts} of"
-                " the strategy are used up; see what it printed above."
+                " the strategy are used up; see what it printed above.",
             )
         server.restarts += 1
         times = f"{server.restarts} of {self.max_restarts} times"
@@ -235,6 +266,7 @@ class _Server:
     process: ForkedProcess
     endpoint: str
     restarts: int = 0
+    is_over: bool = False  # nobody needs it any more
 
 
 class _NotReadyError(RuntimeError):

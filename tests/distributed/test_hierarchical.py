@@ -1,6 +1,7 @@
 """Hierarchical Training with processes: as exact as one process where one net trains, and near it where many do."""
 
 import os
+import re
 import signal
 import time
 from functools import partial
@@ -206,6 +207,17 @@ def test_running_values_when_a_server_has_them_for_several_nets_then_the_model_g
     assert torch.equal(task.model.frozen.running_mean, torch.zeros(4))
 
 
+def kill_group_server(trainer, number):
+    path = trainer.strategy.endpoints["group"][number].removeprefix("ipc://")
+    for process in psutil.Process(os.getppid()).children():
+        if any(x.laddr == path for x in process.net_connections("unix")):
+            process.send_signal(signal.SIGKILL)
+            while psutil.pid_exists(process.pid) and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+            return
+    raise AssertionError(f"nobody listens at {path}")
+
+
 class KillsGroupServer(Callback):
     """Kills a group server in the midst of training, once."""
 
@@ -214,14 +226,53 @@ class KillsGroupServer(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank == 0 and batch_idx == self.step:
-            path = trainer.strategy.endpoints["group"][0].removeprefix("ipc://")
-            for process in psutil.Process(os.getppid()).children():
-                if any(x.laddr == path for x in process.net_connections("unix")):
-                    process.send_signal(signal.SIGKILL)
-                    while psutil.pid_exists(process.pid) and process.status() != psutil.STATUS_ZOMBIE:
-                        time.sleep(0.01)
-                    return
-            raise AssertionError(f"nobody listens at {path}")
+            kill_group_server(trainer, 0)
+
+
+class LosesGroup(Callback):
+    """The last server of the second group is killed in the first epoch; each rank notes the examples that it trained.
+
+    Args:
+        folder: For the notes.
+    """
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 0 and trainer.current_epoch == 0 and batch_idx == 3:
+            while len(self.trained(0, 1)) < 3:
+                time.sleep(0.01)
+            kill_group_server(trainer, 3)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        with (self.folder / f"{trainer.current_epoch}-{trainer.global_rank}").open("a") as file:
+            file.writelines(f"{x}\n" for x in batch.dense.tolist())
+
+    def on_train_end(self, trainer, pl_module):
+        run = Path(trainer.strategy.endpoints["group"][0].removeprefix("ipc://")).parent
+        (self.folder / "servers").write_text(str(sorted(x.name for x in run.glob("group-?"))))
+
+    def trained(self, epoch, rank):
+        path = self.folder / f"{epoch}-{rank}"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+def test_group_when_a_server_is_lost_for_good_then_it_alone_ends_and_the_others_train_every_example(tmp_path, caplog):
+    noting, strategy = LosesGroup(tmp_path), hierarchical(num_groups=2, servers_per_group=2, max_restarts=0)
+    trainer = fit(make_task(), make_data(rows=2048), strategy=strategy, epochs=3, callbacks=[noting])
+    assert trainer.world_size == 2
+    assert trainer.current_epoch == 3
+    assert float(trainer.callback_metrics["val/ne"]) < 1
+    every = set(noting.trained(2, 0))
+    assert len(every) == 2048
+    assert set(noting.trained(0, 0)) | set(noting.trained(0, 1)) == every
+    assert (tmp_path / "servers").read_text() == "['group-0', 'group-1']"
+    for epoch in (1, 2):
+        assert sorted(noting.trained(epoch, 0)) == sorted(every)
+        assert noting.trained(epoch, 1) == []
+    (said,) = (x for x in caplog.messages if "was ended by" in x)
+    assert re.search(r"^Server group-3 .* SIGKILL, and max_restarts=0 .* end, too \(1\); the other 1 go on", said)
 
 
 class Begins(Callback):
@@ -325,6 +376,10 @@ class Drains(Callback):
         epoch, rank = trainer.current_epoch, trainer.global_rank
         with (self.folder / f"{epoch}-{rank}").open("a") as file:
             file.write(f"{batch_idx}\n")
+        if (rank, epoch, batch_idx) == (1, 0, 3):  # it would be through before it looks, once a second
+            while len(self.trained(0, 0)) < 3:
+                time.sleep(0.01)
+            time.sleep(1.2)
         if rank or batch_idx != 2 or epoch == 1:
             return
         run = Path(trainer.strategy.endpoints["group"][0].removeprefix("ipc://")).parent.name

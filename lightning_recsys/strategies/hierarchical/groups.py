@@ -66,6 +66,13 @@ class Groups:
         """The group that a rank works for."""
         return rank // self.nets_per_group
 
+    def ranks_of(self, group: int) -> frozenset[int] | None:
+        """The ranks that work for a group; ``None`` where it is the only one."""
+        if self.num_groups == 1:
+            return None
+        first = self.leaders[group]
+        return frozenset(range(first, first + self.nets_per_group))
+
     def node_of(self, group: int) -> int:
         """The node of a group's first rank, where its servers run: parts are code, and go no further than a file."""
         return self.leaders[group] // self.ranks_per_node

@@ -185,7 +185,7 @@ class NetRun:
     def _elect(self) -> None:
         """Behind a meeting: take over from the first net of this group where that has died.
 
-        Where none of a group lives, rank 0 has its servers stop: what nobody trains would hold the centre back.
+        Where none of a group lives, the launcher has ended its servers: what nobody trains would hold the centre back.
         """
         assert self._brought is not None
         strategy, living = self._strategy, living_ranks()
@@ -198,8 +198,6 @@ class NetRun:
         self._lost |= lost
         for group in lost if strategy.is_global_zero else ():
             log.warning("Group %d has no net left: its replica counts no more, and the other groups go on.", group)
-            for number in groups.servers_of(group):
-                strategy.group_connections()[number].request("end_sync")
 
     def _meet(self) -> None:
         """Give all ranks the mean of what the groups' first ranks have."""

@@ -218,7 +218,7 @@ class HierarchicalStrategy(ServedStrategy):
         options = {"num_nets": groups.nets_per_group}
         specs = [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
         specs += [
-            ServerSpec(GROUP, index, PROGRAM, options, groups.node_of(group))
+            ServerSpec(GROUP, index, PROGRAM, options, groups.node_of(group), ranks=groups.ranks_of(group))
             for group in range(self.num_groups)
             for index in groups.servers_of(group)
         ]

@@ -1,13 +1,16 @@
 """A worker that died is an error, unless the others can do without it."""
 
 import logging
+import signal
 from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import TrainerFn
 
+from lightning_recsys.launchers import ServerSpec, forkserver
 from lightning_recsys.launchers.forkserver import Failure, _try_to_lose, _Worker
+from lightning_recsys.launchers.sidecars import ServerLostError
 from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy, ShadowSyncStrategy
 
 
@@ -34,6 +37,54 @@ def test_worker_when_the_others_cannot_do_without_it_then_its_death_says_why():
     worker = a_dead_worker()
     _try_to_lose(worker, 2, lambda *_: "")
     assert not hasattr(worker.failure.error, "__notes__")
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The processes that were ended."""
+    found = []
+    monkeypatch.setattr(forkserver, "end_processes", lambda processes, number: found.extend(processes))
+    return found
+
+
+def do_without(ranks, survive=lambda *_: None):
+    workers = [_Worker(rank, f"process {rank}", None, None) for rank in range(5)]
+    workers[4].is_lost = True
+    forkserver._do_without(lost_server(ranks), workers, survive, signal.SIGINT)
+    return workers
+
+
+def lost_server(ranks):
+    return ServerLostError(ServerSpec("group", 1, ranks=ranks), "Server group-1 was ended by SIGKILL.")
+
+
+def test_server_when_only_some_need_it_then_they_end_and_the_others_go_on_and_it_is_said_once(ended, caplog):
+    asked = []
+    with caplog.at_level(logging.WARNING):
+        workers = do_without(frozenset({2, 3, 4}), lambda rank, left: asked.append((rank, left)))
+    assert ended == ["process 2", "process 3"]
+    assert asked == [(2, 2), (3, 2)]
+    assert [x.is_lost for x in workers] == [False, False, True, True, True]
+    (said,) = caplog.messages
+    assert said.startswith("Server group-1 was ended by SIGKILL. The workers that need it end, too (2, 3); the other 2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "answer", "says"),
+    [
+        (None, None, []),
+        (frozenset({0, 1}), None, ["Rank 0 needs it, without which no run goes on: begin anew, or go on from a"]),
+        (frozenset({2, 3}), "They are too few.", ["They are too few."]),
+        (frozenset({2, 3}), "", []),
+    ],
+    ids=["all_need_it", "rank_0", "too_few", "not_training"],
+)
+def test_server_when_the_others_cannot_do_without_it_then_its_end_says_why(ranks, answer, says, ended):
+    with pytest.raises(ServerLostError, match="Server group-1 was ended") as raised:
+        do_without(ranks, lambda *_: answer)
+    notes = getattr(raised.value, "__notes__", [])
+    assert len(notes) == len(says)
+    assert all(note.startswith(text) for note, text in zip(notes, says, strict=True))
 
 
 @pytest.mark.parametrize(
