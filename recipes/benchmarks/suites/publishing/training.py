@@ -106,25 +106,40 @@ def measure(
         at_least: The bar: examples per second over those without publications.
     """
     work, rates = Workload(rows=rows), Measurement({NONE: [], PUBLISHING: []})
-    sizes: list[int] = []
-    delays: list[float] = []
-    base = 0
-    for _ in range(rounds):
-        rates.rates[NONE].append(_train(work, model, batch_size, seconds, None).rate)
-        with tempfile.TemporaryDirectory() as folder:
-            publisher = ModelPublisher(folder, every_seconds=every_seconds, keep=10**6, compact_share=1e9)
-            with _Follower(folder) as follower:
-                paced = _train(work, model, batch_size, seconds, publisher)
-                follower.catch_up()
-            rates.rates[PUBLISHING].append(paced.rate)
-            for path in Path(folder).glob("versions/*/manifest.json"):
-                manifest = json.loads(path.read_text())
-                size = sum(entry["size"] for entry in manifest["files"].values())
-                base, sizes = (size, sizes) if manifest["kind"] == "base" else (base, [*sizes, size])
-            delays += follower.delays(paced.steps)
+    turns: list[Published] = []
+    for round_index in range(rounds):
+        for variant in (NONE, PUBLISHING) if round_index % 2 == 0 else (PUBLISHING, NONE):
+            if variant == NONE:
+                paced = _train(work, model, batch_size, seconds, None)
+            else:
+                paced, published = _publish(work, model, batch_size, seconds, every_seconds)
+                turns.append(published)
+            rates.rates[variant].append(paced.rate)
+    sizes = [size for turn in turns for size in turn.increment_bytes]
+    delays = [delay for turn in turns for delay in turn.delays]
     name = f"{model}, B={batch_size}, a version every {every_seconds:g} s"
     bar = Bar(f"{name}: over none", rates.ratio(PUBLISHING, NONE), "at least", at_least)
-    return [Row(name, rates, NONE), Published(base, sizes, delays)], [bar]
+    return [Row(name, rates, NONE), Published(turns[-1].base_bytes, sizes, delays)], [bar]
+
+
+def _publish(
+    work: Workload, model: str, batch_size: int, seconds: float, every_seconds: float
+) -> tuple[Paced, Published]:
+    """One turn with publications, which a reader beside it opens."""
+    base, sizes = 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        publisher = ModelPublisher(folder, every_seconds=every_seconds, keep=10**6, compact_share=1e9)
+        with _Follower(folder) as follower:
+            paced = _train(work, model, batch_size, seconds, publisher)
+            follower.catch_up()
+        for path in Path(folder).glob("versions/*/manifest.json"):
+            manifest = json.loads(path.read_text())
+            size = sum(entry["size"] for entry in manifest["files"].values())
+            if manifest["kind"] == "base":
+                base = size
+            else:
+                sizes.append(size)
+        return paced, Published(base, sizes, follower.delays(paced.steps))
 
 
 def _train(work: Workload, model: str, batch_size: int, seconds: float, publisher: ModelPublisher | None) -> Paced:
