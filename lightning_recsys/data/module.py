@@ -15,6 +15,12 @@ from lightning_recsys.data.loader import BatchLoader, BatchSource, RowSource, Sh
 Split = Literal["train", "validation", "test", "predict"]
 
 
+def check_option(name: str, value: object, allowed: str, *, ok: bool) -> None:
+    """Raise ``ValueError`` that says what an option must be, unless it is."""
+    if not ok:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
+
+
 class CTRDataModule(pl.LightningDataModule, ABC):
     """Base of the data modules: everything but the rows.
 

@@ -226,7 +226,7 @@ class TabularDataModule(PreparedReader):
         """What was learned from the training rows, and the position in them."""
         if self._encoding is None and "train" not in self._folders:
             return {}
-        return {"encoder": self._learned().state_dict(), **super().state_dict()}
+        return {"encoder": self.encoding.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Encode rows, from now on, as the run did that this state is from, and go on where it was.
@@ -237,7 +237,7 @@ class TabularDataModule(PreparedReader):
         super().load_state_dict(state_dict)
         encoding = Encoding.from_state_dict(self.schema, state_dict["encoder"])
         known = self._encoding is not None or "train" in self._folders
-        if not known or encoding != self._learned():
+        if not known or encoding != self.encoding:
             self._encoding, self._given = encoding, True
             self._rows.clear()
             self._folders.clear()
@@ -246,9 +246,6 @@ class TabularDataModule(PreparedReader):
     @property
     def encoding(self) -> Encoding:
         """What was learned from the training rows, which are prepared for it unless a checkpoint has told it."""
-        return self._learned()
-
-    def _learned(self) -> Encoding:
         if self._encoding is None:
             self._encoding = Encoding.load(self.schema, *self.folder("train"))
         return self._encoding
@@ -257,7 +254,7 @@ class TabularDataModule(PreparedReader):
         """Find the rows that come from the files of a split, or prepare them."""
         raw_format = self._format(origin)
         files = raw_format.files(origin)
-        given = self._learned() if origin != "train" or self._given else None
+        given = self.encoding if origin != "train" or self._given else None
         split: SplitRule = BySchema(raw_format, own_files=False)
         if origin != "train":
             split = ByFile(**{self._place(origin): tuple(map(str, files))})

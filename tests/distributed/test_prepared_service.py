@@ -21,10 +21,11 @@ import torch
 from forked import run_processes
 from pytorch_lightning import LightningModule, Trainer
 
-from lightning_recsys.data.preparation.shards import GROUP_ROWS, IdBags, Rows, ShardWriter, shard_schema
+from lightning_recsys.data.preparation.shards import GROUP_ROWS, Rows, ShardWriter, shard_schema
 from lightning_recsys.data.prepared import Feature, Manifest, PreparedDataModule
 from lightning_recsys.data.prepared.service import Reader, receive_batches
 from lightning_recsys.data.prepared.stream import StreamRequest, read_batches
+from lightning_recsys.data.raw.columns import Bags
 from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.strategies import ForkserverDDPStrategy
 
@@ -46,7 +47,7 @@ def folder(tmp_path) -> Path:
     for i, size in enumerate((50, 1, 99, 20, 100, 30)):
         numbers = torch.arange(start, start + size).numpy()
         lengths = numbers // 10
-        tags = IdBags(numbers.repeat(lengths), lengths, numbers.repeat(lengths).astype("float32"))
+        tags = Bags(numbers.repeat(lengths), lengths, numbers.repeat(lengths).astype("float32"))
         writer = ShardWriter(root, f"train/{i}.parquet", schema=shard_schema(("x",), features), compression="none")
         writer.write(
             Rows((numbers % 2).astype("float32"), numbers[None].astype("float32"), {"row": numbers}, {"tags": tags})

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_recsys.data.preparation.shards import GROUP_ROWS, IdBags, Rows, ShardWriter, shard_schema
+from lightning_recsys.data.preparation.shards import GROUP_ROWS, Rows, ShardWriter, shard_schema
 from lightning_recsys.data.prepared import Feature, Manifest
+from lightning_recsys.data.raw.columns import Bags
 
 FEATURES = {"row": Feature(1_000_000), "small": Feature(7)}
 
@@ -16,7 +17,7 @@ def rows_of(start: int, stop: int, *, bags: bool = False) -> Rows:
     """Rows ``start`` to ``stop``: the number is dense feature and id; row ``n`` has ``n % 4`` tags, ``n % 50`` each."""
     numbers = np.arange(start, stop)
     lengths = numbers % 4
-    tags = IdBags(np.repeat(numbers % 50, lengths), lengths, np.repeat(numbers, lengths).astype(np.float32))
+    tags = Bags(np.repeat(numbers % 50, lengths), lengths, np.repeat(numbers, lengths).astype(np.float32))
     return Rows(
         (numbers % 2).astype(np.float32),
         np.stack([numbers, -numbers]).astype(np.float32),

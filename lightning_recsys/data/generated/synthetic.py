@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.generated.teacher import SyntheticClicks
-from lightning_recsys.data.module import CTRDataModule, Split
+from lightning_recsys.data.module import CTRDataModule, Split, check_option
 from lightning_recsys.metrics import NormalizedEntropy
 
 # Like many click logs: mostly small fields, a few of thousands of ids; a million rows are enough to learn them.
@@ -100,21 +100,25 @@ class SyntheticDataModule(CTRDataModule):
         drop_last: bool = False,
     ) -> None:
         super().__init__(batch_size=batch_size, seed=seed, drop_last=drop_last)
-        self._num_dense = num_dense
         self._fields = {f"c{i}": int(cardinality) for i, cardinality in enumerate(cardinalities)}
         self._num_rows: dict[Split, int] = {"train": train_rows, "validation": val_rows, "test": test_rows}
-        self._multi_hot = dict(multi_hot or {})
-        self._zipf_exponent = zipf_exponent
-        self._base_rate = base_rate
-        self._signal = signal
-        self._interaction_share = interaction_share
-        self._world_seed = world_seed
+        self._world: dict[str, Any] = {
+            "cardinalities": list(self._fields.values()),
+            "multi_hot": dict(multi_hot or {}),
+            "num_dense": num_dense,
+            "zipf_exponent": zipf_exponent,
+            "base_rate": base_rate,
+            "signal": signal,
+            "interaction_share": interaction_share,
+            "seed": world_seed,
+        }
         self._check_arguments()
 
     @property
     def num_dense(self) -> int:
         """Number of dense features."""
-        return self._num_dense
+        num_dense: int = self._world["num_dense"]
+        return num_dense
 
     @property
     def fields(self) -> dict[str, int]:
@@ -129,16 +133,7 @@ class SyntheticDataModule(CTRDataModule):
     @cached_property
     def clicks(self) -> SyntheticClicks:
         """The world that the rows come from."""
-        return SyntheticClicks(
-            cardinalities=list(self.fields.values()),
-            multi_hot=self._multi_hot,
-            num_dense=self.num_dense,
-            zipf_exponent=self._zipf_exponent,
-            base_rate=self._base_rate,
-            signal=self._signal,
-            interaction_share=self._interaction_share,
-            seed=self._world_seed,
-        )
+        return SyntheticClicks(**self._world)
 
     @cached_property
     def best_normalized_entropy(self) -> float | None:
@@ -150,20 +145,18 @@ class SyntheticDataModule(CTRDataModule):
         return None if rows is None else rows.teacher_normalized_entropy()
 
     def _check_arguments(self) -> None:
-        def check(name: str, value: object, allowed: str, *, ok: bool) -> None:
-            if not ok:
-                raise ValueError(f"data.{name} must be {allowed}, got {value}.")
-
+        world, cardinalities = self._world, self._world["cardinalities"]
         for name, num_rows in zip(("train_rows", "val_rows", "test_rows"), self._num_rows.values(), strict=True):
-            check(name, num_rows, "at least 0", ok=num_rows >= 0)
-        cardinalities = list(self.fields.values())
+            check_option(f"data.{name}", num_rows, "at least 0", ok=num_rows >= 0)
         positive = bool(cardinalities) and all(n > 0 for n in cardinalities)
-        check("cardinalities", cardinalities, "one or more positive numbers", ok=positive)
-        for name, size in self._multi_hot.items():
-            check("multi_hot", name, f"about features among {', '.join(self.fields)}", ok=name in self.fields)
-            check(f"multi_hot.{name}", size, "at least 1", ok=size >= 1)
-        check("num_dense", self.num_dense, "at least 0", ok=self.num_dense >= 0)
-        check("zipf_exponent", self._zipf_exponent, "at least 0", ok=self._zipf_exponent >= 0)
-        check("base_rate", self._base_rate, "between 0 and 1", ok=0 < self._base_rate < 1)
-        check("signal", self._signal, "at least 0", ok=self._signal >= 0)
-        check("interaction_share", self._interaction_share, "from 0 to 1", ok=0 <= self._interaction_share <= 1)
+        check_option("data.cardinalities", cardinalities, "one or more positive numbers", ok=positive)
+        for name, size in world["multi_hot"].items():
+            check_option(
+                "data.multi_hot", name, f"about features among {', '.join(self.fields)}", ok=name in self.fields
+            )
+            check_option(f"data.multi_hot.{name}", size, "at least 1", ok=size >= 1)
+        for name in ("num_dense", "zipf_exponent", "signal"):
+            check_option(f"data.{name}", world[name], "at least 0", ok=world[name] >= 0)
+        check_option("data.base_rate", world["base_rate"], "between 0 and 1", ok=0 < world["base_rate"] < 1)
+        share = world["interaction_share"]
+        check_option("data.interaction_share", share, "from 0 to 1", ok=0 <= share <= 1)

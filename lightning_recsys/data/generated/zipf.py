@@ -28,8 +28,9 @@ class ZipfSampler:
         self._threshold = np.ravel([threshold for threshold, _ in tables])
         self._alias = np.ravel([alias for _, alias in tables]).astype(np.int64)
         self._first_slot = np.arange(len(tables), dtype=np.int64)[:, None] * (_HEAD + 1)
-        self._tailed = np.flatnonzero(np.asarray(cardinalities) > _HEAD)
-        self._last_rank = np.asarray(cardinalities, dtype=np.float64)[self._tailed, None]
+        self.tailed = np.flatnonzero(np.asarray(cardinalities) > _HEAD)
+        """Positions of the fields that have more ids than the table."""
+        self._last_rank = np.asarray(cardinalities, dtype=np.float64)[self.tailed, None]
 
     def __call__(self, head_FN: NDArray[np.float64], tail_FN: NDArray[np.float64]) -> NDArray[np.int64]:
         """Turn uniform numbers in ``[0, 1)`` into ids.
@@ -46,15 +47,10 @@ class ZipfSampler:
         head_FN -= slots
         entries = slots + self._first_slot
         ids: NDArray[np.int64] = np.where(head_FN < self._threshold[entries], slots, self._alias[entries])
-        if len(self._tailed):
-            drawn = ids[self._tailed]
-            ids[self._tailed] = np.where(drawn == _HEAD, self._tail_ids(tail_FN), drawn)
+        if len(self.tailed):
+            drawn = ids[self.tailed]
+            ids[self.tailed] = np.where(drawn == _HEAD, self._tail_ids(tail_FN), drawn)
         return ids
-
-    @property
-    def tailed(self) -> NDArray[np.intp]:
-        """Positions of the fields that have more ids than the table."""
-        return self._tailed
 
     def _tail_ids(self, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
         low = _integral(np.array(_HEAD + 0.5), self._exponent)

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from itertools import chain, islice
@@ -22,13 +22,13 @@ import pyarrow.compute as pc
 
 from lightning_recsys.__about__ import __version__
 from lightning_recsys.data.files import InputFile
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.module import Split, check_option
 from lightning_recsys.data.preparation.learning import learn
 from lightning_recsys.data.preparation.parallel import ordered_map
 from lightning_recsys.data.preparation.preprocessing import ColumnRules, Learned, Summary
 from lightning_recsys.data.preparation.schema_split import BySchema, survey_rows
 from lightning_recsys.data.preparation.segments import Records, Segment
-from lightning_recsys.data.preparation.shards import GROUP_ROWS, IdBags, Ids, Rows, shard_schema
+from lightning_recsys.data.preparation.shards import GROUP_ROWS, Ids, Rows, shard_schema
 from lightning_recsys.data.preparation.source import ParsedBlock, RawSource
 from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Survey
 from lightning_recsys.data.preparation.vocabulary import load_table, vocabulary_file
@@ -101,10 +101,10 @@ class Preparation:
         on_progress: Callable[[Progress], None] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        _check("on_bad_row", on_bad_row, "error or skip", ok=on_bad_row in ("error", "skip"))
-        _check("compression", compression, "none or zstd", ok=compression in ("none", "zstd"))
-        _check("shard_bytes", shard_bytes, "at least 1", ok=shard_bytes >= 1)
-        _check("num_threads", num_threads, "at least 1", ok=num_threads >= 1)
+        check_option("on_bad_row", on_bad_row, "error or skip", ok=on_bad_row in ("error", "skip"))
+        check_option("compression", compression, "none or zstd", ok=compression in ("none", "zstd"))
+        check_option("shard_bytes", shard_bytes, "at least 1", ok=shard_bytes >= 1)
+        check_option("num_threads", num_threads, "at least 1", ok=num_threads >= 1)
         self._out = out
         self._work = out / WORK
         preprocessing.check(raw_format)
@@ -290,7 +290,7 @@ class Preparation:
             rows.labels_N,
             self._rules.dense_features(rows, summary_IK, self._format),
             {name: ids(name, values) for name, values in self._rules.categories(rows, self._format).items()},
-            {name: IdBags(ids(name, bags.values), bags.lengths_N, bags.weights) for name, bags in rows.bags.items()},
+            {name: replace(bags, values=ids(name, bags.values)) for name, bags in rows.bags.items()},
         )
 
     def _bytes(self, wanted: Callable[[Split | None], bool]) -> int:
@@ -349,11 +349,6 @@ class Preparation:
                 },
             },
         )
-
-
-def _check(name: str, value: object, allowed: str, *, ok: bool) -> None:
-    if not ok:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
 
 
 def _num_missing(values: pa.Array) -> int:

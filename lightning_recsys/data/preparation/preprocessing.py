@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from lightning_recsys.data.preparation.shards import Ids
 from lightning_recsys.data.prepared.manifest import write_atomically
 from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values, parse_keys
 
-Ids = NDArray[np.int32] | NDArray[np.int64]
 Summary = NDArray[np.float64]
 
 _NO_BUCKET = np.iinfo(np.int64).min

@@ -15,7 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lightning_recsys.data.preparation.encoding import FIRST_ID, MISSING_ID, Encoding, embedded
-from lightning_recsys.data.preparation.preprocessing import ColumnRules, Ids, Learned, Summary
+from lightning_recsys.data.preparation.preprocessing import ColumnRules, Learned, Summary
+from lightning_recsys.data.preparation.shards import Ids
 from lightning_recsys.data.preparation.vocabulary import write_values
 from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -13,26 +14,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from lightning_recsys.data.prepared.manifest import LABEL, WEIGHTS_SUFFIX, Feature, Shard, publish
+from lightning_recsys.data.raw.columns import Bags
 
 GROUP_ROWS = 32_768
 _ONE_PAGE = 1 << 30  # a column chunk is one page: plain values one after the other, with one checksum
 
-Ids = NDArray[np.int32] | NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class IdBags:
-    """Ids of a multi-valued feature.
-
-    Args:
-        ids: Of all rows, one after the other.
-        lengths_N: How many belong to each row.
-        weights: One for each id, float32.
-    """
-
-    ids: Ids
-    lengths_N: NDArray[np.int64]
-    weights: NDArray[np.float32] | None = None
+Ids: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -43,13 +30,13 @@ class Rows:
         labels_N: Float32.
         dense_IN: Float32.
         ids: Ids of each single-valued feature, shape ``[N]``.
-        bags: Ids of each multi-valued one.
+        bags: Ids of each multi-valued one, as arrays.
     """
 
     labels_N: NDArray[np.float32]
     dense_IN: NDArray[np.float32]
     ids: Mapping[str, Ids]
-    bags: Mapping[str, IdBags]
+    bags: Mapping[str, Bags]
 
     def to_table(self, schema: pa.Schema) -> pa.Table:
         """As an arrow table."""
@@ -59,7 +46,7 @@ class Rows:
             offsets = pa.array(np.concatenate([[0], np.cumsum(bags.lengths_N)]).astype(np.int32))
             columns += [
                 pa.ListArray.from_arrays(offsets, pa.array(items))
-                for items in (bags.ids, bags.weights)
+                for items in (bags.values, bags.weights)
                 if items is not None
             ]
         return pa.Table.from_arrays([x.cast(t) for x, t in zip(columns, schema.types, strict=True)], schema=schema)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from lightning_recsys.data.prepared.manifest import publish
-from lightning_recsys.data.raw.kernels import KeyTable, hash_values
+from lightning_recsys.data.raw.kernels import KeyTable, hash_values, one_chunk
 
 _SCHEMA = pa.schema([("value", pa.binary()), ("count", pa.int64())])
 _PARTITIONS = 64
@@ -95,13 +95,13 @@ class ValueCounter:
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, tables in self._pending.items():
             table = _merged(tables)
-            part = (hash_values(_chunk(table["value"])) >> np.uint64(58)).astype(np.int64)
+            part = (hash_values(one_chunk(table["value"])) >> np.uint64(58)).astype(np.int64)
             table = table.take(pa.array(np.argsort(part, kind="stable")))
             ends = np.cumsum(np.bincount(part, minlength=_PARTITIONS))
             with pa.ipc.new_file(self._spill_file(name, self._spills), _SCHEMA) as writer:
                 for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
                     piece = table.slice(start, end - start)
-                    writer.write_batch(pa.record_batch([_chunk(column) for column in piece.columns], schema=_SCHEMA))
+                    writer.write_batch(pa.record_batch([one_chunk(column) for column in piece.columns], schema=_SCHEMA))
             self._pending[name] = []
         self._entries = 0
         self._spills += 1
@@ -170,7 +170,3 @@ def _merged(tables: Sequence[pa.Table]) -> pa.Table:
         return table
     merged = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
     return pa.Table.from_arrays([merged["value"], merged["count_sum"]], schema=_SCHEMA)
-
-
-def _chunk(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays([*column.chunks, pa.array([], column.type)])

@@ -12,7 +12,7 @@ import torch
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.loader import Shuffle
-from lightning_recsys.data.module import CTRDataModule, Split
+from lightning_recsys.data.module import CTRDataModule, Split, check_option
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.rows import PreparedRows
 from lightning_recsys.data.prepared.service import Reader, receive_batches
@@ -55,10 +55,10 @@ class PreparedReader(CTRDataModule):
         drop_last: bool,
     ) -> None:
         super().__init__(batch_size=batch_size, seed=seed, drop_last=drop_last)
-        _check("batch_size", batch_size, "at least 1", ok=batch_size >= 1)
-        _check("shuffle_window", shuffle_window, "at least 0", ok=shuffle_window >= 0)
-        _check("prefetch_batches", prefetch_batches, "at least 1", ok=prefetch_batches >= 1)
-        _check("reader", reader, "local or shared", ok=reader in ("local", "shared"))
+        check_option("data.batch_size", batch_size, "at least 1", ok=batch_size >= 1)
+        check_option("data.shuffle_window", shuffle_window, "at least 0", ok=shuffle_window >= 0)
+        check_option("data.prefetch_batches", prefetch_batches, "at least 1", ok=prefetch_batches >= 1)
+        check_option("data.reader", reader, "local or shared", ok=reader in ("local", "shared"))
         self.shuffle_window = shuffle_window
         self.reader = reader
         self.prefetch_batches = prefetch_batches
@@ -222,8 +222,3 @@ class PreparedDataModule(PreparedReader):
     def has(self, split: Split) -> bool:
         """Whether there are rows of a split."""
         return any(shard.rows for shard in self.manifest.splits[split])
-
-
-def _check(name: str, value: object, allowed: str, *, ok: bool) -> None:
-    if not ok:
-        raise ValueError(f"data.{name} must be {allowed}, got {value!r}.")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, takewhile
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -161,13 +161,6 @@ def _batches_of_a_pack(request: StreamRequest) -> int:
     return max(_PACK_ROWS // request.batch_size, 1)
 
 
-@dataclass(frozen=True)
-class _Item(Generic[T]):
-    value: T | None = None
-    error: BaseException | None = None
-    last: bool = False
-
-
 def prefetched(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     """The same items, made ahead in a thread that ends with this iterator, however that ends.
 
@@ -178,17 +171,19 @@ def prefetched(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
     >>> list(prefetched(range(3), depth=1))
     [0, 1, 2]
     """
-    waiting: queue.Queue[_Item[T]] = queue.Queue(depth)
+    waiting: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(
+        depth
+    )  # items, or an error, and None at the end
     stopped = threading.Event()
     thread = threading.Thread(
         target=_fill, args=(items, waiting.put, stopped), name="lightning-recsys-reader", daemon=True
     )
     thread.start()
     try:
-        while not (item := waiting.get()).last:
-            if item.error is not None:
-                raise item.error
-            yield item.value  # type: ignore[misc]
+        while (item := waiting.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
     finally:
         stopped.set()
         while thread.is_alive():  # it may be waiting for a place
@@ -197,15 +192,15 @@ def prefetched(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
             thread.join(0.01)
 
 
-def _fill(items: Iterable[T], put: Callable[[_Item[T]], None], stopped: threading.Event) -> None:
+def _fill(items: Iterable[T], put: Callable[[tuple[T] | BaseException | None], None], stopped: threading.Event) -> None:
     try:
         for item in items:
-            put(_Item(item))
+            put((item,))
             if stopped.is_set():
                 return
-        put(_Item(last=True))
+        put(None)
     except BaseException as error:  # raised where the items are used
-        put(_Item(error=error))
+        put(error)
 
 
 def _join(parts: list[Batch]) -> Batch:

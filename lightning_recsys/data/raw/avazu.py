@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lightning_recsys.data.raw.columns import RawColumns, RawFormat
+from lightning_recsys.data.raw.columns import LineFormat, RawColumns
 from lightning_recsys.data.raw.delimited import Checks, parse_labels, split_columns
 
 _SITE = ("site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category")
@@ -17,7 +17,7 @@ _COLUMNS = ("id", "click", "hour", "C1", "banner_pos", *_SITE, *_DEVICE, *(f"C{i
 _HOURS, _WEEKDAYS = (pa.array([str(i).encode() for i in range(n)], pa.binary()) for n in (24, 7))
 
 
-class AvazuFormat(RawFormat):
+class AvazuFormat(LineFormat):
     r"""Comma-separated lines with a header: ``id,click,hour,C1,...,C21``.
 
     ``hour`` is the time as YYMMDDHH. It becomes two features, ``hour`` of the day (0 to 23) and ``weekday`` (0 is

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lightning_recsys.data.raw.text import Block, Position, TextBlock, text_blocks
+from lightning_recsys.data.raw.text import Block, Position, text_blocks
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class Bags:
     """Lists of values.
 
     Args:
-        values: The values of all rows, one after the other; arrow strings or binary, possibly dictionary-encoded.
+        values: The values of all rows, one after the other; arrow strings or binary, possibly dictionary-encoded; or
+            their ids, an array of integers.
         lengths_N: How many belong to each row, int64.
         weights: One weight for each value, float32.
     """
@@ -179,7 +180,7 @@ class RawColumns:
 
 
 class RawFormat(ABC):
-    """How to read the lines of a raw file. A subclass says what its rows have.
+    """How to read a raw file. A subclass says what its rows have.
 
     Attributes:
         name: What the format is called.
@@ -187,7 +188,6 @@ class RawFormat(ABC):
         categories: Names of the single-valued categorical features.
         bags: Names of the multi-valued ones, and whether they have weights.
         number_base: The categorical features whose values are numbers, and to which base: 10 or 16.
-        header: Whether each file starts with a line of column names.
         time_unit: What :attr:`RawColumns.time_N` counts; ``None`` where there is no time.
     """
 
@@ -196,16 +196,9 @@ class RawFormat(ABC):
     categories: tuple[str, ...] = ()
     bags: Mapping[str, bool] = {}
     number_base: Mapping[str, int] = {}
-    header = False
     time_unit: str | None = None
 
-    def check_header(self, line: bytes) -> None:  # noqa: B027 - most formats have none
-        """Raise ``ValueError`` if a file's first line is not the expected one. Called where ``header`` is true."""
-
     @abstractmethod
-    def parse(self, block: bytes) -> RawColumns:
-        """The rows of a block of whole lines."""
-
     def blocks(self, path: Path, *, block_bytes: int, position: Position) -> Iterator[Block]:
         """A file in blocks: the same ones from the position of any of them on.
 
@@ -214,30 +207,14 @@ class RawFormat(ABC):
             block_bytes: How much to read at a time, about.
             position: Of the first block.
         """
-        return text_blocks(path, block_bytes=block_bytes, start=position.offset, first_line=position.line)
 
+    @abstractmethod
     def parse_block(self, path: Path, block: Block) -> RawColumns:
         """The rows of a block, with the numbers that their lines have in the file.
 
         Raises:
             ValueError: the header is wrong.
         """
-        assert isinstance(block, TextBlock)
-        data, first_line = block.data, block.first_line
-        if self.header and block.start == 0:
-            header, _, data = data.partition(b"\n")
-            try:
-                self.check_header(header.rstrip(b"\r"))
-            except ValueError as error:
-                raise ValueError(f"{path}, line 1: {error}") from None
-            first_line += 1
-        rows = self.parse(data)
-        bad = [
-            replace(line, place=f"row {number - self.header} (line {number})")
-            for line in rows.bad
-            for number in [first_line + line.line]
-        ]
-        return replace(rows, lines_N=rows.lines_N + first_line, bad=bad)
 
     def check_file(self, path: Path, *, on_bad_row: Literal["error", "skip"]) -> None:  # noqa: B027 - most do not
         """Raise an error if a file cannot be read, or its beginning is not what the format says."""
@@ -256,3 +233,43 @@ class RawFormat(ABC):
     def options(self) -> dict[str, object]:
         """What the format was told, for the manifest."""
         return {"name": self.name}
+
+
+class LineFormat(RawFormat):
+    """A format where each line is a row.
+
+    Attributes:
+        header: Whether each file starts with a line of column names.
+    """
+
+    header = False
+
+    def check_header(self, line: bytes) -> None:
+        """Raise ``ValueError`` if a file's first line is not the expected one. Called where ``header`` is true."""
+
+    @abstractmethod
+    def parse(self, block: bytes) -> RawColumns:
+        """The rows of a block of whole lines."""
+
+    def blocks(self, path: Path, *, block_bytes: int, position: Position) -> Iterator[Block]:
+        """See the base class."""
+        return text_blocks(path, block_bytes=block_bytes, position=position)
+
+    def parse_block(self, path: Path, block: Block) -> RawColumns:
+        """See the base class."""
+        assert isinstance(block.data, bytes)
+        data, first_line = block.data, block.position.line
+        if self.header and not block.position.offset:
+            header, _, data = data.partition(b"\n")
+            try:
+                self.check_header(header.rstrip(b"\r"))
+            except ValueError as error:
+                raise ValueError(f"{path}, line 1: {error}") from None
+            first_line += 1
+        rows = self.parse(data)
+        bad = [
+            replace(line, place=f"row {number - self.header} (line {number})")
+            for line in rows.bad
+            for number in [first_line + line.line]
+        ]
+        return replace(rows, lines_N=rows.lines_N + first_line, bad=bad)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_recsys.data.raw.columns import RawColumns, RawFormat
+from lightning_recsys.data.raw.columns import LineFormat, RawColumns
 from lightning_recsys.data.raw.delimited import Checks, parse_labels, split_columns
 from lightning_recsys.data.raw.kernels import parse_integers, parse_keys
 
 
-class CriteoFormat(RawFormat):
+class CriteoFormat(LineFormat):
     r"""Tab-separated lines without a header: label, 13 integers, 26 hexadecimal numbers.
 
     All but the label may be empty. There is no time in the rows; those of the Kaggle file are in order of time, and

@@ -10,7 +10,7 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from lightning_recsys.data.raw.columns import BadLine
-from lightning_recsys.data.raw.kernels import parse_integers
+from lightning_recsys.data.raw.kernels import one_chunk, parse_integers
 
 
 def split_columns(
@@ -51,11 +51,7 @@ def split_columns(
     lines = np.arange(table.num_rows + len(bad))
     if bad:
         lines = np.delete(lines, [line.line for line in bad])
-    return [_one_chunk(column) for column in table.columns], lines, bad
-
-
-def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays([*column.chunks, pa.array([], column.type)])
+    return [one_chunk(column) for column in table.columns], lines, bad
 
 
 class Checks:

@@ -22,6 +22,11 @@ def text_of(values: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
     return np.frombuffer(data if data is not None else b"", dtype=np.uint8), starts
 
 
+def one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    """A column in one piece, which is not copied where it is so already."""
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays([*column.chunks, pa.array([], column.type)])
+
+
 def parse_integers(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Decimal integers; NaN where a string is empty. Also which strings are no integer.
 

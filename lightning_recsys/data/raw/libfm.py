@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lightning_recsys.compiled.loops import compile_rule
-from lightning_recsys.data.raw.columns import BadLine, Bags, RawColumns, RawFormat
+from lightning_recsys.data.raw.columns import BadLine, Bags, LineFormat, RawColumns
 
 _BAG = "features"
 _OK, _LABEL, _INDEX, _VALUE, _COUNT, _NOT_ONE = range(6)
@@ -22,7 +22,7 @@ _MESSAGES = {
 }
 
 
-class LibfmFormat(RawFormat):
+class LibfmFormat(LineFormat):
     r"""Lines ``label index:value index:value ...``, separated by spaces; what follows a ``#`` is a remark.
 
     Where every line has the same entries in the same places (as in the benchmark versions of Criteo, Frappe or

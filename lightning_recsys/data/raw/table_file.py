@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -34,25 +33,6 @@ from lightning_recsys.data.tables.schema_parts import TableFormat
 _LONGEST_ROW = BLOCK_BYTES
 _ROW_BYTES = 64  # of a Parquet file, for want of knowing
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True)
-class TableBlock:
-    """Some rows of a table.
-
-    Args:
-        data: Text in UTF-8 without header, or columns.
-        lines: Line of each row of text, from 0; empty for columns.
-        position: Where they start.
-        next_position: Where the next block starts.
-        consumed: Bytes of the file that were read up to here.
-    """
-
-    data: bytes | pa.RecordBatch
-    lines: NDArray[np.int64]
-    position: Position
-    next_position: Position
-    consumed: int
 
 
 class TableFile:
@@ -118,7 +98,7 @@ class TableFile:
                         continue
                     following = Position(position.offset + end, position.line + num_lines, position.row + len(lines))
                     if len(lines):
-                        yield TableBlock(rest[:end], lines, position, following, stream.consumed)
+                        yield Block(rest[:end], position, following, stream.consumed, lines)
                     rest, position, size = rest[end:], following, block_bytes
             except (pa.ArrowInvalid, UnicodeDecodeError) as error:
                 raise ValueError(explain(error, path, table)) from error
@@ -140,7 +120,7 @@ class TableFile:
                             first, start = start, start + len(batch)
                             if first >= position.offset:
                                 consumed = size * start // file.metadata.num_rows
-                                yield TableBlock(batch, np.empty(0, np.int64), _at_row(first), _at_row(start), consumed)
+                                yield Block(batch, _at_row(first), _at_row(start), consumed)
                     start = stop
             except (OSError, pa.ArrowInvalid, *DAMAGED) as error:
                 raise ValueError(f"{self.path}, after row {start}: the file is damaged ({error}).") from error
@@ -160,7 +140,6 @@ class TableFile:
         Raises:
             ValueError: a column has a type that does not fit, or the text is in another encoding.
         """
-        assert isinstance(block, TableBlock)
         misshapen: list[MisshapenRow] = []
         values: Mapping[str, pa.ChunkedArray]
         if isinstance(block.data, bytes):
@@ -191,7 +170,7 @@ class _BlockRows:
         misshapen: Rows that could not be split into columns.
     """
 
-    def __init__(self, block: TableBlock, num_rows: int, misshapen: Sequence[MisshapenRow]) -> None:
+    def __init__(self, block: Block, num_rows: int, misshapen: Sequence[MisshapenRow]) -> None:
         self._block = block
         self.rows_N = np.setdiff1d(np.arange(num_rows), [row.row - 1 for row in misshapen], assume_unique=True)
         self.good = np.ones(len(self.rows_N), dtype=np.bool_)
@@ -210,7 +189,7 @@ class _BlockRows:
 
     def _line(self, row: int, column: str | None, message: str) -> BadLine:
         start, lines = self._block.position, self._block.lines
-        line = f" (line {start.line + lines[row]})" if len(lines) else ""
+        line = f" (line {start.line + lines[row]})" if lines is not None else ""
         return BadLine(row, column, message, place=f"row {start.row + row}{line}")
 
 

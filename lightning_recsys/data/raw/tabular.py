@@ -142,10 +142,6 @@ class TabularFormat(RawFormat):
             columns, rows_N, _ = file.rows(block, self._meaning, keys=[*self._reader.keys, *carried])
             yield pa.array(rows_N) if column is None else columns[Input(column, "key")].cast(pa.string())  # type: ignore[union-attr]
 
-    def parse(self, block: bytes) -> RawColumns:
-        """Not for this format: what a block means depends on its file."""
-        raise NotImplementedError
-
     def blocks(self, path: Path, *, block_bytes: int, position: Position) -> Iterator[Block]:
         """See the base class; :meth:`TableFile.blocks` says more."""
         return self._file(path).blocks(block_bytes=block_bytes, position=position)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from lightning_recsys.data.files import ByteSource
 
@@ -24,53 +28,26 @@ class Position(NamedTuple):
     row: int = 1
 
 
-class Block(Protocol):
-    """Some rows of a file, not parsed yet."""
-
-    @property
-    def position(self) -> Position:
-        """Where they start."""
-        ...
-
-    @property
-    def next_position(self) -> Position:
-        """Where the next block starts."""
-        ...
-
-    @property
-    def consumed(self) -> int:
-        """How much of the file, as it lies on the disk, was read for this block and those before it, in bytes."""
-        ...
-
-
 @dataclass(frozen=True)
-class TextBlock:
-    """Some whole lines of a file.
+class Block:
+    """Some rows of a file, not parsed yet.
 
     Args:
-        data: The lines, each ending in a newline (the last one of a file gets one).
-        start: Offset of the first byte in the uncompressed text.
-        first_line: Number of the first line in the file, from 1.
-        consumed: How much of the file (as it lies on the disk) was read for this block and those before it, in bytes.
+        data: Whole lines of text, each ending in a newline (the last one of a file gets one); or columns.
+        position: Where they start.
+        next_position: Where the next block starts.
+        consumed: How much of the file, as it lies on the disk, was read for this block and those before it, in bytes.
+        lines: Line of each row in ``data``, from 0, where not every line is a row.
     """
 
-    data: bytes
-    start: int
-    first_line: int
+    data: bytes | pa.RecordBatch
+    position: Position
+    next_position: Position
     consumed: int
-
-    @property
-    def position(self) -> Position:
-        """Where it starts."""
-        return Position(self.start, self.first_line)
-
-    @property
-    def next_position(self) -> Position:
-        """Where the next one starts."""
-        return Position(self.start + len(self.data), self.first_line + self.data.count(b"\n"))
+    lines: NDArray[np.int64] | None = None
 
 
-def text_blocks(path: Path, *, block_bytes: int, start: int = 0, first_line: int = 1) -> Iterator[TextBlock]:
+def text_blocks(path: Path, *, block_bytes: int, position: Position = Position()) -> Iterator[Block]:  # noqa: B008
     """Read a file in blocks of whole lines.
 
     A block is what is whole in the ``block_bytes`` from its start on, so that reading again from there gives the same
@@ -79,20 +56,20 @@ def text_blocks(path: Path, *, block_bytes: int, start: int = 0, first_line: int
     Args:
         path: A text file, also a compressed one or one in an archive.
         block_bytes: How much to read at a time; a longer line makes a longer block.
-        start: Offset of the first line to read, in the uncompressed text. (A compressed file is decompressed up to it.)
-        first_line: Its number.
+        position: Of the first line to read, by its offset in the uncompressed text. (A compressed file is decompressed
+            up to it.)
 
     Raises:
         ValueError: a compressed file is damaged or ends early.
     """
     with ByteSource(path) as file:
-        file.skip(start)
+        file.skip(position.offset)
         rest = b""
         while True:
             try:
                 chunk = file.read(block_bytes - len(rest) if len(rest) < block_bytes else block_bytes)
             except OSError as error:
-                raise ValueError(f"{path}, after line {first_line - 1}: the file is damaged ({error}).") from error
+                raise ValueError(f"{path}, after line {position.line - 1}: the file is damaged ({error}).") from error
             end = chunk.rfind(b"\n") + 1
             if chunk and not end:
                 rest += chunk
@@ -100,8 +77,8 @@ def text_blocks(path: Path, *, block_bytes: int, start: int = 0, first_line: int
             data = rest + (chunk[:end] if chunk else b"\n" if rest else b"")
             rest = chunk[end:]
             if data:
-                block = TextBlock(data, start, first_line, file.consumed)
-                start, first_line, _ = block.next_position
-                yield block
+                following = Position(position.offset + len(data), position.line + data.count(b"\n"))
+                yield Block(data, position, following, file.consumed)
+                position = following
             if not chunk:
                 return

@@ -13,8 +13,9 @@ from raw_rows import criteo_lines, text
 from table_oracle import hash_text
 
 from lightning_recsys.data.files import find_files
-from lightning_recsys.data.raw import AvazuFormat, CriteoFormat, LibfmFormat, text_blocks
+from lightning_recsys.data.raw import AvazuFormat, CriteoFormat, LibfmFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values, parse_integers, parse_keys
+from lightning_recsys.data.raw.text import text_blocks
 
 CRITEO_LINE = ["1", *["5"] * 13, *["68fd1e64"] * 26]
 AVAZU_HEADER = (
@@ -43,12 +44,11 @@ def test_blocks_when_cut_anywhere_then_lines_stay_whole_and_reading_can_go_on_at
     assert b"".join(block.data for block in blocks) == whole
     assert all(block.data.endswith(b"\n") for block in blocks)
     for i, block in enumerate(blocks):
-        assert whole[block.start :].startswith(block.data)
-        assert block.first_line == whole[: block.start].count(b"\n") + 1
+        start = block.position.offset
+        assert whole[start:].startswith(block.data)
+        assert block.position.line == whole[:start].count(b"\n") + 1
         assert (
-            list(text_blocks(path, block_bytes=block_bytes, start=block.start, first_line=block.first_line))
-            == (blocks[i:])
-            or suffix == "gz"
+            list(text_blocks(path, block_bytes=block_bytes, position=block.position)) == blocks[i:] or suffix == "gz"
         )  # what was consumed of a compressed file depends on where reading began
     if blocks:
         assert blocks[-1].consumed == path.stat().st_size

@@ -128,7 +128,7 @@ def test_module_when_all_features_are_multi_hot_then_bags_do():
         ({"train_rows": -1}, r"data\.train_rows must be at least 0, got -1"),
         ({"cardinalities": (3, 0)}, r"data\.cardinalities must be one or more positive numbers, got \[3, 0\]"),
         ({"cardinalities": ()}, r"data\.cardinalities must be one or more positive numbers, got \[\]"),
-        ({"multi_hot": {"x": 2}}, r"data\.multi_hot must be about features among c0, c1, c2, got x"),
+        ({"multi_hot": {"x": 2}}, r"data\.multi_hot must be about features among c0, c1, c2, got 'x'"),
         ({"multi_hot": {"c1": 0}}, r"data\.multi_hot\.c1 must be at least 1, got 0"),
         ({"num_dense": -1}, r"data\.num_dense must be at least 0, got -1"),
         ({"zipf_exponent": -0.1}, r"data\.zipf_exponent must be at least 0, got -0\.1"),

@@ -20,8 +20,9 @@ import yaml
 
 from lightning_recsys.data import Batch, Schema, TabularDataModule, guess_schema
 from lightning_recsys.data.files import ByteSource, InputFile, find_files, members
-from lightning_recsys.data.raw import Position, TabularFormat, text_blocks
+from lightning_recsys.data.raw import Position, TabularFormat
 from lightning_recsys.data.raw.checksums import check_md5
+from lightning_recsys.data.raw.text import text_blocks
 from lightning_recsys.data.tables import sniffing
 from lightning_recsys.serving.encoders import SchemaEncoder, encoder_from, encoder_of
 
@@ -125,7 +126,7 @@ def test_blocks_when_in_an_archive_then_can_be_read_again_from_any_on(tmp_path):
     blocks = list(text_blocks(path, block_bytes=50))
     assert b"".join(block.data for block in blocks) == PARTS["a.csv"]
     assert blocks[-1].consumed == InputFile.of(path).bytes == len(PARTS["a.csv"])
-    again = text_blocks(path, block_bytes=50, start=blocks[2].start, first_line=blocks[2].first_line)
+    again = text_blocks(path, block_bytes=50, position=blocks[2].position)
     assert next(iter(again)) == blocks[2]
     table = TabularFormat(schema={**SCHEMA, "files": "rows.zip/a.csv"}, root=tmp_path)
     whole = list(table.blocks(path, block_bytes=64, position=Position()))
