@@ -8,6 +8,7 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,11 @@ from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Split
 from lightning_recsys.data.tabular import TabularDataModule
 from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.embeddings.int64_ids import as_int64s
 
 DENSE = "dense"  # the key of numeric features where they have no names of their own
+_MOST = 3.4e38  # what float32 holds
+_LISTS = frozenset((list, tuple))
 
 Row = Mapping[str, Any]
 Encoded = tuple[Tensor, SparseFeatures]
@@ -222,30 +226,67 @@ class IdEncoder(RequestEncoder):
 
     def __init__(self, features: Mapping[str, int], num_dense: int) -> None:
         self._features, self._num_dense = dict(features), num_dense
+        # A feature of 2**63 ids and more takes every int64 but -1, which marks a place without a row.
+        counts = self._features.values()
+        self._lowest_F = as_int64s(0 if count < 2**63 else -(2**63) for count in counts)
+        self._highest_F = as_int64s(min(count, 2**63) - 1 for count in counts)
 
     def encode(self, rows: Sequence[Row]) -> Encoded:  # noqa: D102 - inherited
-        values: list[int] = []
-        lengths: list[int] = []
-        for name, count in self._features.items():
-            for number, row in enumerate(rows):
-                given = row.get(name)
-                ids: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
-                for value in ids:
-                    low = 0 if count < 2**63 else -(2**63)
-                    if type(value) is not int or not low <= value < min(count, 2**63) or (low and value == -1):
-                        raise ValueError(f"row {number}: {name!r} takes ids in [0, {count}), got {given!r:.80}.")
-                values.extend(ids)
-                lengths.append(len(ids))
+        given = [row.get(name) for name in self._features for row in rows]
+        ids = self._ids(given, slice(None))
+        if ids is None:
+            raise self._wrong_id(given, len(rows))
         dense = [row.get(DENSE, []) for row in rows]
-        for number, numbers in enumerate(dense):
-            wrong = not isinstance(numbers, list | tuple) or len(numbers) != self._num_dense
-            if wrong or not all(type(x) in (int, float) and abs(x) < 3.4e38 for x in numbers):
-                raise ValueError(
-                    f"row {number}: {DENSE!r} takes {self._num_dense} finite numbers, got {numbers!r:.80}."
-                )
-        lists = None if all(length == 1 for length in lengths) else torch.tensor(lengths)
-        sparse = SparseFeatures(tuple(self._features), torch.tensor(values, dtype=torch.int64), lists)
-        return torch.tensor(dense, dtype=torch.float32).reshape(len(rows), self._num_dense), sparse
+        numbers_BI = self._numbers(dense)
+        if numbers_BI is None:
+            number = next(number for number, one in enumerate(dense) if self._numbers([one]) is None)
+            raise ValueError(
+                f"row {number}: {DENSE!r} takes {self._num_dense} finite numbers, got {dense[number]!r:.80}."
+            )
+        return torch.from_numpy(numbers_BI), SparseFeatures(tuple(self._features), *ids)
+
+    def _ids(self, given: Sequence[Any], features: slice) -> tuple[Tensor, Tensor | None] | None:
+        """Ids of as many rows of each of these features, and the lengths of bags that are lists; ``None`` if wrong."""
+        lowest, highest = self._lowest_F[features], self._highest_F[features]
+        values, lengths, num_ids = given, None, len(given) // max(len(lowest), 1)
+        kinds = set(map(type, given))
+        if kinds & _LISTS:
+            bags = [value if isinstance(value, list | tuple) else (value,) for value in given]
+            values = list(chain.from_iterable(bags))
+            lengths = np.fromiter(map(len, bags), dtype=np.int64, count=len(bags))
+            num_ids = lengths.reshape(len(lowest), -1).sum(1)
+            kinds = set(map(type, values))
+        if not kinds <= {int}:  # a bool is none, either
+            return None
+        try:
+            ids = np.array(values, dtype=np.int64)
+        except OverflowError:
+            return None
+        if not ((ids >= np.repeat(lowest, num_ids)) & (ids <= np.repeat(highest, num_ids)) & (ids != -1)).all():
+            return None
+        lists = lengths is not None and (lengths != 1).any()
+        return torch.from_numpy(ids), torch.from_numpy(lengths) if lists else None
+
+    def _wrong_id(self, given: Sequence[Any], num_rows: int) -> ValueError:
+        """The first of the features and its first row with ids that cannot be."""
+        for number, (name, count) in enumerate(self._features.items()):
+            column, feature = given[number * num_rows : (number + 1) * num_rows], slice(number, number + 1)
+            if self._ids(column, feature) is None:
+                row = next(row for row, value in enumerate(column) if self._ids([value], feature) is None)
+                return ValueError(f"row {row}: {name!r} takes ids in [0, {count}), got {column[row]!r:.80}.")
+        raise AssertionError("each column is right, and all together are not")
+
+    def _numbers(self, dense: Sequence[Any]) -> NDArray[np.float32] | None:
+        """Numeric features, ``[B, I]``; ``None`` if one is wrong."""
+        if not _LISTS.issuperset(map(type, dense)) or {self._num_dense} != set(map(len, dense)):
+            return None
+        if not {int, float}.issuperset(map(type, chain.from_iterable(dense))):
+            return None
+        try:
+            numbers_BI = np.array(dense, dtype=np.float64).reshape(len(dense), self._num_dense)
+        except OverflowError:
+            return None
+        return numbers_BI.astype(np.float32) if (np.abs(numbers_BI) < _MOST).all() else None
 
     def example(self) -> dict[str, Any]:  # noqa: D102 - inherited
         return {DENSE: [0.0] * self._num_dense, **dict.fromkeys(self._features, 0)}
