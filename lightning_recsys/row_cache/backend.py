@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -20,13 +18,12 @@ from lightning_recsys.optim.accumulating import is_additive
 from lightning_recsys.parameter_server.remote import RemoteEmbeddingStore
 from lightning_recsys.placement import TablePart
 from lightning_recsys.row_cache.copies import RowCache
-from lightning_recsys.row_cache.index import BatchPlan, CachePolicy
-from lightning_recsys.row_cache.messages import BatchMessages, CachedTicket, RowMessages
+from lightning_recsys.row_cache.held import CachedTicket, HeldRows, RowsByMessage
+from lightning_recsys.row_cache.index import BatchPlan, CachePolicy, Integers
+from lightning_recsys.row_cache.messages import RowMessages, RowPlaces
 from lightning_recsys.row_cache.owners import RowGradients, StepGradients, join_gradients
-from lightning_recsys.row_cache.places import Integers, RowPlaces
 from lightning_recsys.row_cache.shared_index import SharedIndex
-from lightning_recsys.row_cache.transfers import RowTransfers
-from lightning_recsys.row_cache.window import AnnouncedFeatures, same_ids
+from lightning_recsys.row_cache.transfers import RowsInPlace, RowTransfers
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
 from lightning_recsys.sync import ClockName, ClockRule
@@ -103,43 +100,36 @@ class CachedBackend(StoreBackend):
         self.cache_rows = cache_rows
         self.staleness = staleness
         self.policy: CachePolicy = policy
-        self._in_step, self._any_rule = in_step, any_rule
+        self._any_rule = any_rule
         self._passing = self._make_copies(0, device)  # rows of evaluation, which go behind each lookup
         self._places = RowPlaces(layout, [parts for _, parts in stores])
         # Messages are there in any case: they bring rows of evaluation that are to have this worker's own updates.
-        rule = ClockRule(staleness=staleness, clock=clock)
-        self._messages = RowMessages(self.stores, self._places, rule, self.row_shapes)
-        self._batches = BatchMessages(self._messages, rule)
+        self._rule = ClockRule(staleness=staleness, clock=clock)
+        self._messages = RowMessages(self.stores, self._places, self._rule, self.row_shapes)
         # Where it is not None, rows of training move between here and this machine's memory, without messages.
         self._transfers: RowTransfers | None = None
         mapped = RowTransfers.between(self.stores, self._passing.rows.device)
         if mapped and not in_step and is_additive(optimizer):
-            self._transfers = RowTransfers(mapped, self._places, rule, self.row_shapes)
-        self._coming = AnnouncedFeatures()  # batches that were announced and have not been planned
-        self._planned: CachedTicket | None = None  # the batch whose message was sent ahead of its lookup
-        self._gradients = StepGradients() if in_step else None
+            self._transfers = RowTransfers(mapped, self._places, self._rule, self.row_shapes)
+        self._gradients = StepGradients() if in_step else None  # of batches that wait for the other workers
         self._updates: int | None = None  # that the tables have seen, where the rule asks; None: to be asked for
-        self._counts: Counter[str] = Counter()  # "reads" and "evictions" in rows, "gradients" in bytes
-        self._may_owe = False  # whether a copy here may have updates that the stores lack
-        self._make_cache(shared)
+        self._held = self._hold(shared)
 
     def _make_copies(self, limit: int, device: torch.device | str | None, **options: Any) -> RowCache:
         features = [name for table in self.layout.tables for name in table.feature_names]
         dim, any_rule = self.layout.embedding_dim, self._any_rule
         return RowCache(limit, dim, self.optimizer, device=device, any_rule=any_rule, features=features, **options)
 
-    def _make_cache(self, shared: SharedIndex | None) -> None:
-        self._waiting: WeakSet[CachedTicket] = WeakSet()  # looked up, and may still get gradients
-        self._shared = None
+    def _hold(self, shared: SharedIndex | None) -> HeldRows:
         dynamic = any(isinstance(store, DynamicEmbeddingStore) for store in self.stores)
-        num_keys = None if dynamic else self.layout.num_rows
-        if self._transfers is not None:
-            self._shared = shared or SharedIndex(self.cache_rows, policy=self.policy, num_keys=num_keys)
-        index = None if self._shared is None else self._shared.index
-        options = {"policy": self.policy, "num_keys": num_keys, "index": index}
-        self._cache = self._make_copies(self.cache_rows, self._passing.rows.device, **options)
-        if self._shared is not None:
-            self._shared.join(self)
+        options: dict[str, Any] = {"policy": self.policy, "num_keys": None if dynamic else self.layout.num_rows}
+        device, parts = self._passing.rows.device, (self._messages, self._places, self._gradients)
+        if self._transfers is None:
+            self._shared = None
+            return RowsByMessage(self._make_copies(self.cache_rows, device, **options), *parts, rule=self._rule)
+        self._shared = shared or SharedIndex(self.cache_rows, **options)
+        cache = self._make_copies(self.cache_rows, device, index=self._shared.index, **options)
+        return RowsInPlace(cache, *parts, transfers=self._transfers, shared=self._shared)
 
     @property
     def shared_index(self) -> SharedIndex | None:
@@ -160,12 +150,8 @@ class CachedBackend(StoreBackend):
                 "algorithm=hybrid or staleness=0), which meet when Lightning steps the optimizer. With manual "
                 "optimization call self.manual_backward(loss), and step the optimizer that self.optimizers() returns."
             )
-        features = sparse.to("cpu")
-        batch = self._take_planned(features) or self._begin(features)
-        batch.sparse = sparse
-        self._await(batch)
-        self._waiting.add(batch)
-        return self._cache.pool(batch.plan, sparse), batch
+        batch = self._held.lookup(sparse)
+        return self._held.cache.pool(batch.plan, sparse), batch
 
     def prefetch(self, sparse: SparseFeatures) -> None:
         """Send the message of the batch that is looked up next, after the present one's lookup.
@@ -174,25 +160,13 @@ class CachedBackend(StoreBackend):
         Where each step of a worker must see the last one of all others (``staleness=0`` with a barrier between steps),
         this would read too early.
         """
-        if not self.cache_rows or self._transfers is not None:  # nothing stays, or nothing travels
-            return
-        features = sparse.to("cpu")
-        if self._planned is not None:
-            if same_ids(self._planned.sparse, features):
-                return
-            self._settle_planned()
-        self._planned = self._begin(features)
+        self._held.prefetch(sparse.to("cpu"))
 
     def announce(self, sparse: SparseFeatures, *, ahead: int) -> None:  # noqa: D102 - inherited
-        if not self.cache_rows or self._transfers is not None:
-            return
-        for number in self._coming.drop_beyond(ahead):
-            self._cache.forget(number)
-        features = sparse.to("cpu")
-        self._coming.add(features, self._cache.announce(self.keys_of(features)))
+        self._held.announce(sparse.to("cpu"), ahead=ahead)
 
     def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:  # noqa: D102
-        batches = self._redeem(tickets)
+        batches = self._held.redeem(tickets)
         sums = self._sum_by_row(batches, grad_BFD)
         if self._gradients is not None:
             self._gradients.add(sums, lr=lr)
@@ -200,10 +174,10 @@ class CachedBackend(StoreBackend):
         plan, sums_UD = (
             next(sums) if len(batches) == 1 else join_gradients([(plan, part.clone()) for plan, part in sums])
         )
-        self._may_owe = True
-        self._cache.update(plan.slots_U, sums_UD, lr=lr, step=self._count_update())
+        self._held.may_owe = True
+        self._held.cache.update(plan.slots_U, sums_UD, lr=lr, step=self._count_update())
         self._messages.count_step()
-        self._evict()
+        self._held.evict()
         if not self.cache_rows:  # nothing else is sent before the next lookup, which need not wait behind this
             self._messages.send()
 
@@ -225,15 +199,15 @@ class CachedBackend(StoreBackend):
         """
         step = self._count_update()
         if self._gradients:
-            self._may_owe = True
-            self._gradients.train(self._cache, owned, step=step)
+            self._held.may_owe = True
+            self._gradients.train(self._held.cache, owned, step=step)
         if counts:
             self._messages.count_step()
-        self._evict()
+        self._held.evict()
 
     def count_gradient_bytes(self, num_bytes: int) -> None:
         """Note what gradients took that went to other workers, and came from them."""
-        self._counts["gradients"] += num_bytes
+        self._messages.counts["gradients"] += num_bytes
 
     def _count_update(self) -> int:
         """The number of the update at hand, for a rule that asks for it, else 0."""
@@ -250,167 +224,57 @@ class CachedBackend(StoreBackend):
         if not self.cache_rows:  # nothing stays
             return self.lookup_fresh(sparse)
         with torch.inference_mode(False):  # memory that is made here is written to again, perhaps outside of that mode
-            self._settle_planned()  # they may share rows
-            batch = self._begin(sparse.to("cpu"), announced=False)
-            self._await(batch)
-            return self._cache.pool(batch.plan, sparse)
+            return self._held.cache.pool(self._held.lookup_frozen(sparse).plan, sparse)
 
     def lookup_fresh(self, sparse: SparseFeatures) -> Tensor:
         """As :meth:`lookup`, past the cache: rows as the stores have them, and updates that only this worker has.
 
         Nothing is pushed, and no copy comes or goes.
         """
-        if self._transfers is not None and not self._may_owe:
+        if self._transfers is not None and not self._held.may_owe:
             return super().lookup_frozen(sparse)
         with torch.inference_mode(False):
-            plan = self._passing.plan(self.keys_of(sparse.to("cpu")))
-            batch = CachedTicket(sparse, plan=plan)
-            self._batches.ask(batch, self._passing, fetch=np.arange(len(plan.keys_U)))
-            self._batches.settle(batch, self._passing)
-            self._cache.subtract_unsent(plan.keys_U, self._passing.rows, plan.slots_U)
+            plan = self._passing.plan(self._places.keys_of(sparse.to("cpu")))
+            for answer in self._messages.send(plan.keys_U):
+                found = answer.wait()
+                self._passing.install(plan.slots_U[answer.fetched], found.values, found.clocks.numpy())
+            self._held.cache.subtract_unsent(plan.keys_U, self._passing.rows, plan.slots_U)
             pooled_BFD = self._passing.pool(plan, sparse)
             self._passing.evict(spare_from=plan.number + 1)  # it owes nothing
             return pooled_BFD
 
     def flush(self) -> None:
         """Push every update that is still here, and return when all are in the stores. The copies stay."""
-        self._settle_planned()  # what it asked for must not lack what is pushed now
-        dirty = self._cache.dirty_slots()
         row_bytes = 4 * sum(torch.Size(shape).numel() for shape in self.row_shapes.values())
-        for first in range(0, len(dirty), block := max(_FLUSH_BYTES // row_bytes, 1)):
-            some = dirty[first : first + block]
-            if self._transfers is not None:
-                self._transfers.push(self._cache, some)
-            else:
-                self._batches.owe(self._cache, some)
-                self._messages.send()
-        if self._in_step and self.dynamic is None:  # nobody else has updates of these, and all of them are admitted
-            self._cache.keep(dirty)
-        self._messages.send(with_steps=True)
-        self._may_owe = False
+        pushed = self._held.flush(block=max(_FLUSH_BYTES // row_bytes, 1))
+        if (
+            self._gradients is not None and self.dynamic is None
+        ):  # nobody else has updates of these, and all of them are admitted
+            self._held.cache.keep(pushed)
         super().flush()
 
     def invalidate(self) -> None:
         """Flush, then drop all copies: the next lookup fetches. After somebody has written to the stores."""
         self.flush()
-        self._planned = None
-        self._waiting.clear()
-        if self._gradients is not None:
-            self._gradients.clear()
         self._updates = None  # who writes rows may set the steps as well
-        self._cache.clear()
-
-    # --- Its parts ---------------------------------------------------------------------------------------------------
-
-    def _take_planned(self, features: SparseFeatures) -> CachedTicket | None:
-        """The announced batch, if it is this one. If not, its rows come into the cache as they would have."""
-        planned, self._planned = self._planned, None
-        if planned is None or same_ids(planned.sparse, features):
-            return planned
-        self._batches.settle(planned, self._cache)
-        return None
-
-    def _settle_planned(self) -> None:
-        """Take the answers of the batch that was asked for ahead of its lookup, if there is one."""
-        if self._planned is not None:
-            self._batches.settle(self._planned, self._cache)
-
-    def _await(self, batch: CachedTicket) -> None:
-        """Have all rows of a batch here, fit for use."""
-        if self._transfers is None:
-            self._batches.settle(batch, self._cache)
-            self._batches.refresh(batch, self._cache)
-
-    def _redeem(self, tickets: Sequence[Ticket]) -> list[CachedTicket]:
-        """The batches that tickets name, with their rows here; the cache waits no longer for them."""
-        batches: list[CachedTicket] = []
-        for ticket in tickets:
-            if isinstance(ticket, CachedTicket) and ticket in self._waiting:
-                batches.append(ticket)
-                continue
-            # Its rows may be gone: it was redeemed before (a second backward pass through one graph), all copies were
-            # dropped in between, or another backend gave it out.
-            self._settle_planned()  # they may share rows
-            batches.append(batch := self._begin(ticket.sparse.to("cpu"), validate=False))
-            self._batches.settle(batch, self._cache)
-            batch.sparse = ticket.sparse
-            self._waiting.add(batch)  # so that the next one does not evict its rows
-        for batch in batches:
-            self._waiting.discard(batch)
-        return batches
+        self._held.clear()
 
     def _sum_by_row(self, batches: Sequence[CachedTicket], grad_BFD: Tensor) -> Iterator[tuple[BatchPlan, Tensor]]:
         """For each batch the gradients of its distinct rows, which are valid until the next ones are taken."""
-        device = self._cache.rows.device
+        cache = self._held.cache
+        device = cache.rows.device
         grads = torch.split(grad_BFD.to(device), [batch.sparse.batch_size for batch in batches])
         for batch, grad in zip(batches, grads, strict=True):
             there = batch.sparse.to(device)
             offsets = None if there.is_single_hot else there.bag_offsets()
-            yield batch.plan, self._cache.sum_gradients(batch.plan, offsets, there.weights, grad)
-
-    def _begin(self, features: SparseFeatures, *, validate: bool = True, announced: bool = True) -> CachedTicket:
-        """Plan a batch and send its message: fetch what is missing, refresh or check what is here.
-
-        Args:
-            features: Of the batch.
-            validate: ``False`` where rows are only to be trained: the copies that are here will do.
-            announced: Whether it may be one of those that were announced, which are to be trained.
-        """
-        if self._transfers is not None and self._shared is not None:
-            plan = self._shared.plan(self, features)
-            self._transfers.update_copies(self._cache, plan)
-            self._counts["reads"] += len(plan.keys_U)
-            return CachedTicket(features, plan=plan)
-        self._evict()
-        cache, number = self._cache, self._coming.take(features) if validate and announced else None
-        plan = cache.plan(self.keys_of(features)) if number is None else cache.plan_announced(number)
-        batch = CachedTicket(features, plan=plan)
-        if validate:
-            self._counts["reads"] += len(plan.keys_U)
-        training = [waiting.plan.slots_U for waiting in self._waiting]
-        self._batches.begin(batch, cache, training, validate=validate)
-        return batch
-
-    @property
-    def needs_from(self) -> int:
-        """Number of the first plan whose rows must stay: those of batches that are still to be trained."""
-        needed = [batch.plan.number for batch in self._waiting]
-        if self._gradients is not None:
-            needed += self._gradients.plans
-        if self._planned is not None:
-            needed.append(self._planned.plan.number)
-        return min(needed, default=np.iinfo(np.int64).max)
-
-    def _evict(self) -> None:
-        """Bring the cache back to its size."""
-        if self._shared is not None:
-            self._shared.evict()
-        elif len(self._cache) > self.cache_rows:
-            self.leave(self._cache.evict(spare_from=self.needs_from))
-
-    def make_room(self, num_slots: int) -> None:
-        """Have so many slots; the index may be another cache's as well."""
-        self._cache.make_room(num_slots)
-
-    def leave(self, slots: Integers) -> None:
-        """Let rows go from slots, which the next plan may give to others: their updates go to the stores."""
-        self._counts["evictions"] += len(slots)
-        if self._transfers is not None:
-            self._transfers.push(self._cache, slots, leave=True)
-        else:
-            self._batches.owe(self._cache, slots)
-
-    def keys_of(self, features: SparseFeatures) -> Integers:
-        """The key of each id of a batch on the CPU, int64 ``[N]``."""
-        return self._places.keys_of(features)
+            yield batch.plan, cache.sum_gradients(batch.plan, offsets, there.weights, grad)
 
     # --- What others see ---------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
         """Updates that the tables have seen, from all workers; what this one has not sent yet included."""
-        unsent = self._messages.unsent_steps
-        return max(store.step + steps for store, steps in zip(self.stores, unsent, strict=True))
+        return self._messages.step
 
     @step.setter
     def step(self, value: int) -> None:
@@ -446,10 +310,7 @@ class CachedBackend(StoreBackend):
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
         and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
         """
-        counts, lags_U = self._counts + self._batches.counts, self._batches.lags_U
-        if self._transfers is not None:
-            counts += self._transfers.counts
-            lags_U = self._transfers.lags_U
+        counts = self._messages.counts if self._transfers is None else self._messages.counts + self._transfers.counts
         reads = max(counts["reads"], 1)
         return {
             "cache/reads": counts["reads"],
@@ -458,7 +319,7 @@ class CachedBackend(StoreBackend):
             "cache/stale_rate": counts["stale"] / reads,
             "cache/refresh_rate": counts["refreshes"] / reads,
             "cache/evictions": counts["evictions"],
-            "cache/clock_lag": torch.from_numpy(lags_U.astype(np.float32)),
+            "cache/clock_lag": torch.from_numpy(self._held.lags_U.astype(np.float32)),
             "comm/messages": counts["messages"],
             **{f"comm/{kind}_bytes": counts[kind] for kind in ("rows", "clocks", "gradients")},
         }
@@ -466,11 +327,11 @@ class CachedBackend(StoreBackend):
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts with an empty cache: the updates that are here must not be pushed twice.
         self.invalidate()
-        return super().__getstate__() | {"_cache": None, "_shared": None, "_waiting": None}
+        return super().__getstate__() | {"_held": None, "_shared": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._make_cache(None)
+        self._held = self._hold(None)
 
     def extra_repr(self) -> str:
         """Names the tables, the rule, the stores and the cache."""

@@ -1,34 +1,92 @@
-"""What a cache says to the stores of a collection: one message to each that has to hear something."""
+"""Where the rows of a collection lie, and what a cache says to the stores that have them: one message to each."""
 
-# Shape suffixes: K pushed rows, M fetched rows, C checked rows.
+# Shape suffixes: F features, N ids, K keys or pushed rows, M fetched rows, C checked rows.
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.embeddings import Ticket
-from lightning_recsys.row_cache.copies import RowCache, RowUpdates
-from lightning_recsys.row_cache.index import BatchPlan
-from lightning_recsys.row_cache.places import Integers, RowPlaces
+from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.embeddings.int64_ids import as_int64s
+from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.placement import TablePart
+from lightning_recsys.row_cache.copies import RowUpdates
+from lightning_recsys.row_cache.index import Integers
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
+from lightning_recsys.stores.stripes import place_keys
 from lightning_recsys.sync import ClockRule
 
 Clocks = NDArray[np.int32]
 NO_KEYS: Integers = np.empty(0, dtype=np.int64)
 NO_CLOCKS: Clocks = np.empty(0, dtype=np.int32)
 
-_NAMED_PER_EXPIRY = 16
-"""How often a worker names all its copies to a store that forgets rows, while it makes as many batches as the store
-counts updates until it forgets. Each worker's batch is an update or two there, so 8 workers fit in."""
+
+class RowPlaces:
+    """Finds rows by their keys, which count the rows of all tables: ``layout.table_starts[table] + id``.
+
+    Args:
+        layout: The collection's tables.
+        stores: For each store the parts that it holds, in the order of its tables.
+
+    >>> from lightning_recsys.embeddings import EmbeddingBagConfig
+    >>> tables = TableLayout((EmbeddingBagConfig("a", 4, 2, ("x",)), EmbeddingBagConfig("b", 6, 2, ("y",))))
+    >>> parts = [TablePart("net", "b", 3, server=0, stripe=1, num_stripes=2), TablePart("net", "a", 4, server=1)]
+    >>> places = RowPlaces(tables, [parts[:1], [parts[1], TablePart("net", "b", 3, server=1, num_stripes=2)]])
+    >>> [(which.tolist(), rows.tolist()) for which, rows in places.split(np.array([4, 3, 9]))]
+    [([2], [2]), ([0, 1], [4, 3])]
+    """
+
+    def __init__(self, layout: TableLayout, stores: Sequence[Sequence[TablePart]]) -> None:
+        self._starts = as_int64s(layout.feature_starts)
+        order = {table.name: number for number, table in enumerate(layout.tables)}
+        stripes = [1] * len(order)
+        places = []
+        for store, parts in enumerate(stores):
+            row = 0
+            for part in parts:
+                stripes[order[part.table]] = part.num_stripes
+                places.append((order[part.table], part.stripe, store, row))
+                row += part.num_rows
+        places.sort()
+        self._tables = (
+            as_int64s(layout.table_starts.values()),
+            np.array(stripes, dtype=np.int64),
+            np.cumsum([0, *stripes[:-1]], dtype=np.int64),
+            np.array([store for _, _, store, _ in places], dtype=np.int64),
+            as_int64s(row for _, _, _, row in places),
+        )
+        self._num_stores = len(stores)
+        in_order = [part.table for part in stores[0]] == list(order) if len(stores) == 1 else False
+        self._keys_are_rows = in_order and len(places) == len(order)
+
+    def split(self, keys_K: Integers) -> list[tuple[Integers | slice, Integers]]:
+        """For each store: which of the keys are there, as an index of ``keys_K``, and their rows there."""
+        if self._keys_are_rows:
+            return [(slice(None), keys_K)]
+        positions_K, rows_K = np.empty_like(keys_K), np.empty_like(keys_K)
+        counts = np.zeros(self._num_stores, dtype=np.int64)
+        place_keys(keys_K, *self._tables, counts, positions_K, rows_K)
+        bounds = np.cumsum([0, *counts])
+        return [(positions_K[first:stop], rows_K[first:stop]) for first, stop in pairwise(bounds)]
+
+    def keys_of(self, features: SparseFeatures) -> Integers:
+        """The key of each id of a batch on the CPU, int64 ``[N]``: its row's number among the rows of all tables."""
+        if features.is_single_hot:
+            keys_FB: Integers = features.values.numpy().reshape(len(self._starts), -1) + self._starts[:, None]
+            return keys_FB.reshape(-1)
+        counts_F = np.diff(np.array(features.feature_bounds()))
+        keys_N: Integers = features.values.numpy() + np.repeat(self._starts, counts_F)
+        return keys_N
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +116,8 @@ class RowMessages:
     Attributes:
         needs_copies: Whether a store forgets rows: what is owed then comes with copies of the rows.
         shortest_expiry: After how many updates one does, at the earliest; ``None`` where none does.
-        counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``.
+        counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``; what else
+            happens to the collection's copies is counted there as well (:class:`HeldRows`).
         unsent_steps: Updates of the whole collection that each store has not heard of.
     """
 
@@ -78,6 +137,11 @@ class RowMessages:
         self.needs_copies = any(self._needs_copies)
         self.shortest_expiry = min((x.expire_after for x in dynamic if x.expire_after is not None), default=None)
         self._owed: list[RowUpdates] = []
+
+    @property
+    def step(self) -> int:
+        """Updates that the tables have seen, from all workers; what this one has not sent yet included."""
+        return max(store.step + steps for store, steps in zip(self._stores, self.unsent_steps, strict=True))
 
     def count_step(self) -> None:
         """Note an update; the stores hear of it with the next push or flush."""
@@ -138,132 +202,6 @@ class RowMessages:
             self.counts.update(sizes)
             self.counts["messages"] += 1
         return answers
-
-
-@dataclass(eq=False)
-class CachedTicket(Ticket):
-    """Names a batch whose rows are in the cache, or on their way to it.
-
-    Args:
-        plan: Where the rows are. They stay while the cache waits for the batch's gradients.
-        answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch and to
-            check. Empty once they have been taken.
-        stale: Positions in the plan of copies that a store found too old.
-    """
-
-    plan: BatchPlan = field(kw_only=True)
-    answers: list[tuple[Callable[[], RowValues], Integers, Integers]] = field(default_factory=list)
-    stale: list[Integers] = field(default_factory=list)
-
-
-class BatchMessages:
-    """Asks the stores for what batches need, and puts the answers into a cache.
-
-    A batch is asked for once (:meth:`begin`); its answers are taken later (:meth:`settle`), so that the message may
-    travel while an earlier batch computes. Copies that turned out to be unfit meanwhile are asked for a second time
-    (:meth:`refresh`). Between these steps a copy may be trained: what is fetched is put below what the copy owes.
-
-    Args:
-        messages: What says it to each store.
-        rule: When a copy is too far ahead, or behind.
-
-    Attributes:
-        counts: Those of the messages, with ``misses``, ``stale`` and ``refreshes`` in rows.
-        lags_U: By how many updates each copy of the last batch was ahead of what was fetched, int32 ``[U]``.
-    """
-
-    def __init__(self, messages: RowMessages, rule: ClockRule) -> None:
-        self._messages, self._rule = messages, rule
-        self.counts = messages.counts
-        self.lags_U = NO_CLOCKS
-        self._unnamed_batches = 0  # since the stores were told which copies are here, where they have to be
-
-    def begin(self, batch: CachedTicket, cache: RowCache, training: Sequence[Integers], *, validate: bool) -> None:
-        """Send a batch's message: fetch what is missing, refresh what is too far ahead, have the rest checked.
-
-        Args:
-            batch: It is planned.
-            cache: Where its rows are, or are to be.
-            training: Slots of batches that are trained before this one reads them.
-            validate: ``False`` where rows are only to be trained: the copies that are here will do.
-        """
-        plan = batch.plan
-        if not validate or self._rule.staleness is None:
-            fetch, check, refresh = np.flatnonzero(plan.new_U), NO_KEYS, NO_KEYS
-        else:
-            # Without any slack it is no use to refresh a copy ahead of the update at hand: it is refreshed behind it.
-            expected = training if self._rule.staleness else []
-            fetch, check, refresh = cache.sort(plan, self._rule.bound, np.concatenate([NO_KEYS, *expected]))
-        if validate:
-            self.counts["misses"] += len(fetch)
-            self.counts["refreshes"] += len(refresh)
-        self.ask(batch, cache, fetch=fetch, check=check, refresh=refresh)
-        if cache.limit:
-            self._name_copies(batch, cache)
-
-    def ask(
-        self,
-        batch: CachedTicket,
-        cache: RowCache,
-        *,
-        fetch: Integers = NO_KEYS,
-        check: Integers = NO_KEYS,
-        refresh: Integers = NO_KEYS,
-    ) -> None:
-        """Fetch, check and refresh rows of a batch, by their positions in its plan; what is owed goes ahead of it.
-
-        To refresh is to push and to fetch, in one message: the store makes the push first.
-        """
-        plan = batch.plan
-        if len(refresh):
-            self.owe(cache, plan.slots_U[refresh])
-            fetch = np.concatenate([fetch, refresh])
-        clocks = cache.current[plan.slots_U[check]] if len(check) else NO_CLOCKS
-        for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks):
-            batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked]))
-
-    def settle(self, batch: CachedTicket, cache: RowCache) -> None:
-        """Wait for what was asked for a batch, and put it into the cache."""
-        for answer, fetched, checked in batch.answers:
-            found = answer()
-            if len(fetched):
-                cache.install(batch.plan.slots_U[fetched], found.values, found.clocks.numpy())
-            if len(checked):
-                batch.stale.append(checked[found.stale.numpy()])
-        batch.answers.clear()
-
-    def refresh(self, batch: CachedTicket, cache: RowCache) -> None:
-        """Second message of a batch whose first was answered: push and fetch what may not be used as it is."""
-        self.lags_U, again_U = cache.find_outrun(batch.plan, self._rule.bound)
-        if not again_U.any() and not any(map(len, batch.stale)):
-            return
-        self.counts["refreshes"] += int(again_U.sum())
-        for positions in batch.stale:
-            self.counts["stale"] += len(positions)
-            again_U[positions] = True
-        self.ask(batch, cache, refresh=np.flatnonzero(again_U))
-        self.settle(batch, cache)
-
-    def owe(self, cache: RowCache, slots: Integers) -> None:
-        """Let the updates of copies ride on the next message; they owe nothing afterwards."""
-        self._messages.owe(cache.take(slots, with_copies=self._messages.needs_copies))
-
-    def _name_copies(self, batch: CachedTicket, cache: RowCache) -> None:
-        """Now and then tell stores that forget rows which ones are here, so that they keep them.
-
-        A copy may be in use for long before its updates, or its next check, name the row. The answers, which say
-        nothing that is needed, come with those of the batch.
-        """
-        expiry = self._messages.shortest_expiry
-        if expiry is None:
-            return
-        self._unnamed_batches += 1
-        if self._unnamed_batches * _NAMED_PER_EXPIRY < expiry:
-            return
-        self._unnamed_batches = 0
-        slots = cache.held_slots()
-        for answer in self._messages.send(check_C=cache.keys(slots), clocks_C=cache.current[slots]):
-            batch.answers.append((answer.wait, NO_KEYS, NO_KEYS))
 
 
 def _of_rows(arrays: Mapping[str, Tensor], which: Integers | slice, rows: Integers) -> dict[str, Tensor]:

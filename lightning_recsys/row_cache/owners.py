@@ -40,8 +40,7 @@ from torch import Tensor
 from lightning_recsys.compiled.hash_table import EMPTY, find, make_table, put, value_at
 from lightning_recsys.compiled.loops import compile_loop
 from lightning_recsys.row_cache.copies import RowCache
-from lightning_recsys.row_cache.index import BatchPlan
-from lightning_recsys.row_cache.places import Integers
+from lightning_recsys.row_cache.index import BatchPlan, Integers
 
 _MIXER = np.int64(-7046029254386353131)  # 2^64 / golden ratio
 

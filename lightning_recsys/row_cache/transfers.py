@@ -14,9 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.row_cache.copies import RowCache
-from lightning_recsys.row_cache.index import BatchPlan
-from lightning_recsys.row_cache.places import Integers, RowPlaces
+from lightning_recsys.row_cache.held import CachedTicket, HeldRows
+from lightning_recsys.row_cache.index import BatchPlan, Integers
+from lightning_recsys.row_cache.messages import Clocks, RowMessages, RowPlaces
+from lightning_recsys.row_cache.owners import StepGradients
+from lightning_recsys.row_cache.shared_index import SharedIndex
 from lightning_recsys.stores import exchange_loops as loops
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 from lightning_recsys.stores.exchange import bytes_by_kind
@@ -36,9 +40,6 @@ class RowTransfers:
         places: Which of them has which row.
         rule: What a push tells the stores' clocks, and when a copy is too old.
         row_shapes: Shape of what one row has of ``weight`` and of each state, of which there is one at most.
-
-    Attributes:
-        lags_U: By how many updates each copy of the last batch is ahead of what was fetched, int32 ``[U]``.
     """
 
     def __init__(
@@ -51,7 +52,6 @@ class RowTransfers:
         self._stores, self._places, self._row_shapes = stores, places, row_shapes
         self._staleness, self._by_sum = rule.bound, rule.by_sum
         self._update = loops.update_copies_for(*row_shapes["weight"])
-        self.lags_U = np.empty(0, dtype=np.int32)
         self._counts = np.zeros((len(stores), loops.NUM_COUNTS), dtype=np.int64)
         self._copies_of: tuple[Tensor, Arrays] | None = None
 
@@ -62,9 +62,13 @@ class RowTransfers:
         mapped = [x for x in stores if type(x) is MappedEmbeddingStore and copies.type == "cpu"]
         return mapped if len(mapped) == len(stores) else None
 
-    def update_copies(self, cache: RowCache, plan: BatchPlan) -> None:
-        """Make a batch's copies fit for use: fetch those that are not here, refresh those too far ahead or behind."""
-        lags_U = self.lags_U = np.empty(len(plan.slots_U), dtype=np.int32)
+    def update_copies(self, cache: RowCache, plan: BatchPlan) -> Clocks:
+        """Make a batch's copies fit for use: fetch those that are not here, refresh those too far ahead or behind.
+
+        Returns:
+            By how many updates each is ahead of what was fetched, int32 ``[U]``.
+        """
+        lags_U = np.empty(len(plan.slots_U), dtype=np.int32)
         copies, there = self._copies(cache), self._checked()
         for index, (which, rows) in enumerate(self._places.split(plan.keys_U)):
             (stored, clocks), lags = there[index], lags_U[which]
@@ -81,6 +85,7 @@ class RowTransfers:
                 self._counts[index],
             )
             lags_U[which] = lags
+        return lags_U
 
     def push(self, cache: RowCache, slots: Integers, *, leave: bool = False) -> None:
         """Bring what copies owe to their rows, and let the slots be empty if they are to leave."""
@@ -126,6 +131,60 @@ class RowTransfers:
             total.update(bytes_by_kind(store.layout.num_rows, self._row_shapes, **sizes))
             total.update(misses=fetched, stale=stale, refreshes=ahead, messages=exchanges)
         return total
+
+
+class RowsInPlace(HeldRows):
+    """Moves rows between the cache and this machine's memory, where nothing has to be known ahead.
+
+    Args:
+        cache: As in :class:`HeldRows`, with the index of ``shared``.
+        messages: As there.
+        places: As there.
+        gradients: As there.
+        transfers: What moves the rows.
+        shared: Plans the batches, perhaps for other collections' caches as well.
+    """
+
+    def __init__(
+        self,
+        cache: RowCache,
+        messages: RowMessages,
+        places: RowPlaces,
+        gradients: StepGradients | None,
+        *,
+        transfers: RowTransfers,
+        shared: SharedIndex,
+    ) -> None:
+        super().__init__(cache, messages, places, gradients)
+        self._transfers, self._shared = transfers, shared
+        shared.join(self)
+
+    def keys_of(self, features: SparseFeatures) -> Integers:
+        """The key of each id of a batch on the CPU, int64 ``[N]``."""
+        return self._places.keys_of(features)
+
+    def make_room(self, num_slots: int) -> None:
+        """Have so many slots; the index may be another cache's as well."""
+        self.cache.make_room(num_slots)
+
+    def evict(self) -> None:  # noqa: D102 - inherited
+        self._shared.evict()
+
+    def leave(self, slots: Integers) -> None:  # noqa: D102 - inherited
+        self.counts["evictions"] += len(slots)
+        self._transfers.push(self.cache, slots, leave=True)
+
+    def _push(self, slots: Integers) -> None:
+        self._transfers.push(self.cache, slots)
+
+    def _begin(self, features: SparseFeatures, *, trained: bool = True, validate: bool = True) -> CachedTicket:
+        plan = self._shared.plan(self, features)
+        self.lags_U = self._transfers.update_copies(self.cache, plan)
+        self.counts["reads"] += len(plan.keys_U)
+        return CachedTicket(features, plan=plan)
+
+    def _await(self, batch: CachedTicket, *, validate: bool = True) -> None:
+        pass  # they came as the batch began
 
 
 def _state(tensors: Mapping[str, Tensor]) -> NDArray[np.float32]:

@@ -427,7 +427,7 @@ class OnTheGPU(Callback):
 
     def on_train_end(self, trainer, pl_module):
         backend = pl_module.rows.embedding_bags
-        assert backend._cache.rows.device.type == pl_module.device.type == "cuda"
+        assert backend._held.cache.rows.device.type == pl_module.device.type == "cuda"
         assert {store.lookup(torch.tensor([0])).device.type for store in backend.stores} == {"cpu"}
 
 

@@ -246,7 +246,7 @@ def test_workers_when_they_interleave_then_no_update_is_lost_or_doubled_and_each
     announced = set()
 
     def check_clocks(backend):
-        cache, plan = backend._cache, max(backend._waiting, key=lambda ticket: ticket.plan.number).plan
+        cache, plan = backend._held.cache, max(backend._held._waiting, key=lambda ticket: ticket.plan.number).plan
         start, current, server = (
             cache.start[plan.slots_U],
             cache.current[plan.slots_U],
@@ -436,7 +436,7 @@ def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_
     backend = bind(cached, servers, plan=BY_ROWS, cache_rows=1000, staleness=5)
     train(plain, steps := batches(4), prefetch=False)
     train(cached, steps, prefetch=False)
-    held = len(backend._cache)
+    held = len(backend._held.cache)
     backend.flush()
     clocks, counts = [store.clocks.clone() for store in backend.stores], backend.telemetry()
     recorded.clear()
@@ -444,7 +444,7 @@ def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_
     for sparse in batches(9):
         with torch.no_grad():
             torch.testing.assert_close(cached(sparse), plain(sparse))
-    assert len(backend._cache) == held
+    assert len(backend._held.cache) == held
     assert all(torch.equal(store.clocks, before) for store, before in zip(backend.stores, clocks, strict=True))
     assert {name: backend.telemetry()[name] for name in ("cache/hit_rate", "cache/miss_rate")} == {
         name: counts[name] for name in ("cache/hit_rate", "cache/miss_rate")
@@ -452,7 +452,7 @@ def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_
     assert all(kinds(request)[::2] == (0, 0) for request in recorded), "only fetches"
     frozen = cached.requires_grad_(False)(sparse)
     assert not frozen.requires_grad
-    assert len(backend._cache) > held, "frozen rows are kept where others train"
+    assert len(backend._held.cache) > held, "frozen rows are kept where others train"
 
 
 def test_evaluation_when_in_inference_mode_then_one_outside_of_it_works_as_well(servers):
@@ -504,7 +504,7 @@ def test_lookups_when_their_gradients_never_come_then_the_cache_keeps_its_size(s
     (worker,) = one_table(servers, 1, cache_rows=3, staleness=None)
     for first in range(10):
         pooled = worker(ids(first, first + 1))
-    assert len(worker.embedding_bags._cache) <= 5
+    assert len(worker.embedding_bags._held.cache) <= 5
     pooled.sum().backward()
     worker.flush()
     assert worker.embedding_bags.read("t", "weight").flatten().tolist() == [0] * 9 + [-1, -1, 0]
@@ -514,7 +514,7 @@ def test_lookups_when_their_gradients_never_come_and_all_rows_stay_then_nothing_
     (worker,) = one_table(servers, 1, cache_rows=100, staleness=None)
     for first in range(10):
         worker(ids(first, first + 1))
-    assert not worker.embedding_bags._waiting
+    assert not worker.embedding_bags._held._waiting
 
 
 def test_store_when_somebody_removes_it_then_the_next_step_and_flush_say_so(servers):
@@ -665,7 +665,7 @@ def test_training_when_the_copies_are_on_a_gpu_then_it_equals_the_one_on_the_cpu
     on_cpu = EmbeddingBagCollection(TABLES, optimizer=rule)
     on_gpu, steps = copy.deepcopy(on_cpu), batches(12)
     backend = bind(on_gpu, servers, plan=BY_ROWS, cache_rows=20, staleness=staleness, device="cuda")
-    assert backend._cache.rows.is_cuda
+    assert backend._held.cache.rows.is_cuda
     train(on_cpu, steps, prefetch=False)
     train(on_gpu, [sparse.to("cuda") for sparse in steps], prefetch=True)
     trained = on_gpu.state_dict()
@@ -684,7 +684,7 @@ def test_one_worker_when_batches_are_announced_then_its_rows_are_the_same_and_fe
         train(collection, steps, prefetch=prefetch, window=window)
         results.append(collection.state_dict())
         misses.append(backend.telemetry()["cache/miss_rate"])
-        assert not backend._coming
+        assert not backend._held._coming
     torch.testing.assert_close(*results, rtol=0, atol=0)
     assert misses[1] < misses[0]
 
@@ -697,11 +697,11 @@ def test_announced_batches_when_others_come_then_they_are_given_up(servers):
         worker.announce(ids(first), ahead=2)
         worker.announce(ids(first, 9), ahead=2)
         worker(ids(5)).sum().backward()
-        assert len(backend._coming) <= 3
+        assert len(backend._held._coming) <= 3
     worker.announce(ids(1), ahead=0)
     worker.announce(ids(2), ahead=1)
     worker(ids(2)).sum().backward()  # overtakes
-    assert not backend._coming
+    assert not backend._held._coming
     assert worker(ids(1, 2, 5)).flatten().tolist() == [0, -1, -4]
 
 
@@ -874,7 +874,7 @@ def test_limit_when_a_lookup_gets_no_gradient_then_the_cache_keeps_to_it_though_
         if step % 50 != 20:  # else as a training_step that returns None
             pooled.sum().backward()
         del pooled
-        assert len(backend._cache) <= 64 + 5 * 10, "at most the batches of which a plan is remembered come on top"
+        assert len(backend._held.cache) <= 64 + 5 * 10, "at most the batches of which a plan is remembered come on top"
     worker.flush()
     expected = [0.0 if row // 10 % 50 == 20 else -1.0 for row in range(3000)]
     assert backend.read("t", "weight").flatten().tolist() == expected
@@ -921,7 +921,7 @@ def test_frozen_rows_when_looked_up_again_then_they_are_cached_within_the_limit(
     assert traffic(worker) == before
     for first in range(12):
         worker(ids(first, (first + 1) % 12))
-        assert len(worker.embedding_bags._cache) <= 6 + 2
+        assert len(worker.embedding_bags._held.cache) <= 6 + 2
     worker.requires_grad_(True)
     update(worker, 0, ids(1))
     worker.flush()
@@ -940,7 +940,7 @@ def test_lookup_without_gradient_when_the_batch_was_announced_then_its_training_
     pooled.sum().backward()
     update(worker, 0, ids(1, 2))
     assert not recorded, "the rows were on their way"
-    assert len(worker.embedding_bags._cache) == 3
+    assert len(worker.embedding_bags._held.cache) == 3
 
 
 @pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
@@ -960,7 +960,7 @@ def test_clocks_when_they_reach_their_end_then_no_update_is_lost_and_such_rows_a
                 pooled[..., index].sum().backward()
                 pooled = worker(ids(5, 6))
             pooled[..., index].sum().backward()
-            cache = worker.embedding_bags._cache
+            cache = worker.embedding_bags._held.cache
             assert (cache.clocks[: len(cache)] >= 0).all()
     if staleness is not None and not prefetch:
         assert store.clocks[5] == MAX_CLOCK
@@ -975,7 +975,7 @@ def test_clocks_when_they_reach_their_end_then_no_update_is_lost_and_such_rows_a
 def test_copy_when_it_has_as_many_updates_as_can_be_counted_then_it_still_owes_them(servers):
     (worker,) = one_table(servers, 1, cache_rows=12, staleness=None)
     update(worker, 0, ids(5))
-    worker.embedding_bags._cache.clocks[:, [CURRENT, UNSENT]] = MAX_CLOCK - 1
+    worker.embedding_bags._held.cache.clocks[:, [CURRENT, UNSENT]] = MAX_CLOCK - 1
     for _ in range(3):
         update(worker, 0, ids(5))
     worker.flush()

@@ -18,7 +18,7 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.models import DeepFM
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.placement import PlacementPlan, TablePart, place_tables
-from lightning_recsys.row_cache.places import RowPlaces
+from lightning_recsys.row_cache.messages import RowPlaces
 from lightning_recsys.stores import DynamicRows, MappedStores
 from lightning_recsys.stores.backend import StoreBackend, table_costs
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
