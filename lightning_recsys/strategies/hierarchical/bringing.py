@@ -200,7 +200,8 @@ class Bringing:
             parts[device].compression = strategy.operator_compression
             parts[device].seed = torch.initial_seed() + self._group * strategy.servers_per_group + number
             parts[device].sync = self._sync_order(parts[device], number)
-        leader = partial(GroupLeader, connections, parts, layers)
+        # Any rank of the group may come to lead it.
+        leader = partial(GroupLeader, connections, parts, layers, meeting=self._meeting_place(own[0]))
         if self._leads:
             # The centres are made: they start at the mean over groups, as a checkpoint has it, and each group where it
             # was.
@@ -208,7 +209,6 @@ class Bringing:
                 if name in self._restored:
                     parameter.data.copy_(self._restored[name])
             layers.give_model()
-            leader = partial(leader, meeting=self._meeting_place(connections[devices[0]]))
             leader().load()
             self._news.tell(f"group-{self._group}")
         self._news.ask(f"group-{self._group}", by=groups.leaders[self._group])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class GroupLeader:
         *,
         meeting: tuple[str, int] | None = None,
     ) -> None:
-        self._meeting = {} if meeting is None else {"host": meeting[0], "port": meeting[1]}
+        self._meeting = meeting
         self._servers, self._parts = dict(servers), dict(parts)
         self._layers = layers
         self._layouts = {device: GroupMemory(own) for device, own in parts.items()}
@@ -54,11 +55,20 @@ class GroupLeader:
             if loaded != self._layouts[device].num_bytes:
                 raise RuntimeError(f"{connection.endpoint} has {loaded} bytes of {device}'s parts")
 
-    def begin_sync(self) -> None:
-        """Let the servers keep the replica together with those of other groups from now on."""
+    def begin_sync(self, number: int, groups: Sequence[int]) -> None:
+        """Let the servers keep the replica together with those of other groups from now on.
+
+        Args:
+            number: How often all groups have stopped so far.
+            groups: That train.
+        """
+        arguments: dict[str, Any] = {}
+        if self._meeting is not None:
+            host, port = self._meeting
+            arguments = {"host": host, "port": port, "number": number, "groups": list(groups)}
         for device, connection in self._servers.items():
             if self._parts[device].sync is not None:
-                connection.request("begin_sync", arguments=self._meeting)
+                connection.request("begin_sync", arguments=arguments)
                 self.synchronises = True
 
     def end_sync(self) -> dict[str, float]:

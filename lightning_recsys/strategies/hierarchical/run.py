@@ -69,7 +69,8 @@ class NetRun:
         self._calls = 0  # forward passes since the last step
         self._shows = False  # the module has the weights of the moment
         self._rounds: dict[str, float] = {}  # numbers of the rounds between groups, as far as they are known
-        self._lost: set[int] = set()  # groups of which no net lives
+        self._training = list(range(strategy.num_groups))  # groups of which a net lives
+        self._stops = 0  # how often all have stopped for one set of weights
         self._is_drained, self._next_look = False, 0.0
 
     @property
@@ -140,7 +141,7 @@ class NetRun:
             self._cut.forward = CutForward(self._cut, self._forward)
         if self._strategy.global_rank in self._strategy.groups.leaders:
             self._leader = brought.leader()
-            self._leader.begin_sync()
+            self._leader.begin_sync(self._stops, self._training)
         return brought
 
     # --- One set of weights ------------------------------------------------------------------------------------------
@@ -158,8 +159,9 @@ class NetRun:
         self._elect()
         if not has_trained:
             return  # what was validated is saved: meanwhile the groups go on towards each other
+        self._stops += 1
+        self._end_sync()
         if self._leader is not None:
-            self._rounds = self._leader.end_sync() or self._rounds
             if self._strategy.has_center:
                 # Before the weights are taken, and for all that follows. A drained group does not come back meanwhile:
                 # only a net that waits has it do so.
@@ -175,7 +177,7 @@ class NetRun:
             self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
         self._shows = True
         if goes_on and self._leader is not None:
-            self._leader.begin_sync()
+            self._leader.begin_sync(self._stops, self._training)
 
     def show(self) -> None:
         """Take this group's replica into the model, as its servers have it just now, if this rank leads the group."""
@@ -194,10 +196,24 @@ class NetRun:
         if first == strategy.global_rank and self._leader is None:
             self._leader = self._brought.leader()
             self._leader.synchronises = self._leader.may_synchronise  # as the one before it had them do
-        lost = set(range(strategy.num_groups)) - {groups.group_of(x) for x in living} - self._lost
-        self._lost |= lost
-        for group in lost if strategy.is_global_zero else ():
+        training = sorted({groups.group_of(x) for x in living})
+        for group in set(self._training) - set(training) if strategy.is_global_zero else ():
             log.warning("Group %d has no net left: its replica counts no more, and the other groups go on.", group)
+        self._training = training
+
+    def _end_sync(self) -> None:
+        """Return when this group's servers make no rounds.
+
+        Groups that average among themselves stop in the same round, so each of them is told by all of its nets: the
+        others would wait for one whose first net has died just now.
+        """
+        assert self._brought is not None
+        if self._leader is not None:
+            self._rounds = self._leader.end_sync() or self._rounds
+        elif self._strategy.num_groups > 1 and not self._strategy.has_center:
+            leader = self._brought.leader()
+            leader.synchronises = leader.may_synchronise
+            leader.end_sync()
 
     def _meet(self) -> None:
         """Give all ranks the mean of what the groups' first ranks have."""

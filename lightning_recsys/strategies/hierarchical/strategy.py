@@ -66,8 +66,7 @@ class HierarchicalStrategy(ServedStrategy):
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
         num_embedding_servers: Servers for rows.
         num_sync_servers: Servers for the centre, where there are several groups.
-        min_workers: Nets other than the first may die as long as so many are left; with ``ma`` and ``bmuf`` between
-            groups none.
+        min_workers: Nets other than the first may die as long as so many are left.
         module: Path of the module that is cut, which has all trained parameters of the dense part and is called once in
             a training step. Default: the task's ``model``, or the task itself where it has none.
         operator_placement: Where operators are computed: a method's name, or
@@ -191,15 +190,6 @@ class HierarchicalStrategy(ServedStrategy):
     def has_center(self) -> bool:
         """Whether sync servers have a centre, towards which groups move."""
         return self.num_groups > 1 and self.algorithm.topology is Topology.CENTRAL
-
-    @property
-    def needs_all_workers(self) -> str | None:  # noqa: D102 - inherited
-        if self.num_groups == 1 or self.has_center:
-            return None
-        return (
-            f"strategy.algorithm={type(self.algorithm).__name__} averages over all groups, and cannot do without one of"
-            " them: the run ends. strategy.algorithm=easgd goes on."
-        )
 
     def set_world_ranks(self) -> None:
         """Take as many processes as the groups need."""

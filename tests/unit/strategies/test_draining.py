@@ -138,7 +138,8 @@ class Agent:
             self.failures -= 1
             raise ConnectionError("no sync server answers")
 
-    def start(self):
+    def start(self, meeting):
+        assert meeting is None
         self.calls.append("start")
 
     def abandon(self):
@@ -149,7 +150,8 @@ class Agent:
 def drained(tmp_path):
     """A server of a drained group, which nobody wants to be drained any more."""
     requests = GroupRequests(tmp_path, Limits(), lambda: None)
-    requests._state, requests._parts = GroupState(1, 2, True, drained=True), SimpleNamespace(sync=object())
+    order = SimpleNamespace(algorithm=make_algorithm("easgd", {}))
+    requests._state, requests._parts = GroupState(1, 2, True, drained=True), SimpleNamespace(sync=order)
     yield requests
     requests.close()
 

@@ -33,7 +33,7 @@ from lightning_recsys.strategies.hierarchical.servers.group_parts import (
     GroupParts,
     map_memory,
 )
-from lightning_recsys.strategies.hierarchical.servers.sync_agent import SyncAgent
+from lightning_recsys.strategies.hierarchical.servers.sync_agent import Meeting, SyncAgent
 from lightning_recsys.sync import Topology
 
 SYNCHRONISES = "synchronises"  # a file that is there while rounds are to be made
@@ -139,11 +139,13 @@ class GroupRequests:
             " it had not made are lost for these parts.",
             updates,
         )
-        if (self._folder / SYNCHRONISES).exists() and parts.sync is not None:
-            if parts.sync.algorithm.topology is Topology.CENTRAL:
-                self._start_agent(None)
-            else:
-                log.error("Groups that average among themselves cannot go on without this server's predecessor.")
+        if parts.sync is None:
+            return
+        if parts.sync.algorithm.topology is not Topology.CENTRAL:
+            # What the server before knew of the rounds is lost. It takes part again when all groups meet next.
+            parts.sync.algorithm.start(GroupMemory(parts).views(self._memory)[REPLICA])
+        elif (self._folder / SYNCHRONISES).exists():
+            self._start_agent(None)
 
     def _serve(self, parts: GroupParts, layout: GroupMemory) -> None:
         self._memory = map_memory(self._folder / MEMORY, layout.num_bytes)
@@ -187,21 +189,22 @@ class GroupRequests:
 
     def _begin(self, request: Request) -> object:
         """Synchronise from now on."""
-        host, port = take_arguments(request, {"host": "", "port": 0}, host=str, port=int)
+        nobody = {"host": "", "port": 0, "number": 0, "groups": []}
+        host, port, number, groups = take_arguments(request, nobody, host=str, port=int, number=int, groups=list)
         if not self._synchronises and not self._is_drained:
-            self._start_agent((host, port) if host else None)
+            self._start_agent(Meeting(host, port, number, groups) if host else None)
             (self._folder / SYNCHRONISES).touch()
         return None
 
-    def _start_agent(self, meeting: tuple[str, int] | None) -> None:
+    def _start_agent(self, meeting: Meeting | None) -> None:
         if self._parts is None or self._parts.sync is None:
             raise ValueError("there is nothing to synchronise with other groups")
+        if meeting is None and self._parts.sync.algorithm.topology is not Topology.CENTRAL:
+            raise ValueError("groups that average among themselves need a place where they meet")
         if self._agent is None:
-            if meeting is None and self._parts.sync.algorithm.topology is not Topology.CENTRAL:
-                raise ValueError("the servers of other groups cannot be met again: go on from a checkpoint")
             replica = GroupMemory(self._parts).views(self._memory)[REPLICA]
-            self._agent = SyncAgent(self._parts.sync, replica, meeting=meeting)
-        self._agent.start()
+            self._agent = SyncAgent(self._parts.sync, replica)
+        self._agent.start(meeting)
         self._synchronises, self._ending = True, None
 
     def _end(self, request: Request) -> object:

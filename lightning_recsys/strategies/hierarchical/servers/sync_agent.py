@@ -2,93 +2,188 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
 
 from lightning_recsys.parameter_server.connect import connect
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
 from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, MeanRounds, Rounds
-from lightning_recsys.sync import Topology
 
-PATIENCE = timedelta(days=7)  # with groups that are behind; one that ends is noticed at once
+GATHERING = timedelta(seconds=60)  # of servers that have all said that they come
+PATIENCE = timedelta(days=7)  # with groups that are behind in a round; one that ends is noticed at once
+LOOK_SECONDS = 0.05  # from one look who has come to the next
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where, and with whom, a group's server averages from one time that rounds begin to the next.
+
+    Args:
+        host: Of the store by which they find each other.
+        port: Of that.
+        number: Of the meeting; all groups count alike.
+        groups: Who is asked to come.
+    """
+
+    host: str
+    port: int
+    number: int
+    groups: Sequence[int]
+
+
+class _MeetingRounds(MeanRounds):
+    """Rounds that let go of their process group where a server is lost: others may wait for what does not come then."""
+
+    def _exchange(self, *, leaving: bool) -> tuple[Tensor, int]:
+        try:
+            return super()._exchange(leaving=leaving)
+        except RuntimeError:
+            self.close()
+            self._group = None
+            raise
 
 
 class SyncAgent:
     """ShadowSync's rounds over a group server's share of the replica, in a thread of the server.
 
+    Groups that average among themselves meet anew each time that rounds begin. Where one of them is lost meanwhile, the
+    others make no more rounds until then.
+
     Args:
         order: What to do; its algorithm has begun.
         replica: The share, float32, which nets train meanwhile.
-        meeting: Where the servers that have this share in other groups meet, if they average among themselves: the
-            store's host and port.
     """
 
-    def __init__(self, order: SyncOrder, replica: Tensor, *, meeting: tuple[str, int] | None = None) -> None:
-        self._order, self._replica, self._meeting = order, replica, meeting
+    def __init__(self, order: SyncOrder, replica: Tensor) -> None:
+        self._order, self._replica = order, replica
         self._servers: list[Stores] = []
         self._thread: ShadowThread | None = None
         self._starting: threading.Thread | None = None
+        self._stops = threading.Event()  # rounds are to end, and may not have begun
         self._error: BaseException | None = None  # that kept the thread from starting
+        self._before = 0, 0.0  # rounds, and seconds, of threads before this one
+        self._groups: tuple[int, ...] = ()  # of the last meeting
+        self._failed: tuple[int, ...] | None = None  # the same, if it failed
 
     @property
     def rounds(self) -> int:
         """Rounds so far."""
-        return 0 if self._thread is None else self._thread.rounds.count
+        return self._before[0] + (0 if self._thread is None else self._thread.rounds.count)
 
-    def start(self) -> None:
-        """Make rounds from now on. The first time servers find each other meanwhile, and nobody waits for that."""
-        self._starting = threading.Thread(target=self._start, name="meeting", daemon=True)
+    @property
+    def _seconds(self) -> float:
+        return self._before[1] + (0.0 if self._thread is None else self._thread.active_seconds)
+
+    def start(self, meeting: Meeting | None = None) -> None:
+        """Make rounds from now on. Servers find each other meanwhile, and nobody waits for that.
+
+        Args:
+            meeting: Needed by those that average among themselves.
+        """
+        self._error = None
+        self._groups = () if meeting is None else tuple(sorted(meeting.groups))
+        self._stops.clear()
+        self._starting = threading.Thread(target=self._start, args=(meeting,), name="meeting", daemon=True)
         self._starting.start()
 
-    def _start(self) -> None:
+    def _start(self, meeting: Meeting | None) -> None:
         try:
-            if self._thread is None:
-                self._thread = ShadowThread(self._make_rounds(), interval=self._order.interval)
+            if meeting is not None:
+                self._leave_meeting()
+                if len(meeting.groups) < 2 or not self._gather(meeting):
+                    return
+                group = dist.group.WORLD  # this process has no other use for it
+                self._thread = self._thread_of(_MeetingRounds(self._order.algorithm, self._replica, group=group))
+            elif self._thread is None:
+                self._thread = self._thread_of(self._rounds_with_center())
             self._thread.start()
         except BaseException as error:
             self._error = error
 
+    def _thread_of(self, rounds: Rounds) -> ShadowThread:
+        return ShadowThread(rounds, interval=self._order.interval)
+
     def take_center(self) -> None:
         """Take the centre's weights for the replica, whatever that has; no rounds may be under way."""
         if self._thread is None:
-            self._thread = ShadowThread(self._make_rounds(), interval=self._order.interval)
+            self._thread = self._thread_of(self._rounds_with_center())
         rounds = self._thread.rounds
         assert isinstance(rounds, CenterRounds)
         self._replica.copy_(rounds.pull_center())
         self._error = None  # the servers were found after all
 
-    def _make_rounds(self) -> Rounds:
+    def _rounds_with_center(self) -> CenterRounds:
         order = self._order
-        if order.algorithm.topology is Topology.CENTRAL:
-            self._servers = [connect(endpoint, keys=order.keys) for endpoint in order.servers]
-            pieces = [server.dense_store(order.store) for server in self._servers]
-            return CenterRounds(order.algorithm, self._replica, pieces=pieces)
-        assert self._meeting is not None
-        host, port = self._meeting
-        store = TCPStore(host, port, is_master=False, timeout=PATIENCE, wait_for_workers=False)
-        places = PrefixStore(order.store, store)
-        # This process has no other use for the default group.
-        dist.init_process_group("gloo", store=places, rank=order.group, world_size=order.num_groups, timeout=PATIENCE)
-        return MeanRounds(order.algorithm, self._replica, group=dist.group.WORLD)
+        self._servers = [connect(endpoint, keys=order.keys) for endpoint in order.servers]
+        pieces = [server.dense_store(order.store) for server in self._servers]
+        return CenterRounds(order.algorithm, self._replica, pieces=pieces)
+
+    def _gather(self, meeting: Meeting) -> bool:
+        """Wait until all have come, and make a process group of them; ``False`` where one would rather stop before.
+
+        Which of the two it is one of them says, and all go by that: nobody is left to wait for one who has stopped.
+        """
+        group, groups = self._order.group, self._groups
+        store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=GATHERING, wait_for_workers=False)
+        places = PrefixStore(f"{self._order.store}/{meeting.number}", store)
+        places.set(f"here-{group}", "")
+        while not places.check(["fate"]):
+            if self._stops.is_set():
+                places.compare_set("fate", "", "off")
+            elif places.check([f"here-{x}" for x in groups]):
+                places.compare_set("fate", "", "on")
+            else:
+                self._stops.wait(LOOK_SECONDS)
+        if places.get("fate") != b"on":
+            return False
+        dist.init_process_group(
+            "gloo", store=places, rank=groups.index(group), world_size=len(groups), timeout=GATHERING
+        )
+        _set_pg_timeout(PATIENCE, dist.group.WORLD)
+        return True
+
+    def _leave_meeting(self) -> None:
+        """Forget the last one, in which no round is under way any more."""
+        self._before, self._thread = (self.rounds, self._seconds), None
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def stop(self) -> dict[str, float]:
-        """Return when no round is under way, with numbers for telemetry; what the thread died of is raised."""
+        """Return when no round is under way, with numbers for telemetry; what the thread died of is raised.
+
+        Where another group's server has died there is another meeting, without that group or with the server that was
+        started in its place. Only if the same groups have failed to meet twice is that an error.
+        """
+        self._stops.set()
         if self._starting is not None:
             self._starting.join()
-        if self._error is not None:
-            raise self._error
-        assert self._thread is not None
-        self._thread.stop()
-        return {"rounds": float(self.rounds), "seconds": self._thread.active_seconds}
+        try:
+            if self._error is not None:
+                raise self._error
+            if self._thread is not None:
+                self._thread.stop()
+            self._failed = None
+        except RuntimeError as error:
+            if not self._groups or self._failed == self._groups:
+                raise
+            self._failed = self._groups
+            log.warning("Groups made no more rounds after %d of them, until they meet again: %s", self.rounds, error)
+        return {"rounds": float(self.rounds), "seconds": self._seconds}
 
     def abandon(self) -> None:
         """Stop without the others: the server ends."""
+        self._stops.set()
         if self._thread is not None:
             self._thread.abandon()
