@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -141,6 +141,7 @@ class ShareDealer:
     Attributes:
         dealt_again: Batches of all passes so far that were leased again because their worker had died.
         pauses: Asked before each lease: whether this worker leaves its share to the others for now.
+        while_waiting: Entered when there is no lease at the moment, and left when there is one, or none will come.
     """
 
     def __init__(self, place: MeetingPlace, *, rank: int, cancelled: Callable[[], bool] = lambda: False) -> None:
@@ -148,6 +149,7 @@ class ShareDealer:
         self._connection = place.connect(cancelled)
         self.dealt_again = 0
         self.pauses: Callable[[], bool] = lambda: False
+        self.while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._pass = 0  # number of the pass that is under way
 
     def __call__(self, num_batches: int) -> Iterator[Lease]:
@@ -158,21 +160,28 @@ class ShareDealer:
         """
         self._pass += 1
         arguments = {"number": self._pass, "shard": num_batches, "lease": lease_size(num_batches)}
-        latest, pause = 0, SHORTEST_PAUSE
-        while not self._cancelled():
-            state, *numbers = (
-                self._ask("take_share", latest=latest, pauses=self.pauses(), **arguments).arrays[0].tolist()
-            )
-            if state == OVER:
-                self._tell(*numbers)
-                return
-            if state == WAIT:
-                time.sleep(pause)
-                pause = min(1.5 * pause, LONGEST_PAUSE)
-                continue
-            lease, pause = Lease(*numbers), SHORTEST_PAUSE
+        latest = 0
+        while (lease := self._take(latest=latest, **arguments)) is not None:
             latest = lease.number
             yield lease
+
+    def _take(self, *, latest: int, **arguments: int) -> Lease | None:
+        """The next lease, once there is one; ``None`` where none will come, or this worker was asked to end."""
+        pause = SHORTEST_PAUSE
+        with ExitStack() as waiting:
+            while not self._cancelled():
+                reply = self._ask("take_share", latest=latest, pauses=self.pauses(), **arguments)
+                state, *numbers = reply.arrays[0].tolist()
+                if state == OVER:
+                    self._tell(*numbers)
+                    return None
+                if state != WAIT:
+                    return Lease(*numbers)
+                if pause == SHORTEST_PAUSE:
+                    waiting.enter_context(self.while_waiting())
+                time.sleep(pause)
+                pause = min(1.5 * pause, LONGEST_PAUSE)
+        return None
 
     def finish(self, lease: Lease) -> None:
         """All batches of a lease are trained."""

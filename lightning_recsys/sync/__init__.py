@@ -7,6 +7,7 @@ from lightning_recsys.sync.algorithm import SyncAlgorithm, Topology
 from lightning_recsys.sync.bmuf import BMUF
 from lightning_recsys.sync.clocks import ClockName, ClockRule
 from lightning_recsys.sync.easgd import EASGD
+from lightning_recsys.sync.generations import Decision, Report, decide
 from lightning_recsys.sync.model_averaging import ModelAveraging
 from lightning_recsys.sync.pacing import RoundSchedule, ShadowPace
 from lightning_recsys.sync.registry import algorithm_names, make_algorithm, register_algorithm
@@ -19,8 +20,10 @@ __all__ = [
     "STALENESS_RULES",
     "ClockName",
     "ClockRule",
+    "Decision",
     "ModelAveraging",
     "ReplicaRounds",
+    "Report",
     "RoundSchedule",
     "ShadowPace",
     "StalenessNormalization",
@@ -28,6 +31,7 @@ __all__ = [
     "SyncAlgorithm",
     "Topology",
     "algorithm_names",
+    "decide",
     "make_algorithm",
     "register_algorithm",
 ]

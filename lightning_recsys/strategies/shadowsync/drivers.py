@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies.shadowsync.rounds import Rounds
 from lightning_recsys.sync import RoundSchedule, ShadowPace
+
+STAND_IN_PAUSE = 0.01  # seconds between two rounds of one who waits: those who wait with it would make no pause either
 
 
 class Driver(ABC):
@@ -51,6 +54,11 @@ class Driver(ABC):
     def stop_before_others(self) -> None:
         """Leave the rounds now, if they need this worker, which is about to wait for those that still train."""
         return
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Around a wait of this worker for something to train: others may need it in their rounds meanwhile."""
+        yield
 
     def stop(self) -> None:
         """Return when no round is under way and the other trainers are ready to do without this one.
@@ -164,6 +172,29 @@ class ForegroundHook(Driver):
     def stop_before_others(self) -> None:
         """Make the rounds of those who still train: nobody else does, while this worker waits."""
         self.stop()
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Make the rounds of those who still train, in a thread: this worker is not asked whether it wants to stop.
+
+        When it has something to train it waits for the end of the round that the thread is in. The others come to it,
+        for each of them trains, or waits as this one does, or makes rounds until all want to stop.
+        """
+        if not self.is_active:
+            self.start()
+        with ThreadPoolExecutor(1, thread_name_prefix="rounds", initializer=configure_worker) as threads:
+            ended = threading.Event()
+            making = threads.submit(self._run_until, ended)
+            try:
+                yield
+            finally:
+                ended.set()
+        making.result()  # raises what has happened in it
+
+    def _run_until(self, ended: threading.Event) -> None:
+        while not ended.is_set():
+            self._run(leaving=False)
+            ended.wait(STAND_IN_PAUSE)
 
     def _run(self, *, leaving: bool) -> bool:
         with self._alone():

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.placement import chunk_evenly
@@ -44,6 +42,9 @@ class Rounds(ReplicaRounds, ABC):
             return True
         answer, num_leaving = self._exchange(leaving=leaving)
         return self.finish(answer, num_leaving=num_leaving)
+
+    def set_leaders(self, ranks: tuple[int, ...]) -> None:
+        """Before rounds begin, or go on after a pause: these workers make those of the trainers that live."""
 
     @property
     def moving_seconds(self) -> float:
@@ -103,13 +104,18 @@ class MeanRounds(Rounds):
     Args:
         algorithm: As in :class:`~lightning_recsys.sync.ReplicaRounds`.
         replica: The same.
-        group: One rank per trainer.
+        group: One rank per trainer; ``None`` where there is none yet.
     """
 
-    def __init__(self, algorithm: SyncAlgorithm, replica: Tensor, *, group: Any) -> None:
-        super().__init__(algorithm, replica, num_trainers=dist.get_world_size(group))
-        self._group = group
+    def __init__(self, algorithm: SyncAlgorithm, replica: Tensor, *, group: Any | None) -> None:
+        super().__init__(algorithm, replica)
+        self._group: Any | None = None
         self._message = torch.empty(replica.numel() + 1)
+        if group is not None:
+            self._enter(group)
+
+    def _enter(self, group: Any) -> None:
+        self._group, self.num_trainers = group, group.size()
         # A ring sends and receives each element twice, but for this member's own share.
         self._bytes_per_round = int(2 * (self.num_trainers - 1) / self.num_trainers * self._message.nbytes)
 
@@ -118,16 +124,10 @@ class MeanRounds(Rounds):
         mean, vote = self._message[:-1], self._message[-1]
         mean.copy_(self.replica)
         vote.fill_(leaving)
-        dist.all_reduce(self._message, group=self._group)
+        assert self._group is not None
+        self._group.allreduce([self._message]).wait()
         self.exchanged_bytes += self._bytes_per_round
         return mean.div_(self.num_trainers), int(vote)
-
-    def agree_on(self, steps: NDArray[np.int64]) -> None:
-        """Let every trainer go on from the first one's step; their first workers call this together.
-
-        A trainer that a resumed run had not would come to its rounds at other steps than those that wait for it.
-        """
-        dist.broadcast(torch.from_numpy(steps), group_src=0, group=self._group)
 
     def close(self) -> None:
         """Take the process group apart."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class TrainerRun:
         self._successor = successor or _no_driver
         self.is_training = True
         self._barrier("all replicas are there")
+        self._elect()
         self._start_driver()
 
     def _start_driver(self) -> None:
@@ -67,8 +69,11 @@ class TrainerRun:
 
     def _elect(self) -> None:
         """Behind a meeting: take over from this trainer's first worker where that has died."""
-        if self.team.elect(living_ranks()) and self.driver is None:
+        living = living_ranks()
+        if self.team.elect(living) and self.driver is None:
             self.driver = self._successor()
+        if self.driver is not None:
+            self.driver.rounds.set_leaders(self.team.leaders_among(living))
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
@@ -92,6 +97,13 @@ class TrainerRun:
         """Before this rank waits for others: in the foreground, take part in the rounds of those who still train."""
         if self.driver is not None:
             self.driver.stop_before_others()
+
+    def standing_in(self) -> AbstractContextManager[None]:
+        """Around a wait of this worker for something to train: others may need it in their rounds meanwhile.
+
+        While the average is in place nobody makes rounds: all come back from it together.
+        """
+        return nullcontext() if self.driver is None or self.is_averaged else self.driver.standing_in()
 
     # --- One set of weights ------------------------------------------------------------------------------------------
 

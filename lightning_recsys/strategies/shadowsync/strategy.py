@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pytorch_lightning as pl
+import torch
 import torch.distributed as dist
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import is_folder, read_extras
@@ -25,7 +28,7 @@ from lightning_recsys.strategies.common.schedules import (
 )
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
 from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
-from lightning_recsys.strategies.shadowsync.drivers import ForegroundHook, ShadowThread
+from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook, ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import (
     CENTER,
     CenterRounds,
@@ -35,8 +38,12 @@ from lightning_recsys.strategies.shadowsync.rounds import (
     open_center,
 )
 from lightning_recsys.strategies.shadowsync.run import TrainerRun
+from lightning_recsys.strategies.shadowsync.survivors import Council, SurvivorRounds
 from lightning_recsys.strategies.shadowsync.team import Team
 from lightning_recsys.sync import RoundSchedule, SyncAlgorithm, Topology, make_algorithm
+
+if TYPE_CHECKING:
+    from lightning_recsys.parameter_server.meetings import MeetingPlace
 
 RoundsIn = Literal["background", "foreground"]
 Final = Literal["trainer0", "average"]
@@ -83,7 +90,7 @@ class ShadowSyncStrategy(ServedStrategy):
         num_embedding_servers: Servers for rows.
         num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it; 1 where there is none.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
-        min_workers: Workers other than the first may die as long as so many are left; with ``ma`` and ``bmuf`` none.
+        min_workers: Workers other than the first may die as long as so many are left.
         **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, such as
             ``table_placement``.
 
@@ -250,17 +257,30 @@ class ShadowSyncStrategy(ServedStrategy):
             # weights. Only then is the average replaced by each trainer's own replica.
             rounds = self._make_rounds(run.team)
             run.team.restore(self._restored.trainer)
-        if isinstance(rounds, MeanRounds):
-            rounds.agree_on(run.team.own_since_round)
-        if rounds is None:
-            run.start(None, successor=self._succeed)
-        elif self.rounds == "background":
-            run.start(ShadowThread(rounds, interval=self.interval))
-        else:
+        if self.rounds == "foreground" and run.num_trainers > 1:
             self.changes.before_train_epoch_end(run.stop_before_others)
             self.changes.before_validation_data(run.stop_before_others)
-            schedule = RoundSchedule(gap=self.gap, interval=self.interval, steps=run.team.own_since_round)
-            run.start(ForegroundHook(rounds, schedule=schedule, alone=run.team.alone))
+            if self.algorithm.topology is Topology.ALL_REDUCE:
+                self._meet_at_equal_steps(run)
+        run.start(None if rounds is None else self._driver(rounds, run.team), successor=self._succeed)
+
+    def _meet_at_equal_steps(self, run: TrainerRun) -> None:
+        """Let every trainer go on from rank 0's step, and make others' rounds while it waits for work.
+
+        A trainer that a resumed run had not would come to its rounds at other steps than those that wait for it.
+        """
+        steps = torch.from_numpy(run.team.own_since_round.copy())
+        dist.broadcast(steps, src=0)
+        if run.team.leads:
+            run.team.own_since_round[:] = steps.numpy()
+        if self._dealer is not None:
+            self._dealer.while_waiting = run.standing_in
+
+    def _driver(self, rounds: Rounds, team: Team) -> Driver:
+        if self.rounds == "background":
+            return ShadowThread(rounds, interval=self.interval)
+        schedule = RoundSchedule(gap=self.gap, interval=self.interval, steps=team.own_since_round)
+        return ForegroundHook(rounds, schedule=schedule, alone=team.alone)
 
     def _make_rounds(self, team: Team) -> Rounds | None:
         """The algorithm's, started; ``None`` where the trainer's first worker makes them for all."""
@@ -273,27 +293,32 @@ class ShadowSyncStrategy(ServedStrategy):
             pieces = open_center(self.stores("sync"), initial, is_first=self.is_global_zero, barrier=self.barrier)
             every_worker = self.rounds == "foreground"
             return CenterRounds(self.algorithm, replica, pieces=pieces) if team.leads or every_worker else None
-        group = dist.new_group(list(self.layout.leaders), timeout=self._timeout, backend="gloo")
         if self.rounds == "foreground":
             team.stand_still_for_rounds()
+        if (place := self._run_servers.meeting_place()) is not None:
+            return self._survivor_rounds(team, place) if team.leads else None
+        group = dist.new_group(list(self.layout.leaders), timeout=self._timeout, backend="gloo")
         return MeanRounds(self.algorithm, replica, group=group) if team.leads else None
 
-    def _succeed(self) -> ShadowThread | None:
-        """The driver of a worker whose trainer's first one has died; only rounds with a centre can change hands."""
-        if self.algorithm.topology is not Topology.CENTRAL or self._run is None or self._run.num_trainers == 1:
-            return None
-        replica = self._run.team.replica.flat
-        pieces = find_center(self.stores("sync"), replica.numel())
-        return ShadowThread(CenterRounds(self.algorithm, replica, pieces=pieces), interval=self.interval)
+    def _survivor_rounds(self, team: Team, place: MeetingPlace, *, joins: bool = False) -> SurvivorRounds:
+        """Rounds that go on without trainers that die: the group is made in the first of them."""
+        own: Any = _get_default_store()  # torch's stubs lack what copies a connection
+        store = PrefixStore("shadowsync", own.clone())
+        timeout, cancelled = self._timeout or default_pg_timeout, self._run_servers.is_asked_to_end
+        council = Council(store, rank=self.global_rank, lost=place.lost, timeout=timeout, cancelled=cancelled)
+        return SurvivorRounds(self.algorithm, team.replica.flat, council=council, joins=joins)
 
-    @property
-    def needs_all_workers(self) -> str | None:  # noqa: D102 - inherited
-        if self.algorithm.topology is Topology.CENTRAL or self.layout.num_trainers == 1:
+    def _succeed(self) -> Driver | None:
+        """The driver of a worker whose trainer's first one has died."""
+        if self._run is None or self._run.num_trainers == 1:
             return None
-        return (
-            f"strategy.algorithm={type(self.algorithm).__name__} averages over all trainers in a group that cannot do"
-            " without one of them: the run ends. strategy.algorithm=easgd goes on."
-        )
+        team = self._run.team
+        if self.algorithm.topology is Topology.CENTRAL:
+            pieces = find_center(self.stores("sync"), team.replica.size)
+            return self._driver(CenterRounds(self.algorithm, team.replica.flat, pieces=pieces), team)
+        place = self._run_servers.meeting_place()
+        assert place is not None  # nobody else survives a worker
+        return self._driver(self._survivor_rounds(team, place, joins=True), team)
 
     # --- Training ----------------------------------------------------------------------------------------------------
 

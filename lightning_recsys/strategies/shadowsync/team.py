@@ -56,9 +56,13 @@ class Team:
 
     def elect(self, living: Sequence[int]) -> bool:
         """After a meeting of these ranks: whether this worker leads from now on, and did not before."""
-        own = self._layout.trainer_of(self._rank)
-        did, self.leads = self.leads, self._rank == min(x for x in living if self._layout.trainer_of(x) == own)
+        did, self.leads = self.leads, self._rank in self.leaders_among(living)
         return self.leads and not did
+
+    def leaders_among(self, living: Sequence[int]) -> tuple[int, ...]:
+        """The first worker of each trainer, of those that live."""
+        first = {self._layout.trainer_of(rank): rank for rank in sorted(living, reverse=True)}
+        return tuple(sorted(first.values()))
 
     def share_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Let all workers read and write the first one's optimizer state; all ranks call this together."""

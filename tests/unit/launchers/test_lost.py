@@ -93,7 +93,7 @@ def test_server_when_the_others_cannot_do_without_it_then_its_end_says_why(ranks
         (AsyncParameterServerStrategy(), 1, None),
         (AsyncParameterServerStrategy(min_workers=2), 1, "1 workers, fewer than strategy.min_workers=2"),
         (ShadowSyncStrategy(min_workers=2), 2, None),
-        (ShadowSyncStrategy(algorithm="ma"), 2, "algorithm=ModelAveraging averages over all trainers"),
+        (ShadowSyncStrategy(algorithm="ma", min_workers=3), 2, "2 workers, fewer than strategy.min_workers=3"),
         (ShadowSyncStrategy(algorithm="bmuf", num_trainers=1, workers_per_trainer=3), 2, None),
         (HETStrategy(), 2, ""),
     ],
