@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 
@@ -23,12 +24,20 @@ def main(cfg: DictConfig) -> None:
         raise SystemExit(f"{hint} ({error})") from None
     names = ("version", "cache", "follow_seconds", "max_batch_size", "batch_timeout")
     api = ScoringAPI(cfg.url, **{name: cfg[name] for name in names})
+    ready = f"{cfg.url} answers at http://{cfg.host}:{cfg.port}/predict, and follows new versions. Ctrl-C ends it."
     try:
-        server = make_server(api, workers=cfg.workers)
+        server = make_server(api, workers=cfg.workers, on_ready=lambda: print(ready, flush=True))
     except (FileNotFoundError, PublishedVersionError) as error:
         raise SystemExit(str(error)) from None
+    except OSError as error:
+        raise SystemExit(f"{cfg.url} cannot be read: {error}") from None
     _end_as_with_control_c()
-    server.run(host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning")
+    print(f"Opening {cfg.url} ...", flush=True)
+    try:
+        server.run(host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning")
+    except KeyboardInterrupt:  # before it answers: LitServe ends what it has started only from then on
+        for process in multiprocessing.active_children():
+            process.kill()
 
 
 def _end_as_with_control_c() -> None:
@@ -38,7 +47,7 @@ def _end_as_with_control_c() -> None:
     def end(*_: object) -> None:
         if os.getpid() != server:  # a process that was forked, and has no handler of its own yet
             os._exit(128 + signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt  # not SIGINT, which whatever a script starts in the background ignores
 
     signal.signal(signal.SIGTERM, end)
 

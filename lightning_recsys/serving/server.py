@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from fastapi.responses import JSONResponse
 from torch import Tensor, cat, split
 
 from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.launchers.processes import end_with_parent
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.reader import ModelReader, PublishedModel
 
@@ -62,6 +66,10 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
 
     def setup(self, device: str) -> None:
         """Open the version that counts, and follow."""
+        if (
+            multiprocessing.parent_process() is not None
+        ):  # LitServe starts a process for it, which nobody else would end
+            end_with_parent()
         self.reader = ModelReader(self.url, cache=self.cache, version=self.version)
         self.reader.follow(self.follow_seconds, tell=self._note)
 
@@ -122,15 +130,29 @@ def _answer(model: PublishedModel, scores: Tensor) -> dict[str, Any] | _Refused:
     return {"version": model.version, "probabilities": scores.tolist()}
 
 
-def make_server(api: ScoringAPI, *, workers: int = 1) -> litserve.LitServer:
+class _Server(litserve.LitServer):  # type: ignore[misc]
+    """Says when it is about to answer."""
+
+    on_ready: Callable[[], None]
+
+    def verify_worker_status(self) -> None:
+        """Wait for a worker that has a version open; the next that LitServe does is to answer."""
+        super().verify_worker_status()
+        self.on_ready()
+
+
+def make_server(
+    api: ScoringAPI, *, workers: int = 1, on_ready: Callable[[], None] = lambda: None
+) -> litserve.LitServer:
     """A server with ``POST /predict``, ``GET /health`` and ``GET /example``.
 
     ``/health`` names the oldest version that a worker answers by, and its age in seconds; ``/example`` is a request
-    that the version takes.
+    that the version takes. All of its processes end with this one, however it ends.
 
     Args:
         api: What it answers by.
         workers: Processes that score; they share the rows of local files.
+        on_ready: Is called once, when it begins to answer.
 
     Raises:
         FileNotFoundError: nothing was published there yet.
@@ -146,10 +168,11 @@ def make_server(api: ScoringAPI, *, workers: int = 1) -> litserve.LitServer:
     folder = tempfile.TemporaryDirectory(prefix="lightning-recsys-serving-")
     api.status_folder = folder.name
     # LitServe's own check says whether workers run; the version is in what each worker notes.
-    server = litserve.LitServer(
-        api, accelerator="cpu", devices=1, workers_per_device=workers, healthcheck_path="/ready"
-    )
+    server = _Server(api, accelerator="cpu", devices=1, workers_per_device=workers, healthcheck_path="/ready")
+    server.on_ready = on_ready
     server.status_folder = folder  # lives as long as the server
+    # Those that LitServe forks from this process, which answer and hold its queues; workers see to it in `setup`.
+    register_after_fork(server, lambda _: end_with_parent(Path(folder.name)))
 
     def status() -> dict[str, Any]:
         found = [json.loads(path.read_text()) for path in Path(folder.name).glob("*.json")]

@@ -248,6 +248,22 @@ def test_requests_of_one_batch_when_some_cannot_be_scored_then_the_others_are(tm
     assert found[2][1] == "row 1: the score by version 1 is nan."
 
 
+RECIPE = os.path.join(os.path.dirname(__file__), "../../../recipes/serve.py")
+
+
+def start_server(folder, *overrides):
+    """A server as a script starts it in the background, where it gets no SIGINT; it writes into ``log``."""
+    command = [sys.executable, RECIPE, f"url={folder / 'model'}", *overrides]
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(
+            ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd=folder,
+        )
+
+
 def is_group_alive(group):
     try:
         os.killpg(group, 0)
@@ -261,10 +277,7 @@ def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path
     monkeypatch.setattr(export, "export_apart", dense._export)
     model, port = LogisticRegression(2, {"a": 5}), free_port()
     export_model(model, tmp_path / "model", num_dense=2)
-    recipe = os.path.join(os.path.dirname(__file__), "../../../recipes/serve.py")
-    command = [sys.executable, recipe, f"url={tmp_path / 'model'}", f"port={port}", "follow_seconds=0.1"]
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path)
+    server = start_server(tmp_path, f"port={port}", "follow_seconds=0.1")
     try:
         deadline, example = time.monotonic() + 100, None
         while example is None:
@@ -298,6 +311,30 @@ def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path
         while is_group_alive(server.pid):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+    finally:
+        if is_group_alive(server.pid):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@needs_litserve
+def test_server_when_it_is_killed_then_none_of_its_processes_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "export_apart", dense._export)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    export_model(LogisticRegression(2, {"a": 5}), tmp_path / "model", num_dense=2)
+    server = start_server(tmp_path, f"port={free_port()}")
+    try:
+        deadline = time.monotonic() + 100
+        while " answers at http://127.0.0.1:" not in (tmp_path / "log").read_text():
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.kill()
+        server.wait()
+        while is_group_alive(server.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert not list(tmp_path.glob("lightning-recsys-serving-*"))
     finally:
         if is_group_alive(server.pid):
             os.killpg(server.pid, signal.SIGKILL)
