@@ -73,7 +73,7 @@ class Request:
     Args:
         batch_size: Rows per batch and rank.
         drop_last: Leave out what does not fill a step of all ranks.
-        rank: Whose batches.
+        rank: The rank whose batches are made.
         world_size: How many ranks share the rows.
         seed: Seed of the order.
         epoch: Number of the epoch; each has another order, if there is any.

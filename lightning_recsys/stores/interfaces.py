@@ -320,10 +320,10 @@ class Stores(ABC):
         """Make a store whose rows are drawn as each table's ``init_std`` says; state starts as the rule says.
 
         Args:
-            name: Its name.
-            layout: Its tables.
+            name: Name under which the store is asked for, one of a kind on its server.
+            layout: Names and sizes of its tables.
             optimizer: The update rule.
-            seed: Of the rows.
+            seed: Seed of the rows' first values.
             dynamic: Make rows when they are first trained instead of all at once: a :class:`DynamicEmbeddingStore`.
             normalization: Give every row a version, and let stale gradients count as this says. Default: no versions,
                 which cost nothing then.
@@ -345,7 +345,7 @@ class Stores(ABC):
         """Make a vector.
 
         Args:
-            name: Its name.
+            name: Name under which the vector is asked for, one of a kind on its server.
             initial: What it starts as, float32 ``[size]``.
             optimizer: Trains it where gradients are pushed.
             normalization: What stale gradients count; by default as much as others.

@@ -34,7 +34,7 @@ class GraphBatch:
         nodes: Their numbers as the feature ``node``, each once; no feature where the model has no rows for nodes.
         sparse: Their other features.
         labels: Classes of the seeds, int64 ``[S]``, or whether each pair is an edge, float32 ``[P]``.
-        size: Examples.
+        size: Number of examples that the batch counts for: seeds, interactions or users.
         pairs: Pairs of nodes to score, numbered within the sample, int64 ``[2, P]``.
         groups: What a pair is ranked among, int64 ``[P]``.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_recsys.data.graph.batch import NODE_FIELD, GraphBatch, NodeFeatures, SampledRows
 from lightning_recsys.data.graph.csr import CSRGraph, Ids
 from lightning_recsys.data.graph.module import GraphDataModule
-from lightning_recsys.data.graph.nodes import UNLABELED, NodeData
+from lightning_recsys.data.graph.nodes import UNLABELED, NodeData, draw_splits
 from lightning_recsys.data.graph.sampling import NeighborSampler
 from lightning_recsys.data.hashing import key64
 from lightning_recsys.data.module import Split
@@ -86,7 +86,7 @@ class Ranking:
 
     Args:
         taken: All interactions, of every split.
-        seed: Of the draws.
+        seed: Seed of the draws; with the key of a batch it says which items are drawn.
     """
 
     taken: Interactions
@@ -263,24 +263,15 @@ class InteractionDataModule(GraphDataModule):
     def parts(self) -> dict[Split, Interactions]:
         """The interactions of each split."""
         every = self.interactions
-        validation, test = self._split["validation"], self._split["test"]
-        if not (validation >= 0 and test >= 0 and validation + test < 1):
-            raise ValueError(f"data.split must leave interactions for training, got {validation=} and {test=}.")
-        order = np.random.default_rng(int(self._split["seed"])).permutation(len(every.users))
-        first, second = (round(share * len(order)) for share in (test, test + validation))
-        parts: dict[Split, Ids] = {"test": order[:first], "validation": order[first:second], "train": order[second:]}
-        return {name: every.take(np.sort(rows)) for name, rows in parts.items()}
+        shares = {name: self._split[name] for name in ("validation", "test")}
+        parts = draw_splits(len(every.users), **shares, seed=int(self._split["seed"]))
+        return {name: every.take(rows) for name, rows in parts.items()}
 
     @cached_property
     def nodes(self) -> NodeData:
         """Users and items, joined by the training interactions."""
         graph = self.parts["train"].graph()
         return NodeData(graph, np.full(graph.num_nodes, UNLABELED))
-
-    def setup(self, stage: str | None = None) -> None:
-        """Read the interactions."""
-        _ = self.nodes
-        super().setup(stage)
 
     @property
     def num_dense(self) -> int:
@@ -306,7 +297,7 @@ class InteractionDataModule(GraphDataModule):
         if not self.has(split):
             return None
         ranking = Ranking(self.interactions, int(key64(self.seed, split)))
-        common = (ranking, NodeFeatures(node_ids=True, bags={}, dense=None), self._sampler(self.nodes, split))
+        common = (ranking, NodeFeatures(node_ids=True, bags={}, dense=None), self._sampler(split))
         if split == "train":
             return TrainingPairs(self.parts["train"], common[0], self._num_negatives, *common[1:])
         known = self.parts["train"]

@@ -59,6 +59,16 @@ class GraphDataModule(CTRDataModule):
 
     @property
     @abstractmethod
+    def nodes(self) -> NodeData:
+        """The graph with its nodes, read when it is first asked for."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the nodes."""
+        _ = self.nodes
+        super().setup(stage)
+
+    @property
+    @abstractmethod
     def num_classes(self) -> int | None:
         """Classes of nodes; ``None`` where pairs of nodes are scored."""
 
@@ -66,9 +76,9 @@ class GraphDataModule(CTRDataModule):
     def model_arguments(self) -> dict[str, Any]:  # noqa: D102 - inherited
         return {**super().model_arguments, "num_classes": self.num_classes}
 
-    def _sampler(self, nodes: NodeData, split: Split) -> NeighborSampler:
+    def _sampler(self, split: Split) -> NeighborSampler:
         fan_outs = self.num_neighbors if split == "train" else self.eval_num_neighbors
-        return NeighborSampler(nodes.graph, fan_outs, replacement=self.replacement)
+        return NeighborSampler(self.nodes.graph, fan_outs, replacement=self.replacement)
 
     def _source(self, split: Split, shuffle: Shuffle | None) -> Any:
         rows: Any = self.rows(split)
@@ -181,11 +191,6 @@ class NodeDataModule(GraphDataModule):
             raise ValueError("nodes have no features: set data.node_ids=true, so that each has a row to train.")
         return nodes
 
-    def setup(self, stage: str | None = None) -> None:
-        """Read the nodes."""
-        _ = self.nodes
-        super().setup(stage)
-
     def __getstate__(self) -> dict[str, Any]:
         """Another process maps or reads the nodes itself."""
         state = dict(self.__dict__)
@@ -224,4 +229,4 @@ class NodeDataModule(GraphDataModule):
         if not self.has(split):
             return None
         nodes = self.nodes
-        return SeedNodes(nodes, nodes.splits[split], self._chosen, self._sampler(nodes, split))
+        return SeedNodes(nodes, nodes.splits[split], self._chosen, self._sampler(split))

@@ -101,14 +101,9 @@ class NodeData:
         Raises:
             ValueError: nothing is left to train on.
         """
-        if not (validation >= 0 and test >= 0 and validation + test < 1):
-            raise ValueError(
-                f"data.split must leave some nodes for training, got validation={validation} and test={test}."
-            )
-        nodes = np.random.default_rng(seed).permutation(np.flatnonzero(self.labels != UNLABELED))
-        first, second = (round(share * len(nodes)) for share in (test, test + validation))
-        parts: dict[Split, Ids] = {"test": nodes[:first], "validation": nodes[first:second], "train": nodes[second:]}
-        return replace(self, splits={name: np.sort(part) for name, part in parts.items() if len(part)})
+        nodes = np.flatnonzero(self.labels != UNLABELED)
+        parts = draw_splits(len(nodes), validation=validation, test=test, seed=seed)
+        return replace(self, splits={name: nodes[part] for name, part in parts.items() if len(part)})
 
     def save(self, folder: str | Path) -> None:
         """Write everything, for :meth:`open`."""
@@ -146,3 +141,20 @@ class NodeData:
             load("dense") if (path / "dense.npy").exists() else None,
             {split: load(f"split_{split}") for split in about["splits"]},
         )
+
+
+def draw_splits(count: int, *, validation: float, test: float, seed: int) -> dict[Split, Ids]:
+    """Which of ``count`` rows are in each split, drawn at random, in rising order.
+
+    Raises:
+        ValueError: nothing is left to train on.
+    """
+    if not (validation >= 0 and test >= 0 and validation + test < 1):
+        raise ValueError(f"data.split must leave something for training, got validation={validation} and test={test}.")
+    order = np.random.default_rng(seed).permutation(count)
+    first, second = (round(share * count) for share in (test, test + validation))
+    return {
+        "test": np.sort(order[:first]),
+        "validation": np.sort(order[first:second]),
+        "train": np.sort(order[second:]),
+    }

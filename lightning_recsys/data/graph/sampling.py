@@ -158,7 +158,7 @@ class NeighborSampler:
     equal fan-outs several ranks draw, each around its own seeds, what one would draw around all of them.
 
     Args:
-        graph: Where to draw.
+        graph: The graph whose nodes' neighbours are drawn.
         num_neighbors: Neighbours to draw in each hop; -1 takes all.
         replacement: Draw each neighbour from all; by default no neighbour is drawn twice, and of few all are taken.
 

@@ -36,8 +36,8 @@ class Entry:
     """What the cache knows about an entry.
 
     Args:
-        key: Its key.
-        folder: Where it is.
+        key: Names the entry in the cache; see :meth:`RowCache.look_up`.
+        folder: The folder with its manifest and shards; it may be unfinished.
         bytes: What it takes on the disk.
         used: When it was last looked up, in seconds since 1970.
         rows: How many rows it holds; ``None`` if it is not finished.
@@ -134,7 +134,7 @@ class RowCache:
         """An entry that is there and whole; ``None`` where there is none.
 
         Args:
-            key: Names the rows.
+            key: Names the entry, as for :meth:`look_up`.
         """
         folder = self.folder / key
         with suppress(OSError):

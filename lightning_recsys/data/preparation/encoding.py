@@ -29,7 +29,7 @@ class Encoding:
     """Vocabularies of the categorical features, mean and deviation of the dense ones.
 
     Args:
-        schema: The columns.
+        schema: Names the features, and which of them have vocabularies.
         vocabularies: The values of all features that are not hashed, by name: arrow strings, the most frequent first.
         statistics: Mean and standard deviation of each numeric feature after its transform, by name.
     """

@@ -83,18 +83,18 @@ class ColumnRules(ABC):
         """What is known where nothing is learned; writes the vocabularies, if there are any.
 
         Args:
-            folder: Where vocabularies go.
+            folder: The folder that vocabularies are written to; it is made if it is not there.
             raw_format: Whose dense features come in order.
         """
         return Learned()
 
-    @abstractmethod
     def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
         """Names of the dense features that come out."""
+        return raw_format.dense
 
-    @abstractmethod
     def category_names(self, raw_format: RawFormat) -> tuple[str, ...]:
         """Names of the single-valued categorical features that come out."""
+        return raw_format.categories
 
     @abstractmethod
     def num_hashed(self, raw_format: RawFormat) -> dict[str, int]:
@@ -104,9 +104,9 @@ class ColumnRules(ABC):
     def vocabularies(self, raw_format: RawFormat) -> dict[str, int]:
         """Which categorical features have vocabularies, and how often a value must occur to be in it."""
 
-    @abstractmethod
     def categories(self, rows: RawColumns, raw_format: RawFormat) -> dict[str, pa.Array]:
         """Values of the single-valued categorical features."""
+        return dict(rows.categories)
 
     @abstractmethod
     def summary(self, rows: RawColumns, raw_format: RawFormat) -> Summary:
@@ -129,8 +129,8 @@ class ColumnRules(ABC):
         """Ids of a feature's values.
 
         Args:
-            name: The feature.
-            values: Its values.
+            name: Name of the feature.
+            values: The values of some rows, as the format gives them.
             table: Its vocabulary; ``None`` where ids are hashed.
             raw_format: Where the values come from.
         """

@@ -76,14 +76,6 @@ class SchemaRules(ColumnRules):
         moments = [self.given.statistics[name] for name in _schema(raw_format).numeric]
         return Learned([[1, mean, std**2] for mean, std in moments], sizes)
 
-    def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
-        """See the base class."""
-        return raw_format.dense
-
-    def category_names(self, raw_format: RawFormat) -> tuple[str, ...]:
-        """See the base class."""
-        return raw_format.categories
-
     def num_hashed(self, raw_format: RawFormat) -> dict[str, int]:
         """See the base class."""
         buckets = {name: feature.hash_buckets for name, feature in _features(raw_format).items()}
@@ -93,10 +85,6 @@ class SchemaRules(ColumnRules):
         """See the base class."""
         features = _features(raw_format).items()
         return {name: feature.min_count for name, feature in features if not feature.hash_buckets}
-
-    def categories(self, rows: RawColumns, raw_format: RawFormat) -> dict[str, pa.Array]:
-        """See the base class."""
-        return dict(rows.categories)
 
     def summary(self, rows: RawColumns, raw_format: RawFormat) -> Summary:
         """Count, mean and sum of squared differences from the mean of the transformed values that are there."""

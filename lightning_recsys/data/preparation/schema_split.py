@@ -29,7 +29,7 @@ class BySchema(SplitRule):
     time stay together, in the later split. So the number of rows, and the times, have to be known first.
 
     Args:
-        raw_format: Has the schema.
+        raw_format: The format whose schema says how rows are split.
         own_files: Whether splits that have files of their own are prepared together with the training files.
     """
 

@@ -29,7 +29,7 @@ class Segment:
         number: Of the segment; names its shards.
         file: The raw file that it is from.
         schema: Columns of the shards.
-        compression: Of the shards.
+        compression: How shards are compressed: ``none`` or ``zstd``.
     """
 
     def __init__(self, root: Path, number: int, file: Path, *, schema: pa.Schema, compression: str) -> None:
@@ -55,7 +55,7 @@ class Segment:
         """Append the rows of a block.
 
         Args:
-            parsed: The block.
+            parsed: The parsed block, whose bad rows are counted.
             rows: Its rows by split, as they are to be stored.
             missing: How many values each column lacks.
         """
@@ -84,7 +84,7 @@ class Records:
     """The records of the finished segments, in order: what a restart goes by.
 
     Args:
-        folder: Where they are.
+        folder: The working folder of the preparation, with one file for each finished segment.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -76,7 +76,7 @@ class ShardWriter:
     Args:
         root: The folder of prepared rows.
         path: The shard's path in it.
-        schema: Its columns.
+        schema: Columns of the shard; see :func:`shard_schema`.
         compression: ``none`` or ``zstd``.
     """
 

@@ -16,6 +16,7 @@ from lightning_recsys.data.files import find_files
 from lightning_recsys.data.hashing import key64, mix64, uniform
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.raw import Position, RawFormat
+from lightning_recsys.data.typed_yaml import make
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Times = NDArray[np.int64] | NDArray[np.float64]
@@ -196,32 +197,10 @@ def split_rule(*, by: str, validation: object = None, test: object = None, seed:
     >>> split_rule(by="share", validation=0.1, test=0.2)
     ByShare(validation=0.1, test=0.2, seed=0)
     """
+    rules: dict[str, type[SplitRule]] = {rule.by: rule for rule in (ByShare, ByTime, ByFile)}
+    if by not in rules:
+        raise ValueError(f"split.by must be share, time or file, got {by!r}.")
+    given = {"validation": validation, "test": test}
     if by == "share":
-        return ByShare(_share("validation", validation), _share("test", test), seed)
-    if by == "time":
-        return ByTime(_time("validation", validation), _time("test", test))
-    if by == "file":
-        return ByFile(_patterns("validation", validation), _patterns("test", test))
-    raise ValueError(f"split.by must be share, time or file, got {by!r}.")
-
-
-def _share(name: str, value: object) -> float:
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"split.{name} must be a share of the rows where split.by=share, got {value!r}.")
-    return float(value)
-
-
-def _time(name: str, value: object) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise ValueError(f"split.{name} must be a time, an integer in the unit of the raw format, got {value!r}.")
-
-
-def _patterns(name: str, value: object) -> str | tuple[str, ...] | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list | tuple) and all(isinstance(pattern, str) for pattern in value):
-        return tuple(value)
-    raise ValueError(f"split.{name} must be a file, folder or pattern or a list of those, got {value!r}.")
+        given = {name: 0.0 if share is None else share for name, share in given.items()} | {"seed": seed}
+    return make(rules[by], f"with split.by={by}, split", given)

@@ -28,7 +28,7 @@ class ValueCounter:
     files, cut into 64 parts by a hash of the value, so that later one part at a time is merged in memory.
 
     Args:
-        names: The features.
+        names: Names of the features whose values are counted.
         folder: Where the files may go; made and removed as needed.
         max_entries: Distinct values in memory, 100 to 200 bytes each while they are merged.
     """

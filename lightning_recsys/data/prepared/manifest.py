@@ -40,7 +40,7 @@ class Shard:
 
     Args:
         path: Relative to the folder.
-        rows: How many.
+        rows: Number of rows in the file.
         bytes: Size of the file.
         blake2b: Checksum of the file, as ``b2sum`` prints it.
     """

@@ -17,7 +17,7 @@ class WindowPlan:
     """Some row groups that are read together.
 
     Args:
-        groups: Their numbers.
+        groups: Numbers of the row groups, counted over all shards of the split.
         start: Position of the first of their rows in the epoch.
         stop: Position behind the last.
     """

@@ -93,7 +93,7 @@ def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iter
     """The batches of a request, made by the reader that listens at an address.
 
     Args:
-        address: Of the reader.
+        address: Where the reader listens: :attr:`Reader.address`.
         request: Which batches.
         slots: Packs of batches that may wait in shared memory.
 

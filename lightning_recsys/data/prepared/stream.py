@@ -30,7 +30,7 @@ class StreamRequest(Request):
     """Which batches of an epoch to make, of which prepared rows.
 
     Args:
-        split: Of the rows.
+        split: Which split of the folder the rows are of.
         window: Rows to shuffle among; 0 for none.
         features: Categorical features to read; ``None`` for all.
     """
@@ -46,9 +46,9 @@ class PreparedSource:
 
     Args:
         num_rows: How many they are.
-        split: Their split.
-        window: See :class:`StreamRequest`.
-        features: See :class:`StreamRequest`.
+        split: Which split of the folder they are.
+        window: Rows to shuffle among; 0 keeps their order.
+        features: Categorical features to read; ``None`` for all.
         stream: Makes the batches of a request.
     """
 
@@ -128,7 +128,7 @@ def read_packs(request: StreamRequest, rows: PreparedRows, windows: Windows | No
     """The batches of a request; small ones in packs, which are made and handed over at the cost of one.
 
     Args:
-        request: Which.
+        request: Which batches, and of which features.
         rows: The rows of the split.
         windows: The epoch's windows, where others read them too; of all features then.
     """

@@ -20,17 +20,12 @@ def check_md5(paths: Iterable[Path], checksums: Mapping[str, str]) -> None:
         ValueError: a file has another one.
     """
     for path in dict.fromkeys(map(stored_file, paths)):
-        _check(path, checksums)
-
-
-def _check(path: Path, checksums: Mapping[str, str]) -> None:
-    expected = checksums.get(path.name)
-    if expected is None:
-        return
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if found != expected.lower():
-        raise ValueError(
-            f"{path} is not the published file: its MD5 sum is {found}, not {expected}. Fetch it again; for a file that"
-            " you changed on purpose, set the checksums to null (data.checksums in train, checksums in prepare)."
-        )
+        if (expected := checksums.get(path.name)) is None:
+            continue
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        if found != expected.lower():
+            raise ValueError(
+                f"{path} is not the published file: its MD5 sum is {found}, not {expected}. Fetch it again; for a file "
+                "that you changed on purpose, set checksums to null (data.checksums in train, checksums in prepare)."
+            )

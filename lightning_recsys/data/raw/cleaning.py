@@ -69,7 +69,7 @@ def clean(
     Args:
         path: The file that they come from, for messages.
         values: The columns, each of which the schema speaks of.
-        schema: What they mean.
+        schema: Says what becomes of each column; columns that it does not name are left out.
         table: How the file is written.
         judge: Is told of bad rows.
         keys: Columns that refer to another table or are referred to: also kept as categories.

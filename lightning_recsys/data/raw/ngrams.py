@@ -27,7 +27,7 @@ def ngram_bags(texts: pa.Array, of: Literal["words", "characters"], *, sizes: Se
     none of it.
 
     Args:
-        texts: Strings without nulls.
+        texts: One string a row; a row without a text has an empty one, for nulls are not allowed here.
         of: What an n-gram is made of.
         sizes: How many of them it has, one or more choices.
         limit: How many n-grams of a text are kept: the first ones.

@@ -109,7 +109,7 @@ def parse_times(
     Fractions of seconds are dropped, and times without an offset are taken as UTC: enough to put rows in order.
 
     Args:
-        strings: The times.
+        strings: One time a row, as a file has it without white space around it; null where it is missing.
         dates: How to read ``01/02/2026`` and ``01-02-2026``; they are no times if absent.
 
     >>> parse_times(pa.array(["1970-01-02", "1970-01-01T00:01:01.5Z", None, "soon"]))[0].tolist()

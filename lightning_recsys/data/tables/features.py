@@ -124,12 +124,12 @@ class Categorical(Embedded):
     """A feature with one id per row.
 
     Args:
-        column: See :class:`Embedded`.
-        min_count: See :class:`Embedded`.
-        hash_buckets: See :class:`Embedded`.
+        column: The column that it is made from; the one of its own name if absent.
+        min_count: Values that the training rows hold less often share the id of unknown values.
+        hash_buckets: Number of buckets to hash values into, instead of a vocabulary.
         transform: ``hour`` makes a time the hour of its day, from 0 to 23, ``weekday`` the day of its week, 0 on
             Mondays; both in UTC.
-        unit: As for dense features.
+        unit: What times that are numbers count, as in :class:`Dense`.
         cross: Two or more categorical features or columns: the feature is what they are together.
     """
 
@@ -163,9 +163,9 @@ class MultiValued(Embedded):
     """A feature with a bag of ids per row.
 
     Args:
-        column: See :class:`Embedded`.
-        min_count: See :class:`Embedded`.
-        hash_buckets: See :class:`Embedded`.
+        column: The column that it is made from; the one of its own name if absent.
+        min_count: Values that the training rows hold less often share the id of unknown values.
+        hash_buckets: Number of buckets to hash values into, instead of a vocabulary.
         separator: Between the values of a text; Parquet lists need none.
         ngrams: Makes a text the bag of its n-grams, of ``words`` or of ``characters``.
         n: How many words or characters an n-gram has: one or more sizes; 1 for words and 3 for characters if absent.

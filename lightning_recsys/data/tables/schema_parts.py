@@ -70,7 +70,7 @@ class Label:
     """The column that says whether a row is a click.
 
     Args:
-        column: Its name.
+        column: Name of the column in the files of rows; no feature may be made from it.
         rule: What makes a row positive; see :class:`~lightning_recsys.data.tables.label.LabelRule`.
         strip: Characters to drop from both ends of the values, such as a trailing dot.
     """
@@ -85,7 +85,7 @@ class Join:
     """A side table whose columns are appended to the rows.
 
     Args:
-        file: The side table.
+        file: Path of the side table, relative to where the schema's paths start; it must name one file.
         column: Column of the rows that refers to it.
         key: Column of the side table that is referred to, where each value stands once; ``column`` if absent.
         table: How the file is written.

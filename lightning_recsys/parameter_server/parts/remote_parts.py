@@ -61,10 +61,10 @@ class RemoteParts:
         """Have a part computed, without waiting for it.
 
         Args:
-            part: Its name.
-            inputs: What it takes.
+            part: Name of the part, as the plan of the model has it.
+            inputs: Tensors that the part takes, in order.
             wanted: Which of them are to get a gradient.
-            keep: A backward pass may follow.
+            keep: Whether a backward pass may follow, for which the server keeps what it needs.
 
         Returns:
             Waits for the answer, and returns the token for the backward pass and the outputs. It raises
@@ -91,8 +91,8 @@ class RemoteParts:
         """Have a part updated, without waiting for it.
 
         Args:
-            part: Its name.
-            token: Of the forward pass.
+            part: Name of the part, as the plan of the model has it.
+            token: What the forward pass returned.
             grads: Of the outputs; ``None`` where the loss does not depend on one.
             settings: Of each of the optimizer's groups, what its numbers are now.
 

@@ -27,7 +27,7 @@ class Host:
     """A namespace.
 
     Args:
-        namespace: Its name.
+        namespace: Name of the network namespace, as ``ip netns`` lists it.
         address: Its address on the link.
         interface: Its end of the link.
     """

@@ -104,7 +104,7 @@ def test_split_when_some_nodes_have_no_label_then_they_are_in_none():
     drawn = np.concatenate(list(nodes.splits.values()))
     assert sorted(drawn) == list(range(1, 60, 2))
     assert [len(nodes.splits[name]) for name in ("train", "validation", "test")] == [21, 6, 3]
-    with pytest.raises(ValueError, match=r"data\.split must leave some nodes"):
+    with pytest.raises(ValueError, match=r"data\.split must leave something for training"):
         nodes.split(validation=0.5, test=0.5)
 
 

@@ -345,9 +345,15 @@ def test_header_when_wrong_then_the_file_is_named(tmp_path):
         (lambda: ByTime(), r"split.by=time needs split.validation or split.test"),
         (lambda: ByTime(5, 4), r"split.test=4 is before split.validation=5"),
         (lambda: split_rule(by="luck"), "split.by must be share, time or file, got 'luck'"),
-        (lambda: split_rule(by="share", test="x"), "split.test must be a share of the rows.*got 'x'"),
-        (lambda: split_rule(by="time", test=0.5), "split.test must be a time, an integer.*got 0.5"),
-        (lambda: split_rule(by="file", test=0.5), "split.test must be a file, folder or pattern.*got 0.5"),
+        (lambda: split_rule(by="share", test="x"), "with split.by=share, split.test must be a number, got 'x'"),
+        (
+            lambda: split_rule(by="time", test=0.5),
+            "with split.by=time, split.test must be a whole number or null, got 0.5",
+        ),
+        (
+            lambda: split_rule(by="file", test=0.5),
+            "with split.by=file, split.test must be a string or a list of strings or null, got 0.5",
+        ),
     ],
 )
 def test_option_when_out_of_range_then_raises(make, message):
