@@ -23,7 +23,7 @@ from lightning_recsys.data.preparation import SchemaRules
 from lightning_recsys.data.preparation.encoding import Encoding, embedded
 from lightning_recsys.data.raw import TabularFormat
 from lightning_recsys.data.raw.cleaning import clean
-from lightning_recsys.data.raw.columns import Bags, RawColumns
+from lightning_recsys.data.raw.columns import Bags, RawColumns, RowJudge
 from lightning_recsys.data.raw.derived import derive
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
 from lightning_recsys.data.tables.features import Input, MultiValued, Vector
@@ -101,7 +101,7 @@ class SchemaEncoder(RequestEncoder):
 
     def encode(self, rows: Sequence[Row]) -> Encoded:  # noqa: D102 - inherited
         columns = {name: pa.chunked_array([self._column(rows, name)]) for name in self._columns}
-        judge = _Judge(len(rows))
+        judge = _Judge(np.arange(len(rows)))
         cleaned = clean(Path("request"), columns, self._schema, self._schema.table, judge)
         made: Mapping[str, Any] = derive(cleaned, self._schema)
         dense = [made[name] for name in self._schema.numeric]
@@ -328,12 +328,10 @@ def encoder_of(datamodule: object, features: Mapping[str, int], num_dense: int) 
     return IdEncoder(features, num_dense)
 
 
-class _Judge:
+class _Judge(RowJudge):
     """Refuses a request with a row that makes no sense."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.good = np.ones(num_rows, dtype=np.bool_)
-
-    def flag(self, bad: NDArray[np.bool_], *, column: str, problem: str, values: pa.ChunkedArray) -> None:
+    def flag(self, bad: NDArray[np.bool_], *, column: str, problem: str, values: pa.Array | pa.ChunkedArray) -> None:
+        """See the base class."""
         for row in np.flatnonzero(bad).tolist():
             raise ValueError(f"row {row}: {column!r} {problem}, got {values[row].as_py()!r:.80}.")

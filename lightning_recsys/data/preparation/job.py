@@ -279,7 +279,7 @@ class Preparation:
         for position, split in enumerate(SPLITS):
             mask = parsed.split_N == position
             if mask.any():
-                parts[split] = self._stored(rows if mask.all() else rows.keep(mask), tables, summary_IK)
+                parts[split] = self._stored(rows.keep(mask), tables, summary_IK)
         return parsed, parts, missing
 
     def _stored(self, rows: RawColumns, tables: Mapping[str, KeyTable], summary_IK: Summary) -> Rows:

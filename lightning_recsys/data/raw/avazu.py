@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lightning_recsys.data.raw.columns import LineFormat, RawColumns
-from lightning_recsys.data.raw.delimited import Checks, parse_labels, split_columns
+from lightning_recsys.data.raw.columns import LineFormat, RawColumns, RowJudge
+from lightning_recsys.data.raw.delimited import parse_labels, split_columns
 
 _SITE = ("site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category")
 _DEVICE = ("device_id", "device_ip", "device_model", "device_type", "device_conn_type")
@@ -44,15 +44,15 @@ class AvazuFormat(LineFormat):
     def parse(self, block: bytes) -> RawColumns:
         """The rows of a block of whole lines."""
         columns, lines, bad = split_columns(block, _COLUMNS, separator=",")
-        checks = Checks(lines, bad)
+        judge = RowJudge(lines, bad)
         labels, wrong = parse_labels(columns[1])
-        checks.refuse(wrong, "click", columns[1], "must be 0 or 1")
+        judge.flag(wrong, column="click", problem="must be 0 or 1", values=columns[1])
         time, hour, weekday = _parse_hours(columns[2])
-        checks.refuse(time < 0, "hour", columns[2], "must be a time as YYMMDDHH")
+        judge.flag(time < 0, column="hour", problem="must be a time as YYMMDDHH", values=columns[2])
         features = {"hour": _HOURS.take(pa.array(hour)), "weekday": _WEEKDAYS.take(pa.array(weekday))}
         features |= dict(zip(_COLUMNS[3:], columns[3:], strict=True))
         dense = np.empty((0, len(labels)))
-        return RawColumns(lines, labels, dense, features, time_N=time, bad=checks.bad).keep(checks.keep)
+        return RawColumns(lines, labels, dense, features, time_N=time, bad=judge.bad).keep(judge.good)
 
 
 def _parse_hours(values: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

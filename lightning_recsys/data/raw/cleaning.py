@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from lightning_recsys.data.raw.columns import Bags
+from lightning_recsys.data.raw.columns import Bags, RowJudge
 from lightning_recsys.data.raw.ngrams import ngram_bags
 from lightning_recsys.data.tables.columns import (
     as_categories,
@@ -36,23 +36,6 @@ bags."""
 
 _SECONDS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 _YEAR_2200 = 7_258_118_400.0
-
-
-class RowJudge(Protocol):
-    """Is told which rows make no sense; ``good`` says which do, shape ``[rows]``."""
-
-    good: NDArray[np.bool_]
-
-    def flag(self, bad: NDArray[np.bool_], *, column: str, problem: str, values: pa.ChunkedArray) -> None:
-        """Mark rows as bad.
-
-        Args:
-            bad: Which rows; shape ``[rows]``.
-            column: The column that makes them so.
-            problem: What it must be, in words that ``, got <value>`` can follow.
-            values: The column, to quote from.
-        """
-        ...
 
 
 def clean(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -100,6 +100,47 @@ class SkippedRows:
         return "; ".join(f"{count} like {example}" for example, count in self.examples.values())
 
 
+class RowJudge:
+    """Is told which rows of a block make no sense, and keeps the first message about each.
+
+    Args:
+        rows_N: Number of each row in the block, as :class:`BadLine` counts.
+        bad: Rows of the block that are known to be bad, and are none of these.
+        place: How to call the row of a number; see :class:`BadLine`.
+
+    Attributes:
+        good: Which of the rows make sense, shape ``[N]``.
+    """
+
+    def __init__(
+        self, rows_N: NDArray[np.int64], bad: Sequence[BadLine] = (), place: Callable[[int], str] = lambda _: ""
+    ) -> None:
+        self.good = np.ones(len(rows_N), dtype=np.bool_)
+        self._rows = rows_N
+        self._bad = list(bad)
+        self._place = place
+
+    def flag(self, bad: NDArray[np.bool_], *, column: str, problem: str, values: pa.Array | pa.ChunkedArray) -> None:
+        """Mark rows as bad.
+
+        Args:
+            bad: Which rows; shape ``[N]``.
+            column: The column that makes them so.
+            problem: What it must be, in words that ``, got <value>`` can follow.
+            values: The column, to quote from.
+        """
+        for i in np.flatnonzero(bad & self.good).tolist():
+            found, row = values[i].as_py(), int(self._rows[i])
+            found = found.decode("utf-8", "backslashreplace") if isinstance(found, bytes) else found
+            self._bad.append(BadLine(row, column, f"{problem}, got {found!r}", self._place(row)))
+        self.good &= ~bad
+
+    @property
+    def bad(self) -> list[BadLine]:
+        """All bad rows, in the order of the file."""
+        return sorted(self._bad, key=lambda line: line.line)
+
+
 @dataclass(frozen=True)
 class Bags:
     """Lists of values.
@@ -163,9 +204,9 @@ class RawColumns:
         arrays += [part for bags in self.bags.values() for part in (bags.values, bags.lengths_N, bags.weights)]
         return sum(array.nbytes for array in (*arrays, self.time_N) if array is not None)
 
-    def keep(self, mask_N: NDArray[np.bool_] | None) -> RawColumns:
-        """Some of the rows; all if the mask is ``None``."""
-        if mask_N is None:
+    def keep(self, mask_N: NDArray[np.bool_]) -> RawColumns:
+        """Some of the rows."""
+        if mask_N.all():
             return self
         arrow_mask = pa.array(mask_N)
         return RawColumns(

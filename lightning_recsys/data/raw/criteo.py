@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_recsys.data.raw.columns import LineFormat, RawColumns
-from lightning_recsys.data.raw.delimited import Checks, parse_labels, split_columns
+from lightning_recsys.data.raw.columns import LineFormat, RawColumns, RowJudge
+from lightning_recsys.data.raw.delimited import parse_labels, split_columns
 from lightning_recsys.data.raw.kernels import parse_integers, parse_keys
 
 
@@ -47,15 +47,15 @@ class CriteoFormat(LineFormat):
     def parse(self, block: bytes) -> RawColumns:
         """The rows of a block of whole lines."""
         columns, lines, bad = split_columns(block, ("label", *self.dense, *self.categories), separator=self._separator)
-        checks = Checks(lines, bad)
+        judge = RowJudge(lines, bad)
         labels, wrong = parse_labels(columns[0])
-        checks.refuse(wrong, "label", columns[0], "must be 0 or 1")
+        judge.flag(wrong, column="label", problem="must be 0 or 1", values=columns[0])
         dense = np.empty((len(self.dense), len(labels)))
         for i, (name, values) in enumerate(zip(self.dense, columns[1:14], strict=True)):
             dense[i], wrong = parse_integers(values)
-            checks.refuse(wrong, name, values, "must be an integer or empty")
+            judge.flag(wrong, column=name, problem="must be an integer or empty", values=values)
         categories = dict(zip(self.categories, columns[14:], strict=True))
         for name, values in categories.items():
             _, wrong = parse_keys(values, base=16)
-            checks.refuse(wrong, name, values, "must be a hexadecimal number or empty")
-        return RawColumns(lines, labels, dense, categories, bad=checks.bad).keep(checks.keep)
+            judge.flag(wrong, column=name, problem="must be a hexadecimal number or empty", values=values)
+        return RawColumns(lines, labels, dense, categories, bad=judge.bad).keep(judge.good)

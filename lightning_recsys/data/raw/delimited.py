@@ -54,39 +54,6 @@ def split_columns(
     return [one_chunk(column) for column in table.columns], lines, bad
 
 
-class Checks:
-    """Collects what is wrong with the rows of a block, one message per line: the first.
-
-    Args:
-        lines_N: Number of each row's line in the block.
-        bad: Lines that are known to be bad.
-    """
-
-    def __init__(self, lines_N: NDArray[np.int64], bad: Sequence[BadLine]) -> None:
-        self._lines = lines_N
-        self._bad = list(bad)
-        self._keep = np.ones(len(lines_N), dtype=np.bool_)
-
-    def refuse(self, wrong_N: NDArray[np.bool_], column: str, values: pa.Array, expected: str) -> None:
-        """Refuse the rows where ``wrong_N``, because their value in ``column`` is not what is expected."""
-        if not wrong_N.any():
-            return
-        for row in np.flatnonzero(wrong_N & self._keep):
-            found = values[int(row)].as_py().decode("utf-8", "backslashreplace")
-            self._bad.append(BadLine(int(self._lines[row]), column, f"{expected}, got {found!r}"))
-        self._keep &= ~wrong_N
-
-    @property
-    def bad(self) -> list[BadLine]:
-        """All bad lines, in the order of the file."""
-        return sorted(self._bad, key=lambda line: line.line)
-
-    @property
-    def keep(self) -> NDArray[np.bool_] | None:
-        """Which rows are good; ``None`` if all are."""
-        return None if self._keep.all() else self._keep
-
-
 def parse_labels(values: pa.Array) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Labels ``0`` and ``1``, and which strings are neither."""
     numbers, wrong = parse_integers(values)

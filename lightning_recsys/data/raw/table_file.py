@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_recsys.data.files import DAMAGED, ByteSource, InputFile, open_parquet, stored_file
 from lightning_recsys.data.raw.cleaning import Column, clean
-from lightning_recsys.data.raw.columns import BadLine
+from lightning_recsys.data.raw.columns import BadLine, RowJudge
 from lightning_recsys.data.raw.kernels import find_records
 from lightning_recsys.data.raw.text import Block, Position
 from lightning_recsys.data.tables.features import Input
@@ -156,41 +156,16 @@ class TableFile:
                 f"{self.path}, rows {block.position.row} to {block.next_position.row - 1}: the quotes make {found} "
                 f"rows or {num_rows}. Are they ordinary letters? Then write quote: null in the schema."
             )
-        judge = _BlockRows(block, num_rows, misshapen)
+        start, lines = block.position, block.lines
+
+        def place(row: int) -> str:
+            return f"row {start.row + row}{'' if lines is None else f' (line {start.line + lines[row]})'}"
+
+        bad = [BadLine(row.row - 1, None, row.problem, place(row.row - 1)) for row in misshapen]
+        rows_N = np.setdiff1d(np.arange(num_rows), [line.line for line in bad], assume_unique=True)
+        judge = RowJudge(rows_N, bad, place)
         columns = clean(self.path, values, schema, self._table, judge, keys=keys)
-        return columns, judge.rows_N[judge.good] + block.position.row, judge.bad
-
-
-class _BlockRows:
-    """The judge of a block's rows: notes the bad ones.
-
-    Args:
-        block: The block.
-        num_rows: How many it has, those in ``misshapen`` too.
-        misshapen: Rows that could not be split into columns.
-    """
-
-    def __init__(self, block: Block, num_rows: int, misshapen: Sequence[MisshapenRow]) -> None:
-        self._block = block
-        self.rows_N = np.setdiff1d(np.arange(num_rows), [row.row - 1 for row in misshapen], assume_unique=True)
-        self.good = np.ones(len(self.rows_N), dtype=np.bool_)
-        self._bad = [self._line(row.row - 1, None, row.problem) for row in misshapen]
-
-    @property
-    def bad(self) -> list[BadLine]:
-        """All bad rows, in the order of the file."""
-        return sorted(self._bad, key=lambda line: line.line)
-
-    def flag(self, bad: NDArray[np.bool_], *, column: str, problem: str, values: pa.ChunkedArray) -> None:
-        for place in np.flatnonzero(bad & self.good).tolist():
-            message = f"{problem}, got {values[place].as_py()!r}"
-            self._bad.append(self._line(int(self.rows_N[place]), column, message))
-        self.good &= ~bad
-
-    def _line(self, row: int, column: str | None, message: str) -> BadLine:
-        start, lines = self._block.position, self._block.lines
-        line = f" (line {start.line + lines[row]})" if lines is not None else ""
-        return BadLine(row, column, message, place=f"row {start.row + row}{line}")
+        return columns, rows_N[judge.good] + start.row, judge.bad
 
 
 def _at_row(row: int) -> Position:

@@ -563,8 +563,8 @@ def test_checkpoint_when_loaded_then_new_files_are_encoded_without_the_training_
         afterwards = TabularDataModule(schema=SCHEMA | {"files": files}, root=tmp_path)
         afterwards.setup("test")
         afterwards.load_state_dict(state)
-        vocabulary = trained._learned().vocabularies["user"].to_pylist()
-        mean, std = trained._learned().statistics["age"]
+        vocabulary = trained.encoding.vocabularies["user"].to_pylist()
+        mean, std = trained.encoding.statistics["age"]
         for data in (later, afterwards):
             (batch,) = data.test_dataloader()
             assert ids_of(batch, "user") == [[2 + vocabulary.index(f"u{i % 7}")] for i in range(30)]
