@@ -44,4 +44,5 @@ def test_bars_then_they_are_mean_differences_of_pairs():
 def test_jobs_when_started_then_training_takes_their_settings():
     for strategy, options in suite.VARIANTS.values():
         signature(training.train).bind(folder="f", asker=1, batch_size=8, strategy=strategy, options=options)
-        training.STRATEGIES[strategy](**options)
+        made = training.STRATEGIES[strategy](**options)
+        assert {name: getattr(made, name) for name in options} == options

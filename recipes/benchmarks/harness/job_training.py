@@ -1,12 +1,14 @@
-"""What the processes of a :class:`benchmarks.harness.jobs.Job` share, whatever they train: step times, batches."""
+"""What processes of a :class:`benchmarks.harness.jobs.Job` share, whatever they train: start, step times, batches."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
+import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -14,9 +16,27 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.data import Batch
+from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies.common.base import RecsysStrategy
+
+
+def run_job(train: Callable[..., None]) -> None:
+    """Train what the command line asks for, quietly, seeded and set up as a worker, whatever the suite.
+
+    Args:
+        train: Takes what stands in the command line as a JSON object; its ``folder`` comes as a path.
+    """
+    be_quiet()
+    warnings.filterwarnings("ignore")
+    configure_worker()
+    pl.seed_everything(0, verbose=False)
+    settings = json.loads(sys.argv[1])
+    train(**settings | {"folder": Path(settings["folder"])})
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class StepTimes(pl.Callback):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
-import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,14 +13,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from benchmarks.harness.hosts import counted_by
-from benchmarks.harness.job_training import StepTimes
+from benchmarks.harness.job_training import StepTimes, run_job
 from benchmarks.harness.ours import TaskAlone
+from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.suites.des.rows import ROWS, HeldRows, Rows
-from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.models import DeepFM, LogisticRegression, WideDeep
 from lightning_recsys.optim import RowWiseAdagrad
-from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import DESStrategy, ForkserverDDPStrategy, HETStrategy
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {"LR": LogisticRegression, "W&D": WideDeep, "DeepFM": DeepFM}
@@ -83,31 +79,18 @@ def train(
         strategy: ``name`` is one of ``STRATEGIES``, the others its arguments.
         num_nodes: Lightning's.
     """
-    be_quiet()
-    warnings.filterwarnings("ignore")
-    configure_worker()
-    pl.seed_everything(0, verbose=False)
     arguments = {name: value for name, value in strategy.items() if name != "name"}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
+        CountedSteps(folder, asker=asker),
         num_nodes=num_nodes,
         strategy=STRATEGIES[strategy["name"]](**arguments),
-        callbacks=[CountedSteps(folder, asker=asker)],
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     network = make_model(model, ROWS[data], device="meta" if arguments.get("num_embedding_servers") else None)
     task = TaskAlone(network, optimizer=partial(torch.optim.Adagrad, lr=0.01, fused=True))
     trainer.fit(task, datamodule=HeldRows(ROWS[data], batch_size=batch_size))
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     from benchmarks.suites.des import training  # whose classes the workers can import
 
-    settings = json.loads(sys.argv[1])
-    training.train(**settings | {"folder": Path(settings["folder"])})
+    run_job(training.train)

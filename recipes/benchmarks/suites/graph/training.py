@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
+from benchmarks.harness.job_training import run_job
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.suites.graph.sampling import power_law_graph
 from benchmarks.suites.het.training import CountedSteps, het, running
-from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.data.graph import NodeData, NodeDataModule
 from lightning_recsys.models import GraphSAGE
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.runtime import configure_worker
 from lightning_recsys.tasks import NodeClassificationTask
 
 TRAINED = 0.66  # share of the nodes that are seeds, as in Reddit
@@ -56,10 +51,6 @@ def train(
         server: Command of a server to start beside the training, for another host.
         interface: Where bytes are counted after each step.
     """
-    be_quiet()
-    warnings.filterwarnings("ignore")
-    configure_worker()
-    pl.seed_everything(0, verbose=False)
     graph = power_law_graph(num_nodes, num_edges, exponent=exponent)
     data = NodeDataModule(
         NodeData(graph, np.arange(num_nodes) % 2),
@@ -80,5 +71,4 @@ def train(
 if __name__ == "__main__":
     from benchmarks.suites.graph import training  # whose classes the workers can import
 
-    settings = json.loads(sys.argv[1])
-    training.train(**settings | {"folder": Path(settings["folder"])})
+    run_job(training.train)

@@ -16,6 +16,7 @@ import torch
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.ours import TaskAlone
 from benchmarks.harness.report import Result
+from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.suites.het.cache import Columns
 from recipe_tools.quiet import be_quiet
 from torch.utils.data import IterableDataset
@@ -100,17 +101,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "memory"
         strategy = HETStrategy(cache_rows=batch_size * tables, dynamic_rows=DynamicRows(), transport="tcp")
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=strategy,
-            callbacks=[Memory(file, steps)],
-            max_steps=max(steps),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(Memory(file, steps), strategy=strategy, max_steps=max(steps))
         data = RandomIds(ids, tables, batch_size, max(steps))
         trainer.fit(task, torch.utils.data.DataLoader(data, batch_size=None))
         told = [[int(x) for x in line.split()] for line in file.read_text().splitlines()]

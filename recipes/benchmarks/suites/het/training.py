@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import subprocess
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,14 +14,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from benchmarks.harness.hosts import counted_by
-from benchmarks.harness.job_training import Batches, StepTimes
+from benchmarks.harness.job_training import Batches, StepTimes, run_job
 from benchmarks.harness.ours import MODELS, TaskAlone
+from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
-from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.models import DCN, DeepFM, WideDeep
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.common.served import ServedStrategy
 
@@ -107,10 +103,6 @@ def train(
         server: Command of a server to start beside the training, for another host; else the strategy starts one.
         interface: Where bytes are counted after each step.
     """
-    be_quiet()
-    warnings.filterwarnings("ignore")
-    configure_worker()
-    pl.seed_everything(0, verbose=False)
     work = Workload(rows=rows, dim=dim)
     optimizer = RowSGD(lr=0.01)
     make = (MODELS | PAPERS_MODELS)[model]
@@ -119,17 +111,7 @@ def train(
     times = CountedSteps(folder, asker=asker, interface=interface) if interface else StepTimes(folder, asker=asker)
     with running(server) as endpoint:
         where: dict[str, Any] = {} if endpoint is None else {"servers": [endpoint]}
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=ShadowSyncStrategy() if strategy is None else het(**strategy, **where),
-            callbacks=[times],
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(times, strategy=ShadowSyncStrategy() if strategy is None else het(**strategy, **where))
         loader: Any = Batches(work.batches(batch_size), 0.0)
         trainer.fit(task, loader)
 
@@ -161,5 +143,4 @@ def running(command: Sequence[str] | None) -> Iterator[str | None]:
 if __name__ == "__main__":
     from benchmarks.suites.het import training  # whose classes the workers can import
 
-    settings = json.loads(sys.argv[1])
-    training.train(**settings | {"folder": Path(settings["folder"])})
+    run_job(training.train)

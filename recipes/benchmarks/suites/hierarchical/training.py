@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,15 +10,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.job_training import Batches, StepTimes
+from benchmarks.harness.job_training import Batches, StepTimes, run_job
 from benchmarks.harness.ours import MODELS, TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.het.training import CountedSteps
-from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.optim import RowWiseAdagrad
-from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies import HierarchicalStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
 
@@ -71,10 +66,6 @@ def train(
         interface: Where bytes are counted after each step; without it this process only waits.
         rows: Examples held in memory.
     """
-    be_quiet()
-    warnings.filterwarnings("ignore")
-    configure_worker()
-    pl.seed_everything(0, verbose=False)
     work = Workload(rows=rows)
     times: StepTimes
     if strategy is None:
@@ -92,12 +83,9 @@ def train(
     )
     loader: Any = Batches(work.batches(batch_size), 0.0)
     trainer.fit(TaskAlone(make_network(work, model), optimizer=make_optimizer), loader)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     from benchmarks.suites.hierarchical import training  # whose classes the workers can import
 
-    settings = json.loads(sys.argv[1])
-    training.train(**settings | {"folder": Path(settings["folder"])})
+    run_job(training.train)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,14 +10,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.job_training import Batches, StepTimes
+from benchmarks.harness.job_training import Batches, StepTimes, run_job
 from benchmarks.harness.ours import TaskAlone
+from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
-from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.models import DLRM
 from lightning_recsys.optim import RowWiseAdagrad
-from lightning_recsys.runtime import configure_worker
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies import ShadowSyncStrategy
 
@@ -97,32 +93,20 @@ def train(
         start: As in :class:`Batches`.
         slowed: Arguments of :class:`Slowed`, if a rank is to be.
     """
-    be_quiet()
-    warnings.filterwarnings("ignore")
-    configure_worker()
-    pl.seed_everything(0, verbose=False)
     work = Workload(rows=ROWS, dim=dim)
     kind = SyncServersOverTcp if sync_over_tcp else ShadowSyncStrategy
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        StepTimes(folder, asker=asker),
+        callbacks=[Slowed(*slowed)] if slowed else [],
         devices="auto" if strategy is not None and num_nodes == 1 else 1,
         num_nodes=num_nodes,
         strategy="auto" if strategy is None else kind(**strategy),
-        callbacks=[*([Slowed(*slowed)] if slowed else []), StepTimes(folder, asker=asker)],
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     loader: Any = Batches(work.batches(batch_size), start)
     trainer.fit(make_task(work), loader)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     from benchmarks.suites.shadowsync import training  # whose classes the workers can import
 
-    settings = json.loads(sys.argv[1])
-    training.train(**settings | {"folder": Path(settings["folder"])})
+    run_job(training.train)
