@@ -172,7 +172,7 @@ SMALL = ["suite.models=[deepfm]", "suite.batch_sizes=[16]", "suite.rounds=1", "s
 
 def test_command_line_then_every_bar_stands_in_table_json_page_and_picture(run_forked, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- suite=single -->\nold\n<!-- end of suite=single -->\nafter\n")
+    page.write_text("before\n<!-- suite=single -->\nold\n<!-- end of suite=single -->\n![rates](images/single.png)\n")
     folder = f"hydra.run.dir={tmp_path / 'run'}"
     done = run_forked("benchmark.py", *SMALL, folder, f"page={page}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -188,7 +188,7 @@ def test_command_line_then_every_bar_stands_in_table_json_page_and_picture(run_f
     memory = next(bar["value"] for bar in bars if bar["name"].startswith("memory"))
     assert 200 < memory < 1500  # MiB: an interpreter with torch, and not the tables, whose size is known
     before, *tables, after = page.read_text().splitlines()
-    assert (before, after) == ("before", "after")
+    assert (before, after) == ("before", "![rates](images/single.png)")
     assert "old" not in tables
     assert any(line.startswith("| deepfm, B=16 |") for line in tables)
     assert (tmp_path / "images" / "single.png").stat().st_size > 1000
@@ -304,9 +304,14 @@ def test_fill_when_results_have_pictures_then_the_page_shows_them(tmp_path):
     (run := tmp_path / "run").mkdir()
     (run / "het.md").write_text("| |\n")
     (run / "het-misses.png").write_bytes(b"picture")
+    (run / "het.png").write_bytes(b"rates")
     page = tmp_path / "page.md"
     page.write_text("<!-- suite=het -->\n<!-- end of suite=het -->\n")
     fill(page, run, suite="het")
     shown = "| |\n\n![het-misses](images/het-misses.png)\n"
     assert page.read_text() == f"<!-- suite=het -->\n{shown}<!-- end of suite=het -->\n"
     assert (tmp_path / "images" / "het-misses.png").read_bytes() == b"picture"
+    assert not (tmp_path / "images" / "het.png").exists(), "the page shows no rates"
+    page.write_text(page.read_text() + "![rates](images/het.png)\n")
+    fill(page, run, suite="het")
+    assert (tmp_path / "images" / "het.png").read_bytes() == b"rates"

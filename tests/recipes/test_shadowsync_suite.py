@@ -330,7 +330,7 @@ def parts(run_forked, tmp_path_factory):
     """The folder of one run of two parts, which fills a page as well; the results, and the bars by name."""
     folder = tmp_path_factory.mktemp("parts")
     page = folder / "page.md"
-    page.write_text("<!-- suite=shadowsync -->\n<!-- end of suite=shadowsync -->\n")
+    page.write_text("<!-- suite=shadowsync -->\n<!-- end of suite=shadowsync -->\n![rates](images/shadowsync.png)\n")
     done = run_forked("benchmark.py", *SHORT, f"hydra.run.dir={folder / 'run'}", f"page={page}", folder=folder)
     assert done.returncode == 0, done.stderr
     assert all(f"{part}: " in done.stdout for part in ("overhead", "store"))  # how long it took

@@ -138,7 +138,8 @@ def markdown(results: Sequence[Result]) -> str:
 def fill(page: Path, folder: Path, *, suite: str) -> None:
     """Put what :func:`write` left in ``folder`` into a Markdown page, and its pictures into ``images`` beside that.
 
-    The tables go between the page's marks, and behind them the pictures of single results.
+    The tables go between the page's marks, and behind them the pictures of single results. The picture of all rates
+    comes along where the page shows it, outside its marks.
 
     Raises:
         ValueError: the page has no marks.
@@ -147,7 +148,8 @@ def fill(page: Path, folder: Path, *, suite: str) -> None:
     own = sorted(folder.glob(f"{suite}-*.png"))
     links = "".join(f"\n![{picture.stem}](images/{picture.name})\n" for picture in own)
     page.write_text(f"{before}\n{(folder / f'{suite}.md').read_text()}{links}{after}")
-    for picture in [*folder.glob(f"{suite}.png"), *own]:
+    rates = [picture for picture in folder.glob(f"{suite}.png") if f"(images/{picture.name})" in before + after]
+    for picture in [*rates, *own]:
         (page.parent / "images").mkdir(exist_ok=True)
         shutil.copy(picture, page.parent / "images" / picture.name)
 

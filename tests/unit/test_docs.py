@@ -1,0 +1,51 @@
+"""The pages' links lead somewhere: to files, to headings of them, to pictures; and every picture is shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("docs", "lightning_recsys", "recipes")
+PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a heading is called in links, as GitHub does it; the second of a name gets ``-1``."""
+    found: list[str] = []
+    for heading in re.findall(r"^#{1,6} (.*)$", prose(page), flags=re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        found.append(re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-"))
+    return {f"{name}-{found[:i].count(name)}" if name in found[:i] else name for i, name in enumerate(found)}
+
+
+def links(page: Path) -> list[tuple[Path, str]]:
+    """Files of this repository that a page links to, each with the heading in it."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    parts = [target.partition("#") for target in targets if not re.match(r"[a-z]+:", target)]
+    return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in parts]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_when_followed_then_file_and_heading_are_there(page):
+    for target, anchor in links(page):
+        assert target.exists(), f"{target} is not there"
+        assert not anchor or anchor in anchors(target), f"{target.name} has no heading #{anchor}"
+
+
+def test_pictures_when_they_are_kept_then_a_page_shows_each():
+    shown = {target for page in PAGES for target, _ in links(page)}
+    assert {picture.name for picture in (ROOT / "docs" / "images").iterdir() if picture not in shown} == set()
+
+
+def test_headings_when_two_have_a_name_then_the_second_is_counted(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `b`: c\n```\n# no heading\n```\n## Runs\n## Runs\n")
+    assert anchors(page) == {"a-b-c", "runs", "runs-1"}
