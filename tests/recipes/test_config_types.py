@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 from recipe_helpers import plain
 from recipe_tools.build import build
 from recipe_tools.config_types import check_complete, check_types
@@ -40,11 +42,22 @@ def test_value_that_was_not_given_is_named(composition, message, composed):
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["optim.dense.lr=1", "trainer.precision=bf16-mixed", "trainer.devices=auto", "trainer.limit_val_batches=0.5"],
+    "overrides",
+    [
+        ["optim.dense.lr=1"],
+        ["trainer.precision=bf16-mixed"],
+        ["trainer.devices=auto"],
+        ["trainer.limit_val_batches=0.5"],
+        ["data.multi_hot={c3: 10}"],
+        ["strategy=hierarchical", "strategy.operator_placement.machines={server_cores: 8}"],
+    ],
+    ids=lambda overrides: overrides[-1],
 )
-def test_value_of_a_right_type_passes(override, composed):
-    check_types(plain(composed("train", override)))
+def test_value_of_a_right_type_passes(overrides, composed):
+    key, _, value = overrides[-1].partition("=")
+    config = composed("train", *overrides)
+    check_types(plain(config))
+    assert OmegaConf.select(config, key) == yaml.safe_load(value)
 
 
 def test_lists_are_looked_into_and_unknown_annotations_are_not():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -52,7 +52,7 @@ class OperatorPlacement:
     plan: str | Path | None = None
     save: str | Path | None = None
     time_limit: float = 10.0
-    machines: Mapping[str, Any] = field(default_factory=dict)
+    machines: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.method not in (allowed_methods := get_args(PlacementMethod)):
@@ -60,7 +60,7 @@ class OperatorPlacement:
                 f"strategy.operator_placement.method must be one of {', '.join(allowed_methods)}, got {self.method!r}."
             )
         allowed = [x.name for x in fields(GroupMachines) if x.name not in _GIVEN]
-        if unknown := sorted(self.machines.keys() - allowed):
+        if unknown := sorted((self.machines or {}).keys() - allowed):
             raise ValueError(f"strategy.operator_placement.machines has {unknown}; it takes {allowed}.")
 
 
@@ -155,7 +155,7 @@ def group_machines(
         rooms: Free bytes that each server of the group tells, ``None`` where it does not.
         measured: What was measured of the machines, by arguments of ``GroupMachines``.
     """
-    known = {**(measured or {}), **settings.machines}
+    known = {**(measured or {}), **(settings.machines or {})}
     if groups.num_nodes == 1:
         known.setdefault("shared_cores", float(len(os.sched_getaffinity(0))))
     if rooms and all(rooms):
