@@ -418,7 +418,8 @@ def test_callback_when_it_averages_a_model_that_is_cut_then_refused_by_name(row,
 @pytest.mark.parametrize("row", TABLE, ids=str)
 def test_strategy_when_it_has_not_run_then_can_be_pickled_and_torn_down_repeatedly(row, tmp_path):
     stage = row.stage(tmp_path)
-    pickle.loads(pickle.dumps(stage.make_strategy()))
+    strategy = stage.make_strategy()
+    assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
     trainer = stage.trainer()
     for _ in range(2):
         trainer.strategy.teardown()

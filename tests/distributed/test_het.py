@@ -467,7 +467,9 @@ class Announced(Callback):
 
 def test_batches_when_training_then_are_announced_one_step_early():
     strategy = HETStrategy(transport="tcp")
-    make_trainer(strategy, Announced(), devices=1, limit_val_batches=0).fit(Counting(share=1.0))
+    trainer = make_trainer(strategy, Announced(), devices=1, limit_val_batches=0)
+    trainer.fit(Counting(share=1.0))
+    assert trainer.global_step == STEPS
 
 
 def test_update_rule_when_its_state_is_no_sum_then_refused_by_name():

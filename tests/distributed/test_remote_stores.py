@@ -8,6 +8,7 @@ import stat
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgpack
@@ -502,7 +503,9 @@ def test_socket_when_its_server_was_killed_then_the_next_one_listens_there(tmp_p
     with plain_socket.socket(plain_socket.AF_UNIX) as killed:
         killed.bind(str(tmp_path / ".socket"))
     with running(tmp_path) as server:
-        connect(server.endpoint, timeout=20).close()
+        assert server.endpoint == f"ipc://{tmp_path}/.socket"
+        with closing(connect(server.endpoint, transport="tcp", timeout=20)) as stores:
+            assert stores.status()["clients"] == 1
 
 
 def test_socket_when_somebody_listens_there_or_it_is_another_file_then_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 
@@ -396,7 +397,11 @@ def test_setup_for_a_test_then_shards_of_other_splits_may_be_gone(tmp_path):
 
 
 def test_prefetching_when_nobody_iterates_then_nothing_starts():
-    prefetched(iter([1]), depth=1)
+    before = threading.enumerate()
+    items = iter([1])
+    prefetched(items, depth=1)
+    assert threading.enumerate() == before
+    assert next(items) == 1, "nobody has taken it"
 
 
 def test_samples_when_taken_then_are_the_first_rows_and_the_order_of_training_stays(folder):

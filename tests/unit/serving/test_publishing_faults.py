@@ -56,7 +56,8 @@ def test_lock_when_a_forked_process_has_its_file_open_still_then_it_is_given_bac
         forked = os.dup(lock)  # the same open file, as a forked process has it
     try:
         with folder.locked("run 2"):
-            pass
+            assert (tmp_path / ".publisher.lock").read_text().startswith("run 2 ")
+            os.fstat(forked)  # open all the while
     finally:
         os.close(forked)
 

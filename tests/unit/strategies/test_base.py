@@ -1,6 +1,8 @@
 """Construction and refusals of strategies; what they do when they run is in tests/conformance and tests/distributed."""
 
+import os
 import pickle
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -148,8 +150,12 @@ def test_checkpoint_when_the_main_process_saves_before_or_without_steps_then_the
 
 def test_teardown_when_nothing_was_set_up_then_does_nothing_any_number_of_times():
     strategy = connected(Served())
+    before = os.listdir("/proc/self/fd"), threading.enumerate()
     for _ in range(2):
         strategy.teardown()
+        assert strategy.changes is None
+        assert strategy.averages is None
+    assert (os.listdir("/proc/self/fd"), threading.enumerate()) == before
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,10 @@ def test_name_when_registered_then_the_trainer_finds_it():
 
 
 def test_registration_when_repeated_then_is_no_error():
+    before = set(StrategyRegistry)
     ForkserverDDPStrategy.register_strategies(StrategyRegistry)
+    assert set(StrategyRegistry) == before
+    assert isinstance(StrategyRegistry.get("ddp_forkserver"), ForkserverDDPStrategy)
 
 
 def test_threads_when_chosen_then_reach_the_launcher():

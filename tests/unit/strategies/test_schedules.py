@@ -91,6 +91,8 @@ def test_unequal_batches_when_ranks_stop_unequally_often_then_refused(refuse, se
 
 def test_batches_when_nobody_knows_their_number_then_accepted(refuse):
     refuse([float("inf"), float("inf")], every_n_train_steps=4)
+    with pytest.raises(ValueError, match="every_n_train_steps=4 counts"):
+        refuse([9, 8], every_n_train_steps=4)
 
 
 def test_saving_by_steps_when_rounds_go_by_the_time_then_refused():

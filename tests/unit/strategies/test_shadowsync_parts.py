@@ -381,8 +381,11 @@ def test_shadow_thread_when_the_error_was_not_seen_then_stopping_raises_it():
 def test_shadow_thread_when_the_pause_is_long_then_stopping_does_not_wait_for_it():
     driver = ShadowThread(Recorded(), interval=1e6)
     driver.start()
+    thread = driver._thread
     driver.stop()
+    assert not thread.is_alive()
     driver.abandon()
+    assert driver._started is None
 
 
 def test_foreground_when_steps_are_made_then_a_round_follows_each_gap():
