@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -108,6 +107,8 @@ class ProcessState:
     @classmethod
     def capture(cls) -> ProcessState:
         """The state of this process."""
+        from lightning_fabric.utilities.seed import _collect_rng_states  # servers run by hand do without Lightning
+
         loggers = [
             logging.root,
             *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)),
@@ -130,6 +131,8 @@ class ProcessState:
 
     def restore(self) -> None:
         """Give this process the captured state, but for signals."""
+        from lightning_fabric.utilities.seed import _set_rng_states
+
         os.environ.clear()
         os.environ.update(self.environ)
         warnings.resetwarnings()

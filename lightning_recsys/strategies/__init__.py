@@ -10,9 +10,9 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_fabric.strategies.registry import _StrategyRegistry
-
 if TYPE_CHECKING:
+    from lightning_fabric.strategies.registry import _StrategyRegistry
+
     from lightning_recsys.launchers import ServerSpec
     from lightning_recsys.strategies.async_ps import AsyncParameterServerStrategy
     from lightning_recsys.strategies.common.base import RecsysStrategy

@@ -178,21 +178,30 @@ def test_script_when_it_trains_on_import_then_the_error_says_what_to_do(tmp_path
 
 def test_package_when_imported_then_registers_its_strategies_and_nothing_else():
     code = (
-        "import logging, os, sys, threading, warnings\n"
-        "import pytorch_lightning as pl\n"
+        "import functools, importlib, logging, os, sys, threading, warnings\n"
         "def state():\n"
         "    return [*warnings.filters], [*logging.root.handlers], {**os.environ}, threading.enumerate()\n"
         "modules, before = set(sys.modules), state()\n"
-        "registered = set(pl.strategies.StrategyRegistry)\n"
         "import lightning_recsys\n"
         "assert state() == before\n"
         "print(sorted({x.partition('.')[0] for x in set(sys.modules) - modules} - set(sys.stdlib_module_names)))\n"
-        "print(sorted(set(pl.strategies.StrategyRegistry) - registered))\n"
+        "import pytorch_lightning as pl\n"
+        "registry = pl.strategies.StrategyRegistry\n"
+        "late = [name for name in registry if isinstance(registry[name]['strategy'], functools.partial)]\n"
+        "print(sorted(late))\n"
+        "assert not [x for x in sys.meta_path if type(x).__module__.startswith('lightning_recsys')]\n"
+        "for name in late:\n"
+        "    registry.remove(name)\n"
+        "before = set(registry)\n"
+        "importlib.reload(lightning_recsys)\n"
+        "print(sorted(set(registry) - before))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert result.stderr == ""
-    imported, registered = map(ast.literal_eval, result.stdout.splitlines())
-    assert imported == ["lightning_recsys"]  # no store, no compiled loop, no reader: they come with what is used
+    imported, registered, registered_at_once = map(ast.literal_eval, result.stdout.splitlines())
+    # No torch, store, compiled loop, reader: they come with what is used.
+    assert imported == ["lightning_recsys"]
     algorithms = ("bmuf", "easgd", "ma")
     names = ["async_ps", "ddp_forkserver", "des", "het", "het_hybrid", "hierarchical"]
     assert registered == [*names, "shadowsync", *(f"shadowsync_{algorithm}" for algorithm in algorithms)]
+    assert registered_at_once == registered, "where Lightning was imported first"
