@@ -25,12 +25,10 @@ from lightning_recsys.stores.dynamic.rows import DynamicRows, dynamic_from_plain
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Stores
 from lightning_recsys.stores.plain import (
-    layout_from_plain,
-    layout_to_plain,
-    normalization_from_plain,
     normalization_to_plain,
-    optimizer_from_plain,
     optimizer_to_plain,
+    rows_from_plain,
+    rows_to_plain,
 )
 from lightning_recsys.stores.versions import StalenessHistogram, check_versions
 from lightning_recsys.sync import StalenessNormalization
@@ -112,12 +110,10 @@ class RemoteEmbeddingStore(EmbeddingStore):
     def __init__(self, connection: Connection, name: str, description: dict[str, Any], codec: Codec) -> None:
         self._codec, self._compressed = codec, {"compression": codec.name}
         self.weight_bytes = codec.encoded_bytes((1,))
-        self.layout = layout_from_plain(description["tables"])
-        self.optimizer = optimizer_from_plain(description["optimizer"])
+        self.layout, self.optimizer, self.normalization = rows_from_plain(description)
         self.name = name
         self._store = _OneStore(connection, name, description["generation"])
         self._row_shapes = row_shapes(self.layout, self.optimizer)
-        self.normalization = normalization_from_plain(description["normalization"])
         self._reports = _Reports()
 
     @property
@@ -408,12 +404,7 @@ class RemoteStores(Stores):
         dynamic: DynamicRows | None = None,
         normalization: StalenessNormalization | None = None,
     ) -> RemoteEmbeddingStore:
-        arguments = {
-            "tables": layout_to_plain(layout),
-            "optimizer": optimizer_to_plain(optimizer),
-            "seed": int(seed),
-            "normalization": normalization_to_plain(normalization),
-        }
+        arguments = {"seed": int(seed), **rows_to_plain(layout, optimizer, normalization)}
         if dynamic is None:
             created = self._create("embedding", name, arguments)
             return RemoteEmbeddingStore(self.connection, name, created, self._rows)

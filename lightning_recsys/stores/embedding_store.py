@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.kernels.numba_kernel import gather_for
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
@@ -24,9 +23,9 @@ from lightning_recsys.stores.digests import digest_rows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
-from lightning_recsys.stores.plain import layout_to_plain, normalization_to_plain, optimizer_to_plain
-from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix
-from lightning_recsys.stores.versions import check_versions, tag_arrays
+from lightning_recsys.stores.plain import rows_to_plain
+from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix, row_arrays
+from lightning_recsys.stores.versions import check_versions
 from lightning_recsys.sync import StalenessNormalization
 
 KIND = "embedding"
@@ -76,16 +75,9 @@ class MappedEmbeddingStore(RowFiles):
             OSError: there is no room for it.
             TypeError: a rule that is none of :mod:`lightning_recsys.optim`.
         """
-        meta = {
-            "kind": KIND,
-            "tables": layout_to_plain(layout),
-            "optimizer": optimizer_to_plain(optimizer),
-            "normalization": normalization_to_plain(normalization),
-        }
+        meta = {"kind": KIND, **rows_to_plain(layout, optimizer, normalization)}
         shapes: Shapes = {
-            **{name: ("float32", (layout.num_rows, *shape)) for name, shape in row_shapes(layout, optimizer).items()},
-            CLOCK: ("int32", (layout.num_rows,)),
-            **tag_arrays(normalization, layout.num_rows),
+            **row_arrays(layout.num_rows, layout, optimizer, normalization),
             "counters": ("int64", (1,)),
         }
         store = cls.__new__(cls)

@@ -6,6 +6,7 @@ What comes back in may come from anybody: it is checked field by field, and only
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
@@ -128,6 +129,23 @@ def layout_from_plain(value: object) -> TableLayout:
     if len(widths) > 1 or len({table.name for table in tables}) < len(tables) or len(set(features)) < len(features):
         raise ValueError("the tables of a layout must share one embedding_dim, and names must not repeat.")
     return TableLayout(tables)
+
+
+def rows_to_plain(
+    layout: TableLayout, optimizer: RowOptimizer, normalization: StalenessNormalization | None
+) -> dict[str, Any]:
+    """What makes a store of rows: its tables, its rule, and what stale gradients count."""
+    return {
+        "tables": layout_to_plain(layout),
+        "optimizer": optimizer_to_plain(optimizer),
+        "normalization": normalization_to_plain(normalization),
+    }
+
+
+def rows_from_plain(plain: Mapping[str, Any]) -> tuple[TableLayout, RowOptimizer, StalenessNormalization | None]:
+    """The reverse of :func:`rows_to_plain`, which may have more beside it; errors as of each."""
+    normalization = normalization_from_plain(plain["normalization"])
+    return layout_from_plain(plain["tables"]), optimizer_from_plain(plain["optimizer"]), normalization
 
 
 def _table_from_plain(value: object) -> EmbeddingBagConfig:

@@ -14,14 +14,24 @@ from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
 from lightning_recsys.embeddings.kernels.numba_kernel import NumbaKernel
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.stores.checks import check_rows
 from lightning_recsys.stores.interfaces import EmbeddingStore
-from lightning_recsys.stores.mapped_arrays import MappedArrays
-from lightning_recsys.stores.plain import layout_from_plain, normalization_from_plain, optimizer_from_plain
+from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
+from lightning_recsys.stores.plain import rows_from_plain
 from lightning_recsys.stores.versions import RowVersions, StalenessHistogram, check_versions, row_versions, tag_arrays
+from lightning_recsys.sync import StalenessNormalization
 
 CLOCK = "clock"
 STEP = 0  # the place of the number of updates among the counters
+
+
+def row_arrays(
+    num_rows: int, layout: TableLayout, optimizer: RowOptimizer, normalization: StalenessNormalization | None
+) -> Shapes:
+    """The files of so many rows, with their state, clocks and tags."""
+    rows: Shapes = {name: ("float32", (num_rows, *shape)) for name, shape in row_shapes(layout, optimizer).items()}
+    return {**rows, CLOCK: ("int32", (num_rows,)), **tag_arrays(normalization, num_rows)}
 
 
 class RowFiles(EmbeddingStore):
@@ -35,10 +45,8 @@ class RowFiles(EmbeddingStore):
 
     def _open(self, arrays: MappedArrays) -> None:
         self.arrays = arrays
-        self.layout = layout_from_plain(arrays.meta["tables"])
-        self.optimizer = optimizer_from_plain(arrays.meta["optimizer"])
+        self.layout, self.optimizer, self.normalization = rows_from_plain(arrays.meta)
         self.row_shapes = row_shapes(self.layout, self.optimizer)
-        self.normalization = normalization_from_plain(arrays.meta["normalization"])
         self._states = tuple(name for name in self.row_shapes if name != "weight")
         self._tags = tuple(tag_arrays(self.normalization, 0))  # what rows have beside that, where they have versions
         self._versions = row_versions(self.normalization, arrays)

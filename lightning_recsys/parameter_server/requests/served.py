@@ -23,7 +23,7 @@ from lightning_recsys.stores.dynamic.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.dynamic.rows import dynamic_to_plain
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, read_meta
-from lightning_recsys.stores.plain import layout_to_plain, normalization_to_plain, optimizer_to_plain
+from lightning_recsys.stores.plain import normalization_to_plain, optimizer_to_plain, rows_to_plain
 from lightning_recsys.stores.versions import tag_arrays
 
 
@@ -50,10 +50,7 @@ class ServedEmbedding:
 
     def describe(self) -> dict[str, Any]:
         """What a client must know, in plain values."""
-        rule = optimizer_to_plain(self.store.optimizer)
-        tables = layout_to_plain(self.store.layout)
-        normalization = normalization_to_plain(self.store.normalization)
-        described = {"tables": tables, "optimizer": rule, "normalization": normalization}
+        described = rows_to_plain(self.store.layout, self.store.optimizer, self.store.normalization)
         return {"kind": "embedding", "generation": self.generation, **described}
 
     @property

@@ -33,9 +33,9 @@ from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
-from lightning_recsys.stores.plain import layout_to_plain, normalization_to_plain, optimizer_to_plain
-from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix
-from lightning_recsys.stores.versions import ROW_DTYPES, VERSION, check_versions, tag_arrays
+from lightning_recsys.stores.plain import rows_to_plain
+from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix, row_arrays
+from lightning_recsys.stores.versions import ROW_DTYPES, VERSION, check_versions
 from lightning_recsys.sync import StalenessNormalization
 
 KIND = "dynamic"
@@ -141,18 +141,14 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         # Twice the rows that can be: lookups draw missing rows into slots behind those in use.
         capacity = min(2 * layout.num_rows, max(stats.f_blocks * stats.f_frsize // row_bytes, 1), _MAX_SLOTS)
         growing: Shapes = {
-            **{name: ("float32", (capacity, *shape)) for name, shape in rows.items()},
-            CLOCK: ("int32", (capacity,)),
+            **row_arrays(capacity, layout, optimizer, normalization),
             _KEYS: ("int64", (capacity,)),
-            **tag_arrays(normalization, capacity),
         }
         meta = {
             "kind": KIND,
-            "tables": layout_to_plain(layout),
-            "optimizer": optimizer_to_plain(optimizer),
+            **rows_to_plain(layout, optimizer, normalization),
             "dynamic": dynamic_to_plain(dynamic),
             "seed": seed,
-            "normalization": normalization_to_plain(normalization),
         }
         shapes = {**growing, "counters": ("int64", (COUNTERS,))}
         MappedArrays.create(folder, meta, shapes, lambda arrays: None, growing=growing.keys()).close()

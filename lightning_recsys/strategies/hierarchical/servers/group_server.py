@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from lightning_recsys.parameter_server.connections import Peer
-from lightning_recsys.parameter_server.keys import ServerKeys
 from lightning_recsys.parameter_server.parts.operators import OperatorRequests
 from lightning_recsys.parameter_server.parts.trained_part import TrainedPart
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_nothing
@@ -41,25 +40,15 @@ SYNCHRONISES = "synchronises"  # a file that is there while rounds are to be mad
 log = logging.getLogger(__name__)
 
 
-def serve(
-    folder: Path,
-    *,
-    bind: str | None = None,
-    keys: ServerKeys | None = None,
-    ready: Callable[[str], None] = lambda endpoint: None,
-    num_nets: int = 1,
-) -> None:
+def serve(folder: Path, *, num_nets: int = 1, **options: Any) -> None:
     """Run a group server in this process until it is told to stop.
 
     Args:
-        folder: As for :func:`lightning_recsys.parameter_server.server.serve`, and so are ``bind``, ``keys`` and
-            ``ready``. A rank of this machine writes the parts there.
-        bind: See above.
-        keys: See above.
-        ready: See above.
+        folder: The stores and the parts, which a rank of this machine writes.
         num_nets: Nets of the group, each of which computes one thing at a time.
+        options: As for :func:`lightning_recsys.parameter_server.server.serve`.
     """
-    serve_stores(folder, bind=bind, keys=keys, ready=ready, offer=partial(GroupRequests, num_nets=num_nets))
+    serve_stores(folder, offer=partial(GroupRequests, num_nets=num_nets), **options)
 
 
 class GroupRequests:
