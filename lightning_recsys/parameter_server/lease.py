@@ -105,7 +105,9 @@ class Lease:
 
 
 class RunLease:
-    """The run's side: leases on some servers, renewed by a thread until they are given back.
+    """The run's side: leases on some servers, each renewed by a thread of its own until they are given back.
+
+    One thread for all would wait for minutes at a server that has died, and the others' leases would end meanwhile.
 
     Args:
         endpoints: The servers.
@@ -132,7 +134,6 @@ class RunLease:
         self._run, self._holder = run, holder
         self._error: ServerInUseError | None = None
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._connections = [Connection(x, keys=keys, cancelled=self._is_over) for x in dict.fromkeys(endpoints)]
         try:
             for connection in self._connections:
@@ -141,7 +142,12 @@ class RunLease:
             self._done.set()
             self._give_back()
             raise
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._renew, args=(connection,), name="lease", daemon=True)
+            for connection in self._connections
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _is_over(self) -> bool:
         return self._done.is_set() or self._cancelled()
@@ -159,7 +165,8 @@ class RunLease:
         """Let another run have the servers; nothing happens a second time."""
         if not self._done.is_set():
             self._done.set()
-            self._thread.join()
+            for thread in self._threads:
+                thread.join()
             self._give_back()
 
     def _take(self, connection: Connection) -> None:
@@ -180,16 +187,15 @@ class RunLease:
         answer: dict[str, Any] = connection.request("lease", arguments=arguments).value
         return answer
 
-    def _renew(self) -> None:
+    def _renew(self, connection: Connection) -> None:
         while not self._done.wait(RENEW_SECONDS):
-            for connection in self._connections:
-                # One that is being started again will hear of us when it is back, and knows until then whose it is.
-                # One that could not do it (its disk is full) may do so the next time.
-                with suppress(ServerUnreachableError, RequestRefusedError):
-                    answer = self._ask(connection)
-                    if not answer["granted"]:
-                        self._error = ServerInUseError(connection.endpoint, answer["holder"], answer["seconds"])
-                        return
+            # One that is being started again will hear of us when it is back, and knows until then whose it is.
+            # One that could not do it (its disk is full) may do so the next time.
+            with suppress(ServerUnreachableError, RequestRefusedError):
+                answer = self._ask(connection)
+                if not answer["granted"]:
+                    self._error = ServerInUseError(connection.endpoint, answer["holder"], answer["seconds"])
+                    return
 
     def _give_back(self) -> None:
         for connection in self._connections:

@@ -137,7 +137,7 @@ def test_lease_when_the_server_is_lent_anew_then_its_holder_hears_of_it(tmp_path
             with monkeypatch.context() as patch:
                 patch.setattr(lease_module, "LEASE_SECONDS", 0.0)  # as if it had slept
                 server.handler.clients.lease.take("second", "process 2 on bob")
-            first._thread.join(20)  # it ends with that
+            first._threads[0].join(20)  # it ends with that
             with pytest.raises(ServerInUseError, match="process 2 on bob"):
                 first.check()
         finally:

@@ -1,5 +1,6 @@
 """Who has a server that outlives runs, by a clock that the test moves."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -133,8 +134,39 @@ def test_renewal_when_refused_once_then_is_tried_again_until_the_server_is_anoth
     monkeypatch.setattr(lease_module, "Connection", Server)
     monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.01)
     lease = RunLease(["ipc://x"], keys=None, run="a", holder="ada's")
-    lease._thread.join(timeout=30)
+    for thread in lease._threads:
+        thread.join(timeout=30)
     lease.give_back()
     assert not answers
     with pytest.raises(ServerInUseError, match="bob's"):
         lease.check()
+
+
+def test_renewal_when_one_server_does_not_answer_then_the_others_hear_of_the_run_all_the_same(monkeypatch):
+    heard, gone, asked = threading.Semaphore(0), threading.Event(), {"ipc://dead": 0, "ipc://alive": 0}
+
+    class Server:
+        def __init__(self, endpoint, **options):
+            self.endpoint = endpoint
+
+        def request(self, operation, *, arguments):
+            if operation == "lease":
+                asked[self.endpoint] += 1
+                if self.endpoint == "ipc://alive":
+                    heard.release()
+                elif asked[self.endpoint] > 1:  # it died after it had lent itself: the connection tries for minutes
+                    gone.wait(30)
+            return SimpleNamespace(value={"granted": True})
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(lease_module, "Connection", Server)
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.01)
+    lease = RunLease(["ipc://dead", "ipc://alive"], keys=None, run="a", holder="ada's")
+    try:
+        assert all(heard.acquire(timeout=10) for _ in range(5))
+        assert asked["ipc://dead"] <= 2
+    finally:
+        gone.set()
+        lease.give_back()
