@@ -141,10 +141,10 @@ class OperatorRoomError(ValueError):
 
 
 class DamagedCheckpointError(ValueError):
-    """A file of a checkpoint folder is missing, cut short, or not what was written.
+    """A file of a checkpoint is missing, cut short, or not what was written.
 
     Args:
-        checkpoint: The folder.
+        checkpoint: The folder, or the single file.
         file: The file in it.
         reason: What is wrong with it.
     """

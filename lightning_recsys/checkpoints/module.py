@@ -11,6 +11,7 @@ from typing import IO, Any, Self
 import pytorch_lightning as pl
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from lightning_recsys.checkpoints.files import check_file
 from lightning_recsys.checkpoints.folder import is_folder
 from lightning_recsys.checkpoints.plugin import FolderCheckpointIO
 from lightning_recsys.checkpoints.single_file import to_file
@@ -51,6 +52,9 @@ class ReadsFolders(pl.LightningModule):
             strict: As for Lightning's.
             weights_only: As for :func:`torch.load`; ``None`` is ``True`` for a folder.
             **kwargs: Arguments of the class.
+
+        Raises:
+            DamagedCheckpointError: the checkpoint is not what was written.
         """
         load: Callable[..., Self] = partial(
             super().load_from_checkpoint,
@@ -60,7 +64,10 @@ class ReadsFolders(pl.LightningModule):
             weights_only=weights_only,
             **kwargs,
         )
-        if not isinstance(checkpoint_path, str | Path) or not is_folder(checkpoint_path):
+        if not isinstance(checkpoint_path, str | Path):
+            return load(checkpoint_path)
+        if not is_folder(checkpoint_path):
+            check_file(checkpoint_path)
             return load(checkpoint_path)
         with TemporaryDirectory() as folder:
             file = Path(folder) / "model.ckpt"

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.types import _PATH
 
+from lightning_recsys.checkpoints.files import check_file
 from lightning_recsys.checkpoints.folder import is_folder, read_checkpoint
 
 
@@ -38,9 +39,14 @@ class FolderCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file or a folder; ``None`` for ``weights_only`` is torch's default, ``True``."""
+        """Load a file or a folder; ``None`` for ``weights_only`` is torch's default, ``True``.
+
+        Raises:
+            DamagedCheckpointError: it is not what was written.
+        """
         if is_folder(Path(path)):
             return read_checkpoint(Path(path), weights_only=weights_only is not False)
+        check_file(path)
         options = {} if map_location is None else {"map_location": map_location}
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only, **options)
         return checkpoint

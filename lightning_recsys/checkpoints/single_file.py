@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_recsys.checkpoints.files import write_object
+from lightning_recsys.checkpoints.files import check_file, write_object
 from lightning_recsys.checkpoints.folder import read_checkpoint, save_folder
 
 
@@ -40,5 +40,9 @@ def to_folder(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, w
         file: What ``Trainer.save_checkpoint`` wrote under any strategy.
         folder: The folder; a checkpoint that is there is replaced.
         weights_only: As for :func:`torch.load`.
+
+    Raises:
+        DamagedCheckpointError: the file is not what was written.
     """
+    check_file(file)
     save_folder(folder, torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only))

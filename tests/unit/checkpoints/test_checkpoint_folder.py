@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_recsys.checkpoints import (
     FolderCheckpointIO,
+    ReadsFolders,
     StoredTensor,
     files,
     folder,
@@ -423,3 +424,36 @@ def test_tensors_of_any_kind_when_saved_then_are_back(tmp_path):
     read = read_checkpoint(tmp_path / "x.ckpt")["state_dict"]
     assert read.keys() == state.keys()
     assert all(torch.equal(read[key], value) and read[key].dtype == value.dtype for key, value in state.items())
+
+
+def test_single_file_when_a_byte_changes_or_it_is_cut_short_then_it_is_refused_or_loads_as_it_was(tmp_path):
+    file, target = tmp_path / "model.ckpt", tmp_path / "folder"
+    weight = torch.linspace(-1, 1, 400)
+    checkpoint = {"state_dict": {"weight": weight}, "global_step": 8, "pytorch-lightning_version": "2.6.0"}
+    FolderCheckpointIO().save_checkpoint(checkpoint, file)
+    written = file.read_bytes()
+    start = written.index(weight.numpy().tobytes())
+    refused = set()
+    for place in {*range(0, len(written), 29), *range(start, start + 1600, 101)}:
+        file.write_bytes(written[:place] + bytes([written[place] ^ 4]) + written[place + 1 :])
+        try:
+            found = FolderCheckpointIO().load_checkpoint(file)
+        except (
+            DamagedCheckpointError,
+            RuntimeError,
+            pickle.UnpicklingError,
+        ):  # torch finds by itself what its reader stumbles over
+            refused.add(place)
+        else:  # what nobody reads, such as padding
+            assert found["global_step"] == 8
+            torch.testing.assert_close(found["state_dict"]["weight"], weight, rtol=0, atol=0)
+    assert refused >= set(range(start, start + 1600, 101))
+    for damaged in (written[: len(written) // 2], written[:start] + bytes(4) + written[start + 4 :]):
+        file.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt"):
+            FolderCheckpointIO().load_checkpoint(file)
+        with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt"):
+            to_folder(file, target)
+        with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt"):
+            ReadsFolders.load_from_checkpoint(file)
+    assert not target.exists()
