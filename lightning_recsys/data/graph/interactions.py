@@ -1,6 +1,6 @@
 """Users and items as one graph: which items will a user take next?"""
 
-# Shape suffixes: B positive pairs of a batch, G users, P pairs.
+# Shape suffixes: B positive pairs of a batch, G users, I items, P pairs.
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lightning_recsys.data.graph.batch import NODE_FIELD, GraphBatch, NodeFeatur
 from lightning_recsys.data.graph.csr import CSRGraph, Ids
 from lightning_recsys.data.graph.module import GraphDataModule
 from lightning_recsys.data.graph.nodes import UNLABELED, NodeData, draw_splits
+from lightning_recsys.data.graph.ranking import Ranking
 from lightning_recsys.data.graph.sampling import NeighborSampler
 from lightning_recsys.data.hashing import key64
 from lightning_recsys.data.module import Split
@@ -66,9 +67,12 @@ class Interactions:
         if empty := [name for name in (user, item) if table[name].null_count]:
             raise ValueError(f"{path} has rows without a value in the columns {empty}.")
         (_, users), (_, items) = (np.unique(table[name].to_numpy(), return_inverse=True) for name in (user, item))
-        num_users, num_items = int(users.max(initial=-1)) + 1, int(items.max(initial=-1)) + 1
-        users, items = np.divmod(np.unique(users * num_items + items), max(num_items, 1))
-        return cls(users, items, num_users, num_items)
+        return cls(users, items, int(users.max(initial=-1)) + 1, int(items.max(initial=-1)) + 1).distinct()
+
+    def distinct(self) -> Interactions:
+        """Each pair once, by user and item."""
+        pairs = np.unique(self.users * self.num_items + self.items)
+        return Interactions(*np.divmod(pairs, max(self.num_items, 1)), self.num_users, self.num_items)
 
     def take(self, rows: Ids) -> Interactions:
         """Some of them."""
@@ -78,36 +82,6 @@ class Interactions:
         """Users and items as nodes, each interaction as an edge both ways."""
         edges = np.stack([self.users, self.items + self.num_users])
         return CSRGraph.from_edge_index(edges, num_nodes=self.num_users + self.num_items, undirected=True)
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Draws items that a user has not taken, from all that are known of.
-
-    Args:
-        taken: All interactions, of every split.
-        seed: Seed of the draws; with the key of a batch it says which items are drawn.
-    """
-
-    taken: Interactions
-    seed: int
-
-    @cached_property
-    def _keys(self) -> Ids:
-        return np.sort(self.taken.users * self.taken.num_items + self.taken.items)
-
-    def negatives(self, users: Ids, key: int) -> Ids:
-        """An item for each user that the user has not taken; of who has taken nearly all, perhaps one that was."""
-        random = np.random.default_rng([self.seed, key])
-        items = random.integers(0, self.taken.num_items, len(users))
-        for _ in range(20):
-            keys = users * self.taken.num_items + items
-            places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-            again = np.flatnonzero(self._keys[places] == keys)
-            if not len(again):
-                break
-            items[again] = random.integers(0, self.taken.num_items, len(again))
-        return items
 
 
 @dataclass(frozen=True)
@@ -126,10 +100,10 @@ class TrainingPairs(SampledRows):
     def take(self, rows: Tensor, *, key: int = 0) -> GraphBatch:
         """These interactions, int64 ``[B]``, then as many pairs for each of ``num_negatives`` draws."""
         some = self.positives.take(rows.numpy())
+        drawn = self.ranking.negatives(some.users, rows.numpy(), self.num_negatives, key=key)
         users = np.tile(some.users, 1 + self.num_negatives)
-        drawn = self.ranking.negatives(users[len(some.users) :], key)
         labels_P = np.arange(len(users)) < len(some.users)
-        return _batch(self, users, np.concatenate([some.items, drawn]), labels_P, size=len(rows), key=key)
+        return _batch(self, users, np.concatenate([some.items, drawn.T.ravel()]), labels_P, size=len(rows), key=key)
 
 
 @dataclass(frozen=True)
@@ -137,7 +111,6 @@ class RankedUsers(SampledRows):
     """Users with the items that they took later, among others."""
 
     held_out: Interactions
-    known: Interactions
     ranking: Ranking
     num_candidates: int | None
     features: NodeFeatures
@@ -152,29 +125,34 @@ class RankedUsers(SampledRows):
         return len(self.users)
 
     def take(self, rows: Tensor, *, key: int = 0) -> GraphBatch:
-        """All candidates of these users, int64 ``[G]``."""
+        """All candidates of these users, int64 ``[G]``; which they are, ``key`` has no say in."""
         chosen_G = self.users[rows.numpy()]
-        some = self.held_out.take(np.flatnonzero(np.isin(self.held_out.users, chosen_G)))
         if self.num_candidates is None:
-            users, items = (x.ravel() for x in np.meshgrid(chosen_G, np.arange(some.num_items), indexing="ij"))
-            old = self.known.users * some.num_items + self.known.items
-            pairs = users * some.num_items + items
-            rest = ~np.isin(pairs, old)
-            users, items = users[rest], items[rest]
-            labels = np.isin(pairs[rest], some.users * some.num_items + some.items)
+            known_GI, held_out_GI = (self._marked(x.users, x.items, chosen_G) for x in (self.ranking, self.held_out))
+            groups, items = np.nonzero(~known_GI | held_out_GI)
+            users, labels = chosen_G[groups], held_out_GI[groups, items]
         else:
-            others = np.repeat(chosen_G, self.num_candidates)
-            users, items = np.concatenate([some.users, others]), self.ranking.negatives(others, key)
-            items = np.concatenate([some.items, items])
+            some = self.held_out.take(np.flatnonzero(np.isin(self.held_out.users, chosen_G)))
+            others, drawn = self.ranking.candidates(chosen_G, self.num_candidates)
+            users, items = np.concatenate([some.users, others]), np.concatenate([some.items, drawn])
             labels = np.arange(len(users)) < len(some.users)
         return _batch(self, users, items, labels, size=len(rows), key=key)
+
+    def _marked(self, users: Ids, items: Ids, chosen_G: Ids) -> NDArray[np.bool_]:
+        """Which items each chosen user has among some pairs, ``[G, I]``."""
+        places = np.full(self.ranking.num_users, -1)
+        places[chosen_G] = np.arange(len(chosen_G))
+        marked_GI = np.zeros((len(chosen_G), self.ranking.num_items), np.bool_)
+        groups = places[users]
+        marked_GI[groups[groups >= 0], items[groups >= 0]] = True
+        return marked_GI
 
 
 def _batch(
     rows: TrainingPairs | RankedUsers, users: Ids, items: Ids, labels_P: NDArray[np.bool_], *, size: int, key: int
 ) -> GraphBatch:
     """The pairs of users and items as nodes of a sample around all of them."""
-    num_users = rows.ranking.taken.num_users
+    num_users = rows.ranking.num_users
     seeds, places = np.unique(np.concatenate([users, items + num_users]), return_inverse=True)
     neighborhood = rows.sampler.sample(seeds, key=key)
     return GraphBatch(
@@ -200,9 +178,11 @@ class InteractionDataModule(GraphDataModule):
         item: Column of the items.
         separator: Between columns.
         split: Shares of the interactions that are held out, and the seed that they are drawn with.
-        num_negatives: Items that the user has not taken, for each interaction of a training batch.
-        num_candidates: Items among which those held out are ranked in evaluation, drawn for each user; ``None`` ranks
-            all items that the user did not take in training, which is exact, and slow for many items.
+        num_negatives: Items for each interaction of a training batch that the user has not taken in training; those
+            that are held out are among them, as training knows nothing of these.
+        num_candidates: Distinct items among which those held out are ranked in evaluation, drawn for each user from
+            those that the user took in no split, or all of them where there are fewer; always the same ones. ``None``
+            ranks all such items, which is exact, and slow for many items.
         batch_size: Interactions (in evaluation, users) per batch and rank.
         num_neighbors: As in :class:`GraphDataModule`, like the three below.
         eval_num_neighbors: See there.
@@ -256,8 +236,9 @@ class InteractionDataModule(GraphDataModule):
 
     @cached_property
     def interactions(self) -> Interactions:
-        """All of them."""
-        return Interactions.read(self._path, **self._columns) if self._given is None else self._given
+        """All of them, each pair once: one that came twice might be trained and held out."""
+        given = self._given
+        return Interactions.read(self._path, **self._columns) if given is None else given.distinct()
 
     @cached_property
     def parts(self) -> dict[Split, Interactions]:
@@ -296,9 +277,12 @@ class InteractionDataModule(GraphDataModule):
         """Interactions to learn from, or users to rank items for; ``None`` where there are none."""
         if not self.has(split):
             return None
-        ranking = Ranking(self.interactions, int(key64(self.seed, split)))
-        common = (ranking, NodeFeatures(node_ids=True, bags={}, dense=None), self._sampler(split))
+        part = self.parts[split]
+        # Training knows of no pair that is held out: never to draw those as negatives would teach them.
+        known = part if split == "train" else self.interactions
+        seed = int(key64(self.seed, split))
+        ranking = Ranking(known.users, known.items, known.num_users, known.num_items, seed)
+        features, sampler = NodeFeatures(node_ids=True, bags={}, dense=None), self._sampler(split)
         if split == "train":
-            return TrainingPairs(self.parts["train"], common[0], self._num_negatives, *common[1:])
-        known = self.parts["train"]
-        return RankedUsers(self.parts[split], known, common[0], self._num_candidates, *common[1:])
+            return TrainingPairs(part, ranking, self._num_negatives, features, sampler)
+        return RankedUsers(part, ranking, self._num_candidates, features, sampler)

@@ -26,7 +26,7 @@ ALL = -1
 
 
 @compile_rule
-def _draw_positions(state, degree, fan_out, replacement, marks, chosen):  # noqa: ANN001, ANN202
+def draw_positions(state, degree, fan_out, replacement, marks, chosen):  # noqa: ANN001, ANN201
     """Fill ``chosen`` with positions among ``degree`` neighbours: Floyd's algorithm, or each at its own. None twice.
 
     A mark is the number of whoever chose a position last: nobody need clear them. ``marks[-1]`` counts.
@@ -74,7 +74,7 @@ def _sample_hop(first, stop, graph, draw, scratch, sample, num_edges):  # noqa: 
         if num_edges + taken > neighbors.shape[0] or num_nodes + taken > n_id.shape[0]:
             return np.int64(-1), num_edges
         if draws:
-            _draw_positions(mix(key ^ (np.uint64(node) * _GOLDEN)), degree, taken, replacement, marks, chosen)
+            draw_positions(mix(key ^ (np.uint64(node) * _GOLDEN)), degree, taken, replacement, marks, chosen)
         for i in range(taken):
             source = np.int64(indices[start + (chosen[i] if draws else i)])
             neighbors[num_edges + i] = source

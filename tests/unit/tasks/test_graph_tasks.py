@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from scipy.stats import chisquare
 
 from lightning_recsys.data.graph import CSRGraph, InteractionDataModule, Interactions, NodeData, NodeDataModule
+from lightning_recsys.data.graph.ranking import Ranking
 from lightning_recsys.models import GraphSAGE
 from lightning_recsys.optim import RowAdam
 from lightning_recsys.tasks import LinkPredictionTask, NodeClassificationTask
@@ -103,36 +106,110 @@ def test_bpr_when_scores_are_known_then_is_the_closed_form():
     assert task.loss(scores, batch).item() == pytest.approx(expected)
 
 
-def test_pairs_when_made_to_train_then_positives_are_known_and_negatives_are_not():
+def pairs_of(taken):
+    return set(zip(taken.users.tolist(), taken.items.tolist(), strict=True))
+
+
+def pairs_in(batch):
+    """A batch's pairs of a user and an item, of the 40 users of :func:`tastes`."""
+    users, items = batch.neighborhood.n_id[batch.pairs].numpy()
+    return list(zip(users.tolist(), (items - 40).tolist(), strict=True))
+
+
+def test_pairs_when_made_to_train_then_negatives_are_not_of_training_and_those_held_out_are_among_them():
+    data = InteractionDataModule(tastes(), batch_size=16, num_negatives=3, num_neighbors=[2])
+    of_train, negatives = pairs_of(data.parts["train"]), []
+    loader, seen = data.train_dataloader(), 0
+    for _ in range(4):
+        for batch in loader:
+            drawn = pairs_in(batch)
+            assert len(drawn) == 4 * batch.size
+            assert batch.labels.tolist() == [1.0] * batch.size + [0.0] * 3 * batch.size
+            assert of_train.issuperset(drawn[: batch.size])
+            negatives += drawn[batch.size :]
+            seen += batch.size
+    assert seen == 4 * len(of_train)
+    assert not of_train.intersection(negatives)
+    # What is held out is drawn as often as any other pair that training does not know.
+    held_out = pairs_of(data.parts["validation"]) | pairs_of(data.parts["test"])
+    expected = 0.0
+    for user, _ in of_train:
+        free = 30 - sum(u == user for u, _ in of_train)
+        expected += 12 * sum(u == user for u, _ in held_out) / free
+    assert sum(pair in held_out for pair in negatives) == pytest.approx(expected, abs=5 * math.sqrt(expected))
+
+
+def test_pairs_when_a_batch_is_spread_over_two_ranks_then_are_those_of_one_rank():
+    data = InteractionDataModule(tastes(), batch_size=16, num_negatives=3, num_neighbors=[2])
+    rows, order = data.rows("train"), torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    whole, *halves = (pairs_in(rows.take(x, key=5)) for x in (order, order[:20], order[20:]))
+    parts = [np.array(pairs).reshape(4, -1, 2) for pairs in halves]
+    assert np.concatenate(parts, 1).reshape(-1, 2).tolist() == [list(pair) for pair in whole]
+    assert pairs_in(rows.take(order, key=6)) != whole
+
+
+def test_candidates_when_users_are_spread_over_ranks_or_batches_then_are_the_same():
+    data = InteractionDataModule(tastes(), batch_size=16, num_candidates=5, num_neighbors=[2])
+    rows = data.rows("test")
+    whole = pairs_in(rows.take(torch.arange(len(rows)), key=1))
+    spread = [pair for i in range(0, len(rows), 7) for pair in pairs_in(rows.take(torch.arange(len(rows))[i : i + 7]))]
+    assert sorted(spread) == sorted(whole)
+
+
+@pytest.mark.parametrize("num_candidates", [8, 100])
+def test_candidates_when_drawn_then_none_comes_twice_and_all_are_there_where_they_are_few(num_candidates):
     taken = tastes()
-    data = InteractionDataModule(taken, batch_size=16, num_negatives=3, num_neighbors=[2])
-    known = set(zip(taken.users.tolist(), taken.items.tolist(), strict=True))
-    train = data.parts["train"]
-    of_train = set(zip(train.users.tolist(), train.items.tolist(), strict=True))
-    seen = 0
-    for batch in data.train_dataloader():
-        users, items = batch.neighborhood.n_id[batch.pairs].numpy()
-        drawn = list(zip(users.tolist(), (items - 40).tolist(), strict=True))
-        assert len(drawn) == 4 * batch.size
-        assert batch.labels.tolist() == [1.0] * batch.size + [0.0] * 3 * batch.size
-        assert of_train.issuperset(drawn[: batch.size])
-        assert not known.intersection(drawn[batch.size :])
-        seen += batch.size
-    assert seen == len(train.users)
-
-
-def test_candidates_when_all_are_ranked_then_those_of_training_are_left_out_and_those_held_out_are_in():
-    data = InteractionDataModule(tastes(), batch_size=7, num_neighbors=[2])
-    train, test = data.parts["train"], data.parts["test"]
-    pairs, labels = [], []
+    data = InteractionDataModule(taken, batch_size=7, num_neighbors=[2], num_candidates=num_candidates)
+    known, of_test = pairs_of(taken), pairs_of(data.parts["test"])
     for batch in data.test_dataloader():
-        users, items = batch.neighborhood.n_id[batch.pairs].numpy()
-        assert users.tolist() == batch.groups.tolist()
-        pairs += zip(users.tolist(), (items - 40).tolist(), strict=True)
+        pairs = pairs_in(batch)
+        assert len(pairs) == len(set(pairs))
+        for user in set(batch.groups.tolist()):
+            others = {pair for pair in pairs if pair[0] == user} - of_test
+            assert not others & known
+            assert len(others) == min(num_candidates, 30 - sum(u == user for u, _ in known))
+
+
+def test_items_when_drawn_then_all_that_a_user_has_not_taken_come_equally_often():
+    ranking = Ranking(np.array([1, 1, 1, 2, 2, 2, 1]), np.array([0, 3, 4, 0, 1, 2, 3]), 4, 7, seed=3)
+    users = np.repeat([1, 3], 3000)
+    drawn = ranking.negatives(users, np.arange(6000), 2, key=1)
+    counts = [np.bincount(drawn[users == user].ravel(), minlength=7) for user in (1, 3)]
+    assert np.flatnonzero(counts[0]).tolist() == [1, 2, 5, 6]
+    assert chisquare(counts[0][[1, 2, 5, 6]]).pvalue > 1e-3
+    assert chisquare(counts[1]).pvalue > 1e-3
+    some = [replace(ranking, seed=seed).candidates(np.array([2]), 2)[1] for seed in range(3000)]
+    assert chisquare(np.bincount(np.concatenate(some), minlength=7)[3:]).pvalue > 1e-3
+
+
+def test_items_when_a_user_has_taken_all_then_training_gets_any_and_evaluation_none():
+    ranking = Ranking(np.array([0, 0, 1]), np.array([0, 1, 1]), 2, 2, seed=0)
+    drawn = ranking.negatives(np.repeat([0, 1], 50), np.arange(100), 1, key=0)
+    assert set(drawn[:50].ravel().tolist()) == {0, 1}
+    assert set(drawn[50:].ravel().tolist()) == {0}
+    users, items = ranking.candidates(np.array([0, 1]), 5)
+    assert (users.tolist(), items.tolist()) == ([1], [0])
+
+
+def test_interactions_when_a_pair_comes_twice_then_is_in_one_split():
+    taken = tastes()
+    twice = Interactions(np.tile(taken.users, 2), np.tile(taken.items, 2), 40, 30)
+    parts = InteractionDataModule(twice, num_neighbors=[2]).parts
+    assert sum(len(part.users) for part in parts.values()) == len(taken.users)
+    assert not pairs_of(parts["train"]) & pairs_of(parts["test"])
+
+
+def test_candidates_when_all_are_ranked_then_those_of_other_splits_are_left_out_and_those_held_out_are_in():
+    taken = tastes()
+    data = InteractionDataModule(taken, batch_size=7, num_neighbors=[2])
+    of_test, pairs, labels = pairs_of(data.parts["test"]), [], []
+    for batch in data.test_dataloader():
+        assert [user for user, _ in pairs_in(batch)] == batch.groups.tolist()
+        pairs += pairs_in(batch)
         labels += batch.labels.tolist()
-    assert not set(zip(train.users.tolist(), train.items.tolist(), strict=True)).intersection(pairs)
-    held_out = {pair for pair, label in zip(pairs, labels, strict=True) if label}
-    assert held_out == set(zip(test.users.tolist(), test.items.tolist(), strict=True))
+    every = {(int(user), item) for user in data.rows("test").users for item in range(30)}
+    assert set(pairs) == (every - pairs_of(taken)) | of_test
+    assert {pair for pair, label in zip(pairs, labels, strict=True) if label} == of_test
     assert len(pairs) == len(set(pairs))
 
 
@@ -161,7 +238,7 @@ def test_interactions_when_read_then_names_become_numbers_and_pairs_count_once(t
 def test_interactions_when_bad_then_say_what_is_wrong():
     with pytest.raises(ValueError, match="items must be from 0 to 2, got 0 to 3"):
         Interactions(np.array([0, 1]), np.array([0, 3]), 2, 3)
-    with pytest.raises(ValueError, match=r"data\.split must leave interactions"):
+    with pytest.raises(ValueError, match=r"data\.split must leave something for training"):
         InteractionDataModule(tastes(), split={"validation": 0.9, "test": 0.1}).setup()
     with pytest.raises(ValueError, match=r"data\.num_negatives must be at least 1"):
         InteractionDataModule(tastes(), num_negatives=0)
