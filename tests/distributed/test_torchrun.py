@@ -89,23 +89,17 @@ def test_job_when_it_runs_twice_on_one_node_then_each_run_has_servers_of_its_own
     assert folders(lines(output, "pid")) == []
 
 
-def test_job_when_a_rank_raises_then_its_error_is_seen_and_no_server_is_left():
+def test_job_when_a_rank_raises_then_its_error_is_seen_nothing_is_saved_and_no_server_is_left():
     with job(*one_node("crash")) as process:
-        output, _ = process.communicate(timeout=150)
-    assert process.returncode == 1
-    assert "ZeroDivisionError: in step 3" in output
-    assert soon(lambda: not any(listens(x) for x in " ".join(lines(output, "endpoints")).split()))
-    assert soon(lambda: folders(lines(output, "pid")) == [])
-
-
-@pytest.mark.parametrize("strategy", ["het", "shadowsync"])
-def test_job_when_a_rank_raises_and_callbacks_are_to_save_then_it_ends_and_says_that_nothing_is_saved(strategy):
-    with job(*one_node("crash_and_save"), STRATEGY=strategy) as process:
         output, _ = process.communicate(timeout=150)  # a checkpoint is made by all ranks, and the others train
     assert process.returncode == 1
     assert "ZeroDivisionError: in step 3" in output
     assert "on_exception.ckpt was not written" in output
     assert lines(output, "saved") == ["[]"]  # of both ranks
+    endpoints = " ".join(lines(output, "endpoints")).split()
+    assert len(endpoints) >= 2
+    assert soon(lambda: not any(map(listens, endpoints)))
+    assert soon(lambda: folders(lines(output, "pid")) == [])
 
 
 @pytest.mark.parametrize(
@@ -197,16 +191,8 @@ def test_shadowsync_when_its_trainers_are_on_two_nodes_then_both_end_with_one_mo
     assert not set(first[0].split()) & set(untrained.split())  # every tensor was trained
 
 
-def test_hierarchical_when_its_groups_are_on_two_nodes_of_one_machine_then_both_train_and_end_with_one_model():
-    port, outputs = free_port(), []
-    with ExitStack() as stack:
-        processes = []
-        for rank in range(2):
-            node = ("--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1", "--master-addr=127.0.0.1")
-            started = job(*TORCHRUN, *node, f"--master-port={port}", SCRIPT, "groups", 2)
-            processes.append(stack.enter_context(started))
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+def test_hierarchical_when_its_groups_are_on_two_nodes_then_both_train_and_end_with_one_model(two_nodes):
+    outputs, _ = two_nodes
     assert [lines(output, "groups-world") for output in outputs] == [["2 2"], ["2 2"]]
     endpoints, final, untrained = (
         [lines(x, f"groups-{word}") for x in outputs] for word in ("endpoints", "final", "untrained")

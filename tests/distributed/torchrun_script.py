@@ -15,7 +15,7 @@ from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.models import DLRM
 from lightning_recsys.optim import RowSGD
-from lightning_recsys.strategies import HETStrategy, HierarchicalStrategy, ShadowSyncStrategy
+from lightning_recsys.strategies import HierarchicalStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.common.workers import meeting
 from lightning_recsys.tasks import CTRTask
 
@@ -49,12 +49,24 @@ class Late(Counting):
         super().on_train_end()
 
 
-class Failing(Counting):
-    """Fails in the third step of rank 1."""
+class Failing(Model):
+    """Fails in the third step of rank 1; has a table on servers, which all ranks save a part of."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = EmbeddingBagCollection([EmbeddingBagConfig("items", 64, 4, ("item",))])
+
+    def on_train_start(self):
+        say("endpoints", *self.trainer.strategy.endpoints["embedding"], *self.trainer.strategy.endpoints["sync"])
+        say("pid", os.getpid())
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.global_rank == 1 and batch_idx == 2:
             raise ZeroDivisionError("in step 3")
+
+    def training_step(self, batch, batch_idx):
+        ids = SparseFeatures(("item",), torch.tensor([batch_idx]))
+        return super().training_step(batch, batch_idx) + self.rows(ids).sum()
 
 
 class Endless(Counting):
@@ -102,13 +114,14 @@ class Synchronised(Ratings):
 
 
 def train_over_the_wire(num_nodes):
-    """Two runs in one job: servers and nothing else, then ShadowSync."""
+    """Three runs in one job: servers and nothing else, then ShadowSync, then Hierarchical Training."""
     meeting.MEETING_TIME = timedelta(seconds=5)  # for connections; others may be waited for longer
     fit(Late(), num_nodes)
     options = {"num_embedding_servers": 2, "num_sync_servers": 2, "min_rows": 60, "transport": "tcp"}
     make_trainer(strategy=ShadowSyncStrategy(num_trainers=2, **options), devices=1, num_nodes=num_nodes).fit(
         Synchronised()
     )
+    train_groups(num_nodes)
     torch.distributed.destroy_process_group()
 
 
@@ -124,7 +137,7 @@ class Grouped(CTRTask):
         say("groups-final", *(f"{x.double().sum().item():.12f}" for x in self.model.parameters()))
 
 
-def groups(num_nodes):
+def train_groups(num_nodes):
     """Hierarchical Training with a group on each node."""
     torch.manual_seed(0)
     model = DLRM(4, {"c0": 50, "c1": 30}, embedding_dim=4, bottom_hidden=(8,), top_hidden=(8,))
@@ -134,7 +147,6 @@ def groups(num_nodes):
     task = Grouped(model, optimizer=partial(torch.optim.SGD, lr=0.05))
     say("groups-untrained", *(f"{x.double().sum().item():.12f}" for x in model.parameters()))
     make_trainer(strategy=strategy, devices=1, num_nodes=num_nodes).fit(task, data)
-    torch.distributed.destroy_process_group()
 
 
 def meet(num_nodes):
@@ -143,32 +155,12 @@ def meet(num_nodes):
 
 
 def crash(num_nodes):
-    fit(Failing(), num_nodes)
-
-
-class FailingRatings(Failing):
-    """As above, with a table on servers, which all ranks save a part of."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = EmbeddingBagCollection([EmbeddingBagConfig("items", 64, 4, ("item",))])
-
-    on_train_start = on_train_end = Model.on_train_start
-    on_train_batch_end = Model.on_train_batch_end
-
-    def training_step(self, batch, batch_idx):
-        ids = SparseFeatures(("item",), torch.tensor([batch_idx]))
-        return super().training_step(batch, batch_idx) + self.rows(ids).sum()
-
-
-def crash_and_save(num_nodes):
     with TemporaryDirectory() as folder:
         callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_last=True, save_on_exception=True)]
         saving = {"callbacks": callbacks, "enable_checkpointing": True}
-        is_het = os.environ["STRATEGY"] == "het"
-        strategy = HETStrategy(staleness=10) if is_het else ShadowSyncStrategy(num_trainers=2)
+        strategy = ShadowSyncStrategy(num_trainers=2)
         try:
-            make_trainer(strategy=strategy, num_nodes=num_nodes, **saving).fit(FailingRatings())
+            make_trainer(strategy=strategy, num_nodes=num_nodes, **saving).fit(Failing())
         finally:
             say("saved", os.listdir(folder))
 
