@@ -65,11 +65,5 @@ def forks():
     time.sleep(1000)
 
 
-def names_fork_server():
-    """A run, and some time for somebody to look around."""
-    say("server", launch(pids, devices=1)[1])
-    sys.stdin.read()
-
-
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -130,18 +130,6 @@ def test_main_process_when_killed_and_survived_by_what_it_forked_then_its_worker
         os.kill(forked, signal.SIGKILL)  # it is still there
 
 
-def test_main_process_when_it_has_ended_then_so_has_its_fork_server(temporary):
-    """The end of one that is killed is in the test of signals."""
-    with main_process(str(SCRIPTS), "names_fork_server", TMPDIR=str(temporary)) as process:
-        server = int(read(process, r"server (\d+)")[1])
-        assert psutil.Process(server).ppid() == process.pid
-        assert left_in(temporary) == [f"pymp-{process.pid}"]
-        process.stdin.close()
-        assert process.wait(timeout=60) == 0
-        assert not psutil.pid_exists(server)
-    assert not left_in(temporary)
-
-
 IN_JOBLIB = """
 import os
 from joblib.externals.loky import get_reusable_executor
