@@ -1,7 +1,5 @@
 """A server that outlives runs: one after the other and at once, with ranks that map its files and ranks that ask."""
 
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -98,21 +96,21 @@ def test_runs_when_one_follows_the_other_then_each_trains_one_model_alone(tmp_pa
 def test_runs_when_at_once_then_the_second_is_refused_by_name_and_the_first_goes_on(tmp_path):
     (tmp_path / "stores").mkdir()
     with running(tmp_path / "stores") as server:
-        command = [sys.executable, __file__, server.endpoint, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
-            try:
-                while not (tmp_path / "started").exists():
-                    assert first.poll() is None, first.stdout.read()
-                    time.sleep(0.05)
-                with pytest.raises(
-                    ServerInUseError, match=rf"{server.endpoint} is in use by another run \(process \d+ on"
-                ):
-                    fit(server.endpoint, tmp_path)
-                (tmp_path / "go").touch()
-                output, _ = first.communicate(timeout=100)
-                assert first.returncode == 0, output
-            finally:
-                first.kill()
+        arguments = {"args": (server.endpoint, tmp_path), "kwargs": {"wait": True}}
+        first = fork_server_context().Process(target=fit, **arguments)
+        first.start()
+        try:
+            while not (tmp_path / "started").exists():
+                assert first.exitcode is None
+                time.sleep(0.05)
+            with pytest.raises(ServerInUseError, match=rf"{server.endpoint} is in use by another run \(process \d+ on"):
+                fit(server.endpoint, tmp_path)
+            (tmp_path / "go").touch()
+            first.join(100)
+            assert first.exitcode == 0
+        finally:
+            first.kill()
+            first.join()
         assert counted(tmp_path) == [2 * STEPS] * 2
 
 
@@ -226,7 +224,3 @@ def test_store_when_made_anew_past_its_server_then_the_server_has_the_new_one(tm
             remote.dense_store("center")
         files.create_dense_store("center", torch.ones(2))
         assert remote.dense_store("center").pull().tolist() == [1.0, 1.0]
-
-
-if __name__ == "__main__":
-    fit(sys.argv[1], sys.argv[2], wait=True)

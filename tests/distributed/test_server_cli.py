@@ -5,8 +5,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import tomllib
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from served_strategy import Ratings, make_trainer
 from server_helpers import stop_collector
 
 from lightning_recsys.errors import ServerUnreachableError
+from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.parameter_server import JobKeys, cli, connect
 from lightning_recsys.strategies import ShadowSyncStrategy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
+READY = r"lightning-recsys-server ready: (tcp://\S+:\d+|ipc:///\S+)\n"
 COMMAND = (sys.executable, "-m", cli.__name__)
 
 
@@ -34,13 +37,34 @@ def server(*arguments):
     process = subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
-        ready = re.fullmatch(r"lightning-recsys-server ready: (tcp://\S+:\d+|ipc:///\S+)\n", line)
+        ready = re.fullmatch(READY, line)
         assert ready, line
         yield process, ready[1]
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def serve_in(output, arguments):
+    """What the command does, its standard output in a file."""
+    with output.open("w") as file, redirect_stdout(file):
+        sys.exit(cli.main(arguments))
+
+
+@contextmanager
+def forked_server(output, *arguments):
+    """As above, at once: a process of the fork server has imported everything."""
+    process = fork_server_context().Process(target=serve_in, args=(output, [str(x) for x in arguments]))
+    process.start()
+    try:
+        while not (output.exists() and (line := output.read_text()).endswith("\n")):
+            assert process.exitcode is None
+            time.sleep(0.01)
+        yield process, re.fullmatch(READY, line)[1]
+    finally:
+        process.kill()
+        process.join()
 
 
 def train_through(endpoint, keys):
@@ -91,18 +115,20 @@ def test_server_when_started_in_a_shell_then_serves_trainers_tells_and_stops_on_
         stores.connection._gave_up = 1, 0.0, ""  # there is nobody to say goodbye to
         with pytest.raises(ServerUnreachableError, match="pushes were never acknowledged"):  # it has not looked
             stores.close()
-    with server("--folder", tmp_path / "stores", "--bind", "tcp://127.0.0.1:0") as (process, endpoint):
+    again = ("--folder", tmp_path / "stores")
+    with forked_server(tmp_path / "second", *again, "--bind", "tcp://127.0.0.1:0") as (process, endpoint):
         token = tmp_path / "stores" / ".token"
         assert cli.main(["--status", endpoint, "--timeout", "0.3"]) == 1
         assert cli.main(["--status", endpoint, "--keys", str(token), "--timeout", "60", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["run"] == "none"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    with server("--folder", tmp_path / "stores") as (process, endpoint):
+        process.terminate()
+        process.join(60)
+        assert process.exitcode == 0
+    with server(*again) as (process, endpoint):
         assert endpoint == f"ipc://{tmp_path}/stores/.socket"
         center = connect(endpoint, timeout=60).dense_store("center").pull()
         assert center[0] <= 0.5
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # which a process of the fork server leaves to who started it
         assert process.wait(60) == 0
 
 

@@ -1,9 +1,8 @@
-"""Kill a publisher at every step of a publication; prints how many steps there were. Arguments: a folder, a program."""
+"""Kills a publisher at every step of a publication; for a process of its own, in which nothing else happens."""
 
 import os
 import signal
 import sys
-from pathlib import Path
 
 import torch
 from published import TABLES, Trained
@@ -11,8 +10,6 @@ from published import TABLES, Trained
 from lightning_recsys.serving import ModelReader, reader
 from lightning_recsys.serving.dense import load_program
 
-torch.set_num_threads(1)
-os.fsync = lambda descriptor: None  # a kill loses nothing that the system has
 STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate")
 
 
@@ -45,7 +42,10 @@ def kill_at(step, folder):
     sys.addaudithook(watch)
 
 
-def main(folder, program):
+def kill_everywhere(folder, program, told):
+    """Tell through a pipe how many steps there were."""
+    torch.set_num_threads(1)
+    os.fsync = lambda descriptor: None  # a kill loses nothing that the system has
     url, loaded = folder / "model", load_program(program)
     reader.load_program = lambda path: loaded  # which takes longer than all else
     options = {"keep": 1, "compact_share": 1e9, "max_increments": 2}
@@ -78,8 +78,4 @@ def main(folder, program):
     assert os.WEXITSTATUS(status) == 0
     assert outcomes == {0, 1, 2}, outcomes
     trained.close()
-    print(step)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    told.send(step)

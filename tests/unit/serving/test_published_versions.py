@@ -4,18 +4,17 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from kills_script import kill_everywhere
 from published import FEATURES, Trained, save_program
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.serving import ModelReader, list_versions, roll_back
 from lightning_recsys.serving.cli import main
 from lightning_recsys.serving.files import VersionFolder
@@ -592,18 +591,15 @@ def test_folder_when_nothing_is_published_then_it_says_so(tmp_path):
 def test_publisher_when_killed_at_every_step_then_the_last_whole_version_opens_and_the_next_run_goes_on(
     program, tmp_path
 ):
-    script = Path(__file__).with_name("kills_script.py")
-    path = os.pathsep.join([str(script.parent), *filter(None, sys.path)])
-    run = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), str(program)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout) > 20
+    context = fork_server_context()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=kill_everywhere, args=(tmp_path, program, sender))
+    process.start()
+    sender.close()
+    with receiver:
+        assert receiver.recv() > 20
+    process.join(20)
+    assert process.exitcode == 0
 
 
 def test_programs_when_opened_by_several_threads_then_none_disturbs_another(make, tmp_path):
