@@ -49,13 +49,16 @@ def run_recipe(
 
 
 @contextmanager
-def recipe_server() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+def recipe_server(site: Path = ROOT) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """As :func:`run_recipe`, but in forks of one process, which start at once: for runs whose start does not matter.
 
-    Their workers do, too: all runs share a fork server.
+    Their workers do, too: all runs share a fork server. A script may also be named by its whole path.
+
+    Args:
+        site: The folder of the library: the repository, or an unpacked wheel.
     """
     command = [sys.executable, "-W", "default", str(Path(__file__).with_name("recipe_server_script.py"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         tempfile.TemporaryDirectory() as outputs,

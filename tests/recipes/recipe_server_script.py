@@ -1,5 +1,7 @@
 """Runs recipes in forks of this process, which has imported what takes seconds; a line on standard input for each run.
 
+The library and the recipes are those that Python finds here: of the repository, or of a wheel in ``PYTHONPATH``.
+
 A line is JSON: ``[RECIPE, ARGUMENTS, FOLDER, ENVIRONMENT, OUTPUT, ERRORS]``, the last two for what the run prints;
 the answer is its exit status, after a line that says that all is ready. Otherwise a fork does what
 ``python RECIPE ARGUMENTS`` would do in that folder; but its workers come from a fork server that all runs share.
@@ -12,9 +14,10 @@ import sys
 import tempfile
 from importlib import import_module
 from multiprocessing import forkserver
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
+from lightning_recsys.cli import recipes_folder
+
+sys.path.insert(0, str(recipes_folder()))
 
 import benchmark  # noqa: F401 - all of it for what it imports
 import evaluate  # noqa: F401

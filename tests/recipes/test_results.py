@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import results
-from recipe_helpers import CONF, plain, train_here
+from recipe_helpers import plain, train_here
 
 SMALL = ["trainer=cpu", "data.train_rows=600", "data.val_rows=200", "data.test_rows=200", "callbacks/progress_bar=none"]
 SMALL += ["data.batch_size=100", "model=lr", "data.cardinalities=[20,30]"]
@@ -23,12 +21,7 @@ def run(composed, tmp_path):
     return tmp_path
 
 
-def check(root, *arguments):
-    command = [sys.executable, str(CONF.parent / "recipes/results.py"), "--root", str(root), "check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
-
-
-def test_run_when_kept_then_its_folder_tells_all_but_paths_and_a_check_redoes_it(run, tmp_path):
+def test_run_when_kept_then_its_folder_tells_all_but_paths_and_a_check_redoes_it(run, run_forked, tmp_path):
     root = tmp_path / "kept"
     folder = results.keep(run, "synthetic/lr", root)
     assert sorted(x.name for x in folder.iterdir()) == ["config.yaml", "seed-3.csv", "seed-3.json"]
@@ -45,7 +38,7 @@ def test_run_when_kept_then_its_folder_tells_all_but_paths_and_a_check_redoes_it
     record = json.loads(path.read_text())
     record["metrics"]["test/auc"] += 0.01
     path.write_text(json.dumps(record))
-    done = check(root, "synthetic/lr")
+    done = run_forked("results.py", "--root", str(root), "check", "synthetic/lr", folder=root)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("synthetic/lr") == 3
     assert done.stdout.count("DIFFERS") == 1, "log loss and NE come out as before"

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from recipe_helpers import ROOT, TINY
+import pytest.__main__
+from recipe_helpers import ROOT, TINY, recipe_server
 
 from lightning_recsys.cli import RECIPES, main, usage
 
@@ -39,16 +41,17 @@ def unpacked(tmp_path_factory) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def run_unpacked(unpacked) -> Iterator[Command]:
+    """Runs scripts in forks of one process, which has imported what is in the wheel."""
+    with recipe_server(unpacked) as run:
+        yield run
+
+
 @pytest.fixture
-def command(unpacked, tmp_path) -> Command:
-    """``lightning-recsys`` of the wheel, in the test's folder."""
-
-    def run(*arguments: str, folder: Path = tmp_path) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
-        line = [sys.executable, "-m", "lightning_recsys", *arguments]
-        return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-
-    return run
+def command(unpacked, run_unpacked, tmp_path) -> Command:
+    """``lightning-recsys`` of the wheel, in the test's folder, and at once."""
+    return partial(run_unpacked, str(unpacked / "lightning_recsys/__main__.py"), folder=tmp_path)
 
 
 def names_below(folder: Path) -> set[str]:
@@ -61,8 +64,11 @@ def test_wheel_then_carries_all_configurations_and_recipes(unpacked, folder):
     assert carried == {name for name in names_below(ROOT / folder) if "__pycache__" not in name}
 
 
-def test_train_from_the_wheel_then_runs_with_its_own_configuration(command, tmp_path):
-    done = command("train", *TINY, "trainer=cpu", "hydra.run.dir=run", "callbacks/progress_bar=none")
+def test_train_from_the_wheel_then_runs_with_its_own_configuration(unpacked, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "lightning_recsys", "train", *TINY, "trainer=cpu", "hydra.run.dir=run"]
+    line += ["callbacks/progress_bar=none"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/metrics.json").read_text())["status"] == "completed"
     assert "AUC" in done.stdout
@@ -73,7 +79,7 @@ STRATEGIES = ("single", "ddp", "shadowsync", "het", "async_ps", "hierarchical", 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_new_project_then_trains_under_every_strategy_and_passes_its_own_test(command, tmp_path):
+def test_new_project_then_trains_under_every_strategy_and_passes_its_own_test(command, run_unpacked, tmp_path):
     """Somebody's first hour: its model is in no library, and its configuration extends ours."""
     done = command("new", "clickers")
     assert done.returncode == 0, done.stderr
@@ -96,9 +102,7 @@ def test_new_project_then_trains_under_every_strategy_and_passes_its_own_test(co
     (checkpoint,) = project.glob("out/*single*/checkpoints/best.ckpt")
     done = command("predict", f"checkpoint={checkpoint}", "out=p.csv", folder=project)
     assert done.returncode == 0, done.stderr
-    tested = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q"], cwd=project, capture_output=True, text=True, timeout=240
-    )
+    tested = run_unpacked(pytest.__main__.__file__, "-q", "-o", "pythonpath=.", folder=project)
     assert "1 passed" in tested.stdout, tested.stdout
     done = command("train", *own, "model.hiden=3", folder=project)
     assert "model.hiden: no such choice. Did you mean model.hidden?" in done.stderr
