@@ -22,7 +22,7 @@ from lightning_recsys.stores.plain import layout_to_plain, optimizer_to_plain
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
-CASES = 20_000
+CASES = 6_000
 PER_EXAMPLE = 50  # requests that hypothesis draws at once: its own overhead is per example
 LIMITS = Limits(frames=5, header_bytes=2048, message_bytes=4096, rows=64)
 IDS, OFFSETS, GRADS = torch.tensor([0, 5, 1, 4, 2, 0]), torch.arange(7), torch.ones(2, 3, 4)
@@ -185,7 +185,7 @@ def make_handler(folder):
     return handler
 
 
-def test_handler_when_given_20000_wrong_requests_then_answers_all_and_changes_nothing(tmp_path):
+def test_handler_when_given_thousands_of_wrong_requests_then_answers_all_and_changes_nothing(tmp_path):
     handler = make_handler(tmp_path)
     before = digest(tmp_path)
     seen = {"cases": 0, "not_ok": 0}
