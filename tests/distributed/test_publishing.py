@@ -12,7 +12,7 @@ from lightning_recsys.checkpoints import is_folder, read_checkpoint
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.models import WideDeep
 from lightning_recsys.serving import ModelPublisher, ModelReader, list_versions
-from lightning_recsys.serving.dense import DensePart, export_apart
+from lightning_recsys.serving import dense as serving_dense
 from lightning_recsys.stores import DynamicRows
 from lightning_recsys.strategies import (
     AsyncParameterServerStrategy,
@@ -44,7 +44,7 @@ def wide_deep(**options):
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     path = tmp_path_factory.mktemp("program") / "p.pt2"
-    export_apart(DensePart(wide_deep()), 2, path)
+    serving_dense._export(serving_dense.DensePart(wide_deep()), 2, path)
     return path
 
 

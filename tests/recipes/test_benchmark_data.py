@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from functools import partial
+
+from benchmarks.harness.workload import Workload
+from benchmarks.suites.data import preparation, suite
 from omegaconf import OmegaConf
 from recipe_tools.build import build
 
 
-def test_data_suite_when_run_then_measures_every_reader_at_every_shape(composed):
+def test_data_suite_when_run_then_measures_every_reader_at_every_shape(composed, monkeypatch):
+    for module in (preparation, suite):
+        monkeypatch.setattr(module, "Workload", partial(Workload, cardinalities=(100,) * 26))
     small = [
         "suite.rows=5000",
         "suite.prepare=[bars]",
