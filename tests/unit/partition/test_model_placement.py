@@ -3,9 +3,19 @@
 import pytest
 import torch
 
+from lightning_recsys import models
 from lightning_recsys.embeddings import SparseFeatures
-from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
-from lightning_recsys.partition.tracing import trace
+from lightning_recsys.models import (
+    DCN,
+    DLRM,
+    DCNv2,
+    DeepFM,
+    FactorizationMachine,
+    GraphSAGE,
+    LogisticRegression,
+    WideDeep,
+)
+from lightning_recsys.partition.tracing import check_traceable, trace
 from lightning_recsys.placement.communication import Network
 from lightning_recsys.placement.exact import solve
 from lightning_recsys.placement.loads import LoadModel
@@ -14,9 +24,18 @@ from lightning_recsys.placement.tagging import place_operators
 
 FIELDS = {f"f{i}": 10 for i in range(26)}
 BATCH = 64
+PLACED = [LogisticRegression, FactorizationMachine, WideDeep, DeepFM, DCN, DCNv2, DLRM]
 
 
-@pytest.mark.parametrize("model_class", [LogisticRegression, FactorizationMachine, WideDeep, DeepFM, DCN, DCNv2, DLRM])
+def test_models_then_each_is_compared_below_or_has_no_operators_to_place():
+    ours = {x for x in vars(models).values() if isinstance(x, type) and issubclass(x, torch.nn.Module)}
+    assert ours == {*PLACED, GraphSAGE}
+    # It computes as many layers as the batch has hops, on rows that differ between batches: there is no graph to cut.
+    with pytest.raises(ValueError, match=r"\(GraphSAGE\) cannot be traced"):
+        check_traceable(GraphSAGE(0, {"node": 80}, num_classes=2, embedding_dim=4, hidden=4))
+
+
+@pytest.mark.parametrize("model_class", PLACED)
 def test_greedy_then_its_bottleneck_is_within_ten_per_cent_of_the_best(model_class):
     sample = torch.randn(BATCH, 13), SparseFeatures(tuple(FIELDS), torch.randint(0, 10, (26 * BATCH,)))
     graph = trace(model_class(13, FIELDS), sample).operators
