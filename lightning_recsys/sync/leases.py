@@ -67,6 +67,7 @@ first=1, last=2))
         self._returned: list[Lease] = []  # what the dead had not finished
         self._lost: set[int] = set()
         self._idle: set[int] = set()  # those that have been given all they can have so far
+        self._pausing: set[int] = set()  # those that left their share to others when they last asked
         self._next_number = 1
         self.dealt_again = 0
 
@@ -78,15 +79,20 @@ first=1, last=2))
             latest: Number of the lease that it was given last, 0 for none. Where it has not heard of a later one, it is
                 given that again.
             pauses: It leaves its share to the others, but for the first batch, once that alone is left.
+
+        Raises:
+            ValueError: workers have died, and all others leave their shares to each other: nobody trains what is left.
         """
         given = self._latest[worker]
         if given is not None and given.number != latest:
             return given
         # It asks for more when all of the last lease is handed out, so only the end of that may be untrained.
         self._out[worker] = [_end_of(x) for x in self._out[worker]]
+        (self._pausing.add if pauses else self._pausing.discard)(worker)
         found = None if pauses and not self._has_to_come(worker) else self._find(worker)
         if found is None:
             self._idle.add(worker)
+            self._refuse_to_wait_for_the_dead()
             return None
         self._idle.discard(worker)
         lease = Lease(self._next_number, *found)
@@ -94,6 +100,15 @@ first=1, last=2))
         self._out[worker].append(lease)
         self._latest[worker] = lease
         return lease
+
+    def _refuse_to_wait_for_the_dead(self) -> None:
+        living = set(range(len(self._left))) - self._lost
+        if self._lost and living <= self._pausing and not self.is_dealt_out:
+            left = sum(last - first for first, last in self._left) + sum(x.last - x.first for x in self._returned)
+            raise ValueError(
+                f"{left} batches of the epoch are left, and nobody trains them: workers {sorted(self._lost)} have died,"
+                f" and the others, {sorted(living)}, belong to groups that are drained. Go on from the last checkpoint."
+            )
 
     def _find(self, worker: int) -> tuple[int, int, int] | None:
         if self._left[worker][0] < self._left[worker][1]:
@@ -162,6 +177,7 @@ first=1, last=2))
             "returned": [asdict(x) for x in self._returned],
             "lost": sorted(self._lost),
             "idle": sorted(self._idle),
+            "pausing": sorted(self._pausing),
             "next_number": self._next_number,
             "dealt_again": self.dealt_again,
         }
@@ -175,6 +191,7 @@ first=1, last=2))
         leases._latest = [None if x is None else Lease(**x) for x in plain["latest"]]
         leases._returned = [Lease(**x) for x in plain["returned"]]
         leases._lost, leases._idle = set(plain["lost"]), set(plain["idle"])
+        leases._pausing = set(plain["pausing"])
         leases._next_number, leases.dealt_again = plain["next_number"], plain["dealt_again"]
         return leases
 

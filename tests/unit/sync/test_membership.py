@@ -173,6 +173,27 @@ def test_leases_when_a_worker_pauses_then_the_others_have_its_share_but_for_the_
     assert leases.is_dealt_out
 
 
+def test_leases_when_all_who_live_pause_and_the_others_have_died_then_say_so_instead_of_waiting_for_ever():
+    leases = ShardLeases(3, shard_size=20, lease_size=8)
+    assert leases.take(1, pauses=True) is None
+    assert leases.take(2, pauses=True) is None  # worker 0 may come
+    leases.take(0)
+    leases.lose(0)
+    leases = ShardLeases.from_plain(leases.to_plain())
+    with pytest.raises(
+        ValueError, match=r"60 batches .* workers \[0\] have died, and the others, \[1, 2\], .* drained"
+    ):
+        leases.take(1, pauses=True)
+    assert leases.take(2).owner == 2  # whose group has come back
+    assert leases.take(1, pauses=True) is None
+
+
+def test_leases_when_all_pause_and_nobody_has_died_then_wait_for_one_to_come_back():
+    leases = ShardLeases(2, shard_size=20, lease_size=8)
+    assert leases.take(0, pauses=True) is None
+    assert leases.take(1, pauses=True) is None
+
+
 def test_leases_when_a_worker_pauses_in_mid_epoch_then_it_gets_nothing_until_it_goes_on():
     leases = ShardLeases(2, shard_size=20, lease_size=8)
     first = leases.take(1)
