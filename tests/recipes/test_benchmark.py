@@ -20,7 +20,7 @@ import pytest
 from benchmarks.harness.apart import Apart
 from benchmarks.harness.bars import Bar, Bars
 from benchmarks.harness.estimates import trimmed_mean
-from benchmarks.harness.report import Drawn, fill
+from benchmarks.harness.report import Drawn, fill, markdown, show
 from benchmarks.harness.turns import Measurement, Stopped, Turn, in_turns
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.het.cache import Columns
@@ -273,6 +273,13 @@ def test_bars_when_a_standard_error_is_known_then_it_stands_beside_the_value():
     first, second = bars.to_dict()["bars"]
     assert first["standard_error"] == 0.31
     assert "standard_error" not in second
+
+
+def test_bars_when_there_are_none_then_have_no_heading(capsys):
+    assert "Bars:" in markdown([Bars((Bar("a", 1.0, "at most", 3.0),))])
+    assert "Bars" not in markdown([Bars(())])
+    show([Bars(())])
+    assert not capsys.readouterr().out
 
 
 def test_command_line_when_the_page_has_no_place_then_says_so_before_it_measures(run_forked, tmp_path):

@@ -104,9 +104,10 @@ def _variants(rows: list[Row]) -> list[str]:
 
 
 def show(rows: Sequence[Result]) -> None:
-    """Print a table for each result."""
+    """Print a table for each result that has lines."""
     for row in rows:
-        console().print(row.table())
+        if (table := row.table()).rows:
+            console().print(table)
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -124,8 +125,7 @@ def markdown(results: Sequence[Result]) -> str:
         lines = [[row.workload, *(_cell(row, name) for name in names)] for row in rows]
         parts.append(_markdown_table(["", *names], lines))
     for result in results:
-        if not isinstance(result, Row):
-            table = result.table()
+        if not isinstance(result, Row) and (table := result.table()).rows:  # parts of a suite may have no bars
             cells = zip(*(map(str, column.cells) for column in table.columns), strict=True)
             title = str(table.title)
             parts.append(f"{title[:1].upper()}{title[1:]}:")
