@@ -27,14 +27,16 @@ def main(cfg: DictConfig) -> None:
     ready = f"{cfg.url} answers at http://{cfg.host}:{cfg.port}/predict, and follows new versions. Ctrl-C ends it."
     try:
         server = make_server(api, workers=cfg.workers, on_ready=lambda: print(ready, flush=True))
-    except (FileNotFoundError, PublishedVersionError) as error:
-        raise SystemExit(str(error)) from None
+    except (FileNotFoundError, PublishedVersionError, ImportError, ValueError) as error:
+        raise SystemExit(str(error)) from None  # fsspec's errors name the scheme, or the package, that it lacks
     except OSError as error:
         raise SystemExit(f"{cfg.url} cannot be read: {error}") from None
     _end_as_with_control_c()
     print(f"Opening {cfg.url} ...", flush=True)
     try:
         server.run(host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None  # a host or port that cannot be
     except KeyboardInterrupt:  # before it answers: LitServe ends what it has started only from then on
         for process in multiprocessing.active_children():
             process.kill()

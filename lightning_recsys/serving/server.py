@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,10 +67,9 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
 
     def setup(self, device: str) -> None:
         """Open the version that counts, and follow."""
-        if (
-            multiprocessing.parent_process() is not None
-        ):  # LitServe starts a process for it, which nobody else would end
+        if multiprocessing.parent_process() is not None:  # in the process that LitServe starts for it
             end_with_parent()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is LitServe's, which ends this process afterwards
         self.reader = ModelReader(self.url, cache=self.cache, version=self.version)
         self.reader.follow(self.follow_seconds, tell=self._note)
 
