@@ -1,24 +1,22 @@
-"""The folder of published versions, on this machine or behind any fsspec URL: files with digests, and one pointer."""
+"""The folder of published versions, on this machine or behind any fsspec URL: their files, and one pointer."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import re
 import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
+from lightning_recsys.serving.digested_files import digest_file, write_file
 from lightning_recsys.serving.manifest import (
     CURRENT,
     MANIFEST,
@@ -35,57 +33,8 @@ from lightning_recsys.serving.publishing.claims import Claim, locked, words_of
 
 _VERSIONS = "versions"
 _NUMBER = re.compile(r"[1-9]\d{0,17}")
-_CHUNK_BYTES = 1 << 22
 _UNUSED_SECONDS = 3600.0  # a downloaded file that nobody has in use any more is kept for so long
 _NOTE_SECONDS = 600.0  # between two notes that files are in use
-
-
-class DigestedFile(io.RawIOBase):
-    """A new file that is written from beginning to end, and digested meanwhile."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._file: IO[bytes] = path.open("xb")
-        self._digest, self._size = hashlib.sha256(), 0
-
-    def writable(self) -> bool:  # noqa: D102 - inherited
-        return True
-
-    def write(self, data: Any) -> int:
-        """Write all of it."""
-        view = memoryview(data).cast("B")
-        self._file.write(view)
-        self._digest.update(view)
-        self._size += len(view)
-        return len(view)
-
-    def tell(self) -> int:  # noqa: D102 - inherited
-        return self._size
-
-    def flush(self) -> None:  # noqa: D102 - inherited
-        if not self._file.closed:
-            self._file.flush()
-
-    def finish(self) -> FileEntry:
-        """Bring it to the disk and close it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.close()
-        return FileEntry(self._size, self._digest.hexdigest())
-
-    def close(self) -> None:  # noqa: D102 - inherited
-        super().close()
-        self._file.close()
-
-
-def digest_file(path: Path) -> FileEntry:
-    """Size and digest of a file that is there; of a link's target none, which may lie anywhere."""
-    digest, size = hashlib.sha256(), 0
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileEntry(size, digest.hexdigest())
 
 
 @contextmanager
@@ -399,16 +348,6 @@ class VersionFolder:
         if self.is_local:
             for path in Path(self._root).glob(f".{CURRENT}.*"):
                 path.unlink(missing_ok=True)
-
-
-def write_file(folder: Path, name: str, write: Callable[[DigestedFile], object]) -> FileEntry:
-    """Make a file in a folder; returns its size and digest."""
-    file = DigestedFile(folder / name)
-    try:
-        write(file)
-        return file.finish()
-    finally:
-        file.close()
 
 
 def _sync(folder: Path) -> None:

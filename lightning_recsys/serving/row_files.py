@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.serving.files import DigestedFile
+from lightning_recsys.serving.digested_files import DigestedFile
 
 BLOCK_BYTES = 1 << 24
 Floats = NDArray[np.float32]

@@ -23,8 +23,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_recsys.serving.digested_files import DigestedFile, digest_file, write_file
 from lightning_recsys.serving.encoders import RequestEncoder
-from lightning_recsys.serving.files import DigestedFile, VersionFolder, digest_file, write_file
+from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import MANIFEST, Collection, FileEntry, Link, Manifest, TableRows, digest_of
 from lightning_recsys.serving.packing import RowFormat, num_words, pack_rows
 from lightning_recsys.serving.publishing.retention import Retention

@@ -17,7 +17,8 @@ from published import Sums, Trained, save_program
 from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
 from lightning_recsys.serving import ModelReader, roll_back
 from lightning_recsys.serving.cli import main
-from lightning_recsys.serving.files import DigestedFile, VersionFolder
+from lightning_recsys.serving.digested_files import DigestedFile
+from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.hub import save_pretrained
 from lightning_recsys.serving.manifest import MANIFEST
 from lightning_recsys.serving.publishing import claims
