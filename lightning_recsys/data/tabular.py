@@ -21,7 +21,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from rich.console import Console
 
 from lightning_recsys.__about__ import __version__
-from lightning_recsys.data.files import InputFile, stored_file
+from lightning_recsys.data.files import file_identities
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.preparation import ByFile, BySchema, Preparation, SchemaRules, SplitRule
 from lightning_recsys.data.preparation.cache import Lease, RowCache
@@ -258,7 +258,7 @@ class TabularDataModule(PreparedReader):
         split: SplitRule = BySchema(raw_format, own_files=False)
         if origin != "train":
             split = ByFile(**{self._place(origin): tuple(map(str, files))})
-        identities = partial(_identities, [*files, *raw_format.side_files()])
+        identities = partial(file_identities, [*files, *raw_format.side_files()])
         before = identities()
 
         def check() -> None:
@@ -328,15 +328,6 @@ class TabularDataModule(PreparedReader):
                 f"all {num_rows} training rows have the label {min(positives, 1)}{rule} on column "
                 f"{self.schema.label.column!r}. There is nothing to learn; check schema.label."
             )
-
-
-def _identities(paths: list[Path]) -> list[Any]:
-    """What tells whether files are those that they were: reading all of them would take as long as preparing them.
-
-    A file that is written in place within one tick of the clock has the same time, but another content at its ends; a
-    copy that keeps the time is the same file, on another machine too.
-    """
-    return [[asdict(InputFile.of(path)), stored_file(path).stat().st_mtime_ns] for path in paths]
 
 
 @rank_zero_only

@@ -4,17 +4,19 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_recsys.data.files import file_identities
 from lightning_recsys.data.graph.batch import NODE_FIELD, GraphBatch, NodeFeatures, SampledBatches, SampledRows
 from lightning_recsys.data.graph.csr import Ids
 from lightning_recsys.data.graph.nodes import NodeData
@@ -22,6 +24,9 @@ from lightning_recsys.data.graph.readers import Format, read_nodes
 from lightning_recsys.data.graph.sampling import NeighborSampler
 from lightning_recsys.data.loader import Shuffle
 from lightning_recsys.data.module import CTRDataModule, Split
+
+_ORIGIN = "origin.json"
+"""In a folder of arrays, what they were made from."""
 
 
 class GraphDataModule(CTRDataModule):
@@ -114,7 +119,7 @@ class NodeDataModule(GraphDataModule):
         root: Where ``file`` is looked for.
         format: Of the file, as in :func:`~lightning_recsys.data.graph.read_nodes`.
         mapped: A folder that gets the graph as plain arrays when it is first read; later runs, and all processes of
-            this machine, map those. ``None`` reads ``file`` into memory.
+            this machine, map those. It must not lie in the folder that is read. ``None`` reads ``file`` into memory.
         split: ``{"validation": 0.1, "test": 0.1, "seed": 0}``: shares of the labelled nodes that are drawn; ``None``
             takes the file's own splits.
         node_ids: Give every node a row to train, as the feature ``node``.
@@ -128,7 +133,8 @@ class NodeDataModule(GraphDataModule):
         drop_last: Leave out the training seeds that do not fill a batch on every rank.
 
     Raises:
-        ValueError: an argument is out of its range, the graph is bad, there are no splits, or nodes have no feature.
+        ValueError: an argument is out of its range, the graph is bad, there are no splits, nodes have no feature, or
+            ``mapped`` holds another graph.
     """
 
     def __init__(
@@ -161,27 +167,58 @@ class NodeDataModule(GraphDataModule):
         )
         if (nodes is None) == (not file):
             raise ValueError("data needs nodes, or data.file to read them from, and not both.")
+        if nodes is not None and mapped is not None:
+            raise ValueError(
+                "data.mapped is for data.file: save nodes with NodeData.save and give NodeData.open(folder)."
+            )
         self._given, self._format = nodes, format
         self._path, self._mapped = Path(root).expanduser() / file, None if mapped is None else Path(mapped).expanduser()
+        if self._mapped is not None and self._mapped.resolve().is_relative_to(self._path.resolve()):
+            raise ValueError(f"data.mapped={mapped} lies in {self._path}, which is read: name a folder outside it.")
         self._split = None if split is None else dict(split)
         self._node_ids, self._features = node_ids, features
 
     def prepare_data(self) -> None:
         """Write the arrays that are to be mapped, unless they are there."""
         if self._mapped is not None and not self._mapped.exists():
-            unfinished = self._mapped.with_name(f"{self._mapped.name}.unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            self._read().save(unfinished)
-            unfinished.rename(self._mapped)  # whole, or not there
+            self._mapped.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=f"{self._mapped.name}.", dir=self._mapped.parent) as unfinished:
+                folder, source = Path(unfinished) / "arrays", self._origin()
+                self._read().save(folder)
+                (folder / _ORIGIN).write_text(json.dumps(source))
+                try:
+                    folder.rename(self._mapped)  # whole, or not there
+                except OSError:
+                    if not self._mapped.exists():
+                        raise  # else another run was first
 
     def _read(self) -> NodeData:
         return read_nodes(self._path, self._format) if self._given is None else self._given
 
+    def _origin(self) -> dict[str, Any]:
+        """What the arrays are made from; no files where they are gone."""
+        path = self._path.resolve()
+        files = sorted(x for x in path.rglob("*") if x.is_file()) if path.is_dir() else [path] * path.exists()
+        return {"path": str(path), "format": self._format, "files": file_identities(files)}
+
+    def _open(self, folder: Path) -> NodeData:
+        """The arrays that were written, if they are of these files as these are now, or were when they were removed."""
+        written = json.loads((folder / _ORIGIN).read_text()) if (folder / _ORIGIN).exists() else {}
+        source = self._origin()
+        if not source["files"]:
+            source["files"] = written.get("files")
+        if source != written:
+            raise ValueError(
+                f"data.mapped={folder} holds arrays of {written.get('path', 'other files')} as data.format="
+                f"{written.get('format')}, and not of {source['path']} as it is now, as data.format={self._format}: "
+                "name another folder, or remove this one, and it is made anew."
+            )
+        return NodeData.open(folder)
+
     @cached_property
     def nodes(self) -> NodeData:
         """The nodes, with splits."""
-        mapped = self._mapped is not None and self._mapped.exists()
-        nodes = NodeData.open(self._mapped) if mapped and self._mapped is not None else self._read()
+        nodes = self._open(self._mapped) if self._mapped is not None and self._mapped.exists() else self._read()
         if self._split is not None:
             shares = {"validation": 0.0, "test": 0.0, "seed": 0} | self._split
             nodes = nodes.split(**shares)  # type: ignore[arg-type]

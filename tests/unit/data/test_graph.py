@@ -257,18 +257,59 @@ def test_batch_when_taken_then_has_each_node_once_with_its_own_features():
     assert (module.num_dense, module.num_classes) == (2, 3)
 
 
-def test_module_when_mapped_then_reads_its_file_once(tmp_path, monkeypatch):
-    path = tmp_path / "tiny.npz"
-    graph = random_graph(20, 50)
-    np.savez(path, adj_indptr=graph.indptr, adj_indices=graph.indices, adj_shape=[20, 20], labels=np.arange(20) % 4)
+def write_npz(path, num_nodes):
+    graph = random_graph(num_nodes, 50)
+    labels, shape = np.arange(num_nodes) % 4, [num_nodes, num_nodes]
+    np.savez(path, adj_indptr=graph.indptr, adj_indices=graph.indices, adj_shape=shape, labels=labels)
+
+
+def mapped_module(folder, file="tiny.npz", **options):
+    return NodeDataModule(file=file, root=str(folder), mapped=str(folder / "arrays"), split={"test": 0.1}, **options)
+
+
+def test_module_when_mapped_then_reads_its_file_once(tmp_path):
+    write_npz(tmp_path / "tiny.npz", 20)
     for _ in range(2):
-        module = NodeDataModule(
-            file="tiny.npz", root=str(tmp_path), mapped=str(tmp_path / "arrays"), split={"test": 0.1}
-        )
+        module = mapped_module(tmp_path)
         module.prepare_data()
         assert isinstance(module.nodes.graph.indptr, np.memmap)
-        path.unlink(missing_ok=True)
+        (tmp_path / "tiny.npz").unlink(missing_ok=True)
     assert "nodes" not in module.__getstate__()
+    assert [path.name for path in tmp_path.iterdir()] == ["arrays"]
+
+
+def test_module_when_its_folder_is_of_other_files_then_is_refused(tmp_path):
+    write_npz(tmp_path / "tiny.npz", 20)
+    write_npz(tmp_path / "other.npz", 20)
+    mapped_module(tmp_path).prepare_data()
+    with pytest.raises(
+        ValueError, match=r"data\.mapped=.*arrays holds arrays of .*tiny\.npz .*, and not of .*other\.npz"
+    ):
+        mapped_module(tmp_path, "other.npz").setup()
+    with pytest.raises(ValueError, match=r"as data\.format=npz, and not .* as data\.format=reddit"):
+        mapped_module(tmp_path, format="reddit").setup()
+    assert mapped_module(tmp_path).nodes.graph.num_nodes == 20
+    write_npz(tmp_path / "tiny.npz", 21)
+    with pytest.raises(ValueError, match="remove this one, and it is made anew"):
+        mapped_module(tmp_path).setup()
+    (tmp_path / "arrays" / "origin.json").unlink()
+    with pytest.raises(ValueError, match="holds arrays of other files"):
+        mapped_module(tmp_path).setup()
+
+
+def test_module_when_two_runs_write_at_once_then_the_first_ones_arrays_stay(tmp_path, monkeypatch):
+    write_npz(tmp_path / "tiny.npz", 20)
+    first, second = mapped_module(tmp_path), mapped_module(tmp_path)
+    read = second._read
+
+    def read_slowly():
+        first.prepare_data()
+        return read()
+
+    monkeypatch.setattr(second, "_read", read_slowly)
+    second.prepare_data()
+    assert second.nodes.graph.num_nodes == 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arrays", "tiny.npz"]
 
 
 def test_module_when_arguments_are_wrong_then_says_which():
@@ -280,3 +321,7 @@ def test_module_when_arguments_are_wrong_then_says_which():
         make_module(eval_num_neighbors=[-1])
     with pytest.raises(ValueError, match="and not both"):
         NodeDataModule()
+    with pytest.raises(ValueError, match=r"data\.mapped is for data\.file"):
+        make_module(mapped="arrays")
+    with pytest.raises(ValueError, match=r"data\.mapped=graphs/arrays lies in .*graphs, which is read"):
+        NodeDataModule(file="graphs", mapped="graphs/arrays")
