@@ -1,4 +1,4 @@
-"""Data as a few numbers: processes that must have the same compare these instead."""
+"""Data as a few numbers, which processes that must have the same compare instead; and when they compare."""
 
 from __future__ import annotations
 
@@ -6,16 +6,83 @@ import dataclasses
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lightning_recsys.embeddings import SparseFeatures
 
 Prints = tuple[dict[str, int], dict[str, int]]
 """Of what every process must have, and of features, of which each may have others; by name."""
+
+
+class SameInputs:
+    """Compares what the processes of a group get: the first batch of each loop and epoch, and its lookups.
+
+    Args:
+        group: The processes, all of which compare the same.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._compared: tuple[Any, ...] | None = None  # the loop, epoch and loader whose first batch was compared last,
+        self._hooks: list[RemovableHandle] = []  # and, until its second one, what compares the first one's lookups
+
+    def compare(self, batch: Any, place: tuple[Any, ...], collections: Sequence[nn.Module]) -> None:
+        """Compare a batch, and what these collections will look up for it, where it is the first of its place.
+
+        Raises:
+            ValueError: processes have different ones.
+        """
+        self.close()
+        if place == self._compared:
+            return
+        self._compared = place
+        if names := self.differences(fingerprints("batch", batch)):
+            raise ValueError(
+                "strategy=des needs the same batch on all processes of a group, but their loaders gave different ones:"
+                f" {', '.join(names)}. Do not share out batches by rank: trainer.distributed_sampler_kwargs says how"
+                " many processes get batches of their own. Shuffle, and draw negative samples, with a seed that is the"
+                " same on all ranks."
+            )
+        own = WeakSet(collections)  # modules are equal where they are the same; copies outlive the run
+
+        def compare(collection: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if collection in own:
+                self._compare_lookup(args, kwargs)
+
+        # Copies of the collections keep the hook, which leaves their lookups alone. A copy of a function is the
+        # function, and one of a bound method would have a group of its own.
+        self._hooks = [x.register_forward_pre_hook(compare, with_kwargs=True) for x in collections]
+
+    def compare_anew(self) -> None:
+        """Compare the next batch, whatever it is the first of."""
+        self._compared = None
+
+    def close(self) -> None:
+        """Compare no more lookups."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _compare_lookup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if names := self.differences(fingerprints("lookup", [*args, *kwargs.values()])):
+            raise ValueError(
+                "strategy=des needs the processes of a group to look up the same ids, but a step gave them different"
+                f" ones: {', '.join(names)}. Draw negative samples, and all else that a step draws, from torch's global"
+                " generator, which is the same on all of them, or from one with a seed that is."
+            )
+
+    def differences(self, own: Prints) -> list[str]:
+        """The names of what the processes have different, of which this one's prints are given."""
+        prints: list[Prints] = [({}, {})] * self._group.size()
+        dist.all_gather_object(prints, own, group=self._group)
+        return differences(prints)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
-from weakref import WeakSet
 
 import numpy as np
 import pytorch_lightning as pl
@@ -22,7 +21,6 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _sync_module_states
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_recsys.checkpoints import StoredRows, StoredTensor
@@ -37,7 +35,7 @@ from lightning_recsys.strategies.common.base import RecsysStrategy
 from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.samples import sample_features
 from lightning_recsys.strategies.des.cut_model import INSTEAD, CutModel, NewRows, field_costs, partitionable
-from lightning_recsys.strategies.des.fingerprints import Prints, differences, fingerprint, fingerprints
+from lightning_recsys.strategies.des.fingerprints import SameInputs, fingerprint
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
@@ -126,8 +124,7 @@ class DESStrategy(RecsysStrategy):
         self._counterparts: ProcessGroup | None = None  # who has the same part of it, in other groups
         self._data: CTRDataModule | None = None
         self._counted: list[Metric] = []
-        self._checked: tuple[Any, ...] | None = None  # stage, epoch and loader whose first batch was compared last,
-        self._lookup_hooks: list[RemovableHandle] = []  # and, during that batch, what compares its lookups
+        self._inputs: SameInputs | None = None  # that all processes of the group have, while a run is set up
         self._shares_random_numbers = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,6 +195,7 @@ class DESStrategy(RecsysStrategy):
             _refuse_averages(trainer)
         self._make_groups()
         assert self._group is not None
+        self._inputs = SameInputs(self._group)
         assert self._counterparts is not None
         self.model_to_device()
         everything = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
@@ -272,7 +270,9 @@ class DESStrategy(RecsysStrategy):
 
     def unbind_backends(self) -> None:
         """Give the model all its weights and rows again: from the other processes, unless the run has failed."""
-        self._remove_lookup_hooks()
+        if self._inputs is not None:
+            self._inputs.close()
+            self._inputs = None
         if self._cut is not None:
             assert self.lightning_module is not None
             self._cut.make_whole(complete=self.succeeded and dist.is_initialized())
@@ -299,7 +299,9 @@ class DESStrategy(RecsysStrategy):
     def on_train_start(self) -> None:
         """Take care that all processes will see the same batches and draw the same random numbers."""
         super().on_train_start()
-        self._checked, self._shares_random_numbers = None, False
+        self._shares_random_numbers = False
+        if self._inputs is not None:
+            self._inputs.compare_anew()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """At the start of a run and of each epoch, share rank 0's random numbers: dropout must be the same."""
@@ -326,54 +328,12 @@ class DESStrategy(RecsysStrategy):
         Raises:
             ValueError: it is not.
         """
-        self._remove_lookup_hooks()
-        if self._cut is not None:
+        if self._cut is not None and self._inputs is not None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             place = (trainer.state.stage, trainer.current_epoch, dataloader_idx)
-            if place != self._checked:
-                self._checked = place
-                self._compare_batch(batch)
-                self._watch_lookups(list(self._cut.collections.values()))
+            self._inputs.compare(batch, place, list(self._cut.collections.values()))
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    def _compare_batch(self, batch: Any) -> None:
-        if names := self._differences(fingerprints("batch", batch)):
-            raise ValueError(
-                "strategy=des needs the same batch on all processes of a group, but their loaders gave different ones:"
-                f" {', '.join(names)}. Do not share out batches by rank: trainer.distributed_sampler_kwargs says how"
-                " many processes get batches of their own. Shuffle, and draw negative samples, with a seed that is the"
-                " same on all ranks."
-            )
-
-    def _watch_lookups(self, collections: Sequence[nn.Module]) -> None:
-        """Compare what these collections look up. Copies of them keep the hook, which leaves their lookups alone."""
-        own = WeakSet(collections)  # modules are equal where they are the same; copies outlive the run
-
-        def compare(collection: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if collection in own:
-                self._compare_lookup(args, kwargs)
-
-        # A copy of a function is the function, and one of a bound method has a strategy of its own.
-        self._lookup_hooks = [x.register_forward_pre_hook(compare, with_kwargs=True) for x in collections]
-
-    def _compare_lookup(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if names := self._differences(fingerprints("lookup", [*args, *kwargs.values()])):
-            raise ValueError(
-                "strategy=des needs the processes of a group to look up the same ids, but a step gave them different"
-                f" ones: {', '.join(names)}. Draw negative samples, and all else that a step draws, from torch's global"
-                " generator, which is the same on all of them, or from one with a seed that is."
-            )
-
-    def _differences(self, own: Prints) -> list[str]:
-        prints: list[Prints] = [({}, {})] * self.group_size
-        dist.all_gather_object(prints, own, group=self._group)
-        return differences(prints)
-
-    def _remove_lookup_hooks(self) -> None:
-        for hook in self._lookup_hooks:
-            hook.remove()
-        self._lookup_hooks = []
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Average the dense gradients over the groups, once for each update."""
@@ -432,7 +392,6 @@ class DESStrategy(RecsysStrategy):
                 " processors of this run do not round alike, a callback draws random numbers on some ranks only, or"
                 " a method partition(fields, group) of the model leaves out a layer that sees a process's own fields."
             )
-        if len(set(prints)) > 1:
             for tensor in shared:
                 dist.broadcast(tensor, src=0)
         if len(set(prints)) > 1 or self.num_replicas > 1:

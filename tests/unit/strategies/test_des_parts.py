@@ -25,7 +25,7 @@ from lightning_recsys.placement import place_fields
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.strategies.des.cut_model import CutModel, NewRows, feature_names, field_costs, partitionable
-from lightning_recsys.strategies.des.fingerprints import differences, fingerprints
+from lightning_recsys.strategies.des.fingerprints import SameInputs, differences, fingerprints
 from lightning_recsys.strategies.des.strategy import _metrics_of
 from lightning_recsys.tasks import CTRTask
 
@@ -275,7 +275,8 @@ def test_lookups_when_a_collection_is_copied_in_between_then_those_of_the_copy_a
         trainer=trainer, _apply_batch_transfer_handler=lambda batch, **_: batch
     )
     strategy._cut = SimpleNamespace(collections={"embeddings": own})
-    monkeypatch.setattr(strategy, "_differences", lambda prints: compared.append(prints) or [])
+    strategy._inputs = SameInputs(None)
+    monkeypatch.setattr(strategy._inputs, "differences", lambda prints: compared.append(prints) or [])
     strategy.batch_to_device(1, torch.device("cpu"))
     twin, features = copy.deepcopy(own), SparseFeatures.from_ids(("a",), torch.tensor([[1]]))
     own(features)
