@@ -30,8 +30,10 @@ class _BehindImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != LIGHTNING:
             return None
-        found = (x.find_spec(fullname, path, target) for x in sys.meta_path if x is not self)
+        sys.meta_path.remove(self)  # one of its kind, of a package that was imported twice, may ask the others as well
+        found = (x.find_spec(fullname, path, target) for x in [*sys.meta_path])
         spec = next((spec for spec in found if spec is not None), None)
+        sys.meta_path.insert(0, self)  # an import that fails is made again
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module

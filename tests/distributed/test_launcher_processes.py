@@ -173,6 +173,7 @@ def test_package_when_imported_then_registers_its_strategies_and_nothing_else():
         "import lightning_recsys\n"
         "assert state() == before\n"
         "print(sorted({x.partition('.')[0] for x in set(sys.modules) - modules} - set(sys.stdlib_module_names)))\n"
+        "importlib.reload(lightning_recsys)\n"
         "import pytorch_lightning as pl\n"
         "registry = pl.strategies.StrategyRegistry\n"
         "late = [name for name in registry if isinstance(registry[name]['strategy'], functools.partial)]\n"
