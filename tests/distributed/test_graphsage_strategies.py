@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graph_runs import train
+from graph_runs import loss_on_all, make_link_task, make_task, train, train_link, weights
 
 from lightning_recsys.strategies import (
     AsyncParameterServerStrategy,
@@ -39,6 +39,25 @@ def test_two_workers_when_exact_then_equal_one_with_twice_the_batch(name, alone)
     assert metrics["val/accuracy"] == pytest.approx(alone[1]["val/accuracy"])
 
 
+@pytest.fixture(scope="module")
+def links_alone():
+    return train_link("auto", 1)
+
+
+@pytest.mark.parametrize("name", ["ddp", "het without staleness"])
+def test_two_workers_when_links_are_learned_then_equal_one_with_twice_the_batch(name, links_alone):
+    """Neighbours, negatives and candidates are drawn: each must be what one worker draws."""
+    learned, metrics = train_link(EXACT[name](), 2)
+    assert metrics["world_size"] == 2
+    assert learned.keys() == links_alone[0].keys()
+    start = weights(make_link_task())
+    for key, value in links_alone[0].items():
+        assert not torch.equal(value, start[key])
+        torch.testing.assert_close(learned[key], value, rtol=1e-4, atol=1e-5, msg=key)
+    for metric in ("val/recall", "val/ndcg"):
+        assert metrics[metric] == pytest.approx(links_alone[1][metric], abs=1e-5)
+
+
 FREE = {
     "shadowsync": lambda: ShadowSyncStrategy(table_placement="size"),
     "async_ps": lambda: AsyncParameterServerStrategy(table_placement="size"),
@@ -46,15 +65,31 @@ FREE = {
 }
 
 
+def check_trained(learned, alone):
+    """As far from the start as training alone goes, and as low, within what staleness and another order allow."""
+    start = weights(make_task())
+    assert learned.keys() == start.keys()
+    for key in filter(lambda key: start[key].is_floating_point(), start):
+        value = start[key]
+        assert 0.3 < (learned[key] - value).norm() / (alone[key] - value).norm() < 3, key
+    before, wanted = loss_on_all(start), loss_on_all(alone)
+    assert before - loss_on_all(learned) > (before - wanted) / 2
+
+
 @pytest.mark.parametrize("name", FREE)
 def test_two_workers_when_stale_then_all_parts_are_trained(name, alone):
     learned, metrics = train(FREE[name](), 2)
     assert metrics["world_size"] == 2
-    untrained = {key for key, value in learned.items() if value.is_floating_point() and not value.any()}
-    assert not untrained
-    # As far from the start as training alone goes, within what staleness and another order allow.
-    for key in ("model.node_embeddings.embedding_bags.node.weight", "model.layers.1.lin_l.weight"):
-        assert 0.3 < learned[key].norm() / alone[0][key].norm() < 3
+    check_trained(learned, alone[0])
+
+
+@pytest.mark.parametrize("part", ["all", "model.node_embeddings", "model.embeddings", "model.layers"])
+def test_check_when_a_part_is_as_at_the_start_then_fails(part, alone):
+    start, learned = weights(make_task()), alone[0]
+    check_trained(learned, learned)
+    untrained = {key: start[key] if part == "all" or key.startswith(part) else x for key, x in learned.items()}
+    with pytest.raises(AssertionError):
+        check_trained(untrained, learned)
 
 
 REFUSED = {

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 
 from lightning_recsys.data.graph import Bags, CSRGraph, NeighborSampler, NodeData, NodeDataModule
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.models import GraphSAGE
 from lightning_recsys.models.layers.sage import SAGELayer
+from lightning_recsys.tasks import NodeClassificationTask
 
 NODES = 40
 
@@ -126,9 +130,19 @@ def test_model_when_arguments_are_wrong_then_says_which():
         GraphSAGE(3, {}, num_classes=2, dropout=1.0)
 
 
+class Losses(pl.Callback):
+    """The losses of the batches."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(outputs["loss"].item())
+
+
 @pytest.mark.slow
 def test_power_law_graph_when_large_then_trains():
-    """A million nodes and 20 million edges: two steps on rows of their own."""
+    """A million nodes and 20 million edges: steps on the rows of one batch."""
     random = np.random.default_rng(0)
     num_nodes = 1_000_000
     shares = (1 + np.arange(num_nodes)) ** -0.7
@@ -141,11 +155,22 @@ def test_power_law_graph_when_large_then_trains():
     nodes = NodeData(graph, np.arange(num_nodes) % 5)
     data = NodeDataModule(nodes, split={"test": 0.1}, num_neighbors=[15, 10], batch_size=256)
     model = GraphSAGE(0, data.fields, num_classes=5, embedding_dim=16, hidden=16)
-    batches = iter(data.train_dataloader())
-    for _ in range(2):
-        batch = next(batches)
-        rows = model.node_embeddings.embedding_bags.rows.data
-        before = rows[batch.neighborhood.n_id].clone()
-        out = model(batch.dense, batch.nodes, batch.sparse, batch.neighborhood.blocks)
-        torch.nn.functional.cross_entropy(out, batch.labels).backward()
-        assert not torch.equal(rows[batch.neighborhood.n_id], before)
+    rows = model.node_embeddings.embedding_bags.rows.data
+    before = rows.clone()
+    losses = Losses()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=8,
+        overfit_batches=1,  # the same seeds in each epoch: a node has been seen when it comes again
+        limit_val_batches=0,
+        callbacks=[losses],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(NodeClassificationTask(model, optimizer=partial(torch.optim.Adam, lr=0.05)), datamodule=data)
+    assert trainer.global_step == len(losses.seen) == 8
+    assert losses.seen[-1] < 0.8 * losses.seen[0]
+    trained = (rows != before).any(1).sum()
+    assert 256 < trained < 256 * (1 + 15 + 150)
