@@ -19,7 +19,7 @@ class CollectedEntropy:
     the metric can only be reached through :meth:`metric`, which hands over what was collected.
 
     Args:
-        metric: Of logits.
+        metric: Normalized entropy that takes logits (``from_logits=True``).
 
     >>> entropy = CollectedEntropy(NormalizedEntropy(from_logits=True))
     >>> entropy.add(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 1.0]))

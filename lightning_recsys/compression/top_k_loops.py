@@ -18,7 +18,7 @@ def take_largest(unsent, words, bits, values):  # noqa: ANN001, ANN201
     """Move the elements that are largest in size to ``values``, as bfloat16; what that rounds off stays.
 
     Args:
-        unsent: Float32 ``[N]``.
+        unsent: What was not sent so far, float32 ``[N]``.
         words: The same memory as uint32.
         bits: For which elements were taken, the first in the highest bit; all 0.
         values: For the upper halves of the rounded elements, uint16.

@@ -114,7 +114,7 @@ class SubstituteModule(nn.Module):
 
     Args:
         path: Of the module that is replaced.
-        plain: The module.
+        plain: The module of torch whose place the collection takes.
         optimizer: The update rule of its rows.
     """
 

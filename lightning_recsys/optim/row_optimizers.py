@@ -86,6 +86,11 @@ class RowSGD(RowOptimizer):
     r"""Gradient descent without state.
 
     .. math:: w \leftarrow w - \eta\, g
+
+    Args:
+        lr: Step size :math:`\eta`.
+        weight_decay: As for :class:`RowOptimizer`.
+        decay_all_rows: As for :class:`RowOptimizer`.
     """
 
     lr: float = 0.01
@@ -106,6 +111,13 @@ class RowAdagrad(RowOptimizer):
     .. math:: h \leftarrow h + g^2, \qquad w \leftarrow w - \eta\, g / (\sqrt{h} + \epsilon)
 
     Reference: Duchi et al. 2011, "Adaptive subgradient methods"; the same rule as ``torch.optim.Adagrad``.
+
+    Args:
+        lr: Step size :math:`\eta`.
+        eps: :math:`\epsilon`, at least 0; keeps the first steps of a weight finite whose gradients are tiny.
+        initial_accumulator: :math:`h` of a row that no batch has touched; the larger, the smaller its first steps.
+        weight_decay: As for :class:`RowOptimizer`.
+        decay_all_rows: As for :class:`RowOptimizer`.
     """
 
     lr: float = 0.01
@@ -133,7 +145,8 @@ class RowWiseAdagrad(RowAdagrad):
 
     .. math:: h \leftarrow h + \tfrac1D \textstyle\sum_d g_d^2, \qquad w \leftarrow w - \eta\, g / (\sqrt{h} + \epsilon)
 
-    Needs a ``D``-th of Adagrad's state. Reference: FBGEMM ``EXACT_ROWWISE_ADAGRAD``, as in DLRM.
+    Needs a ``D``-th of Adagrad's state. Reference: FBGEMM ``EXACT_ROWWISE_ADAGRAD``, as in DLRM. Its arguments are
+    those of :class:`RowAdagrad`.
     """
 
     def initial_state(self, rows: Tensor) -> dict[str, Tensor]:  # noqa: D102 - inherited
@@ -156,6 +169,14 @@ class RowAdam(RowOptimizer):
 
     Equals ``torch.optim.Adam`` on rows touched at every step. Reference: Kingma & Ba 2015, Algorithm 1; laziness as in
     ``torch.optim.SparseAdam``.
+
+    Args:
+        lr: Step size :math:`\eta`.
+        beta1: :math:`\beta_1`, in ``[0, 1)``: what the mean of the gradients keeps in an update of the row.
+        beta2: :math:`\beta_2`, in ``[0, 1)``: what the mean of the squared gradients keeps.
+        eps: :math:`\epsilon`, at least 0.
+        weight_decay: As for :class:`RowOptimizer`.
+        decay_all_rows: As for :class:`RowOptimizer`.
     """
 
     lr: float = 0.001
@@ -195,6 +216,14 @@ class RowFTRL(RowOptimizer):
     Reference: McMahan et al. 2013, "Ad click prediction", Algorithm 1, with ``lr`` for its alpha.
     Differs from the paper: ``z`` starts at the value whose weight is the row's initial value, and not at 0, which
     would forget a random start at the first update. A learning rate of 0, as schedules pass through, changes nothing.
+
+    Args:
+        lr: The paper's :math:`\alpha`.
+        beta: :math:`\beta`, at least 0: the larger, the smaller the first steps of a weight.
+        l1: :math:`\lambda_1`, at least 0: weights whose ``z`` is no larger are exactly 0.
+        l2: :math:`\lambda_2`, at least 0: draws weights towards 0.
+        weight_decay: As for :class:`RowOptimizer`.
+        decay_all_rows: As for :class:`RowOptimizer`.
     """
 
     lr: float = 0.05

@@ -137,7 +137,7 @@ def cut_exchange(exchange: RowExchange, row_shapes: RowShapes, limits: Limits) -
     """Parts that say the same one after the other, none of which is over a limit, nor its answer; one where it fits.
 
     Args:
-        exchange: It.
+        exchange: What the message carries: updates, keys to fetch and clocks to check.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
         limits: Of a message.
 

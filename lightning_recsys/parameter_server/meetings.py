@@ -69,7 +69,7 @@ class Meetings:
     """The meetings of one worker with all the others that live.
 
     Args:
-        place: Where.
+        place: The server where the workers of this run meet.
         rank: Of this worker.
         timeout: Seconds to wait for the others.
         cancelled: Asked while it waits; once ``True`` it waits a few seconds more.

@@ -206,7 +206,7 @@ class UpcomingBatches:
     """The announced batches of a cache, in the order in which they are expected.
 
     Attributes:
-        batches: Them.
+        batches: The announced batches, in the order in which they are expected.
         keys: Key of each occurrence, int64 ``[R]``; ``R`` is a power of two.
         occurrences: The columns above.
         chains: For each announcement, first of its occurrences that have slots; by number, modulo the size.

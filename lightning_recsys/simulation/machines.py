@@ -16,7 +16,7 @@ class Duration(ABC):
     """A distribution of seconds.
 
     Args:
-        mean: In seconds.
+        mean: Mean of the durations, in seconds.
 
     Raises:
         ValueError: a number is negative or not finite.

@@ -15,7 +15,7 @@ class Lease:
 
     Args:
         number: Of the lease, from 1, in the order of taking.
-        owner: Whose share.
+        owner: Rank of the worker whose share of the epoch it is.
         first: The first batch of that share.
         last: The batch behind the last one.
     """

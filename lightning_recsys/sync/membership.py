@@ -82,7 +82,7 @@ class Membership:
         """A worker has come to a meeting; it may say so again.
 
         Args:
-            rank: Which.
+            rank: The worker's rank in the run.
             number: Of the meeting: the one under way, or the last one, whose end the worker has not heard of.
             kind: What the meeting is for; the same for all who come.
             may_miss: Whether the meeting can do without members that are lost; the same for all as well.

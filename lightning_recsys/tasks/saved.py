@@ -29,7 +29,7 @@ def load_for_prediction(
 
     Args:
         module: What was trained, or a new one with the same model.
-        path: The checkpoint.
+        path: A checkpoint of any strategy, a file or a folder.
         weights_only: As for :func:`torch.load`.
 
     Returns:

@@ -176,7 +176,7 @@ class InteractionDataModule(GraphDataModule):
         root: Where ``file`` is looked for.
         user: Column of the users.
         item: Column of the items.
-        separator: Between columns.
+        separator: What stands between two columns of the file.
         split: Shares of the interactions that are held out, and the seed that they are drawn with.
         num_negatives: Items for each interaction of a training batch that the user has not taken in training; those
             that are held out are among them, as training knows nothing of these.

@@ -102,7 +102,7 @@ class ServedDynamic(ServedEmbedding):
     """An open store with dynamic rows.
 
     Args:
-        store: It.
+        store: The store that requests are answered from.
     """
 
     store: HashEmbeddingStore

@@ -140,7 +140,7 @@ class DynamicTables:
         """Let exactly the rows of a state dict exist; all rows, where it has no ids.
 
         Args:
-            state_dict: It.
+            state_dict: Holds the ids of each table and what their rows have, as :meth:`save` writes them.
             prefix: Of its keys.
             missing_keys: Gets the keys that it lacks.
             error_msgs: Gets what does not fit; then nothing is changed.

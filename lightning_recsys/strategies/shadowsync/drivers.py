@@ -143,7 +143,7 @@ class ForegroundHook(Driver):
 
     Args:
         rounds: What to run.
-        schedule: When.
+        schedule: After which steps, or how many seconds, a round is due.
         alone: Around each round, while which no other worker may update the replica.
     """
 
