@@ -37,6 +37,7 @@ _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
 _GAPS = 5  # whole numbers of a span so many times as wide as they are many are taken for ids
 _LARGE_NUMBER = 1000  # from which on
 _ALMOST = 0.95  # share of the rows from which on other values are strays
+_LEFT_OUT = 0.05  # share of a numbering over several columns that may lie between two of them, unseen
 _FEW_STRAYS = 3  # different words among numbers
 _FEW_NUMBERS = 10  # a number with no more distinct values than that is a category
 _LARGE_SAMPLE = 100  # rows that it takes to tell that a column never repeats
@@ -59,6 +60,11 @@ class _Sample:
     @cached_property
     def is_numeric(self) -> bool:
         return all(map(is_number, self.counts))
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether all are whole numbers."""
+        return bool(self.counts) and self.is_numeric and all(float(value).is_integer() for value in self.counts)
 
     @cached_property
     def are_dates(self) -> bool:
@@ -174,15 +180,45 @@ def _samples(
 def _guess_columns(samples: Mapping[str, _Sample]) -> dict[str, _Guess]:
     """Where each column belongs; one time at most, and a category at least, if any number could be one."""
     guesses = {name: _guess(sample) for name, sample in samples.items()}
+    reason = "whole numbers of one numbering over several columns: taken for ids"
+    guesses |= {
+        name: _Guess("categorical", Categorical(), reason)
+        for name in _numbered_together(samples)
+        if guesses[name].key != "time"
+    }
     if not any(guess.key in ("categorical", "multi_valued") for guess in guesses.values()):
         reason = "a number, taken for an id, because no other column is a category"
         guesses |= {
             name: _Guess("categorical", Categorical(), reason)
             for name, guess in guesses.items()
-            if guess.key == "dense" and 2 * len(samples[name].counts) < len(samples[name].values)
+            if guess.key == "dense"
+            and samples[name].is_whole
+            and 2 * len(samples[name].counts) < len(samples[name].values)
         }
     times = [name for name, guess in guesses.items() if guess.key == "time"]
     return guesses | {name: _Guess("ignore", None, "a second time") for name in times[1:]}
+
+
+def _numbered_together(samples: Mapping[str, _Sample]) -> list[str]:
+    """Columns of whole numbers that share one numbering, three at least, as files of libFM and FuxiCTR have it.
+
+    Each column then has a range of its own, and the ranges follow one another with hardly a number left out. Counts,
+    ages and years have ranges that overlap or lie far apart.
+    """
+    ranges = []
+    for name, sample in samples.items():
+        if sample.is_whole and len(sample.counts) > 1 and not sample.never_repeats:
+            numbers = [int(float(value)) for value in sample.counts]
+            ranges.append((min(numbers), max(numbers), name))
+    chains: list[list[tuple[int, int, str]]] = [[]]  # the longest that ends with each column
+    for first, last, name in sorted(ranges):
+        before = [x for x in chains[1:] if 0 < first - x[-1][1] <= 1 + _LEFT_OUT * (last - x[0][0])]
+        chains.append([*max(before, key=len, default=[]), (first, last, name)])
+    longest = max(chains, key=len)
+    used = sum(len(samples[name].counts) for _, _, name in longest)
+    if len(longest) < 3 or 2 * used < longest[-1][1] - longest[0][0] + 1:
+        return []
+    return [name for _, _, name in longest]
 
 
 def _fitting(samples: Mapping[str, _Sample], guesses: Mapping[str, _Guess]) -> dict[str, float]:

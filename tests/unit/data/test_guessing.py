@@ -202,6 +202,36 @@ def test_guess_when_whole_numbers_have_gaps_and_come_often_then_are_ids(tmp_path
     assert "age" in schema.dense
 
 
+def test_guess_when_columns_share_one_numbering_without_gaps_then_all_are_ids(tmp_path):
+    """As FuxiCTR's Frappe has it: users from 1 on, then items, then countries, each with the next numbers."""
+    rng = random.Random(0)
+    sizes, first, columns = {"who": 300, "what": 500, "country": 80, "city": 233}, 1, {}
+    for name, size in sizes.items():
+        columns[name] = [first + int(size * rng.random() ** 1.5) for _ in range(4000)]
+        first += size
+    age = [rng.randrange(18, 80) for _ in range(4000)]
+    rows = [f"{i % 2},{','.join(str(column[i]) for column in columns.values())},{age[i]}" for i in range(4000)]
+    schema = guess_of(tmp_path, f"click,{','.join(columns)},age", rows)
+    assert set(schema.categorical) >= set(sizes)
+    assert "one numbering" in schema.comments["country"]
+
+
+def test_guess_when_counts_overlap_or_lie_apart_then_are_numbers(tmp_path):
+    rng = random.Random(0)
+    ranges = ((1, 13), (18, 90), (1950, 2020), (0, 40))
+    rows = [f"{i % 2},u{i % 7}," + ",".join(str(rng.randrange(*x)) for x in ranges) for i in range(2000)]
+    schema = guess_of(tmp_path, "click,user,month,age,year,visits", rows)
+    assert set(schema.dense) == {"month", "age", "year", "visits"}
+
+
+def test_guess_when_prices_repeat_and_no_column_is_a_category_then_they_stay_numbers(tmp_path):
+    rng = random.Random(0)
+    rows = [f"{i % 2},{rng.randrange(1, 800)},{rng.randrange(5001) / 100:.2f}" for i in range(20_000)]
+    schema = guess_of(tmp_path, "click,customer,price", rows)
+    assert set(schema.categorical) == {"customer"}
+    assert set(schema.dense) == {"price"}
+
+
 def test_guess_when_pandas_wrote_its_index_then_is_ignored(tmp_path):
     schema = guess_of(tmp_path, ",click,user", [f"{i},{i % 2},u{i % 7}" for i in range(200)])
     assert schema.ignore == ("",)
