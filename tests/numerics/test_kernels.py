@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightning_recsys.embeddings import (
     kernels,
 )
 from lightning_recsys.embeddings.kernels import FbgemmModuleKernel
+from lightning_recsys.embeddings.kernels.fbgemm_kernel import load_fbgemm
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowSGD, RowWiseAdagrad
 
 # Kernels sum a row's gradients in different orders; six steps of order-1 float32 values drift by a few ulp each.
@@ -137,6 +139,26 @@ def test_fbgemm_when_it_cannot_serve_then_says_why_and_auto_finds_another(optimi
         make(optimizer, dim, "fbgemm")
     assert make(optimizer, dim, "auto").embedding_bags.kernel.name == "numba"
     assert make(RowSGD(), 128, "auto").embedding_bags.kernel.name == "fbgemm"
+
+
+@pytest.mark.parametrize("dim", [16, 128])
+def test_collection_when_fbgemm_is_not_installed_then_the_compiled_loops_train_as_torch(monkeypatch, dim):
+    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)  # as importlib finds no such package
+    load_fbgemm.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="the package fbgemm_gpu is not installed"):
+            make(RowAdagrad(lr=0.1), dim, "fbgemm")
+        ours, torchs = make(RowAdagrad(lr=0.1), dim, "auto"), make(RowAdagrad(lr=0.1), dim, "torch")
+        assert ours.embedding_bags.kernel.name == "numba"
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(3):
+            features = draw("bags", generator)
+            for collection in (ours, torchs):
+                collection(features).square().sum().backward()
+        for name, rows in torchs.state_dict().items():
+            torch.testing.assert_close(ours.state_dict()[name], rows, **TOLERANCE)
+    finally:
+        load_fbgemm.cache_clear()  # what other tests ask
 
 
 def test_auto_when_rows_are_narrow_then_takes_the_compiled_loops_and_fbgemm_where_they_are_wide():

@@ -1,14 +1,17 @@
-"""What a run writes down of where it came from."""
+"""What a run writes down of where it came from, and says of its data."""
 
 from __future__ import annotations
 
+import logging
 import subprocess
 from pathlib import Path
 
 import pytest
 import recipe_helpers  # noqa: F401 - puts the recipes on the path
-from recipe_tools import record
+from recipe_tools import record, report
 from recipe_tools.build import self_contained
+
+from lightning_recsys.data import TabularDataModule
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -48,3 +51,17 @@ def test_schema_when_one_key_is_changed_then_what_stands_beside_it_in_short_stay
     data = {"schema": str(path), "root": None, "schema_changes": changes}
     schema = self_contained({"data": data})["data"]["schema"]
     assert schema == schema | expected
+
+
+def test_unknown_ids_when_they_are_most_then_a_line_names_column_and_rows(tmp_path, caplog):
+    (tmp_path / "train.csv").write_text("click,user,city\n1,a,x\n0,b,y\n1,a,y\n0,b,x\n")
+    (tmp_path / "test.csv").write_text("click,user,city\n1,c,x\n0,d,z\n1,e,y\n0,b,x\n")
+    schema = {"files": {"train": "train.csv", "test": "test.csv"}, "label": "click", "split": {"validation": 0}}
+    data = TabularDataModule(
+        schema=schema | {"categorical": ["user", "city"]}, root=tmp_path, batch_size=4, cache=tmp_path / "cache"
+    )
+    data.setup()
+    with caplog.at_level(logging.WARNING):
+        assert report.unknown_ids(data) == {"test": {"user": 0.75, "city": 0.25}}
+    (said,) = [line.getMessage() for line in caplog.records]
+    assert said == "user: 75 % of the test rows' ids are unknown to training, and share one embedding."
