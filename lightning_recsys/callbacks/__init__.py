@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lightning_recsys.callbacks._callback import LeanCallback
+from lightning_recsys.callbacks.calibrated_log_loss import CalibratedLogLoss
 from lightning_recsys.callbacks.examples_per_second import ExamplesPerSecond
 from lightning_recsys.callbacks.normalized_entropy_monitor import NormalizedEntropyMonitor
 from lightning_recsys.callbacks.prediction_writer import PredictionWriter
@@ -10,6 +11,7 @@ from lightning_recsys.callbacks.telemetry_monitor import Histogram, TelemetryMon
 from lightning_recsys.renamed import renamed_names
 
 __all__ = [
+    "CalibratedLogLoss",
     "ExamplesPerSecond",
     "Histogram",
     "LeanCallback",

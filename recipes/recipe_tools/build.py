@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import ProgressBar
 from torch import nn
 
-from lightning_recsys.callbacks import NormalizedEntropyMonitor
+from lightning_recsys.callbacks import CalibratedLogLoss, NormalizedEntropyMonitor
 from lightning_recsys.checkpoints import FolderCheckpointIO, is_folder
 from lightning_recsys.data.tables.schema import FEATURES
 from lightning_recsys.data.typed_yaml import load_yaml
@@ -228,11 +228,17 @@ def test_on_one_device(
 ) -> dict[str, float]:
     """Metrics on the test rows, each row counted exactly once: several workers would have to share them evenly.
 
-    Tables without rows (``embeddings.device=meta``) are where the run's strategy has them.
+    Tables without rows (``embeddings.device=meta``) are where the run's strategy has them. With ``calibrate`` the
+    validation rows come first, from which the calibrated log loss learns.
     """
     if not any(isinstance(module, TableBackend) and module.is_meta for module in task.modules()):
         arguments["strategy"] = "auto"
+    calibrate = config.get("calibrate", False)  # not in checkpoints of earlier versions
+    if calibrate:
+        arguments["callbacks"] = [*arguments.get("callbacks", []), CalibratedLogLoss()]
     trainer = build_trainer(config, devices=1, num_nodes=1, enable_checkpointing=False, profiler=None, **arguments)
+    if calibrate:
+        trainer.validate(task, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
     trainer.test(task, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
     return to_floats(trainer.callback_metrics)
 

@@ -19,6 +19,7 @@ METRICS = (
     ("Eval NE", "test/ne", ".4f"),
     ("AUC", "test/auc", ".4f"),
     ("Log loss", "test/logloss", ".4f"),
+    ("Log loss, calibrated", "test/calibrated_logloss", ".4f"),
     ("Calibration", "test/calibration", ".4f"),
     ("Accuracy", "test/accuracy", ".4f"),
     ("Macro F1", "test/macro_f1", ".4f"),
