@@ -80,6 +80,7 @@ def run(*, dims: list[int], batch_sizes: list[int], rounds: int, seconds: float)
             if dim % 4 == 0:
                 variants["fbgemm"] = tables.collection(RowWiseAdagrad(), "fbgemm")
             variants["numba"] = tables.collection(RowWiseAdagrad(), "numba")
+            variants["numba, weight decay"] = tables.collection(RowWiseAdagrad(weight_decay=0.01), "numba")
             variants["numba, ids unchecked"] = tables.collection(RowWiseAdagrad(), "numba", check_ids=False)
             variants["numba Adagrad"] = tables.collection(RowAdagrad(), "numba")
             variants["numba Adam"] = tables.collection(RowAdam(), "numba")

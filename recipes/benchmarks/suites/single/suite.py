@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import tempfile
 from collections.abc import Callable
 from itertools import product
@@ -99,12 +100,25 @@ def _measure(
     for rule in ("Adam", "FTRL"):
         value = kernel_rows[0].measured.ratio(f"numba {rule}", "fbgemm module")
         bars.append(Bar(f"numba {rule} / FBGEMM rowwise Adagrad, {kernel_rows[0].workload}", value, "at least", 0.5))
+    for (model, batch_size), each in measured.items():
+        if batch_size == 2048:
+            value = _share_of_weight_decay(kernel_rows[0].measured, each)
+            bars.append(
+                Bar(f"weight decay of rows, {model}, B={batch_size}", 100 * value, "at most", 5, " % of a step")
+            )
     largest = max(batch_sizes)
     for model in models:
         value = memory.beyond_rows_mib(root, model, largest)
         name = f"memory beyond rows and their state, {model}, B={largest}"
         bars.append(Bar(name, value, "at most", 600, " MiB"))
     return [*results, Bars(tuple(bars))]
+
+
+def _share_of_weight_decay(kernels: Measurement, steps: Measurement) -> float:
+    """What the kernel takes longer with weight decay, as a share of a whole step."""
+    decaying, plain = (kernels.rates[name] for name in ("numba, weight decay", "numba"))
+    extra = statistics.median(1 / a - 1 / b for a, b in zip(decaying, plain, strict=True))  # seconds per example
+    return extra * steps.median("ours")
 
 
 def _bars_of_steps(model: str, batch_size: int, measured: Measurement) -> list[Bar]:
