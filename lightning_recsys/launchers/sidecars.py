@@ -86,8 +86,12 @@ class ServerLostError(RuntimeError):
     """
 
     def __init__(self, spec: ServerSpec, text: str) -> None:
-        super().__init__(text)
+        super().__init__(spec, text)  # all of them, so that it can be pickled
         self.spec = spec
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Sidecars:

@@ -1,6 +1,7 @@
 """A worker that died is an error, unless the others can do without it."""
 
 import logging
+import pickle
 import signal
 from types import SimpleNamespace
 
@@ -85,6 +86,16 @@ def test_server_when_the_others_cannot_do_without_it_then_its_end_says_why(ranks
     notes = getattr(raised.value, "__notes__", [])
     assert len(notes) == len(says)
     assert all(note.startswith(text) for note, text in zip(notes, says, strict=True))
+
+
+def test_server_when_lost_in_a_process_of_a_sweep_then_its_error_arrives_as_it_was():
+    error = lost_server(frozenset({2}))
+    error.add_note("They are too few.")
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is ServerLostError
+    assert arrived.spec == ServerSpec("group", 1, ranks=frozenset({2}))
+    assert arrived.text == str(arrived) == "Server group-1 was ended by SIGKILL."
+    assert arrived.__notes__ == ["They are too few."]
 
 
 @pytest.mark.parametrize(
