@@ -287,6 +287,7 @@ def _join(
             sidecars.look()
         except ServerLostError as lost:
             _do_without(lost, workers, survive, number)
+            sidecars.give_up(lost.spec)
         for worker in (x for x in busy if x.is_busy):
             worker.look()
             if worker.rank and worker.failure is not None and worker.failure.time == 0.0:
@@ -307,7 +308,7 @@ def _do_without(
     survive: Callable[[int, int], str | None],
     number: signal.Signals,
 ) -> None:
-    """End the workers that need a lost server, and go on without them.
+    """End the workers that need a lost server, and go on without them; those that have finished need it no more.
 
     Raises:
         ServerLostError: the others cannot, or there are none.
@@ -328,12 +329,13 @@ def _do_without(
                 lost.add_note(why_not)
             raise lost
         worker.is_lost = True
-    log.warning(
-        "%s The workers that need it end, too (%s); the other %d go on. What those had not pushed is lost.",
-        lost,
-        ", ".join(str(x.rank) for x in doomed),
-        left,
-    )
+    if doomed:
+        log.warning(
+            "%s The workers that need it end, too (%s); the other %d go on. What those had not pushed is lost.",
+            lost,
+            ", ".join(str(x.rank) for x in doomed),
+            left,
+        )
 
 
 def _try_to_lose(worker: _Worker, left: int, survive: Callable[[int, int], str | None]) -> None:

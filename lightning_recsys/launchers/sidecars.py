@@ -189,16 +189,11 @@ class Sidecars:
 
     def end_needless(self, lost: Collection[int]) -> None:
         """End the servers that nobody needs but ranks that are lost, and remove their files."""
-        needless = [
-            server
-            for server in self._servers
-            if not server.is_over and server.spec.ranks is not None and server.spec.ranks <= set(lost)
-        ]
-        end_processes([server.process for server in needless], signal.SIGTERM)
-        for server in needless:
-            server.is_over = True
-            assert self.folder is not None
-            shutil.rmtree(self.folder / str(server.spec), ignore_errors=True)
+        self._end([x for x in self._servers if x.spec.ranks is not None and x.spec.ranks <= set(lost)])
+
+    def give_up(self, spec: ServerSpec) -> None:
+        """Look no more at a server that is lost for good, and remove its files: the run goes on without it."""
+        self._end([x for x in self._servers if x.spec == spec])
 
     def stop(self) -> None:
         """End the servers and remove their files; nothing happens a second time."""
@@ -209,6 +204,15 @@ class Sidecars:
             for folder in self._run_folders:
                 folder.remove()
             self._run_folders, self.folder = [], None
+
+    def _end(self, servers: Sequence[_Server]) -> None:
+        """End servers that nobody needs any more, and remove their files; nothing happens a second time."""
+        needless = [server for server in servers if not server.is_over]
+        end_processes([server.process for server in needless], signal.SIGTERM)
+        for server in needless:
+            server.is_over = True
+            assert self.folder is not None
+            shutil.rmtree(self.folder / str(server.spec), ignore_errors=True)
 
     def _parent_folder(self) -> Path:
         if self.store_folder is not None:

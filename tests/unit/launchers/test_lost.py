@@ -3,6 +3,7 @@
 import logging
 import pickle
 import signal
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 
 from lightning_recsys.launchers import ServerSpec, forkserver
 from lightning_recsys.launchers.forkserver import Failure, _try_to_lose, _Worker
-from lightning_recsys.launchers.sidecars import ServerLostError
+from lightning_recsys.launchers.sidecars import ServerLostError, Sidecars, _Server
 from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy, ShadowSyncStrategy
 
 
@@ -96,6 +97,71 @@ def test_server_when_lost_in_a_process_of_a_sweep_then_its_error_arrives_as_it_w
     assert arrived.spec == ServerSpec("group", 1, ranks=frozenset({2}))
     assert arrived.text == str(arrived) == "Server group-1 was ended by SIGKILL."
     assert arrived.__notes__ == ["They are too few."]
+
+
+class Process:
+    """One that the launcher watches; its sentinel is ready once it has ended."""
+
+    def __init__(self) -> None:
+        self.exitcode = None
+        self.sentinel, self._sender = Pipe(duplex=False)
+
+    def end(self, code):
+        self.exitcode = code
+        self._sender.close()
+
+    def send(self, number):
+        self.end(-number)
+
+    def wait_for_end(self, timeout=None):
+        assert self.exitcode is not None
+
+    def goes_on(self):
+        return self.exitcode is None
+
+
+def a_worker(rank, folder):
+    receiver, _ = Pipe(duplex=False)
+    worker = _Worker(rank, Process(), receiver, folder / f"results-{rank}")
+    worker.results.touch()
+    return worker
+
+
+@pytest.mark.parametrize("state", ["succeeded", "raised", "busy"])
+def test_server_when_it_is_lost_then_is_looked_at_once_while_the_others_go_on(state, tmp_path, monkeypatch, caplog):
+    """Rank 0 works on for a while; ranks 1 and 2, who need the server, have come to an end, or work as well."""
+    workers = [a_worker(rank, tmp_path) for rank in range(3)]
+    for worker in workers[1:]:
+        if state == "succeeded":
+            worker.succeeded = True
+        elif state == "raised":
+            worker.failure = Failure(ZeroDivisionError("in a net"), time=1.0)
+    sidecars = Sidecars([ServerSpec("group", 0, ranks=frozenset({1, 2}))], max_restarts=0)
+    sidecars.folder = tmp_path
+    (tmp_path / "group-0").mkdir()
+    sidecars._servers = [_Server(sidecars.specs[0], Process(), "ipc://group-0")]
+    sentinel = sidecars.sentinels[0]
+    sidecars._servers[0].process.end(-9)
+    waited_for = []
+
+    def wait(objects, timeout):
+        waited_for.append(objects)
+        if len(waited_for) == 4:
+            workers[0].process.end(0)
+
+    monkeypatch.setattr(forkserver, "wait", wait)
+    monkeypatch.setattr(forkserver, "SETTLE_SECONDS", 60.0)
+    if state == "raised":
+        with pytest.raises(ZeroDivisionError, match="in a net"):
+            forkserver._join(workers, sidecars, lambda *_: None, signal.SIGTERM)
+    else:
+        forkserver._join(workers, sidecars, lambda *_: None, signal.SIGTERM)
+    assert [sentinel in objects for objects in waited_for] == [True, False, False, False]
+    assert workers[0].succeeded
+    assert [x.is_lost for x in workers] == [False] + 2 * [state == "busy"]
+    assert not (tmp_path / "group-0").exists()
+    said = [message for message in caplog.messages if "Server group-0" in message]
+    assert len(said) == (state == "busy")
 
 
 @pytest.mark.parametrize(
