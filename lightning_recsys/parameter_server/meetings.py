@@ -142,6 +142,7 @@ class ShareDealer:
         dealt_again: Batches of all passes so far that were leased again because their worker had died.
         pauses: Asked before each lease: whether this worker leaves its share to the others for now.
         while_waiting: Entered when there is no lease at the moment, and left when there is one, or none will come.
+            Gives what is called again and again meanwhile; what that raises ends the wait.
     """
 
     def __init__(self, place: MeetingPlace, *, rank: int, cancelled: Callable[[], bool] = lambda: False) -> None:
@@ -149,7 +150,7 @@ class ShareDealer:
         self._connection = place.connect(cancelled)
         self.dealt_again = 0
         self.pauses: Callable[[], bool] = lambda: False
-        self.while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.while_waiting: Callable[[], AbstractContextManager[Callable[[], None]]] = lambda: nullcontext(_is_well)
         self._pass = 0  # number of the pass that is under way
 
     def __call__(self, num_batches: int) -> Iterator[Lease]:
@@ -167,7 +168,7 @@ class ShareDealer:
 
     def _take(self, *, latest: int, **arguments: int) -> Lease | None:
         """The next lease, once there is one; ``None`` where none will come, or this worker was asked to end."""
-        pause = SHORTEST_PAUSE
+        pause, check = SHORTEST_PAUSE, _is_well
         with ExitStack() as waiting:
             while not self._cancelled():
                 reply = self._ask("take_share", latest=latest, pauses=self.pauses(), **arguments)
@@ -178,7 +179,8 @@ class ShareDealer:
                 if state != WAIT:
                     return Lease(*numbers)
                 if pause == SHORTEST_PAUSE:
-                    waiting.enter_context(self.while_waiting())
+                    check = waiting.enter_context(self.while_waiting())
+                check()
                 time.sleep(pause)
                 pause = min(1.5 * pause, LONGEST_PAUSE)
         return None
@@ -199,6 +201,10 @@ class ShareDealer:
     def close(self) -> None:
         """Lease nothing any more."""
         self._connection.close()
+
+
+def _is_well() -> None:
+    """What a wait with nothing beside it calls."""
 
 
 def lease_size(num_batches: int) -> int:

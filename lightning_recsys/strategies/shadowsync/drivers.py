@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightning_recsys.runtime import configure_worker
@@ -56,9 +56,12 @@ class Driver(ABC):
         return
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Around a wait of this worker for something to train: others may need it in their rounds meanwhile."""
-        yield
+    def standing_in(self) -> Iterator[Callable[[], None]]:
+        """Around a wait of this worker for something to train: others may need it in their rounds meanwhile.
+
+        Gives what the worker is to call again and again while it waits: it raises what has happened in those rounds.
+        """
+        yield self.check
 
     def stop(self) -> None:
         """Return when no round is under way and the other trainers are ready to do without this one.
@@ -157,6 +160,7 @@ class ForegroundHook(Driver):
         super().__init__(rounds)
         self._schedule = schedule
         self._alone = alone
+        self._making: Future[None] | None = None  # the rounds of this worker's last wait, done when their thread is
 
     def start(self) -> None:
         """Training begins, or goes on: the interval is counted from now."""
@@ -174,27 +178,40 @@ class ForegroundHook(Driver):
         self.stop()
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
+    def standing_in(self) -> Iterator[Callable[[], None]]:
         """Make the rounds of those who still train, in a thread: this worker is not asked whether it wants to stop.
 
         When it has something to train it waits for the end of the round that the thread is in. The others come to it,
-        for each of them trains, or waits as this one does, or makes rounds until all want to stop.
+        for each of them trains, or waits as this one does, or makes rounds until all want to stop. Where the block
+        raises, as with Ctrl-C, nobody waits: others that end as well would not come.
         """
         if not self.is_active:
             self.start()
-        with ThreadPoolExecutor(1, thread_name_prefix="rounds", initializer=configure_worker) as threads:
-            ended = threading.Event()
-            making = threads.submit(self._run_until, ended)
-            try:
-                yield
-            finally:
-                ended.set()
-        making.result()  # raises what has happened in it
+        ended, making = threading.Event(), Future[None]()
+        self._making = making
+        # A daemon: the process does not wait for it at its end either.
+        threading.Thread(target=self._run_until, args=(ended, making), name="rounds", daemon=True).start()
 
-    def _run_until(self, ended: threading.Event) -> None:
-        while not ended.is_set():
-            self._run(leaving=False)
-            ended.wait(STAND_IN_PAUSE)
+        def check() -> None:
+            if making.done():
+                making.result()
+
+        try:
+            yield check
+        finally:
+            ended.set()
+        making.result()  # waits, and raises what has happened
+
+    def _run_until(self, ended: threading.Event, making: Future[None]) -> None:
+        try:
+            configure_worker()  # thread count and denormals are settings of each thread
+            while not ended.is_set():
+                self._run(leaving=False)
+                ended.wait(STAND_IN_PAUSE)
+        except BaseException as error:
+            making.set_exception(error)
+        else:
+            making.set_result(None)
 
     def _run(self, *, leaving: bool) -> bool:
         with self._alone():
@@ -203,3 +220,9 @@ class ForegroundHook(Driver):
     def _leave(self) -> None:
         while not self._run(leaving=True):
             pass
+
+    def abandon(self) -> None:
+        """Give the thread of a wait that was cut off a moment to end: what it trains on is taken apart next."""
+        super().abandon()
+        if self._making is not None:
+            wait([self._making], timeout=1.0)

@@ -98,12 +98,14 @@ class TrainerRun:
         if self.driver is not None:
             self.driver.stop_before_others()
 
-    def standing_in(self) -> AbstractContextManager[None]:
-        """Around a wait of this worker for something to train: others may need it in their rounds meanwhile.
+    def standing_in(self) -> AbstractContextManager[Callable[[], None]]:
+        """Around a wait of this worker for something to train, as :meth:`Driver.standing_in`.
 
         While the average is in place nobody makes rounds: all come back from it together.
         """
-        return nullcontext() if self.driver is None or self.is_averaged else self.driver.standing_in()
+        if self.driver is None or self.is_averaged:
+            return nullcontext(lambda: None)
+        return self.driver.standing_in()
 
     # --- One set of weights ------------------------------------------------------------------------------------------
 

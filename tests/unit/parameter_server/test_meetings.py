@@ -14,6 +14,9 @@ from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings, ShareDealer
 from lightning_recsys.parameter_server.wire import Limits, Request, Status, decode_reply, encode_request
 from lightning_recsys.strategies.common.workers.process_group import MeetingGroup, among_the_living
+from lightning_recsys.strategies.shadowsync.drivers import ForegroundHook
+from lightning_recsys.strategies.shadowsync.rounds import Rounds
+from lightning_recsys.sync import ModelAveraging, RoundSchedule
 
 
 class Served:
@@ -244,6 +247,30 @@ def test_leases_when_their_worker_dies_then_others_have_them_and_it_is_counted_o
     rest.join()
     assert first.dealt_again == 8
     assert caplog.messages == ["8 batches were leased again after a worker's death; some of them were trained twice."]
+
+
+class NoMemory(ModelAveraging):
+    """Fails as it folds in what the trainers have sent."""
+
+    def fold(self, replica, answer):
+        raise MemoryError("no room for the sum")
+
+
+class Alone(Rounds):
+    """Of the only trainer."""
+
+    def _exchange(self, *, leaving):
+        return torch.zeros(1), 0
+
+
+@pytest.mark.timeout(30)
+def test_leases_when_a_round_fails_while_their_worker_waits_then_its_error_ends_the_wait(place):
+    first, other = (ShareDealer(place, rank=rank) for rank in (0, 1))
+    hook = ForegroundHook(Alone(NoMemory(), torch.zeros(1)), schedule=RoundSchedule(gap=5))
+    first.while_waiting = hook.standing_in
+    next(iter(other(20)))  # which it never finishes, so there may be work for others to come
+    with pytest.raises(MemoryError, match="no room for the sum"):
+        list(first(20))
 
 
 def a_meeting(rank):
