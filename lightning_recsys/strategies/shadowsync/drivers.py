@@ -122,7 +122,8 @@ class ShadowThread(Driver):
     def check(self) -> None:
         """Raise what the thread died of, if it has."""
         if self._error is not None:
-            error, self._error, self._started = self._error, None, None
+            error, self._error = self._error, None
+            self._seconds, self._started = self.active_seconds, None
             error.add_note("Raised in the shadow thread, which synchronises this trainer in the background.")
             raise error
 

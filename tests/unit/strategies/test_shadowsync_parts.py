@@ -367,6 +367,7 @@ def test_shadow_thread_when_a_round_fails_then_the_error_is_raised_once_and_the_
     with pytest.raises(ZeroDivisionError, match="in a round") as raised:
         driver.check()
     assert raised.value.__notes__ == ["Raised in the shadow thread, which synchronises this trainer in the background."]
+    assert driver.active_seconds > 0, "training's until then"
     driver.check()
     driver.stop()
 
