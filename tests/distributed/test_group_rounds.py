@@ -2,12 +2,14 @@
 
 import socket
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_recsys.launchers.processes import fork_server_context
+from lightning_recsys.strategies.common.workers import meeting as workers_meeting
 from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
 from lightning_recsys.strategies.hierarchical.servers.sync_agent import Meeting, SyncAgent
 from lightning_recsys.sync import make_algorithm
@@ -26,6 +28,7 @@ def serve(group, pipe):
         "rounds": lambda: agent.rounds,
         "stop": lambda: agent.stop(),
     }
+    asked["connect within"] = lambda limit: setattr(workers_meeting, "MEETING_TIME", limit)
     asked |= {"fill": lambda value: replica.fill_(value).tolist(), "replica": replica.tolist}
     try:
         while True:
@@ -109,5 +112,17 @@ def test_servers_when_one_is_killed_then_the_others_stop_and_meet_without_it_and
             server.ask("start", Meeting("127.0.0.1", port, 3, [0, 1, 2]))
         assert stop(first, last) == [made[0], made[2]]
         meet(4, first, last, groups=[0, 2])
-        assert min(stop(first, last)) >= made[0] + 3
+        made = stop(first, last)
+        assert min(made) >= 3
+        store.set("center-0/5/here-1", "")  # the third comes, and is lost while they connect
+        for server in (first, last):
+            server.ask("connect within", timedelta(seconds=1))
+            server.ask("start", Meeting("127.0.0.1", port, 5, [0, 1, 2]))
+        assert store.get("center-0/5/fate") == b"on"
+        assert stop(first, last) == made
+        for server in (first, last):
+            server.ask("connect within", timedelta(seconds=60))
+        meet(6, first, again, last, groups=[0, 1, 2])
+        stop(first, again, last)
+        assert [x.ask("replica") for x in (first, again, last)] == [[4.0] * 4] * 3
     del store

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, Store
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_recsys.strategies.common.workers.meeting import LOOPBACK, MEETING_TIME
+from lightning_recsys.strategies.common.workers.meeting import LOOPBACK, connect_members
 from lightning_recsys.strategies.shadowsync.rounds import MeanRounds
 from lightning_recsys.sync import Decision, Report, SyncAlgorithm, decide
 
@@ -94,13 +93,8 @@ class Council:
         Raises:
             RuntimeError: one of them did not come, or went again.
         """
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        options._timeout = MEETING_TIME  # a member that has died since does not come
         places = PrefixStore(f"{self.generation}/group", self.store)
-        group = dist.ProcessGroupGloo(places, members.index(self.rank), len(members), options)
-        group._set_default_timeout(self._timeout)
-        return group
+        return connect_members(places, members.index(self.rank), len(members), host=LOOPBACK, patience=self._timeout)
 
     def _reports(self, expected: Collection[int]) -> list[Report]:
         """Of all that are expected and live, to rank 0."""

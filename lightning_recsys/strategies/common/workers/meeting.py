@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_fabric.utilities.distributed import _init_dist_connection
 from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.strategies import DDPStrategy
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
@@ -62,6 +63,35 @@ def await_all_ranks(environment: ClusterEnvironment, patience: timedelta) -> Non
     if store.add(f"{place}/here", 1) == environment.world_size():
         store.set(f"{place}/all", "")
     store.wait([f"{place}/all"], patience)
+
+
+def connect_members(
+    places: Store, rank: int, num_members: int, *, host: str, patience: timedelta
+) -> dist.ProcessGroupGloo:
+    """A group that connects to all its members at once, and is no other group's part; all of them call this together.
+
+    Dropping the last reference to it leaves it. Torch's default group is not touched: torch numbers that by the groups
+    that a process has tried to make, so a process that was started later could not find the others.
+
+    Args:
+        places: Where they find each other; nobody else's.
+        rank: Of this member.
+        num_members: Of all of them.
+        host: At which the others reach each member: loopback, or any other for what torch chooses on each machine.
+        patience: For members that are behind in a collective. Those that die are noticed at once.
+
+    Raises:
+        RuntimeError: one of them did not come, or went again.
+    """
+    if host == LOOPBACK:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._timeout = MEETING_TIME  # a member that has died since does not come
+        group = dist.ProcessGroupGloo(places, rank, num_members, options)
+    else:
+        group = dist.ProcessGroupGloo(places, rank, num_members, MEETING_TIME)
+    group._set_default_timeout(patience)
+    return group
 
 
 def extend_timeout(timeout: timedelta) -> None:

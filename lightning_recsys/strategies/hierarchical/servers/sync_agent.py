@@ -11,15 +11,15 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_recsys.parameter_server.connect import connect
 from lightning_recsys.stores.interfaces import Stores
+from lightning_recsys.strategies.common.workers.meeting import MEETING_TIME, connect_members
 from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
 from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, MeanRounds, Rounds
 
-GATHERING = timedelta(seconds=60)  # of servers that have all said that they come
 PATIENCE = timedelta(days=7)  # with groups that are behind in a round; one that ends is noticed at once
 LOOK_SECONDS = 0.05  # from one look who has come to the next
 
@@ -50,8 +50,7 @@ class _MeetingRounds(MeanRounds):
         try:
             return super()._exchange(leaving=leaving)
         except RuntimeError:
-            self.close()
-            self._group = None
+            self._group = None  # the last reference
             raise
 
 
@@ -75,7 +74,7 @@ class SyncAgent:
         self._error: BaseException | None = None  # that kept the thread from starting
         self._before = 0, 0.0  # rounds, and seconds, of threads before this one
         self._groups: tuple[int, ...] = ()  # of the last meeting
-        self._failed: tuple[int, ...] | None = None  # the same, if it failed
+        self._failed: tuple[int, ...] | None = None  # the same, if it failed before its first round
 
     @property
     def rounds(self) -> int:
@@ -102,9 +101,9 @@ class SyncAgent:
         try:
             if meeting is not None:
                 self._leave_meeting()
-                if len(meeting.groups) < 2 or not self._gather(meeting):
+                group = self._gather(meeting) if len(meeting.groups) > 1 else None
+                if group is None:
                     return
-                group = dist.group.WORLD  # this process has no other use for it
                 self._thread = self._thread_of(_MeetingRounds(self._order.algorithm, self._replica, group=group))
             elif self._thread is None:
                 self._thread = self._thread_of(self._rounds_with_center())
@@ -130,15 +129,18 @@ class SyncAgent:
         pieces = [server.dense_store(order.store) for server in self._servers]
         return CenterRounds(order.algorithm, self._replica, pieces=pieces)
 
-    def _gather(self, meeting: Meeting) -> bool:
-        """Wait until all have come, and make a process group of them; ``False`` where one would rather stop before.
+    def _gather(self, meeting: Meeting) -> dist.ProcessGroupGloo | None:
+        """Wait until all have come, and make a process group of them; ``None`` where one would rather stop before.
 
         Which of the two it is one of them says, and all go by that: nobody is left to wait for one who has stopped.
         """
         group, groups = self._order.group, self._groups
-        store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=GATHERING, wait_for_workers=False)
+        store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=MEETING_TIME, wait_for_workers=False)
         places = PrefixStore(f"{self._order.store}/{meeting.number}", store)
-        places.set(f"here-{group}", "")
+        # Where the server before this one has come, and died, the others connect to that.
+        is_late = places.check(["fate"])
+        if not is_late:
+            places.set(f"here-{group}", "")
         while not places.check(["fate"]):
             if self._stops.is_set():
                 places.compare_set("fate", "", "off")
@@ -146,25 +148,24 @@ class SyncAgent:
                 places.compare_set("fate", "", "on")
             else:
                 self._stops.wait(LOOK_SECONDS)
-        if places.get("fate") != b"on":
-            return False
-        dist.init_process_group(
-            "gloo", store=places, rank=groups.index(group), world_size=len(groups), timeout=GATHERING
-        )
-        _set_pg_timeout(PATIENCE, dist.group.WORLD)
-        return True
+        if not is_late and places.get("fate") == b"on":
+            return connect_members(places, groups.index(group), len(groups), host=meeting.host, patience=PATIENCE)
+        missing = [x for x in groups if (is_late and x == group) or not places.check([f"here-{x}"])]
+        if missing:
+            message = "Groups %s make no rounds until they meet again: meeting %d was without groups %s."
+            log.warning(message, list(groups), meeting.number, missing)
+        return None
 
     def _leave_meeting(self) -> None:
         """Forget the last one, in which no round is under way any more."""
         self._before, self._thread = (self.rounds, self._seconds), None
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     def stop(self) -> dict[str, float]:
         """Return when no round is under way, with numbers for telemetry; what the thread died of is raised.
 
         Where another group's server has died there is another meeting, without that group or with the server that was
-        started in its place. Only if the same groups have failed to meet twice is that an error.
+        started in its place. Only where the same groups were cut off before their first round twice, one time after
+        the other, is that an error.
         """
         self._stops.set()
         if self._starting is not None:
@@ -176,9 +177,10 @@ class SyncAgent:
                 self._thread.stop()
             self._failed = None
         except RuntimeError as error:
-            if not self._groups or self._failed == self._groups:
+            has_met = self._thread is not None and self._thread.rounds.count > 0
+            if not self._groups or (self._failed == self._groups and not has_met):
                 raise
-            self._failed = self._groups
+            self._failed = None if has_met else self._groups
             log.warning("Groups made no more rounds after %d of them, until they meet again: %s", self.rounds, error)
         return {"rounds": float(self.rounds), "seconds": self._seconds}
 

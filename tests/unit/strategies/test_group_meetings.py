@@ -1,0 +1,88 @@
+"""Meetings of group servers that average among themselves: what fails, and who comes too late."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
+from lightning_recsys.strategies.hierarchical.servers.sync_agent import Meeting, SyncAgent
+from lightning_recsys.sync import make_algorithm
+
+
+def make_agent():
+    order = SyncOrder(make_algorithm("ma", {"alpha": 1.0}), (), None, None, "center-0", 0.0, 0, 2)
+    return SyncAgent(order, torch.zeros(4))
+
+
+class BreakingGroup:
+    """A group of two servers, one of which is lost after some rounds."""
+
+    def __init__(self, num_rounds):
+        self.num_rounds = num_rounds
+
+    def size(self):
+        return 2
+
+    def allreduce(self, tensors):
+        if not self.num_rounds:
+            raise RuntimeError("connection closed by peer")
+        self.num_rounds -= 1
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.fixture
+def take_part(monkeypatch):
+    """Goes through one meeting after the other, and returns what an agent tells at their ends."""
+    agent = make_agent()
+
+    def go(*rounds):
+        told = []
+        for number, num_rounds in enumerate(rounds):
+            group = None if num_rounds is None else BreakingGroup(num_rounds)
+            monkeypatch.setattr(agent, "_gather", lambda meeting, group=group: group)
+            agent.start(Meeting("", 0, number, [0, 1]))
+            agent._starting.join()
+            told.append(agent.stop())
+        return told
+
+    return go
+
+
+def test_meetings_when_each_loses_a_server_after_rounds_then_all_of_them_count_and_none_is_an_error(take_part):
+    told = take_part(3, 2, 4)
+    assert [x["rounds"] for x in told] == [3.0, 5.0, 9.0]
+    assert 0 < told[0]["seconds"] < told[1]["seconds"] < told[2]["seconds"]
+
+
+def test_meetings_when_two_in_a_row_have_made_no_round_then_that_is_an_error(take_part):
+    assert [x["rounds"] for x in take_part(0, 1, 0)] == [0.0, 1.0, 1.0]
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        take_part(0)
+
+
+def make_place():
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def test_meeting_when_it_ends_before_all_have_come_then_a_warning_says_who_was_missing(caplog):
+    place = make_place()
+    agent = make_agent()
+    agent.start(Meeting("127.0.0.1", place.port, 7, [0, 1]))
+    assert agent.stop()["rounds"] == 0
+    assert "Groups [0, 1] make no rounds until they meet again: meeting 7 was without groups [1]" in caplog.text
+
+
+def test_meeting_when_a_server_before_this_one_has_died_in_it_then_its_successor_stays_away(caplog):
+    place = make_place()
+    for key in ("here-0", "here-1", "fate"):
+        place.set(f"center-0/3/{key}", "on" if key == "fate" else "")
+    agent = make_agent()
+    agent.start(Meeting("127.0.0.1", place.port, 3, [0, 1]))
+    agent._starting.join()
+    assert agent.stop()["rounds"] == 0
+    assert "meeting 3 was without groups [0]" in caplog.text
