@@ -141,7 +141,7 @@ class NetRun:
             self._cut.forward = CutForward(self._cut, self._forward)
         if self._strategy.global_rank in self._strategy.groups.leaders:
             self._leader = brought.leader()
-            self._leader.begin_sync(self._stops, self._training)
+        self._begin_sync(brought)
         return brought
 
     # --- One set of weights ------------------------------------------------------------------------------------------
@@ -176,8 +176,9 @@ class NetRun:
         if self._is_drained and self.own_replica and self._cut is not None:  # it comes back as the others are then
             self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
         self._shows = True
-        if goes_on and self._leader is not None:
-            self._leader.begin_sync(self._stops, self._training)
+        if goes_on:
+            assert self._brought is not None
+            self._begin_sync(self._brought)
 
     def show(self) -> None:
         """Take this group's replica into the model, as its servers have it just now, if this rank leads the group."""
@@ -200,6 +201,15 @@ class NetRun:
         for group in set(self._training) - set(training) if strategy.is_global_zero else ():
             log.warning("Group %d has no net left: its replica counts no more, and the other groups go on.", group)
         self._training = training
+
+    def _begin_sync(self, brought: Brought) -> None:
+        """Have this group's servers make rounds from now on.
+
+        All nets of a group tell them, and they heed the first: the leader may have died just now, and where groups
+        average among themselves none would make a round until all stop next.
+        """
+        leader = brought.leader() if self._leader is None else self._leader
+        leader.begin_sync(self._stops, self._training)
 
     def _end_sync(self) -> None:
         """Return when this group's servers make no rounds.

@@ -1,4 +1,4 @@
-"""Meetings of group servers that average among themselves: what fails, and who comes too late."""
+"""Meetings of group servers that average among themselves: what fails, who comes too late, and who tells them."""
 
 import socket
 from types import SimpleNamespace
@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from lightning_recsys.parameter_server.wire import Limits, Request
+from lightning_recsys.strategies.hierarchical import run as net_run
 from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
+from lightning_recsys.strategies.hierarchical.servers.group_server import GroupRequests
 from lightning_recsys.strategies.hierarchical.servers.sync_agent import Meeting, SyncAgent
 from lightning_recsys.sync import make_algorithm
 
@@ -86,3 +89,38 @@ def test_meeting_when_a_server_before_this_one_has_died_in_it_then_its_successor
     agent._starting.join()
     assert agent.stop()["rounds"] == 0
     assert "meeting 3 was without groups [0]" in caplog.text
+
+
+def test_server_when_each_net_of_its_group_has_it_begin_then_it_begins_once_in_each_interval(tmp_path):
+    begun = []
+    server = GroupRequests(tmp_path, Limits(), lambda: None)
+    server._parts = SimpleNamespace(sync=SimpleNamespace(algorithm=make_algorithm("ma", {"alpha": 1.0})))
+    server._agent = SimpleNamespace(start=begun.append, stop=lambda: {"rounds": 1.0}, rounds=0, abandon=lambda: None)
+
+    def ask(operation, **arguments):
+        return server.operations.reads[operation](Request(operation, 1, bytes(16), 0, "", arguments, []))
+
+    for number in range(2):
+        for _ in range(3):
+            ask("begin_sync", host="127.0.0.1", port=1, number=number, groups=[0, 1])
+        assert ask("end_sync").result(20) == ask("end_sync").result(20) == {"rounds": 1.0}
+    server.close()
+    assert begun == [Meeting("127.0.0.1", 1, number, [0, 1]) for number in range(2)]
+
+
+def test_net_when_it_does_not_lead_its_group_then_it_has_the_servers_begin_and_end_all_the_same(monkeypatch):
+    calls = []
+    leader = SimpleNamespace(
+        may_synchronise=True,
+        begin_sync=lambda number, groups: calls.append(("begin", number, groups)),
+        end_sync=lambda: calls.append(("end",)),
+    )
+    monkeypatch.setattr(net_run.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(net_run, "meet_buffers", lambda task: None)
+    monkeypatch.setattr(net_run.NetRun, "_elect", lambda self: None)
+    strategy = SimpleNamespace(has_center=False, num_groups=2, global_rank=1, barrier=lambda name: None)
+    task = torch.nn.Linear(1, 1)
+    net = net_run.NetRun(strategy, task, task, None, planned=None, restored={})
+    net._brought = SimpleNamespace(partitioned=SimpleNamespace(parts=[]), leader=lambda: leader)
+    net.settle(goes_on=True)
+    assert calls == [("end",), ("begin", 1, [0, 1])]
