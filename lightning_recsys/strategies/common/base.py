@@ -191,11 +191,6 @@ class RecsysStrategy(DDPStrategy):
         Rank 0 calls this between two steps, such as to publish the model, while others train on.
         """
 
-    @property
-    def needs_all_workers(self) -> str | None:
-        """Why an asynchronous run cannot go on without a worker that died; ``None`` where it can."""
-        return None
-
     def telemetry(self) -> Mapping[str, Any]:
         """What ``TelemetryMonitor`` logs: numbers or tensors of many observations, by name. Must not communicate."""
         return {}
@@ -294,8 +289,6 @@ class RecsysStrategy(DDPStrategy):
         """In the main process: ``None`` where the others go on without a worker that died; else why they cannot."""
         if not self.asynchronous or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return ""
-        if (why_not := self.needs_all_workers) is not None:
-            return why_not
         if (place := self._run_servers.meeting_place()) is None:
             return ""
         if left < self.min_workers:

@@ -89,8 +89,7 @@ class RunServers:
         from lightning_recsys.parameter_server.meetings import MeetingPlace
 
         strategy = self._strategy
-        free = strategy.asynchronous and strategy.launches and strategy.num_processes > 1
-        if not free or strategy.needs_all_workers is not None:
+        if not (strategy.asynchronous and strategy.launches and strategy.num_processes > 1):
             return None
         kinds = [spec.kind for spec in strategy.server_specs()]
         servers = strategy.endpoints.get(kinds[0]) if kinds else None
