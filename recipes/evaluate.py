@@ -48,7 +48,7 @@ def evaluate(config: Config, record: RunRecord) -> None:
     record.details["parameters"] = count_parameters(task.model, datamodule)
     progress = [callback for callback in build_callbacks(config) if isinstance(callback, ProgressBar)]
     record.metrics |= test_on_one_device(
-        config, task, datamodule, ckpt_path=config["ckpt_path"], logger=False, callbacks=progress
+        config, task, datamodule, ckpt_path=config["ckpt_path"], calibrate=False, logger=False, callbacks=progress
     )
     record.details["best_normalized_entropy"] = datamodule.best_normalized_entropy
     print_results(config["name"], record)

@@ -19,6 +19,7 @@ from recipe_tools.build import (
     build_datamodule,
     build_task,
     build_trainer,
+    check_calibrate,
     check_checkpoint,
     count_parameters,
     plain,
@@ -66,6 +67,7 @@ def train(config: Config, record: RunRecord) -> None:
 
     datamodule = build_datamodule(config)
     task = build_task(config, datamodule)
+    check_calibrate(config, task, datamodule)
     record.details["parameters"] = count_parameters(task.model, datamodule)
 
     loggers = build_all(config["logger"])
@@ -84,7 +86,13 @@ def train(config: Config, record: RunRecord) -> None:
     record.details["best_epoch"] = getattr(trainer.checkpoint_callback, "best_epoch", None)
 
     record.metrics |= test_on_one_device(
-        config, task, datamodule, ckpt_path=best, logger=loggers, enable_progress_bar=False
+        config,
+        task,
+        datamodule,
+        ckpt_path=best,
+        calibrate=config["calibrate"],
+        logger=loggers,
+        enable_progress_bar=False,
     )
     record.details["best_normalized_entropy"] = datamodule.best_normalized_entropy
     record.details["skipped_rows"] = getattr(datamodule, "skipped_rows", {})  # by file, with on_bad_row=skip

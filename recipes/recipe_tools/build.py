@@ -223,8 +223,28 @@ def build_trainer(config: Config, **arguments: Any) -> pl.Trainer:
     return trainer
 
 
+def check_calibrate(config: Config, task: Task, datamodule: Any) -> None:
+    """See that what ``calibrate`` learns from will be there after the training.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not config["calibrate"]:
+        return
+    if not isinstance(task, CTRTask):
+        raise ValueError(f"calibrate=true is for the log loss of clicks, and {type(task).__name__} predicts others.")
+    if not datamodule.has("validation") or config["trainer"].get("limit_val_batches") == 0:
+        raise ValueError("calibrate=true learns from validation rows, and there are none: set it to false.")
+
+
 def test_on_one_device(
-    config: Config, task: Task, datamodule: pl.LightningDataModule, *, ckpt_path: str | None, **arguments: Any
+    config: Config,
+    task: Task,
+    datamodule: pl.LightningDataModule,
+    *,
+    ckpt_path: str | None,
+    calibrate: bool,
+    **arguments: Any,
 ) -> dict[str, float]:
     """Metrics on the test rows, each row counted exactly once: several workers would have to share them evenly.
 
@@ -233,12 +253,12 @@ def test_on_one_device(
     """
     if not any(isinstance(module, TableBackend) and module.is_meta for module in task.modules()):
         arguments["strategy"] = "auto"
-    calibrate = config.get("calibrate", False)  # not in checkpoints of earlier versions
+    arguments |= {"devices": 1, "num_nodes": 1, "enable_checkpointing": False, "profiler": None}
     if calibrate:
         arguments["callbacks"] = [*arguments.get("callbacks", []), CalibratedLogLoss()]
-    trainer = build_trainer(config, devices=1, num_nodes=1, enable_checkpointing=False, profiler=None, **arguments)
-    if calibrate:
-        trainer.validate(task, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
+        unlogged = build_trainer(config, **arguments | {"logger": False})  # its metrics stand in the log already
+        unlogged.validate(task, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
+    trainer = build_trainer(config, **arguments)
     trainer.test(task, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
     return to_floats(trainer.callback_metrics)
 

@@ -20,11 +20,13 @@ from recipe_tools.build import (
     build_model,
     build_task,
     build_trainer,
+    check_calibrate,
 )
 from recipe_tools.config_types import check_types
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
 from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.tasks import NodeClassificationTask
 
 OWNER = {"suite": "benchmark", "cluster": "simulate", "figure": "simulate"}  # groups of other recipes than train
 ROOTS = (CONF, CONF / "prepare")  # each is a configuration folder of its own
@@ -332,6 +334,15 @@ def test_experiment_runs_one_batch(name, composed, tmp_path, request):
     assert json.loads((tmp_path / "metrics.json").read_text())["status"] == "completed"
     metric = plain(composed("train", f"experiment={name}"))["monitor"]["metric"].removeprefix("val/")
     assert f"test/{metric}" in record.metrics
+    assert ("test/calibrated_logloss" in record.metrics) == ("calibrate: true" in text or "  - bars_" in text)
+
+
+def test_calibrate_when_it_could_not_be_told_after_training_then_refused_before(composed, tmp_path):
+    cfg = composed("train", "calibrate=true", "trainer=cpu", "data.train_rows=200", "trainer.limit_val_batches=0")
+    with pytest.raises(ValueError, match="calibrate=true learns from validation rows, and there are none"):
+        train_here(cfg, tmp_path)
+    with pytest.raises(ValueError, match="is for the log loss of clicks, and NodeClassificationTask predicts"):
+        check_calibrate({"calibrate": True}, object.__new__(NodeClassificationTask), None)
 
 
 @pytest.mark.parametrize("name", ["default", "fast", "overfit", "profiler"])
