@@ -28,6 +28,7 @@ from lightning_recsys.data.tables.features import Input, MultiValued, TimeUnit, 
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import TableFormat
+from lightning_recsys.data.tables.sniffing import is_number
 
 Numbers: TypeAlias = NDArray[np.float64]
 Column: TypeAlias = Numbers | pa.DictionaryArray | Bags
@@ -142,12 +143,19 @@ class _Parser:
     def numbers(self) -> Numbers:
         if self._is_numeric():
             numbers = self._floats()
-            missing = ~self._present() | (np.isnan(numbers) & ("nan" in map(str.lower, self.table.missing)))
+            missing = ~self._present() | self._stand_for_missing(numbers)
             bad = ~np.isfinite(numbers) & ~missing
+            numbers = np.where(missing, np.nan, numbers)
         else:
             numbers, bad = parse_numbers(plain_numbers(self._strings(), self.table))
         self._flag(bad, "must be a finite number (or listed under `missing`, if it stands for a missing one)")
         return np.where(np.isfinite(numbers), numbers, np.nan)
+
+    def _stand_for_missing(self, numbers: Numbers) -> NDArray[np.bool_]:
+        """Which numbers are those of a word under ``missing``, as -1 may be, or not a number where that has nan."""
+        words = {word.lower() for word in self.table.missing}
+        found = np.isin(numbers, [float(word) for word in words if is_number(word)])
+        return found | (np.isnan(numbers) & ("nan" in words))
 
     def times(self) -> Numbers:
         """Numbers as they are, or seconds since 1970; every row must have one."""
@@ -193,7 +201,8 @@ class _Parser:
             return numbers, np.zeros_like(present), np.zeros_like(present)
         if self._is_numeric():
             numbers = self._floats()
-            return numbers, present & ~np.isfinite(numbers), present
+            present &= ~self._stand_for_missing(numbers)
+            return np.where(present, numbers, np.nan), present & ~np.isfinite(numbers), present
         words = self._strings()
         return *parse_times(words, dates=self.table.dates), ~np.isnan(parse_numbers(words)[0])
 

@@ -268,6 +268,15 @@ def test_times_when_of_any_unit_then_hours_and_weekdays_are_those_of_utc(tmp_pat
     assert bags_of(batch.sparse, "day") == [[hash_text("3") % 1000 + 1], [0], [hash_text("0") % 1000 + 1]]
 
 
+@pytest.mark.parametrize("values", [[5, -1, 7], [5.0, -1.0, 7.0], ["5", "-1", "7"]], ids=["int", "float", "text"])
+def test_numbers_when_one_stands_for_missing_then_is_missing_however_it_is_stored(tmp_path, values):
+    dense = {"price": {"standardize": False, "fill": -9}}
+    batch = small(
+        tmp_path, {"price": values, "user": ["a", "b", "c"]}, dense=dense, missing=["", "-1"], categorical=["user"]
+    )
+    assert batch.dense.flatten().tolist() == [5.0, -9.0, 7.0]
+
+
 @pytest.mark.parametrize("values", [[20240131, None, 20240205], ["20240131", "", "2024-02-05"]], ids=["int", "text"])
 def test_times_when_numbers_are_dates_then_are_read_so(tmp_path, values):
     options = {"column": "at", "unit": "yyyymmdd"}
