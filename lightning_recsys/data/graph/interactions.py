@@ -50,6 +50,8 @@ class Interactions:
     def __post_init__(self) -> None:
         if len(self.users) != len(self.items):
             raise ValueError(f"interactions need a user and an item each, got {len(self.users)} and {len(self.items)}.")
+        for name in ("users", "items"):  # products of narrower numbers would overflow
+            object.__setattr__(self, name, np.asarray(getattr(self, name), np.int64))
         for name, ids, count in (("users", self.users, self.num_users), ("items", self.items, self.num_items)):
             if len(ids) and not 0 <= ids.min() <= ids.max() < count:
                 raise ValueError(f"{name} must be from 0 to {count - 1}, got {ids.min()} to {ids.max()}.")
@@ -67,12 +69,15 @@ class Interactions:
         if empty := [name for name in (user, item) if table[name].null_count]:
             raise ValueError(f"{path} has rows without a value in the columns {empty}.")
         (_, users), (_, items) = (np.unique(table[name].to_numpy(), return_inverse=True) for name in (user, item))
-        return cls(users, items, int(users.max(initial=-1)) + 1, int(items.max(initial=-1)) + 1).distinct()
+        order = np.lexsort((items, users))
+        return cls(
+            users[order], items[order], int(users.max(initial=-1)) + 1, int(items.max(initial=-1)) + 1
+        ).distinct()
 
     def distinct(self) -> Interactions:
-        """Each pair once, by user and item."""
-        pairs = np.unique(self.users * self.num_items + self.items)
-        return Interactions(*np.divmod(pairs, max(self.num_items, 1)), self.num_users, self.num_items)
+        """Each pair once, in the order in which they first come."""
+        _, first = np.unique(self.users * self.num_items + self.items, return_index=True)
+        return self.take(np.sort(first))
 
     def take(self, rows: Ids) -> Interactions:
         """Some of them."""

@@ -198,12 +198,18 @@ class NodeDataModule(GraphDataModule):
     def _origin(self) -> dict[str, Any]:
         """What the arrays are made from; no files where they are gone."""
         path = self._path.resolve()
-        files = sorted(x for x in path.rglob("*") if x.is_file()) if path.is_dir() else [path] * path.exists()
+        found = (x for x in path.rglob("*") if x.is_file() and not x.name.startswith("."))
+        files = sorted(found) if path.is_dir() else [path] * path.exists()
         return {"path": str(path), "format": self._format, "files": file_identities(files)}
 
     def _open(self, folder: Path) -> NodeData:
         """The arrays that were written, if they are of these files as these are now, or were when they were removed."""
         written = json.loads((folder / _ORIGIN).read_text()) if (folder / _ORIGIN).exists() else {}
+        if not written:
+            raise ValueError(
+                f"data.mapped={folder} does not say what its arrays were made from, as folders of earlier versions: "
+                "name another folder, or remove this one, and it is made anew."
+            )
         source = self._origin()
         if not source["files"]:
             source["files"] = written.get("files")

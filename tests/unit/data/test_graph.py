@@ -293,7 +293,7 @@ def test_module_when_its_folder_is_of_other_files_then_is_refused(tmp_path):
     with pytest.raises(ValueError, match="remove this one, and it is made anew"):
         mapped_module(tmp_path).setup()
     (tmp_path / "arrays" / "origin.json").unlink()
-    with pytest.raises(ValueError, match="holds arrays of other files"):
+    with pytest.raises(ValueError, match="does not say what its arrays were made from"):
         mapped_module(tmp_path).setup()
 
 

@@ -235,6 +235,12 @@ def test_interactions_when_read_then_names_become_numbers_and_pairs_count_once(t
         Interactions.read(tmp_path / "b.csv", user="who", item="what")
 
 
+def test_interactions_when_ids_are_narrow_then_pairs_are_told_apart_in_the_order_in_which_they_came():
+    users, items = np.array([99_999, 7, 99_999, 7], np.int32), np.array([59_999, 3, 59_998, 3], np.int32)
+    found = Interactions(users, items, 100_000, 60_000).distinct()  # 6e9 pairs do not fit into 32 bits
+    assert (found.users.tolist(), found.items.tolist()) == ([99_999, 7, 99_999], [59_999, 3, 59_998])
+
+
 def test_interactions_when_bad_then_say_what_is_wrong():
     with pytest.raises(ValueError, match="items must be from 0 to 2, got 0 to 3"):
         Interactions(np.array([0, 1]), np.array([0, 3]), 2, 3)
