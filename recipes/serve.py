@@ -37,6 +37,10 @@ def main(cfg: DictConfig) -> None:
         server.run(host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning")
     except ValueError as error:
         raise SystemExit(str(error)) from None  # a host or port that cannot be
+    except RuntimeError as error:  # a worker could not open the version, and has said why; others may wait for it
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise SystemExit(str(error)) from None
     except KeyboardInterrupt:  # before it answers: LitServe ends what it has started only from then on
         for process in multiprocessing.active_children():
             process.kill()

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,7 @@ from lightning_recsys.data.raw.cleaning import clean
 from lightning_recsys.data.raw.columns import Bags, RawColumns, RowJudge
 from lightning_recsys.data.raw.derived import derive
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
-from lightning_recsys.data.tables.features import Input, MultiValued, Vector
+from lightning_recsys.data.tables.features import Categorical, Dense, Input, MultiValued, Vector
 from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Split
 from lightning_recsys.data.tabular import TabularDataModule
@@ -36,6 +36,7 @@ from lightning_recsys.embeddings.int64_ids import as_int64s
 DENSE = "dense"  # the key of numeric features where they have no names of their own
 _MOST = 3.4e38  # what float32 holds
 _LISTS = frozenset((list, tuple))
+_Timed = TypeVar("_Timed", Dense, Categorical)
 
 Row = Mapping[str, Any]
 Encoded = tuple[Tensor, SparseFeatures]
@@ -61,6 +62,11 @@ class RequestEncoder(ABC):
         """What is plain, and what are tensors; :func:`encoder_from` takes both."""
 
 
+def _in_seconds(feature: _Timed, *, is_time: bool) -> _Timed:
+    """The feature with the unit that training has read its times in."""
+    return dataclasses.replace(feature, unit="s") if is_time and feature.unit is None else feature
+
+
 class SchemaEncoder(RequestEncoder):
     """Follows the schema of a table, with the vocabularies and statistics of the training rows.
 
@@ -73,9 +79,12 @@ class SchemaEncoder(RequestEncoder):
     """
 
     def __init__(self, schema: Schema, encoding: Encoding) -> None:
-        # Where the training rows lay, and who joined them, is no business of those who serve.
+        # Where the training rows lay, and who joined them, is no business of those who serve. Whether numbers are times
+        # or dates was judged by the training rows; a few rows of a request would be judged by chance.
         self._schema = dataclasses.replace(
             schema,
+            dense={name: _in_seconds(x, is_time=x.age_at is not None) for name, x in schema.dense.items()},
+            categorical={name: _in_seconds(x, is_time=x.transform != "none") for name, x in schema.categorical.items()},
             files={"train": ("-",)},
             table=schema.usual_format("requests", in_file=False),
             formats={},

@@ -4,13 +4,16 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from lightning_recsys.data import TabularDataModule
 from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
 from lightning_recsys.serving import ModelReader, dense, export, export_model
+from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.hub import load_pretrained, save_pretrained
 from lightning_recsys.serving.onnx import export_onnx
 
@@ -116,6 +120,21 @@ def test_rows_when_values_are_unknown_missing_or_wrong_then_as_in_training_or_re
     assert str(data._root) not in text
 
 
+def test_times_when_a_request_has_numbers_that_could_be_dates_then_are_seconds_as_in_training(tmp_path):
+    lines = [f"{i % 2},{1_700_000_000 + 3600 * i},u{i % 3}" for i in range(40)]
+    (tmp_path / "x.csv").write_text("\n".join(["click,at,user", *lines]))
+    hour = {"column": "at", "transform": "hour"}
+    schema = {"files": "x.csv", "label": "click", "categorical": {"hour": hour, "user": {}}, "split": {"test": 0}}
+    data = TabularDataModule(schema=schema, root=tmp_path, cache=tmp_path / "cache")
+    data.setup("fit")
+    encoder = encoder_of(data, {}, 0)
+
+    def hour_of(seconds):
+        return encoder.encode([{"at": seconds, "user": "u1"}])[1].select(("hour",)).values.tolist()
+
+    assert hour_of(20240131) == hour_of(20240131 // 3600 % 24 * 3600) != hour_of(7 * 3600)
+
+
 def test_serving_when_its_extra_is_not_installed_then_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("lightning_recsys.serving")]:
         monkeypatch.delitem(sys.modules, name)
@@ -125,12 +144,17 @@ def test_serving_when_its_extra_is_not_installed_then_says_what_to_install(monke
 
 
 def test_export_when_made_in_its_own_process_then_it_is_the_same(tmp_path):
-    model = LogisticRegression(2, {"a": 5})
+    model = WideDeep(2, {"a": 5, "b": 4}, embedding_dim=4, hidden=[8])
     part = dense.DensePart(model)
     dense.export_apart(part, 2, tmp_path / "p.pt2")
     program = dense.load_program(tmp_path / "p.pt2")
-    inputs = torch.randn(7, 2), {"first_order.embeddings": torch.randn(7, 1, 1)}
-    assert torch.allclose(program(*inputs), part(*inputs))
+    rows = {
+        path: torch.randn(7, sum(len(table.feature_names) for table in tables), tables[0].embedding_dim)
+        for path, tables in part.tables.items()
+    }
+    assert len(rows) == 2  # of width 4, and of width 1
+    inputs = torch.randn(7, 2), rows
+    assert torch.allclose(program(*inputs), part(*inputs), atol=1e-6)
 
 
 def test_hub_folder_when_saved_then_it_loads_as_it_was_and_its_card_has_the_metrics(data, tmp_path, monkeypatch):
@@ -320,7 +344,8 @@ def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path
 @needs_litserve
 def test_server_when_it_is_killed_then_none_of_its_processes_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "export_apart", dense._export)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # short: sockets lie in it, whose paths have 107 characters at most
+    monkeypatch.setenv("TMPDIR", str(temporary))
     export_model(LogisticRegression(2, {"a": 5}), tmp_path / "model", num_dense=2)
     server = start_server(tmp_path, f"port={free_port()}")
     try:
@@ -334,8 +359,9 @@ def test_server_when_it_is_killed_then_none_of_its_processes_stays(tmp_path, mon
         while is_group_alive(server.pid):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert not list(tmp_path.glob("lightning-recsys-serving-*"))
+        assert not list(temporary.glob("lightning-recsys-serving-*"))
     finally:
         if is_group_alive(server.pid):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+        shutil.rmtree(temporary)
