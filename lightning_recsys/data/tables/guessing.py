@@ -142,6 +142,15 @@ def guess_schema(
     def of_kind(key: str) -> dict[str, Any]:
         return {name: guess.options for name, guess in guesses.items() if guess.key == key}
 
+    if not of_kind("categorical") and not of_kind("multi_valued"):
+        few = sorted(of_kind("dense"), key=lambda name: len(samples[name].counts))[:3]
+        hint = (
+            f" Of its numbers {', '.join(few)} have the fewest values: write a schema that has one under" if few else ""
+        )
+        raise ValueError(
+            f"{first}: no column looks like a category, of which models here need one at least.{hint}"
+            f"{' categorical.' if few else ''}"
+        )
     time = next(iter(of_kind("time")), None)
     return Schema(
         files={"train": tuple(str(Path(x).expanduser().absolute()) for x in patterns)},

@@ -232,6 +232,15 @@ def test_guess_when_prices_repeat_and_no_column_is_a_category_then_they_stay_num
     assert set(schema.dense) == {"price"}
 
 
+def test_guess_when_there_are_only_fractions_then_says_that_a_category_is_missing(tmp_path):
+    rng = random.Random(0)
+    rows = [f"{i % 2},{rng.random():.9f},{rng.randrange(5001) / 100:.2f}" for i in range(400)]
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(["click,v1,amount", *rows]))
+    with pytest.raises(ValueError, match=r"no column looks like a category.*amount, v1 have the fewest values"):
+        guess_schema(path, label="click")
+
+
 def test_guess_when_pandas_wrote_its_index_then_is_ignored(tmp_path):
     schema = guess_of(tmp_path, ",click,user", [f"{i},{i % 2},u{i % 7}" for i in range(200)])
     assert schema.ignore == ("",)
