@@ -18,7 +18,7 @@ from recipe_tools.quiet import be_quiet
 from recipe_tools.record import FILE_NAME
 from recipe_tools.trained import load_checkpoint, offer_checkpoint_config
 
-from lightning_recsys.checkpoints import is_folder, read_checkpoint
+from lightning_recsys.checkpoints import check_file, is_folder, read_checkpoint
 from lightning_recsys.embeddings import TableBackend
 from lightning_recsys.runtime import configure_worker
 
@@ -41,6 +41,7 @@ def main(cfg: DictConfig) -> None:
 def export(config: Config) -> str:
     """Publish the model as a base, or write it as a folder with a model card; returns what was done."""
     path = config["checkpoint"]
+    check_file(path)
     checkpoint = load_checkpoint(path, "checkpoint")
     datamodule = build_datamodule(config, checkpoint=checkpoint)
     task = build_task(config, datamodule)

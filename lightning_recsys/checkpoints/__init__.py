@@ -1,5 +1,6 @@
 """Checkpoints that are folders: written by several processes at once, replaced as a whole, readable by any number."""
 
+from lightning_recsys.checkpoints.files import check_file
 from lightning_recsys.checkpoints.folder import (
     is_folder,
     read_checkpoint,
@@ -20,6 +21,7 @@ __all__ = [
     "SavedRows",
     "StoredRows",
     "StoredTensor",
+    "check_file",
     "is_folder",
     "read_checkpoint",
     "read_description",

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_recsys.checkpoints import SavedRows, is_folder, read_checkpoint
+from lightning_recsys.checkpoints import SavedRows, check_file, is_folder, read_checkpoint
 from lightning_recsys.embeddings import EmbeddingBagCollection, ReadOnlyRows
 
 Fetch = Callable[[Tensor], Tensor]
@@ -56,6 +56,7 @@ def load_for_prediction(
     if folder := is_folder(path):
         checkpoint = read_checkpoint(path, without=keys, weights_only=weights_only)
     else:
+        check_file(path)
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     for prefix, part in prefixes.items():
         fetch = {

@@ -426,6 +426,12 @@ def test_tensors_of_any_kind_when_saved_then_are_back(tmp_path):
     assert all(torch.equal(read[key], value) and read[key].dtype == value.dtype for key, value in state.items())
 
 
+def test_single_file_when_it_was_written_without_sums_then_loads(tmp_path):
+    with files.summing_once():
+        torch.save({"state_dict": {"weight": torch.ones(3)}, "global_step": 8}, tmp_path / "model.ckpt")
+    assert FolderCheckpointIO().load_checkpoint(tmp_path / "model.ckpt")["global_step"] == 8
+
+
 def test_single_file_when_a_byte_changes_or_it_is_cut_short_then_it_is_refused_or_loads_as_it_was(tmp_path):
     file, target = tmp_path / "model.ckpt", tmp_path / "folder"
     weight = torch.linspace(-1, 1, 400)

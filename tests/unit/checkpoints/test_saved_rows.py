@@ -96,6 +96,18 @@ def test_model_when_loaded_for_prediction_then_predicts_the_same_without_rows_of
         loaded.train()(batch)
 
 
+def test_model_when_a_byte_of_its_file_has_changed_then_is_not_loaded_for_prediction(trained, tmp_path):
+    data, task, _ = trained
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": task.state_dict(), "global_step": 1}, path)
+    written = bytearray(path.read_bytes())
+    written[written.index(max(task.parameters(), key=len).detach().numpy().tobytes()) + 6] ^= 64
+    path.write_bytes(written)
+    empty = CTRTask(DeepFM(data.num_dense, data.fields, embedding_dim=4, pooling="mean", device="meta"))
+    with pytest.raises(DamagedCheckpointError, match=r"a\.ckpt"):
+        load_for_prediction(empty, path)
+
+
 def test_model_when_a_table_has_another_size_then_says_which(trained, tmp_path):
     data, task, _ = trained
     save_folder(tmp_path / "a.ckpt", {"state_dict": task.state_dict()})
