@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 _OF_TABLES = {"Schema": "tables.schema", "TabularDataModule": "tabular", "guess_schema": "tables.guessing"}
 
 
-def __getattr__(name: str) -> object:
-    if name not in _OF_TABLES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_OF_TABLES[name]}"), name)
+if not TYPE_CHECKING:  # which would make a type checker believe in every name
+
+    def __getattr__(name: str) -> object:
+        if name not in _OF_TABLES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_OF_TABLES[name]}"), name)
 
 
 __all__ = [

@@ -31,7 +31,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("EmbeddingBagCollection", "EmbeddingOptions"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.collection"), name)
+if not TYPE_CHECKING:  # which would make a type checker believe in every name
+
+    def __getattr__(name: str) -> Any:
+        if name == "collection":
+            return import_module(f"{__name__}.collection")
+        if name not in ("EmbeddingBagCollection", "EmbeddingOptions"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.collection"), name)

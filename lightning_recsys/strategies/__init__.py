@@ -62,10 +62,14 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def _import(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+if not TYPE_CHECKING:  # which would make a type checker believe in every name
+    __getattr__ = _import
 
 
 def register(registry: _StrategyRegistry) -> None:
@@ -75,5 +79,5 @@ def register(registry: _StrategyRegistry) -> None:
 
 
 def _make(kind: str, **arguments: Any) -> RecsysStrategy:
-    strategy: RecsysStrategy = __getattr__(kind)(**arguments)
+    strategy: RecsysStrategy = _import(kind)(**arguments)
     return strategy

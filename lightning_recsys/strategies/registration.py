@@ -19,11 +19,18 @@ def register_with_lightning() -> None:
     if LIGHTNING in sys.modules:
         register(import_module(LIGHTNING).StrategyRegistry)  # which waits for a thread that is importing it
     else:
-        sys.meta_path.insert(0, _BehindImport())
+        sys.meta_path.insert(0, finder := _BehindImport())
+        if LIGHTNING in sys.modules:  # another thread has begun to import it
+            finder.leave()
+            register(import_module(LIGHTNING).StrategyRegistry)
 
 
 class _BehindImport(MetaPathFinder):
     """Finds Lightning's strategies as the other finders do, registers ours when they are there, and goes."""
+
+    def leave(self) -> None:
+        """Ask it no more. Other threads may be going through the list that it was in."""
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -31,9 +38,11 @@ class _BehindImport(MetaPathFinder):
         if fullname != LIGHTNING:
             return None
         sys.meta_path.remove(self)  # one of its kind, of a package that was imported twice, may ask the others as well
-        found = (x.find_spec(fullname, path, target) for x in [*sys.meta_path])
-        spec = next((spec for spec in found if spec is not None), None)
-        sys.meta_path.insert(0, self)  # an import that fails is made again
+        try:
+            found = (x.find_spec(fullname, path, target) for x in [*sys.meta_path])
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            sys.meta_path.insert(0, self)  # an import that fails is made again
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
@@ -41,7 +50,7 @@ class _BehindImport(MetaPathFinder):
         def load_and_register(module: ModuleType) -> None:
             load(module)
             register(module.StrategyRegistry)
-            sys.meta_path.remove(self)
+            self.leave()
 
         spec.loader.exec_module = load_and_register  # type: ignore[method-assign]  # the loader is this import's own
         return spec
