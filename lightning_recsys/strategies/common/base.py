@@ -73,7 +73,7 @@ class RecsysStrategy(DDPStrategy):
             are, ``bf16`` in half the bytes, rounded. Nothing travels, and nothing is rounded, through shared memory.
         store_folder: Where the servers started here keep their files, in a folder of their own: a disk if tables are
             larger than memory. Default: shared memory.
-        max_restarts: How often each server that dies is started again before the run fails.
+        max_restarts: How often each server that dies is started again before it ends the run, or its group.
         **kwargs: As for ``DDPStrategy``, except a start method. ``timeout`` is how long a worker waits for others, by
             default 30 minutes, and a week where workers are free to fall behind.
 
@@ -113,9 +113,7 @@ class RecsysStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         if max_restarts < 0:
-            raise ValueError(
-                f"strategy.max_restarts must be at least 0, got {max_restarts}. 0 ends the run with the server."
-            )
+            raise ValueError(f"strategy.max_restarts must be at least 0, got {max_restarts}. 0 starts none again.")
         if transport not in ("auto", "tcp"):
             raise ValueError(f"strategy.transport must be 'auto' or 'tcp', got {transport!r}.")
         make_codec(compression, "rows")
