@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback
+from test_lost_workers import ROWS, SIZE, WORLD, Counts, NumbersModule, make_trainer
 
 from lightning_recsys.strategies import ShadowSyncStrategy
-from tests.distributed.test_lost_workers import ROWS, SIZE, WORLD, Counts, NumbersModule, make_trainer
 
 pytestmark = [
     pytest.mark.distributed,

@@ -25,6 +25,7 @@ from benchmarks.harness.turns import Measurement, Stopped, Turn, in_turns
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.het.cache import Columns
 from benchmarks.suites.het.curves import Curves
+from benchmarks.suites.single import suite as single
 from benchmarks.suites.single.watching import WARM_UP, Switch, Watched, cost
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback
@@ -322,3 +323,11 @@ def test_fill_when_results_have_pictures_then_the_page_shows_them(tmp_path):
     page.write_text(page.read_text() + "![rates](images/het.png)\n")
     fill(page, run, suite="het")
     assert (tmp_path / "images" / "het.png").read_bytes() == b"rates"
+
+
+def test_share_of_weight_decay_then_is_what_the_kernel_takes_longer_over_a_step():
+    kernels = Measurement(
+        {"numba": [1e6, 1.25e6], "numba, weight decay": [0.8e6, 1e6]}
+    )  # 0.25 and 0.2 us an example more
+    steps = Measurement({"ours": [40_000.0, 44_000.0, 20_000.0]})  # 25 us an example
+    assert single._share_of_weight_decay(kernels, steps) == pytest.approx(0.225 / 25)

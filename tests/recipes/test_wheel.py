@@ -67,7 +67,7 @@ def test_wheel_then_carries_all_configurations_and_recipes(unpacked, folder):
 def test_train_from_the_wheel_then_runs_with_its_own_configuration(unpacked, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "lightning_recsys", "train", *TINY, "trainer=cpu", "hydra.run.dir=run"]
-    line += ["callbacks/progress_bar=none"]
+    line += ["callbacks/progress_bar=none", "strategy=ddp", "trainer.devices=2"]
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/metrics.json").read_text())["status"] == "completed"

@@ -156,7 +156,7 @@ def test_rounds_when_one_has_seen_that_all_want_to_stop_then_who_was_cut_off_sto
 
 
 def test_rounds_when_a_member_dies_before_it_connects_then_the_others_try_again_without_it(make_trainers, monkeypatch):
-    monkeypatch.setattr(meeting, "MEETING_TIME", timedelta(seconds=0.5))
+    monkeypatch.setattr(meeting, "MEETING_TIME", timedelta(seconds=2))
     trainers = make_trainers(ModelAveraging)
 
     def report(rounds):
