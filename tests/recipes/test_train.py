@@ -232,8 +232,14 @@ def test_wrong_override_on_the_command_line_says_what_is_allowed(run_forked, tmp
     [
         ("model=deepfn", r"model=deepfn: no such choice. Did you mean deepfm?"),
         ("model=dlrm,typo", "model=typo: no such choice.\nAllowed: dcn, dcn_v2"),
-        ("modle=dlrm", "modle: no such choice. Did you mean model?\nAllowed: callbacks, ckpt_path, data, debug"),
-        ("siute=single", "siute: no such choice.\nAllowed: callbacks, ckpt_path, data, debug, embeddings, experiment"),
+        (
+            "modle=dlrm",
+            "modle: no such choice. Did you mean model?\nAllowed: calibrate, callbacks, ckpt_path, data, debug",
+        ),
+        (
+            "siute=single",
+            "siute: no such choice.\nAllowed: calibrate, callbacks, ckpt_path, data, debug, embeddings, experiment",
+        ),
         ("optim.rows.rate=1", "optim.rows.rate: no such choice.\nAllowed in optim.rows: lr"),
         ("seed.a=1", "seed.a: seed is one value (0), it has no keys. Write seed=... instead."),
         (
