@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     own is named by its module. Its exit status is that of the process.
 
     Args:
-        arguments: Of the command line; ``sys.argv`` if absent.
+        arguments: Arguments of the command line; ``sys.argv`` if absent.
 
     Returns:
         The exit status.

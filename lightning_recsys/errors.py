@@ -7,10 +7,10 @@ class ServerUnreachableError(ConnectionError):
     """A server did not answer within all attempts.
 
     Args:
-        endpoint: Where it was sought.
-        operation: What was asked of it.
-        attempts: How often it was asked.
-        seconds: How long that took.
+        endpoint: The endpoint that was tried.
+        operation: The operation that the server was asked for.
+        attempts: Number of attempts that were made.
+        seconds: Seconds that all attempts took together.
         detail: What the connection had last to say; may be empty.
     """
 
@@ -35,9 +35,9 @@ class RequestRefusedError(ValueError):
     """A server did not do what it was asked, and changed nothing.
 
     Args:
-        endpoint: The server.
-        operation: What was asked of it.
-        reason: Why it refused.
+        endpoint: The endpoint of the server that refused.
+        operation: The operation that the server was asked for.
+        reason: The server's reason, in words.
     """
 
     def __init__(self, endpoint: str, operation: str, reason: str) -> None:
@@ -54,7 +54,7 @@ class StoreReplacedError(RuntimeError):
     """A store was removed, and perhaps made anew, while it was open here: nothing was read or changed.
 
     Args:
-        store: Its name, or its folder.
+        store: Name of the store, or its folder.
     """
 
     def __init__(self, store: str) -> None:
@@ -72,9 +72,9 @@ class ServerInUseError(RuntimeError):
     """A server has been lent to another run.
 
     Args:
-        endpoint: The server.
+        endpoint: The endpoint of the server.
         holder: The run that has it, in its own words.
-        seconds: Since that was last heard of.
+        seconds: Seconds since that run was last heard of.
     """
 
     def __init__(self, endpoint: str, holder: str, seconds: float) -> None:
@@ -95,10 +95,10 @@ class NoRoomError(ValueError):
     """The servers have no room for the rows of a table.
 
     Args:
-        table: The table.
+        table: Name of the table.
         needed: Bytes of the part of it that found no place, or of all of it, with optimizer state.
         left: Bytes that each server has left, by index.
-        available: Bytes that each had before anything was placed.
+        available: Bytes that each server had before anything was placed, by index.
     """
 
     def __init__(self, table: str, needed: int, left: dict[int, int], available: dict[int, int]) -> None:
@@ -144,9 +144,9 @@ class DamagedCheckpointError(ValueError):
     """A file of a checkpoint is missing, cut short, or not what was written.
 
     Args:
-        checkpoint: The folder, or the single file.
-        file: The file in it.
-        reason: What is wrong with it.
+        checkpoint: Path of the checkpoint, a folder or a single file.
+        file: Path of the damaged file within it.
+        reason: What is wrong with the file, in words.
     """
 
     def __init__(self, checkpoint: str, file: str, reason: str) -> None:
@@ -163,7 +163,7 @@ class CheckpointNotWrittenError(OSError):
     """A checkpoint folder could not be written; what was there before still counts.
 
     Args:
-        checkpoint: The folder.
+        checkpoint: Path of the checkpoint's folder.
         reason: What went wrong, and on which rank.
     """
 
@@ -183,8 +183,8 @@ class PublishedVersionError(ValueError):
     """A published version of a model cannot be used; whoever had another one open still has it.
 
     Args:
-        version: The version's name.
-        reason: What is wrong with it.
+        version: Name of the published version.
+        reason: What is wrong with the version, in words.
     """
 
     def __init__(self, version: str, reason: str) -> None:
@@ -204,8 +204,8 @@ class WorkerLostError(RuntimeError):
     """A worker died while the others were exchanging something that cannot do without it.
 
     Args:
-        rank: The worker.
-        kind: What was being exchanged.
+        rank: The rank of the worker that died.
+        kind: What the workers were exchanging, in words.
     """
 
     def __init__(self, rank: int, kind: str) -> None:

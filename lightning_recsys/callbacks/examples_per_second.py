@@ -41,7 +41,7 @@ class ExamplesPerSecond(LeanCallback):
 
     Attributes:
         examples: Examples that this worker has trained on in this fit, warm-up included.
-        global_examples: The same of all workers, as of the last end of an epoch.
+        global_examples: Number of examples of all workers together, as of the last end of an epoch.
 
     Raises:
         ValueError: ``window_size`` is less than 1, or ``warmup_steps`` is negative.

@@ -47,11 +47,12 @@ class ReadsFolders(pl.LightningModule):
 
         Args:
             checkpoint_path: A file, a folder, or an open file.
-            map_location: As for Lightning's.
-            hparams_file: As for Lightning's.
-            strict: As for Lightning's.
-            weights_only: As for :func:`torch.load`; ``None`` is ``True`` for a folder.
-            **kwargs: Arguments of the class.
+            map_location: The device that tensors are loaded to, as Lightning's ``load_from_checkpoint`` takes it.
+            hparams_file: A file with hyperparameters, as Lightning's ``load_from_checkpoint`` takes it.
+            strict: Whether all keys must fit, as Lightning's ``load_from_checkpoint`` takes it.
+            weights_only: Whether only tensors and plain values are unpickled, as in :func:`torch.load`; ``None`` is
+                ``True`` for a folder.
+            **kwargs: Arguments of the class, which replace the saved hyperparameters.
 
         Raises:
             DamagedCheckpointError: the checkpoint is not what was written.

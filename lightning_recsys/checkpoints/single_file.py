@@ -37,7 +37,7 @@ def to_folder(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, w
     """Write a single-file checkpoint as a folder.
 
     Args:
-        file: What ``Trainer.save_checkpoint`` wrote under any strategy.
+        file: The checkpoint file that ``Trainer.save_checkpoint`` wrote, under any strategy.
         folder: The folder; a checkpoint that is there is replaced.
         weights_only: As for :func:`torch.load`.
 

@@ -45,10 +45,10 @@ def measure_cost(codec: Codec, *, rows: int = 2048, width: int = 512, repeats: i
     """The cost on this machine: the median over repeats, on the calling thread and torch's threads for operators.
 
     Args:
-        codec: The codec that is measured.
+        codec: The codec to measure.
         rows: Rows of the tensor that is encoded, which has normally distributed values.
-        width: Columns of that tensor.
-        repeats: How often it is measured.
+        width: Number of columns of that tensor.
+        repeats: Number of measurements, of which the median is taken.
     """
     tensor = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
     residual, shape = torch.zeros_like(tensor), (rows, width)

@@ -22,8 +22,8 @@ class CodecTraffic:
     Args:
         tensors: Number of tensors that went through the end.
         raw_bytes: Their size as they are in memory.
-        encoded_bytes: Their size as they travel.
-        cpu_seconds: Processor time of the calling thread.
+        encoded_bytes: Their size after encoding, as they travel.
+        cpu_seconds: Processor time that encoding or decoding took on the calling thread.
     """
 
     tensors: int = 0
@@ -140,10 +140,10 @@ class Receiver:
     """Decodes what comes over one boundary in one direction.
 
     Args:
-        codec: The sender's.
+        codec: The codec that the sender encodes with.
 
     Attributes:
-        traffic: What was decoded.
+        traffic: Counts of what was decoded so far.
     """
 
     codec: Codec

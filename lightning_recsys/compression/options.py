@@ -20,8 +20,8 @@ def make_codec(name: str, carries: Carries, *, top_k_fraction: float = 0.1) -> C
 
     Args:
         name: ``none``, ``bf16``, ``int8`` or ``topk``.
-        carries: What is to be sent.
-        top_k_fraction: For ``topk``: share of the elements that are sent.
+        carries: Whether the codec is for activations or for gradients, as not every codec is good for both.
+        top_k_fraction: Share of the elements that ``topk`` sends.
 
     Raises:
         ValueError: there is no codec of that name, or it is not for this.

@@ -18,10 +18,11 @@ def take_largest(unsent, words, bits, values):  # noqa: ANN001, ANN201
     """Move the elements that are largest in size to ``values``, as bfloat16; what that rounds off stays.
 
     Args:
-        unsent: What was not sent so far, float32 ``[N]``.
-        words: The same memory as uint32.
-        bits: For which elements were taken, the first in the highest bit; all 0.
-        values: For the upper halves of the rounded elements, uint16.
+        unsent: Numbers that were not sent so far, float32 ``[N]``; what is taken is subtracted.
+        words: The same memory as ``unsent``, read as uint32.
+        bits: Result: a bit for each element, 1 where it was taken, the first element in the highest bit; all 0 at the
+            start.
+        values: Result: the upper halves of the rounded elements that were taken, uint16.
     """
     limit, of_limit = _limit(words, values.size)
     place = 0

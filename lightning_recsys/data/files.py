@@ -77,7 +77,7 @@ def find_files(patterns: str | Path | Sequence[str | Path], *, name: str = "raw"
             names start with a dot or an underscore), or files of an archive (``clicks.zip/day_*.csv``); or a list of
             those.
         name: What to call the option in an error message.
-        root: Where relative paths start.
+        root: The folder in which relative paths start.
 
     Raises:
         FileNotFoundError: nothing matches a pattern.

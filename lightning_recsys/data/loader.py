@@ -71,11 +71,11 @@ class Request:
     """Which batches of an epoch to make.
 
     Args:
-        batch_size: Rows per batch and rank.
+        batch_size: Number of rows in the batch of one rank.
         drop_last: Leave out what does not fill a step of all ranks.
         rank: The rank whose batches are made.
-        world_size: How many ranks share the rows.
-        seed: Seed of the order.
+        world_size: Number of ranks that share the rows of each step.
+        seed: Seed of the order of the rows.
         epoch: Number of the epoch; each has another order, if there is any.
         start: Position in the epoch where to begin.
     """
@@ -134,7 +134,7 @@ class ShuffledRows:
     """A :class:`RowSource` as a :class:`BatchSource`: rows are taken as they are asked for.
 
     Args:
-        rows: The rows.
+        rows: The rows to take from, by their numbers.
         shuffle: ``rows`` draws a new permutation of the rows for each epoch; ``batches`` permutes the steps only, which
             costs no memory per row and is enough for rows that are independent by construction; ``None`` keeps the
             order of the rows.
@@ -185,14 +185,14 @@ class BatchLoader:
     as many ranks with the same batch size only).
 
     Args:
-        source: The rows.
-        batch_size: Rows per batch and rank.
-        shuffle: Of a source that is a :class:`RowSource`; see :class:`ShuffledRows`. A :class:`BatchSource` has an
-            order of its own, and this says whether it is another one in each epoch.
-        seed: Seed of the order.
+        source: The rows, or an object that makes whole batches of them.
+        batch_size: Number of rows in the batch of one rank.
+        shuffle: How a :class:`RowSource` is shuffled; see :class:`ShuffledRows`. A :class:`BatchSource` has an order of
+            its own, and this says whether it is another one in each epoch.
+        seed: Seed of the order of the rows.
         drop_last: Leave out what does not fill a step of ``world_size * batch_size`` rows.
-        rank: Whose slices to yield.
-        world_size: How many ranks share the rows.
+        rank: The rank whose slice of each step is yielded.
+        world_size: Number of ranks that share the rows of each step.
 
     Raises:
         ValueError: the batch size is not positive, or there are too few rows for every rank to get a batch.

@@ -58,7 +58,7 @@ class TabularDataModule(PreparedReader):
     Args:
         schema: Path of a schema file, or its content; see ``docs/data.md``.
         root: Where the schema's relative paths start; the schema file's own folder if absent, else the current one.
-        batch_size: Rows per batch and rank.
+        batch_size: Number of rows in the batch of one rank.
         on_bad_row: ``error`` stops at the first row that does not fit the schema, and says where it is; ``skip`` leaves
             such rows out, counts them in :attr:`skipped_rows` and logs what was wrong.
         checksums: MD5 sums by file name, as a publisher states them: a file of that name with another sum is refused
@@ -66,10 +66,11 @@ class TabularDataModule(PreparedReader):
         cache: Folder for prepared rows; ``None`` for ``~/.cache/lightning_recsys`` (or below ``$XDG_CACHE_HOME``).
             Machines of one run may share it, and then prepare once; else each prepares into its own.
         cache_gigabytes: Once the folder takes more, rows that were not used for longest are removed from it.
-        shuffle_window: See :class:`~lightning_recsys.data.prepared.module.PreparedReader`, as for all that follow. By
-            default a table of up to a million rows is shuffled as a whole.
-        reader: How rows are read.
-        prefetch_batches: Batches that are made ahead.
+        shuffle_window: Number of rows that are shuffled among each other; see
+            :class:`~lightning_recsys.data.prepared.module.PreparedReader`, also for what follows. By default a table of
+            up to a million rows is shuffled as a whole.
+        reader: Whether each worker reads its rows (``local``) or one process of the machine reads for all (``shared``).
+        prefetch_batches: Number of batches that are made ahead.
         seed: Order of the training rows; a new order each epoch. ``None`` counts as 0.
         drop_last: Leave out the training rows that do not fill a batch on every rank.
 

@@ -76,11 +76,11 @@ class TableBackend(Backend):
     """A backend whose rows can be read and written, table by table; its state dict follows from that.
 
     Args:
-        layout: The tables.
-        optimizer: The update rule.
+        layout: The tables, and where each feature's rows lie in them.
+        optimizer: The update rule of the rows.
 
     Attributes:
-        step: Updates that the tables have seen.
+        step: Number of updates that the tables have had.
         has_rows_in_state_dict: Whether the state dict holds rows and optimizer state. Whoever saves and loads them by
             other means switches it off meanwhile; the steps stay in.
     """
@@ -189,10 +189,12 @@ class LocalBackend(TableBackend):
     (:attr:`replica_group` names other ranks than all.)
 
     Args:
-        layout: The tables.
-        optimizer: The update rule.
-        kernel: A kernel's name, or ``auto``.
-        device: Where the rows are made; on ``meta`` there are none, and only another backend can serve the tables.
+        layout: The tables, and where each feature's rows lie in them.
+        optimizer: The update rule of the rows.
+        kernel: Name of a kernel (``torch``, ``numba``, ``fbgemm``), or ``auto`` to choose one by update rule, width and
+            device.
+        device: The device that the rows are made on; on ``meta`` there are none, and only another backend can serve the
+            tables.
 
     Attributes:
         replica_group: The ranks that have these rows; ``None`` for all.

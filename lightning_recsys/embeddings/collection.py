@@ -233,7 +233,7 @@ class EmbeddingBagCollection(nn.Module):
         """Serve the tables from another backend, such as one over stores, until :meth:`unbind`.
 
         Args:
-            backend: Of the same tables and update rule.
+            backend: The backend to use, with the same tables and update rule.
             copy_rows: Write this collection's rows and their optimizer state to it. Where several processes bind to
                 the same stores, one of them copies and the others wait for it. Of rows on ``meta`` there is nothing to
                 copy but the number of updates, as a checkpoint has set it.
@@ -317,8 +317,8 @@ class EmbeddingBagCollection(nn.Module):
         rows' learning rate is then scaled as the first group's is.
 
         Args:
-            optimizer: Whom to follow.
-            own_group: ``False`` adds no group in any case.
+            optimizer: The dense optimizer to follow.
+            own_group: Whether the rows get a parameter group of their own; ``False`` adds none in any case.
         """
         self._group_index = None
         if own_group and not any("initial_lr" in group for group in optimizer.param_groups):  # which schedulers note

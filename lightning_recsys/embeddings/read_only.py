@@ -21,7 +21,7 @@ class ReadOnlyRows(TableBackend):
     """Looks rows up for evaluation and prediction: each row of a batch is fetched once, and none is kept.
 
     Args:
-        layout: The tables.
+        layout: The tables, and where each feature's rows lie in them.
         optimizer: The update rule of the collection that this is bound to, which is never used.
         fetch: For each table a function that returns the rows with the given numbers (int64 ``[U]``, rising): float32
             ``[U, D]``.

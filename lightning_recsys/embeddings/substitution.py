@@ -35,7 +35,7 @@ def substitute_embeddings(
     dicts keep their keys and shapes.
 
     Args:
-        module: Whose submodules to look at.
+        module: The module whose submodules are looked at.
         optimizer: The update rule of the rows.
         min_rows: Smallest table to take; by default none is taken for its size.
         names: Paths of modules, as ``named_modules`` gives them.
@@ -113,9 +113,9 @@ class SubstituteModule(nn.Module):
     """What stands in the place of a plain embedding module, with its state-dict key ``weight``.
 
     Args:
-        path: Of the module that is replaced.
+        path: Path of the module that is replaced, as ``named_modules`` gives it.
         plain: The module of torch whose place the collection takes.
-        optimizer: The update rule of its rows.
+        optimizer: The update rule of the rows.
     """
 
     num_embeddings: int

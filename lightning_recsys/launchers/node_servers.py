@@ -31,13 +31,13 @@ class NodeServers:
 
     Args:
         specs: The servers of all nodes; each is started on the node that its spec says.
-        node: This node.
-        num_nodes: All nodes.
+        node: Number of this node.
+        num_nodes: Number of nodes.
         rank: This process's global rank.
-        is_starter: This process starts its node's servers.
+        is_starter: Whether this process starts its node's servers.
         main_address: The main node, as ``MASTER_ADDR`` names it.
-        store_folder: As for :class:`Sidecars`.
-        max_restarts: As for :class:`Sidecars`.
+        store_folder: Folder in which the servers keep their stores; see :class:`Sidecars`.
+        max_restarts: How often a server that died is started again; see :class:`Sidecars`.
 
     Attributes:
         keys: The clients' half of the keys; ``None`` on one node. Known after :meth:`start`.

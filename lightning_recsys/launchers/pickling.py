@@ -52,8 +52,8 @@ def save_job(job: object, path: Path, *, parts: Mapping[str, object]) -> None:
     """Write a job where ``torch.load`` finds it.
 
     Args:
-        job: What travels.
-        path: A file.
+        job: The object that travels to the workers.
+        path: The file that it is written to.
         parts: What the job is made of, by the names that a user knows them by; for the message of an error.
 
     Raises:

@@ -51,9 +51,9 @@ def save_results(value: Any, trainer: pl.Trainer | None, folder: Path, *, rank: 
     """Write what a worker brings home; every worker calls this, as state dicts may be collective.
 
     Args:
-        value: What the launched function returned.
+        value: The return value of the launched function.
         trainer: The worker's trainer, or ``None`` where a bare function was launched.
-        folder: Where :func:`load_results` will look.
+        folder: The folder in which :func:`load_results` will look.
         rank: The worker's local rank. Rank 0 brings weights and trainer state, the others their share of predictions.
     """
     if trainer is None:
@@ -87,9 +87,9 @@ def load_results(trainer: pl.Trainer | None, folder: Path, *, ranks: Sequence[in
     step 1. That is the order of one process's batches where whole batches are dealt out to the ranks in turn.
 
     Args:
-        trainer: The main process's, or ``None`` where a bare function was launched.
-        folder: Where the results lie.
-        ranks: Whose there are; rank 0 is the first.
+        trainer: The main process's trainer, or ``None`` where a bare function was launched.
+        folder: The folder in which the workers left their results.
+        ranks: The local ranks that left results; rank 0 is the first.
     """
     all_results = [_load(results_path(folder, rank)) for rank in ranks]
     if trainer is None:

@@ -33,8 +33,8 @@ class Job:
         strategy: The strategy that launches; the trainer's own if there is a trainer.
         trainer: The trainer, or ``None`` where a bare function is launched.
         function: What to call, with ``args`` and ``kwargs``.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
     """
 
     strategy: DDPStrategy

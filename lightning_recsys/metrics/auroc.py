@@ -30,8 +30,8 @@ class StreamingAUROC(BinaryMetric):
 
     Args:
         num_bins: Bins over the logits from -16 to 16; scores beyond fall into the outer bins.
-        from_logits: ``preds`` are logits.
-        kwargs: See :class:`torchmetrics.Metric`.
+        from_logits: Whether ``preds`` are logits instead of probabilities.
+        kwargs: Further arguments of :class:`torchmetrics.Metric`.
 
     As input to ``update`` and ``forward``:
 

@@ -17,8 +17,8 @@ class Calibration(BinaryMetric):
     .. math:: \frac{\sum_i p_i}{\sum_i y_i}
 
     Args:
-        from_logits: ``preds`` are logits.
-        kwargs: See :class:`torchmetrics.Metric`.
+        from_logits: Whether ``preds`` are logits instead of probabilities.
+        kwargs: Further arguments of :class:`torchmetrics.Metric`.
 
     As input to ``update`` and ``forward``:
 

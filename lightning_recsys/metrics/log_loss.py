@@ -18,7 +18,7 @@ class LogLoss(BinaryMetric):
 
     Args:
         from_logits: ``preds`` are logits; the value is then exact where probabilities round to 0 or 1.
-        kwargs: See :class:`torchmetrics.Metric`.
+        kwargs: Further arguments of :class:`torchmetrics.Metric`.
 
     As input to ``update`` and ``forward``:
 

@@ -40,7 +40,7 @@ class NormalizedEntropy(BinaryMetric):
     Args:
         window_size: Examples in the window, over all processes; ``None`` for no window.
         from_logits: ``preds`` are logits; the cross entropy is then exact where probabilities round to 0 or 1.
-        kwargs: See :class:`torchmetrics.Metric`.
+        kwargs: Further arguments of :class:`torchmetrics.Metric`.
 
     As input to ``update`` and ``forward``:
 
@@ -99,9 +99,9 @@ class NormalizedEntropy(BinaryMetric):
         """Add a batch of predictions, their labels and, optionally, weights; or several batches at once.
 
         Args:
-            preds: See the class.
-            target: See the class.
-            weight: See the class.
+            preds: Predicted probabilities of the examples, or logits with ``from_logits=True``.
+            target: Labels of the examples, 0 or 1.
+            weight: Weights of the examples; by default 1 for each.
             sizes: Examples of each of several batches that lie behind each other. The result is that of one update for
                 each, at a fraction of the time.
 

@@ -40,7 +40,7 @@ class DCN(nn.Module):
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
         embedding_dropout: Probability that a number of a pooled embedding is zeroed in training, in ``[0, 1)``.
-        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
+        normalization: How the inputs of each activation are normalised: ``none``, ``batch``, or ``local``
             (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
 

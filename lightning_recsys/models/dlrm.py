@@ -44,8 +44,8 @@ class DLRM(nn.Module):
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``; top network only, for a zero in
             :math:`t_0` would remove dot products.
         embedding_dropout: Probability that a number of a pooled embedding is zeroed in training, in ``[0, 1)``.
-        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
-            (:class:`~lightning_recsys.models.layers.LocalNormalization`); in both networks.
+        normalization: How the inputs of each activation are normalised, in both networks: ``none``, ``batch``, or
+            ``local`` (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`.
 
     Shape:

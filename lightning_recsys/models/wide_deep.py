@@ -32,7 +32,7 @@ class WideDeep(nn.Module):
         activation: ``relu``, ``gelu``, ``sigmoid``, ``silu`` or ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
         embedding_dropout: Probability that a number of a pooled embedding is zeroed in training, in ``[0, 1)``.
-        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
+        normalization: How the inputs of each activation are normalised: ``none``, ``batch``, or ``local``
             (:class:`~lightning_recsys.models.layers.LocalNormalization`).
         options: As in :class:`~lightning_recsys.embeddings.EmbeddingOptions`. The paper trains the wide part by
             FTRL with L1: ``first_order_optimizer=RowFTRL(l1=...)``.

@@ -197,13 +197,13 @@ def apply_and_owe(
     state, but for rounding.
 
     Args:
-        optimizer: The rule.
+        optimizer: The update rule of the rows.
         touched: Row indices, int64 ``[U]``, no duplicates.
         grads: Summed gradients, float32 ``[U, D]``, on the rows' device.
         rows: All rows, float32 ``[C, D]``.
-        state: All rows' state.
+        state: The optimizer state of all rows, by name.
         owed: ``weight`` and every state, shaped as ``rows`` and ``state``.
-        clocks: Of all rows, int32 ``[C, 4]``.
+        clocks: Clocks of all rows, int32 ``[C, 4]``.
         lr: Step size of this update.
         step: Updates that the table has seen, this one included.
     """

@@ -126,7 +126,7 @@ def with_decay(optimizer: RowOptimizer, touched: np.ndarray, grads: np.ndarray, 
     One pass ahead of the rule's own, which then finds the rows in the cache. So no rule pays for it that has none.
 
     Args:
-        optimizer: The rule.
+        optimizer: The update rule of the rows.
         touched: Row indices, int64 ``[U]``.
         grads: Summed gradients, float32 ``[U, D]``.
         rows: The whole table, float32 ``[R, D]``, on the CPU.

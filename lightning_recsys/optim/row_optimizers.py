@@ -30,7 +30,7 @@ class RowOptimizer(ABC):
 
     Args:
         lr: Step size; a schedule may override it at each update.
-        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay: Factor :math:`\lambda` of the L2 penalty in the gradient, at least 0.
         decay_all_rows: Every update decays every row, as a dense optimizer would: rows that the batch does not touch
             are updated with the gradient :math:`\lambda w`, their state too. The time of an update then grows with the
             table, so this is for small ones.
@@ -89,8 +89,8 @@ class RowSGD(RowOptimizer):
 
     Args:
         lr: Step size :math:`\eta`.
-        weight_decay: As for :class:`RowOptimizer`.
-        decay_all_rows: As for :class:`RowOptimizer`.
+        weight_decay: Factor :math:`\lambda` of the L2 penalty in the gradient, at least 0; see :class:`RowOptimizer`.
+        decay_all_rows: Whether rows that no batch touches decay as well; see :class:`RowOptimizer`.
     """
 
     lr: float = 0.01
@@ -116,8 +116,8 @@ class RowAdagrad(RowOptimizer):
         lr: Step size :math:`\eta`.
         eps: :math:`\epsilon`, at least 0; keeps the first steps of a weight finite whose gradients are tiny.
         initial_accumulator: :math:`h` of a row that no batch has touched; the larger, the smaller its first steps.
-        weight_decay: As for :class:`RowOptimizer`.
-        decay_all_rows: As for :class:`RowOptimizer`.
+        weight_decay: Factor :math:`\lambda` of the L2 penalty in the gradient, at least 0; see :class:`RowOptimizer`.
+        decay_all_rows: Whether rows that no batch touches decay as well; see :class:`RowOptimizer`.
     """
 
     lr: float = 0.01
@@ -175,8 +175,8 @@ class RowAdam(RowOptimizer):
         beta1: :math:`\beta_1`, in ``[0, 1)``: what the mean of the gradients keeps in an update of the row.
         beta2: :math:`\beta_2`, in ``[0, 1)``: what the mean of the squared gradients keeps.
         eps: :math:`\epsilon`, at least 0.
-        weight_decay: As for :class:`RowOptimizer`.
-        decay_all_rows: As for :class:`RowOptimizer`.
+        weight_decay: Factor :math:`\lambda` of the L2 penalty in the gradient, at least 0; see :class:`RowOptimizer`.
+        decay_all_rows: Whether rows that no batch touches decay as well; see :class:`RowOptimizer`.
     """
 
     lr: float = 0.001
@@ -218,12 +218,12 @@ class RowFTRL(RowOptimizer):
     would forget a random start at the first update. A learning rate of 0, as schedules pass through, changes nothing.
 
     Args:
-        lr: The paper's :math:`\alpha`.
+        lr: Learning rate, the paper's :math:`\alpha`.
         beta: :math:`\beta`, at least 0: the larger, the smaller the first steps of a weight.
         l1: :math:`\lambda_1`, at least 0: weights whose ``z`` is no larger are exactly 0.
         l2: :math:`\lambda_2`, at least 0: draws weights towards 0.
-        weight_decay: As for :class:`RowOptimizer`.
-        decay_all_rows: As for :class:`RowOptimizer`.
+        weight_decay: Factor :math:`\lambda` of the L2 penalty in the gradient, at least 0; see :class:`RowOptimizer`.
+        decay_all_rows: Whether rows that no batch touches decay as well; see :class:`RowOptimizer`.
     """
 
     lr: float = 0.05

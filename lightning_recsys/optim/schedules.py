@@ -29,7 +29,7 @@ def cosine(optimizer: Optimizer, *, total_steps: int, final: float = 0.0) -> Lam
     ``torch``'s own ends at one absolute rate, and rows and dense part have rates of different size.
 
     Args:
-        optimizer: Whose rates are driven.
+        optimizer: The optimizer whose learning rates are driven.
         total_steps: ``T``, steps of the run; a longer one stays at the last rate.
         final: ``f``, the share of the rate at the end, in ``[0, 1]``.
 
@@ -47,8 +47,8 @@ def one_cycle(
     """``torch``'s ``OneCycleLR``: up to each group's own rate, then down below where it started.
 
     Args:
-        optimizer: Whose rates are driven.
-        total_steps: Steps of the run.
+        optimizer: The optimizer whose learning rates are driven.
+        total_steps: Number of steps of the run.
         warmup: Share of the steps that the rate rises, in ``[0, 1]``.
         start: Rate at the start, as a share of the group's, above 0.
         final: Rate at the end, as a share of that at the start, above 0.

@@ -191,10 +191,10 @@ def catch_up(
     """Discount touched rows of whole tables for the periods that they missed; returns the state of the inner rule.
 
     Args:
-        optimizer: The rule.
+        optimizer: The update rule, with its periods.
         touched: Row indices, int64 ``[U]``, no duplicates.
-        state: The whole table's state.
-        lr: As in :func:`discount_state_`.
+        state: The optimizer state of the whole table, by name.
+        lr: Learning rate of the coming update, as in :func:`discount_state_`.
         step: Updates that the table has seen, the coming one included.
     """
     own = {name: values for name, values in state.items() if name != PERIOD}
@@ -283,7 +283,7 @@ class Discount:
     """The hook of :func:`swap`; an object of a module, so that the optimizer can be copied and pickled.
 
     Args:
-        periods: In which period a step falls.
+        periods: Says in which period a step falls.
         discount: The share of the accumulators that stays.
     """
 

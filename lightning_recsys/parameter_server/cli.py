@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script.
 
     Args:
-        arguments: Of the command line; ``sys.argv`` if absent.
+        arguments: Arguments of the command line; ``sys.argv`` if absent.
 
     Returns:
         The process's exit status: 0, or 1 with a sentence on stderr.

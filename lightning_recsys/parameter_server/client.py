@@ -42,8 +42,8 @@ class Pending:
 
     Args:
         request: What was sent; sent again where the answer does not come.
-        num_bytes: Size of its arrays.
-        reply: The answer, once it is there.
+        num_bytes: Size of the request's arrays, in bytes.
+        reply: The server's reply; ``None`` until it is there.
         is_held: It was not sent over the present connection, and is when somebody waits for it.
     """
 
@@ -77,9 +77,9 @@ class _Attempts:
     """How the wait for one answer goes.
 
     Args:
-        started: When it began.
-        deadline: When this attempt ends.
-        count: Attempts so far, this one included.
+        started: Time at which the wait began, in seconds of the monotonic clock.
+        deadline: Time at which this attempt has failed, on the same clock.
+        count: Number of attempts so far, this one included.
     """
 
     started: float
@@ -109,17 +109,17 @@ class Connection:
 
     Args:
         endpoint: ``tcp://host:port`` or ``ipc:///socket``.
-        keys: For a server that asks for them.
+        keys: The client's keys or the server's token; ``None`` for a server that asks for neither.
         timeout: Seconds without any answer after which an attempt has failed.
         retries: Attempts after the first, with growing pauses between them, before it gives up.
         window: Pushes on their way, at most; the next one waits. At most 64, of which a server remembers which it has
             refused.
-        window_bytes: Their size, at most.
+        window_bytes: Bytes of the pushes on their way, at most; the next one waits.
         limits: What one reply may take, and one exchange, which is cut where it is larger; a server's are the same.
         cancelled: Asked while it waits; once ``True``, this attempt is the last and ends within two seconds.
 
     Attributes:
-        traffic: What went over it so far.
+        traffic: Counts of requests and bytes over this connection so far.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def connect(
       which the server alone may open.
 
     Args:
-        endpoint: One of them.
+        endpoint: Where the stores are: ``shm://``, ``ipc://`` or ``tcp://``, as above.
         keys: For a server that listens on TCP: the clients' half, all keys of the job or the server's token, or the
             path of the file that has them.
         timeout: Seconds without any answer after which an attempt has failed.

@@ -37,11 +37,11 @@ class Peer:
     """The other end of a connection.
 
     Args:
-        descriptor: Of our end, which is ZeroMQ's.
-        inode: Of the same, by which it is known from another one that gets its number later.
+        descriptor: File descriptor of our end of the connection; ZeroMQ owns it.
+        inode: Inode of our end, by which it is known from another connection that gets the same descriptor later.
         identity: ZeroMQ's name for it; empty until it has sent something.
-        slot: In the journal, of the client that uses it; ``None`` until there is one.
-        is_alive: Whether it is connected.
+        slot: Slot in the journal of the client that uses the connection; ``None`` until there is one.
+        is_alive: Whether the connection is still open.
         was_heard: Whether a message has come since the last look.
         received: Bytes that had arrived by the last look after a message.
         unsent: Large frames of answers that may not have left: what tells it, and their bytes.

@@ -139,7 +139,7 @@ def cut_exchange(exchange: RowExchange, row_shapes: RowShapes, limits: Limits) -
     Args:
         exchange: What the message carries: updates, keys to fetch and clocks to check.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
-        limits: Of a message.
+        limits: What one message, and its reply, may take.
 
     >>> rows = torch.arange(5)
     >>> exchange = RowExchange(fetch_rows=rows, check_rows=rows, check_clocks=rows.int())

@@ -62,7 +62,7 @@ class Counts:
     Args:
         requests: Requests that were answered, however they ended.
         refused: Those of them that were not carried out.
-        pushes: Pushes that were applied.
+        pushes: Number of pushes that were applied.
         duplicates: Pushes that came again, and were acknowledged without being applied.
         started: When it started, in seconds of a clock that never goes back.
     """
@@ -79,8 +79,8 @@ class Unfinished:
     """A request that is being worked on in another thread; :meth:`RequestHandler.finish` has its reply.
 
     Args:
-        request_id: Of the request.
-        future: Of its result.
+        request_id: Id of the request, which its reply has to carry.
+        future: Future of the result.
     """
 
     request_id: int
@@ -91,18 +91,18 @@ class RequestHandler:
     """Serves the stores of a folder, request by request.
 
     Args:
-        folder: The folder.
+        folder: The folder that holds the stores and the journal.
         limits: What one request, and its reply, may take.
         max_clients: Clients that the journal has room for.
         offer: Makes what the server offers besides stores, from its folder, its limits and a function that tells over
             which connection the present request came.
 
     Attributes:
-        stores: The folder's stores.
-        clients: Who talks to the server.
-        journal: What makes each push count once.
+        stores: The stores of the folder that are open.
+        clients: The clients that talk to the server, with their slots in the journal.
+        journal: The journal, by which each push counts once.
         recovered: A push that the folder's last server had not finished was taken back.
-        counts: What was done so far.
+        counts: Counts of what was done so far.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -138,7 +138,7 @@ class RequestHandler:
         """The frames of the reply to the frames of a request, unless that takes long.
 
         Args:
-            frames: The request's.
+            frames: The frames of the request.
             peer: The connection that it came over, if any.
         """
         self.clients.peer = peer

@@ -138,7 +138,7 @@ class Journal:
         """The client's slot, a free one if it is new.
 
         Args:
-            client: Its id.
+            client: The client's id, 16 bytes.
             connected: Slots whose clients are connected, which keep them.
 
         Raises:
@@ -220,9 +220,9 @@ class Journal:
         """Around the application of a push, which then counts once; undone if it raises.
 
         Args:
-            slot: The client's.
-            sequence: The push's.
-            undo: What it touches; ``None`` where doing it twice is doing it once.
+            slot: Slot of the client in the journal.
+            sequence: Sequence number of the push, one above the client's last.
+            undo: What the push will change; ``None`` where doing it twice is the same as doing it once.
         """
         if undo is None:
             self._recorded = None  # it may remove a store, whose memory nobody should hold then

@@ -38,8 +38,8 @@ class _Held:
     """Who has the server, as it was last heard of.
 
     Args:
-        run: The run's id.
-        holder: The run in its own words.
+        run: Id of the run that has the lease.
+        holder: Description of that run, for messages.
         seconds: When it was heard of, by the server's clock.
         signs: How often it was, since it took the lease or the server started.
     """
@@ -55,7 +55,7 @@ class Lease:
 
     Args:
         folder: The stores', which keeps who has the lease.
-        clock: Seconds, never going back.
+        clock: Returns the present time in seconds, and never goes back.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +71,7 @@ class Lease:
 
         Args:
             run: The run's id; processes that share one are one run.
-            holder: The run in its own words.
+            holder: Description of the run, for messages to other runs.
 
         Returns:
             ``granted``; where it was not, ``holder``, the ``seconds`` since that was heard of, and its ``signs`` of
@@ -110,11 +110,11 @@ class RunLease:
     One thread for all would wait for minutes at a server that has died, and the others' leases would end meanwhile.
 
     Args:
-        endpoints: The servers.
-        keys: To all of them.
-        run: The run's id.
-        holder: The run in its own words.
-        cancelled: As for :class:`~lightning_recsys.parameter_server.client.Connection`.
+        endpoints: The endpoints of the servers to lease.
+        keys: The clients' keys or the token, the same for all servers; ``None`` where servers ask for neither.
+        run: Id of this run.
+        holder: Description of this run, which a server tells other runs.
+        cancelled: Asked while it waits for a server; see :class:`~lightning_recsys.parameter_server.client.Connection`.
 
     Raises:
         ServerInUseError: another run has one of them. None is kept then.

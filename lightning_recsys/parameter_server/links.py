@@ -31,8 +31,8 @@ class Patience:
     """How long to wait; not much longer once nobody wants the result.
 
     Args:
-        seconds: At most.
-        cancelled: Whether nobody wants it any more.
+        seconds: Longest time to wait.
+        cancelled: Tells whether the result is no longer wanted.
     """
 
     def __init__(self, seconds: float, cancelled: Callable[[], bool]) -> None:
@@ -54,7 +54,7 @@ class Link:
 
     Args:
         endpoint: ``tcp://host:port`` or ``ipc:///socket``.
-        keys: For a server that asks for them.
+        keys: The client's keys or the server's token; ``None`` for a server that asks for neither.
         send_seconds: Within which it must be possible to send a message.
 
     Raises:

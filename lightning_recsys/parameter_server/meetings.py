@@ -29,10 +29,10 @@ class MeetingPlace:
     """Where the workers of a run meet.
 
     Args:
-        endpoint: Of a server.
-        run: The run's id, letters and digits.
-        size: Workers of the run at first.
-        keys: To the server.
+        endpoint: Endpoint of the server where the workers meet.
+        run: Id of the run, letters and digits.
+        size: Number of workers at the start of the run.
+        keys: The clients' keys or the server's token; ``None`` where the server asks for neither.
     """
 
     endpoint: str
@@ -70,8 +70,8 @@ class Meetings:
 
     Args:
         place: The server where the workers of this run meet.
-        rank: Of this worker.
-        timeout: Seconds to wait for the others.
+        rank: Rank of this worker in the run.
+        timeout: Seconds to wait for the other workers.
         cancelled: Asked while it waits; once ``True`` it waits a few seconds more.
 
     Attributes:
@@ -134,9 +134,9 @@ class ShareDealer:
     """Leases one worker's part of each pass through the training data.
 
     Args:
-        place: Where the workers of the run meet.
-        rank: Of this worker.
-        cancelled: Asked while it waits for others.
+        place: The server where the workers of the run meet.
+        rank: Rank of this worker in the run.
+        cancelled: Asked while it waits for other workers; once ``True`` it waits no longer.
 
     Attributes:
         dealt_again: Batches of all passes so far that were leased again because their worker had died.

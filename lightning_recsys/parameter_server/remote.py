@@ -43,9 +43,9 @@ class _OneStore:
     """A connection, as far as it is about one store of one generation: another of its name is not meant.
 
     Args:
-        connection: To the server.
-        name: The store's name there.
-        generation: Which of that name.
+        connection: The connection to the store's server.
+        name: Name of the store on its server.
+        generation: Number that tells this store from others that had its name earlier.
     """
 
     def __init__(self, connection: Connection, name: str, generation: int) -> None:
@@ -101,9 +101,9 @@ class RemoteEmbeddingStore(EmbeddingStore):
     A read sees every push that was made before it on the same connection.
 
     Args:
-        connection: To the server.
-        name: The store's name there.
-        description: What the server said of it.
+        connection: The connection to the store's server.
+        name: Name of the store on its server.
+        description: Sizes and settings of the store, as the server told them.
         codec: How rows and their gradients travel. Whole stretches (:meth:`read`, :meth:`write`) do as they are.
     """
 
@@ -296,9 +296,9 @@ class RemoteDenseStore(DenseStore):
     """A vector on a server.
 
     Args:
-        connection: To the server.
-        name: The vector's name there.
-        description: What the server said of it.
+        connection: The connection to the vector's server.
+        name: Name of the vector on its server.
+        description: Sizes and settings of the vector, as the server told them.
     """
 
     def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:

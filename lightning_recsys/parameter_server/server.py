@@ -103,15 +103,15 @@ class Server:
 
     Args:
         folder: An existing folder of stores.
-        bind: As for :func:`serve`.
-        keys: As for :func:`serve`.
+        bind: Where to listen; see :func:`serve`.
+        keys: Keys of the server, where it encrypts; see :func:`serve`.
         limits: What one request, and its reply, may take.
         max_clients: Clients that the journal has room for.
-        offer: As for :func:`serve`.
+        offer: Makes what the server offers besides stores; see :func:`serve`.
 
     Attributes:
         endpoint: Where it listens, with the port that it got.
-        handler: What does the work.
+        handler: Answers the requests.
         waker: A byte sent here wakes the server: 0, or the number of a signal that it stops on; 255 where a request's
             result is there.
     """

@@ -51,7 +51,7 @@ class MessageError(ValueError):
     """A message that is not as it should be.
 
     Args:
-        reason: What is wrong with it.
+        reason: What is wrong with the message, in words.
         request_id: The id of its reply; 0 where none could be read.
         push: Whose push it is and which, without what was to be done; ``None`` where that could not be read, or it
             is none. It was refused and is done with: the client's next one follows it.
@@ -85,9 +85,9 @@ class Request:
     """A request, decoded; its fields have the right types and its arrays the right sizes, nothing more is known.
 
     Args:
-        operation: What is asked.
+        operation: Name of the operation that is asked for.
         id: Chosen by the client; the reply carries it.
-        client: The client, 16 bytes.
+        client: Id of the client, 16 bytes.
         sequence: Number of this push among the client's, from 1; 0 for what changes nothing.
         store: The store's name; empty where none is meant.
         arguments: Plain values by name.

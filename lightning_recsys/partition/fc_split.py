@@ -37,10 +37,10 @@ class LayerSplit:
     """How to split one fully connected layer.
 
     Args:
-        path: Of the layer in its model.
+        path: Path of the layer in its model, as ``named_modules`` gives it.
         by: ``output``, the paper's vertical split: each piece computes some of the outputs, which are then side by
             side. ``input``, its horizontal split: each piece multiplies some of the inputs, and the results are added.
-        num_pieces: Pieces, as even as can be.
+        num_pieces: Number of pieces, whose sizes are as even as can be.
 
     Raises:
         ValueError: there are fewer than 2 pieces, or ``by`` is neither.
@@ -131,7 +131,7 @@ class SplitLayer(nn.Module):
 
     Args:
         layer: The whole layer, of which the pieces have copies.
-        split: How to split it.
+        split: Says how the layer is cut.
     """
 
     def __init__(self, layer: nn.Module, split: LayerSplit) -> None:
@@ -208,8 +208,8 @@ def co_partition(model: nn.Module, graph: fx.Graph) -> None:
     """Let pieces read pieces, in place: drop what brings outputs together only to part them again the same way.
 
     Args:
-        model: What was traced.
-        graph: Its calls.
+        model: The model that was traced.
+        graph: The calls that tracing recorded, which are changed in place.
     """
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is _side_by_side:

@@ -88,7 +88,7 @@ class FieldGather(FieldLayer):
     Does nothing until it is cut.
 
     Args:
-        num_fields: Fields ``F`` of all processes.
+        num_fields: Number of fields ``F`` of all processes together.
         embedding_dim: Width ``D``.
 
     Shape:

@@ -16,8 +16,8 @@ def group_nodes(
     """Operators of a traced model, in an order in which they can run.
 
     Args:
-        model: What was traced.
-        graph: Its calls.
+        model: The model that was traced.
+        graph: The calls that tracing recorded.
         tensors: Results of those that give tensors; others hand on a number, a shape, a tuple.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]

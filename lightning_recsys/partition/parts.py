@@ -58,8 +58,8 @@ class PartitionedModel:
     ``model.forward = partitioned`` until ``del model.forward``.
 
     Args:
-        parts: In the order of their levels, and in each with the trainer's last.
-        signature: Of the model's ``forward``.
+        parts: The parts in the order of their levels, with the trainer's last in each level.
+        signature: Signature of the model's ``forward``, by which arguments are matched.
         arguments: The values that its arguments are, in their order.
         results: What it returns: a node of the traced model, or a container of such.
         owners: For each key of the model's state dict the part that has it.

@@ -60,7 +60,7 @@ class Cut:
     Args:
         dim: The dimension that is cut.
         index: Positions along it that are here, int64.
-        shape: Of the whole parameter.
+        shape: Shape of the whole parameter.
     """
 
     dim: int
@@ -82,9 +82,9 @@ class Sends:
     """What a partitioned layer exchanges with the other processes.
 
     Args:
-        operation: The collective.
+        operation: The collective operation that does the exchange.
         floats: Float32 numbers for each example; of an all-gather, those of all fields together.
-        floats_per_batch: And once for each batch.
+        floats_per_batch: Float32 numbers that come on top once for each batch, whatever its size.
         gradients: Whether the same goes once more in the backward pass.
     """
 

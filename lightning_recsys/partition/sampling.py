@@ -21,7 +21,7 @@ class Sampled:
 
     Args:
         values: The result of each call, and the arguments.
-        batch_size: Examples of the batch.
+        batch_size: Number of examples in the batch.
     """
 
     values: Mapping[fx.Node, Any]
@@ -56,10 +56,10 @@ def count_flops(
     That knows matrix products only; everything else counts as one operation for each number of the result.
 
     Args:
-        model: The model.
-        group: The operator's calls.
-        sampled: What they read.
-        parameters: Its parameters.
+        model: The traced model.
+        group: The calls that make up the operator.
+        sampled: The values that these calls read in the sample batch.
+        parameters: The parameters of the operator.
     """
     with in_mode(model, training=False), torch.enable_grad(), _counter() as counter:
         made, read = _run_alone(model, group, sampled)
@@ -78,8 +78,8 @@ def run_alone(model: nn.Module, group: Sequence[fx.Node], sampled: Sampled) -> t
 
     Args:
         model: The model, in the mode that is wanted.
-        group: The operator's calls.
-        sampled: What they read.
+        group: The calls that make up the operator.
+        sampled: The values that these calls read in the sample batch.
 
     Returns:
         What it makes that has a gradient, and its inputs that get one.

@@ -39,9 +39,9 @@ def choose_splits(
 
     Args:
         model: The whole model.
-        sample: As for :func:`~lightning_recsys.partition.tracing.trace`.
-        machines: The group.
-        whole: As there.
+        sample: Arguments of one call of the model, as for :func:`~lightning_recsys.partition.tracing.trace`.
+        machines: The trainers and group servers of a group.
+        whole: Paths of modules to keep as one operator each, as for :func:`~lightning_recsys.partition.tracing.trace`.
 
     Raises:
         ValueError: the model cannot be traced.

@@ -32,7 +32,7 @@ class TableCost:
     Args:
         collection: Name of the table's collection in the model.
         table: Name in the collection.
-        num_rows: Rows.
+        num_rows: Number of rows of the table.
         row_bytes: Bytes of a row with its optimizer state.
         cost: Measured cost of looking it up, in any unit that all tables share (seconds per batch, say); only
             ``profiled`` placement reads it.
@@ -77,7 +77,7 @@ class TablePart:
     Args:
         collection: Name of the table's collection.
         table: Name in the collection.
-        num_rows: Rows of the stripe.
+        num_rows: Number of rows of the stripe.
         server: Index of the server.
         num_bytes: Bytes of these rows with their optimizer state.
         cost: Its share of the table's cost, in the unit that the method balances.
@@ -113,10 +113,10 @@ class PlacementPlan:
     """Where every row of every table is. ``print`` shows it as a table.
 
     Args:
-        method: How it was made.
-        num_servers: Servers; some may have nothing.
-        parts: In the order of the tables, and of the stripes of each.
-        unit: What ``cost`` counts.
+        method: The method by which the plan was made.
+        num_servers: Number of servers, some of which may have nothing.
+        parts: All parts, in the order of the tables and of the stripes of each.
+        unit: The unit in which ``cost`` counts.
     """
 
     method: PlacementMethod
@@ -167,10 +167,10 @@ def place_tables(
     it, as long as there is room.
 
     Args:
-        tables: What is placed.
+        tables: The tables to place, with their sizes and costs.
         num_servers: Number of servers.
-        method: ``round_robin``, ``size`` or ``profiled``.
-        rooms: How much each server has for rows; by default enough.
+        method: How to place them: ``round_robin``, ``size`` or ``profiled``.
+        rooms: Room that each server has for rows; by default each has enough.
 
     Raises:
         NoRoomError: a table is larger than what all servers have, or a part of it than what any server has left.
@@ -268,7 +268,7 @@ class _Free:
     """What is left of the servers' room while parts are placed.
 
     Args:
-        rooms: Of each server; ``None`` if there is enough.
+        rooms: Room of each server; ``None`` if there is enough.
         num_servers: Number of servers.
     """
 

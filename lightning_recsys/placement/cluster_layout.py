@@ -12,8 +12,8 @@ class ClusterLayout:
     They share its dense replica in that node's memory, so a trainer cannot reach over two nodes.
 
     Args:
-        num_trainers: Dense replicas.
-        workers_per_trainer: Processes that share one.
+        num_trainers: Number of trainers, each of which has a dense replica.
+        workers_per_trainer: Number of processes that share one trainer's replica.
         num_nodes: Machines; each runs as many ranks as the others.
 
     Raises:

@@ -160,10 +160,10 @@ def row_exchange(
     together; the layers' blocks are not in it (:func:`all_reduce`).
 
     Args:
-        layers: Those without rows send nothing.
+        layers: The layers with their tables; those without rows send nothing.
         num_processes: ``N``, each with a server of as many rows beside it.
-        num_distinct: ``u`` of one process's own batch.
-        num_distinct_of_all: ``v`` of the batches of all processes.
+        num_distinct: Number ``u`` of distinct rows in the batch of one process.
+        num_distinct_of_all: Number ``v`` of distinct rows in the batches of all processes together.
         state_floats: ``S``, floats of optimizer state of a row.
     """
     _check(num_processes=num_processes, num_distinct=num_distinct, state_floats=state_floats)

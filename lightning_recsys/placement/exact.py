@@ -21,7 +21,7 @@ class ExactSolution:
     """What the solver found.
 
     Args:
-        devices: The device of each operator.
+        devices: The device of each operator, by its name.
         bound: Busy seconds of the bottleneck, below which no placement comes.
     """
 
@@ -46,10 +46,10 @@ def solve(
     below what any placement has in :class:`~lightning_recsys.placement.loads.LoadModel`.
 
     Args:
-        graph: The operators.
-        machines: The group.
+        graph: The operators of the model.
+        machines: The trainers and group servers of the group.
         pinned: Operators whose device is given.
-        time_limit: Seconds.
+        time_limit: Seconds after which the solver gives up.
 
     Raises:
         ValueError: there is no placement for which the memory is enough, or none was proved best in time.

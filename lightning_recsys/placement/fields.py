@@ -14,7 +14,7 @@ class FieldCost:
     """Fields that stay together, since they share a table; one field, as a rule.
 
     Args:
-        fields: Their names.
+        fields: Names of the fields.
         num_bytes: Bytes of all rows that belong to them, with optimizer state.
         lookups: Floats that an example looks up in them: mean number of ids times the widths of their tables.
 
@@ -36,7 +36,7 @@ class FieldPlan:
     """Which process has which fields. ``print`` shows it as a table.
 
     Args:
-        method: How it was made.
+        method: The method by which the plan was made.
         processes: The fields and costs of each process; it may have none.
     """
 
@@ -76,9 +76,9 @@ def place_fields(costs: Sequence[FieldCost], num_processes: int, *, method: Fiel
     smallest. A field is never cut, so one that holds most of all rows still fills one process.
 
     Args:
-        costs: In the order of the fields.
-        num_processes: Some may get nothing.
-        method: ``mod`` or ``balanced``.
+        costs: The costs of the fields, in the order of the fields.
+        num_processes: Number of processes; some may get no field.
+        method: How to place them: ``mod`` or ``balanced``.
 
     Raises:
         ValueError: no process, an unknown method, or a field twice.

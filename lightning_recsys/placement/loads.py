@@ -51,10 +51,10 @@ class PartTraffic:
     """Bytes that a part on a server receives and sends in a net's step, before compression.
 
     Args:
-        inputs: Of the tensors that it takes.
-        outputs: Of those that it returns.
-        output_grads: Of the gradients that it then takes.
-        input_grads: And returns.
+        inputs: Bytes of the tensors that the part takes.
+        outputs: Bytes of the tensors that it returns.
+        output_grads: Bytes of the gradients of its outputs, which it takes in the backward pass.
+        input_grads: Bytes of the gradients of its inputs, which it returns in the backward pass.
     """
 
     inputs: int = 0
@@ -81,7 +81,7 @@ class LoadModel:
 
     Args:
         graph: The model's operators.
-        machines: The group.
+        machines: The trainers and group servers of the group.
     """
 
     def __init__(self, graph: OperatorGraph, machines: GroupMachines) -> None:

@@ -16,7 +16,7 @@ class Processor:
     Args:
         flops: Floating-point operations per second, in matrix products.
         memory_bandwidth: Bytes per second that it reads or writes.
-        call_seconds: What each call costs besides.
+        call_seconds: Seconds that each call of an operation costs on top.
 
     Raises:
         ValueError: a speed is not positive, or ``call_seconds`` negative.
@@ -59,7 +59,7 @@ class Coding:
     Args:
         ratio: Bytes that travel for each byte of the tensor.
         encode_seconds: Processor time of the sender for each byte of the tensor.
-        decode_seconds: And of the receiver.
+        decode_seconds: Processor time of the receiver for each byte of the tensor.
 
     Raises:
         ValueError: ``ratio`` is not positive, or a time negative.
@@ -79,25 +79,25 @@ class GroupMachines:
     """The trainers and group servers of one group; those of a kind are alike.
 
     Args:
-        num_servers: Group servers.
-        num_trainers: Trainers.
-        nets_per_trainer: Nets of each trainer; each trains on batches of its own.
-        trainer_cores: Cores of a trainer.
-        server_cores: Cores of a group server.
+        num_servers: Number of group servers.
+        num_trainers: Number of trainers.
+        nets_per_trainer: Number of nets of each trainer; each net trains on batches of its own.
+        trainer_cores: Number of cores of a trainer.
+        server_cores: Number of cores of a group server.
         shared_cores: Where all processes of all groups are on one machine, its cores; ``None`` where every trainer and
             every group server has a machine of its own.
-        num_groups: Groups that share them.
+        num_groups: Number of groups that share ``shared_cores``; without meaning where that is ``None``.
         processor: Speed of a core.
-        link: Of each trainer and group server; both directions at once.
+        link: The link of each trainer and group server, used in both directions at once.
         trainer_memory: Bytes that a trainer has for what is placed on it.
         server_memory: Bytes of each group server, or of all of them by number.
         optimizer_copies: Numbers that the optimizer keeps for each parameter: 1 for Adagrad, 2 for Adam.
-        activations: Compression of what goes forward.
-        gradients: Compression of what comes back.
+        activations: What compression makes of the tensors that go forward.
+        gradients: What compression makes of the gradients that come back.
         seconds_per_byte: Processor time of each end for each byte that travels.
         trainer_seconds_per_request: Processor time of a trainer for each request; a part takes one forward and one
             backward.
-        server_seconds_per_request: And of the group server.
+        server_seconds_per_request: Processor time of a group server for each request.
         wait_per_request: Seconds for which a request, or its answer, is under way besides: threads and processes wake
             each other. Requests of parts that do not need each other are under way together.
         trainer_seconds: Processor time of a net's step for what is not placed: data, lookups, the loss.

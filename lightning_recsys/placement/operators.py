@@ -34,8 +34,8 @@ class Value:
     """A tensor that goes from one operator to others.
 
     Args:
-        name: Unique in its graph.
-        num_bytes: Of the sample batch.
+        name: Name of the value, unique in its graph.
+        num_bytes: Size of the value for the sample batch, in bytes.
         producer: The operator that makes it; ``None`` for an input of the model, which every trainer has.
         has_gradient: Whether the backward pass has a gradient of it, of the same size.
     """
@@ -51,16 +51,16 @@ class Operator:
     """One piece of work that is placed as a whole, forward and backward.
 
     Args:
-        name: Unique in its graph; where it can be, the path of the module that does the work.
+        name: Name of the operator, unique in its graph; where it can be, the path of the module that does the work.
         kind: What it does, for people: classes of modules, names of functions.
         inputs: Names of the values that it reads.
         forward_flops: Floating-point operations of the forward pass of the sample batch.
-        backward_flops: And of the backward pass.
+        backward_flops: Floating-point operations of the backward pass of the sample batch.
         weight_bytes: Bytes of its parameters and buffers.
         activation_bytes: Bytes of all tensors that its forward pass makes; what the backward pass needs is among them.
         num_calls: Calls of modules and functions that it consists of.
         forward_seconds: Processor time of the forward pass, where it was measured.
-        backward_seconds: And of the backward pass.
+        backward_seconds: Processor time of the backward pass, where it was measured.
         owns_parameters: Whether it has parameters of the dense part, which must exist once in a group.
         trainer_only: Whether it must be on trainers: it looks embeddings up, or reads or returns what is no tensor.
     """
@@ -84,8 +84,8 @@ class OperatorGraph:
     """The operators of a model in an order in which they can run, and the values between them.
 
     Args:
-        operators: Each after those whose values it reads.
-        values: All of them.
+        operators: The operators, each after those whose values it reads.
+        values: All values that operators read or make.
         results: Names of the values that the model returns, which trainers need.
         batch_size: Examples of the sample batch that the costs are of.
 

@@ -14,7 +14,7 @@ class OperatorPlan:
 
     Args:
         devices: Operator -> ``trainer``, ``server0``, ``server1``, ...
-        num_servers: Group servers of a group.
+        num_servers: Number of group servers of a group.
 
     Raises:
         ValueError: there is no group server, or a device is none of the above.
@@ -76,7 +76,7 @@ def levels(graph: OperatorGraph, devices: Mapping[str, str]) -> dict[str, int]:
 
     Args:
         graph: The model's operators.
-        devices: The device of each.
+        devices: The device of each operator, by its name.
     """
     found: dict[str, int] = {}
     parts: dict[tuple[int, str], list[str]] = {}

@@ -25,7 +25,7 @@ def write_plan(
     """Write a plan as lists of operators, with what each does and weighs as comments.
 
     Args:
-        path: Of the file; its folder must be there.
+        path: Path of the file; its folder must be there.
         plan: The plan.
         graph: The operators.
         measured: What the run has measured of its machines, by arguments of

@@ -15,7 +15,7 @@ def draw_plan(path: Path, plan: OperatorPlan, graph: OperatorGraph) -> None:
     """Draw a plan: a band for each device, time from left to right, bold arrows for what is sent.
 
     Args:
-        path: Of the picture; its suffix says which format.
+        path: Path of the picture; its suffix says which format.
         plan: The plan.
         graph: The operators.
 

@@ -17,9 +17,9 @@ class Utilisation:
     """Shares of what a device has, 1 for all of it.
 
     Args:
-        cpu: Of its cores' time.
-        network: Of the busier direction of its link.
-        memory: Of the memory for what is placed on it.
+        cpu: Share of the time of its cores.
+        network: Share of the busier direction of its link.
+        memory: Share of the memory that it has for what is placed on it.
     """
 
     cpu: float
@@ -35,11 +35,11 @@ class StepTime:
         seconds: One step of a net, while all nets of the group make theirs.
         alone_seconds: One step of a net while no other runs.
         bottleneck: The resource that would be busy all the time with ever more nets.
-        examples_per_second: Of the whole group.
+        examples_per_second: Examples per second of the whole group.
         loads: What each device does while every net makes one step.
-        utilisation: Of each device.
-        operators: How many operators each device has.
-        weight_bytes: And the bytes of their weights.
+        utilisation: Which shares of its resources each device uses.
+        operators: Number of operators on each device.
+        weight_bytes: Bytes of the operators' weights on each device.
     """
 
     seconds: float

@@ -35,9 +35,9 @@ def place_operators(
     trainers: what the others are compared with.
 
     Args:
-        graph: The operators.
-        machines: The group.
-        method: One of those four.
+        graph: The operators of the model.
+        machines: The trainers and group servers of the group.
+        method: How to place them: ``none``, ``rules``, ``greedy`` or ``exact``.
         pinned: Operators whose device is given.
         time_limit: Seconds for ``greedy``, after which the best plan so far is taken, and for ``exact``, after which it
             gives up.
@@ -191,10 +191,10 @@ def refine(
     operators that change places. Placements are compared by :func:`score`, so the bottleneck never grows.
 
     Args:
-        model: The model on its group.
-        devices: Where to begin.
-        pinned: Operators that stay.
-        time_limit: Seconds.
+        model: The loads of the model on its group.
+        devices: The placement to begin with: the device of each operator.
+        pinned: Operators that stay on their device.
+        time_limit: Seconds after which the best placement so far is taken.
         tolerance: Ends where the busiest device is busier than the mean by no more than this share.
     """
     best = dict(devices)

@@ -59,12 +59,12 @@ class CachedBackend(StoreBackend):
         layout: The collection's tables.
         optimizer: The update rule, one whose state is a sum (RowSGD, RowAdagrad, RowWiseAdagrad), or any with
             ``any_rule``.
-        stores: As in :class:`StoreBackend`.
+        stores: The stores, each with the parts of tables that it holds; see :class:`StoreBackend`.
         cache_rows: Rows that may stay from one step to the next.
         staleness: ``s``, or ``None`` for no bound: then nothing is ever checked or refreshed.
         policy: Which rows go first when there are too many (:class:`CacheIndex`).
         clock: How pushes move the stores' clocks (:class:`ClockRule`).
-        device: Where the copies live.
+        device: The device on which the copies live.
         shared: For caches of collections whose batches have the same ids, with this size and policy. Used where rows
             are in this machine's memory.
         in_step: Workers train in step. Rows then come in messages even where they are in this machine's memory.

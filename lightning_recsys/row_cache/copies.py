@@ -70,12 +70,12 @@ class RowCache:
 
     Args:
         limit: Rows that outlast a step; 0 keeps none.
-        embedding_dim: ``D``.
+        embedding_dim: Width ``D`` of a row.
         optimizer: The update rule: one whose state is a sum (RowSGD, RowAdagrad, RowWiseAdagrad), or any with
             ``any_rule``.
-        policy: Which rows go first, as in :class:`CacheIndex`.
+        policy: Which rows go first when there are too many; see :class:`CacheIndex`.
         device: Where rows, state and updates are; index and clocks are on the CPU.
-        num_keys: What all keys are below, as in :class:`CacheIndex`.
+        num_keys: A number above all keys; see :class:`CacheIndex`.
         index: One that other caches use as well, instead of an own one of this limit and policy. It is for its owner
             to plan and to evict then, and for who uses the cache to keep the column ``HELD`` of its clocks.
         any_rule: Nobody else updates a row between its fetch and the push of what was made of it, so any rule will do.
@@ -217,7 +217,7 @@ class RowCache:
         """Positions in a plan of the rows to fetch, of the copies to check, and of those to push and fetch again.
 
         Args:
-            plan: The batch's.
+            plan: The plan of the batch.
             staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
             training: Slots of copies that get another update before the batch reads them. One that this update takes
                 too far is refreshed ahead of it.
@@ -249,9 +249,10 @@ class RowCache:
         """The gradient of each distinct row of a batch, float32 ``[U, D]``; valid until the next call.
 
         Args:
-            plan: The batch's.
-            offsets: Of its bags, int64 ``[F * B + 1]``; ``None`` where each holds one id.
-            weights: Of its ids, float32 ``[N]``; ``None`` where all are 1.
+            plan: The plan of the batch.
+            offsets: Where each of the batch's bags begins and the last one ends, int64 ``[F * B + 1]``; ``None`` where
+                each holds one id.
+            weights: Weight of each id, float32 ``[N]``; ``None`` where all are 1.
             grad_BFD: The gradient of the pooled lookup, ``[B, F, D]``.
         """
         num_rows, dim = plan.slots_U.size, self.rows.shape[1]
@@ -289,7 +290,7 @@ class RowCache:
 
         Args:
             slots_U: Distinct slots, int64 ``[U]``.
-            grads_UD: Their summed gradients, float32 ``[U, D]``.
+            grads_UD: Summed gradients of the rows in these slots, float32 ``[U, D]``.
             lr: Step size of this update.
             step: Updates that the table has seen, this one included, for a rule whose state is no sum.
         """
@@ -424,10 +425,10 @@ def sort_copies(slots, is_new, in_training, clocks, marks, staleness, positions)
     """Sort a batch's rows by what has to be asked for them; returns how many are to be fetched, checked, refreshed.
 
     Args:
-        slots: Theirs, int64 ``[U]``.
+        slots: Slots of the batch's rows, int64 ``[U]``.
         is_new: Which of the slots hold nothing yet, bool ``[U]``.
         in_training: Slots of copies that get another update before this batch reads them, int64 ``[W]``.
-        clocks: Of all copies, int32 ``[C, 4]``.
+        clocks: Clocks of all copies, int32 ``[C, 4]``.
         marks: For each slot a place to write to, bool ``[C]``; all ``False``, before and afterwards.
         staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
         positions: Result, int64 ``[3, U]``: positions of those to fetch, to check and to refresh.
@@ -459,11 +460,11 @@ def find_outrun(slots, clocks, staleness, lags, is_outrun):  # noqa: ANN001, ANN
     A row that is as it was fetched is fit for use, even where its clock has come to its end.
 
     Args:
-        slots: Of a batch's rows, int64 ``[U]``.
-        clocks: Of all copies, int32 ``[C, 4]``.
+        slots: Slots of the batch's rows, int64 ``[U]``.
+        clocks: Clocks of all copies, int32 ``[C, 4]``.
         staleness: How far a copy may be ahead of what was fetched, or ``NO_BOUND``.
         lags: Result, int32 ``[U]``: by how much each copy is ahead of what was fetched.
-        is_outrun: Result, bool ``[U]``.
+        is_outrun: Result, bool ``[U]``: whether each copy went too far ahead.
     """
     last = slots.shape[0] - 1
     for u in range(slots.shape[0]):

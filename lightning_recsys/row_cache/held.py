@@ -47,13 +47,14 @@ class HeldRows(ABC):
     The rows of a batch that was looked up stay until its gradients are here, or until nobody has its ticket any more.
 
     Args:
-        cache: The copies; none yet.
-        messages: What tells the stores of steps.
-        places: Has the key of each id.
-        gradients: In step, those of batches that wait for other workers'. Their rows stay as well.
+        cache: The cache of copies, which is empty at first.
+        messages: Tells the stores of updates and steps, and asks them for rows.
+        places: Knows the key of each id, and the store that has it.
+        gradients: Where workers train in step, the gradients of batches that wait for those of other workers, whose
+            rows stay as well; else ``None``.
 
     Attributes:
-        cache: The copies.
+        cache: The cache of copies.
         counts: Those of the messages, with ``reads``, ``evictions``, ``misses``, ``stale`` and ``refreshes`` in rows.
         lags_U: By how many updates each copy of the last batch was ahead of what was fetched, int32 ``[U]``.
         may_owe: Whether a copy may have updates that the stores lack.
@@ -133,7 +134,7 @@ class HeldRows(ABC):
         """Plan a batch, and see that its rows come.
 
         Args:
-            features: Of the batch, on the CPU.
+            features: The features of the batch, on the CPU.
             trained: Whether it is one of those that may have been announced, which are to be trained.
             validate: ``False`` where rows are only to be trained: the copies that are here will do.
         """
@@ -163,11 +164,11 @@ class RowsByMessage(HeldRows):
     Between these steps a copy may be trained: what is fetched is put below what the copy owes.
 
     Args:
-        cache: As in :class:`HeldRows`, like what follows.
-        messages: What asks the stores.
-        places: As there.
-        gradients: As there.
-        rule: When a copy is too far ahead, or behind.
+        cache: The cache of copies, which is empty at first.
+        messages: Asks the stores for rows, and tells them of updates.
+        places: Knows the key of each id, and the store that has it.
+        gradients: Gradients of batches that wait for those of other workers; see :class:`HeldRows`.
+        rule: Says when a copy is too far ahead, or too far behind.
     """
 
     def __init__(

@@ -59,11 +59,11 @@ class BatchPlan:
     """Where a batch's rows are.
 
     Attributes:
-        number: Counts the plans of a cache, from 1.
+        number: Number of the plan; the plans of a cache are counted from 1.
         slots_N: Slot of each id, int64 ``[N]``: what a kernel looks up.
         distinct_N: Position of each id in the arrays below, int32 ``[N]``, to sum gradients by row.
         keys_U: The distinct keys, in the order of their first occurrence, int64 ``[U]``.
-        slots_U: Their slots, int64 ``[U]``.
+        slots_U: Slots of the distinct keys, int64 ``[U]``.
         new_U: Which of them the cache did not hold, bool ``[U]``: their slots hold nothing yet.
     """
 
@@ -269,7 +269,7 @@ class CacheIndex:
 
     Args:
         limit: Rows that outlast :meth:`evict`.
-        policy: One of the above.
+        policy: Which rows go first: ``lru``, ``lfu`` or ``light_lfu``, as above.
         num_keys: All keys are from 0 to below this; ``None`` where any int64 may come. Where the keys that are held and
             remembered are more than an eighth of them, each has its place in an array instead of a hash table.
 

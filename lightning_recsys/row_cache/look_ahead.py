@@ -42,7 +42,7 @@ class PeekableLoader:
     each tensor while they wait.
 
     Args:
-        loader: What ``train_dataloader`` returned.
+        loader: The loader that ``train_dataloader`` returned.
 
     >>> loader = peekable([10, 20])
     >>> batches = iter(loader)
@@ -115,7 +115,7 @@ class _Batches:
 
     Attributes:
         current: The batch that was handed out last.
-        waiting_bytes: Of those that were peeked at and not handed out.
+        waiting_bytes: Bytes of the batches that were peeked at and not handed out.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -223,12 +223,14 @@ class LookAhead:
     further batch is taken from the loader. Of several loaders, only the next batch is.
 
     Args:
-        trainer: Which trains on loaders that are :func:`peekable`.
-        collections: Whose lookups to wait for.
-        prefetch: Have the next batch's rows fetched.
+        trainer: The trainer, whose loaders are :func:`peekable`.
+        collections: Collections that are told of coming batches, each when it has looked up what it needs of the
+            present one.
+        prefetch: Whether the rows of the next batch are fetched while the present one is trained.
         num_batches: Look further, at up to so many batches, so that a collection keeps the rows which are needed
             soonest.
-        num_bytes: But only at the next one once those that wait, and what caches note of them, take so much.
+        num_bytes: Only the next batch is looked at once those that wait, and what caches note of them, take so many
+            bytes.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class RowPlaces:
 
     Args:
         layout: The collection's tables.
-        stores: For each store the parts that it holds, in the order of its tables.
+        stores: The parts that each store holds, in the order of its tables.
 
     >>> from lightning_recsys.embeddings import EmbeddingBagConfig
     >>> tables = TableLayout((EmbeddingBagConfig("a", 4, 2, ("x",)), EmbeddingBagConfig("b", 6, 2, ("y",))))
@@ -94,7 +94,7 @@ class Answer:
     """What one store will say.
 
     Args:
-        wait: Returns it, once it is there.
+        wait: Waits for the answer and returns it.
         fetched: Which of the keys to fetch it brings, as an index of them.
         checked: Which of the keys to check it judges, as an index of them.
     """
@@ -108,8 +108,8 @@ class RowMessages:
     """Cuts what is to be said by store, and says it in one message each, all of them on their way at once.
 
     Args:
-        stores: The collection's stores.
-        places: Which of them has which row.
+        stores: The stores of the collection.
+        places: Knows which store has which row.
         rule: What a push tells the stores' clocks, and when a copy is too old.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
 
@@ -165,7 +165,7 @@ class RowMessages:
         Args:
             fetch_M: Keys of rows to get.
             check_C: Keys of copies to check.
-            clocks_C: Their clocks.
+            clocks_C: Clocks of those copies.
             with_steps: Let every store know of all steps.
         """
         owed, self._owed = self._owed, []

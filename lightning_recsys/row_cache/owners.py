@@ -192,10 +192,10 @@ def divide(
     """Owners of this worker's rows of a part; for each worker where the rows that it sends here belong among them.
 
     Args:
-        index: The part's.
+        index: Number of the part.
         keys_W: Each worker's keys, the parts behind each other.
         counts_WP: How many keys each part has, int64 ``[W, P]``.
-        rank: This worker's.
+        rank: Rank of this worker.
     """
     starts_W = counts_WP[:, :index].sum(axis=1)
     counts_W = counts_WP[:, index]

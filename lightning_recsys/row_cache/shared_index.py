@@ -42,8 +42,8 @@ class _Planned:
 
     Attributes:
         keys_N: A copy of the keys that it was made for, which tells a batch that was changed in place from that one.
-        plan: The plan.
-        used_by: Who has it, by identity.
+        plan: The plan that may be used again.
+        used_by: The caches that have had the plan, by ``id``.
     """
 
     keys_N: Integers
@@ -60,8 +60,8 @@ class SharedIndex:
 
     Args:
         limit: Rows that outlast a step, in each cache; up to a 64th fewer, as rows go many at once.
-        policy: As in :class:`CacheIndex`.
-        num_keys: As there.
+        policy: Which rows go first when there are too many; see :class:`CacheIndex`.
+        num_keys: A number above all keys; see :class:`CacheIndex`.
     """
 
     def __init__(self, limit: int, *, policy: CachePolicy, num_keys: int | None = None) -> None:
@@ -81,7 +81,7 @@ class SharedIndex:
 
         Args:
             sharer: Which cache asks. It gets each plan once.
-            features: Of the batch, on the CPU.
+            features: The features of the batch, on the CPU.
         """
         keys_N = sharer.keys_of(features)
         for known in self._plans:

@@ -37,7 +37,7 @@ class RowTransfers:
 
     Args:
         stores: The collection's stores, all of them mapped.
-        places: Which of them has which row.
+        places: Knows which store has which row.
         rule: What a push tells the stores' clocks, and when a copy is too old.
         row_shapes: Shape of what one row has of ``weight`` and of each state, of which there is one at most.
     """
@@ -138,10 +138,10 @@ class RowsInPlace(HeldRows):
 
     Args:
         cache: As in :class:`HeldRows`, with the index of ``shared``.
-        messages: As there.
-        places: As there.
-        gradients: As there.
-        transfers: What moves the rows.
+        messages: Tells the stores of steps; rows do not travel in messages here.
+        places: Knows the key of each id, and the store that has it.
+        gradients: Gradients of batches that wait for those of other workers; see :class:`HeldRows`.
+        transfers: Moves rows between the cache and the stores' memory.
         shared: Plans the batches, perhaps for other collections' caches as well.
     """
 

@@ -190,9 +190,9 @@ class Announced:
     """An announced batch.
 
     Attributes:
-        number: Of the announcement.
+        number: Number of the announcement.
         start: Where its occurrences begin in the ring.
-        size: Its distinct keys, ``U``.
+        size: Number ``U`` of its distinct keys.
         distinct_N: Position of each id among them, int32 ``[N]``.
     """
 
@@ -208,10 +208,10 @@ class UpcomingBatches:
     Attributes:
         batches: The announced batches, in the order in which they are expected.
         keys: Key of each occurrence, int64 ``[R]``; ``R`` is a power of two.
-        occurrences: The columns above.
+        occurrences: The ring of occurrences, with the columns above.
         chains: For each announcement, first of its occurrences that have slots; by number, modulo the size.
-        counts: Numbers that the loops share.
-        last_of: Key -> its last occurrence.
+        counts: Numbers that the compiled loops share.
+        last_of: The last occurrence of each key.
 
     Args:
         num_keys: All keys are from 0 to below this, and each has its place in an array; ``None`` for a hash table.

@@ -74,8 +74,8 @@ class SchemaEncoder(RequestEncoder):
     one. Others, such as a label, are ignored.
 
     Args:
-        schema: The columns.
-        encoding: What was learned.
+        schema: The schema that says what the columns mean.
+        encoding: The vocabularies and statistics of the training rows.
     """
 
     def __init__(self, schema: Schema, encoding: Encoding) -> None:
@@ -230,7 +230,7 @@ class IdEncoder(RequestEncoder):
 
     Args:
         features: The features, with how many ids each has.
-        num_dense: Numeric features.
+        num_dense: Number of numeric features of the model.
     """
 
     def __init__(self, features: Mapping[str, int], num_dense: int) -> None:
@@ -328,7 +328,7 @@ def encoder_of(datamodule: object, features: Mapping[str, int], num_dense: int) 
     """How rows of these data are encoded.
 
     Args:
-        datamodule: Of a run; a table's has a schema, with what was learned.
+        datamodule: The data module of a run; a table's has a schema, with what was learned.
         features: The model's features, with how many ids each has: of rows that are ids already.
         num_dense: The model's numeric features.
     """

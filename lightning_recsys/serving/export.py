@@ -36,7 +36,7 @@ def export_model(
     Args:
         model: ``forward(dense, sparse) -> logits``, with its rows.
         url: A folder, or a URL that fsspec knows.
-        num_dense: Numeric features.
+        num_dense: Number of numeric features of the model.
         datamodule: Where requests are encoded as its rows are; without one they have ids.
         position: What the manifest says of the training: plain values.
         keep_runs: The versions of so many runs stay, this one included; ``None`` for all.

@@ -53,10 +53,10 @@ def save_pretrained(
     Args:
         model: ``forward(dense, sparse) -> logits``, with its rows.
         folder: A new folder of this machine, or an empty one.
-        num_dense: Numeric features.
-        name: Of the model, for the card: letters, digits, ``.``, ``_`` and ``-``.
+        num_dense: Number of numeric features of the model.
+        name: Name of the model, for the card: letters, digits, ``.``, ``_`` and ``-``.
         datamodule: Where raw rows are encoded as its rows are; without one they have ids.
-        metrics: For the card, by their names, such as ``{"test/auc": 0.81}``.
+        metrics: Metrics for the card, by their names, such as ``{"test/auc": 0.81}``.
         data: What it was trained on, in a word, for the card.
         rows: How rows are stored: ``float32``, ``bf16`` or ``int8``.
 

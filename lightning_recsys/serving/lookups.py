@@ -32,14 +32,14 @@ def index_rows(table, ids, first_row, places, dim):  # noqa: ANN001, ANN201
     """Note the places of a block's rows in an index, under the number of each id's row in the collection.
 
     Args:
-        table: The index.
-        ids: Of the rows, int64 ``[U]``; as many as the index has room for.
-        first_row: The number of id 0.
+        table: The hash table of the index, which is written to.
+        ids: Ids of the rows, int64 ``[U]``; as many as the index has room for.
+        first_row: Number in the collection of the row of id 0.
         places: The place of the first of the rows; or ``GONE``, for all of them.
         dim: Elements from one row to the next; 0 for ``GONE``.
 
     Returns:
-        How many ids were new.
+        How many of the ids were new to the index.
     """
     new = 0
     for i in range(ids.shape[0]):
@@ -55,18 +55,18 @@ def find_places(ids, bounds, first_rows, table, first_blocks, blocks, shift, dim
     """The place of each id's row: by the index, else in the base where all rows exist, else ``MISSING``.
 
     Args:
-        ids: Of the batch, feature-major, int64 ``[N]``.
+        ids: Ids of the batch, feature-major, int64 ``[N]``.
         bounds: Where each feature's ids begin and end, int64 ``[F + 1]``.
         first_rows: The number of id 0 of each feature's table, int64 ``[F]``.
-        table: The index.
+        table: The hash table of the index.
         first_blocks: The first block of each feature's table among all; -1 where only rows of the index exist.
         blocks: The place of each block of the base.
         shift: Blocks have ``2 ** shift`` rows.
-        dim: Width of the rows.
-        places: Result, int64 ``[N]``.
+        dim: Number of elements of a row.
+        places: Result, int64 ``[N]``: the place of each id's row, or ``MISSING``.
 
     Returns:
-        How many are missing.
+        Number of ids whose row is missing.
     """
     missing, mask = 0, (np.int64(1) << shift) - 1
     for f in range(bounds.shape[0] - 1):

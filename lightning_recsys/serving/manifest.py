@@ -41,7 +41,7 @@ class ForeignFormatError(ValueError):
     """It is whole, but of the format of another version of this package.
 
     Args:
-        found: That format.
+        found: The format that the manifest states.
     """
 
     def __init__(self, found: int) -> None:
@@ -56,8 +56,8 @@ class FileEntry:
     """A file of a version.
 
     Args:
-        size: Its bytes.
-        sha256: Their digest, in hexadecimal.
+        size: Size of the file in bytes.
+        sha256: SHA-256 digest of the file, in hexadecimal.
     """
 
     size: int
@@ -72,8 +72,8 @@ class Link:
     """Names a version so that no other can be taken for it.
 
     Args:
-        version: Its number, from 1 on.
-        digest: The SHA-256 of its manifest.
+        version: Number of the version, from 1 on.
+        digest: SHA-256 digest of the version's manifest, in hexadecimal.
     """
 
     version: int
@@ -89,8 +89,8 @@ class Drawing:
     """How rows that were never trained are drawn: by a function of seed and key.
 
     Args:
-        seed: Of all rows.
-        first_key: The key of id 0.
+        seed: Seed of the values of all rows.
+        first_key: Key of the row of id 0.
         key_step: By how much the keys of two successive ids differ.
     """
 
@@ -108,11 +108,11 @@ class TableRows:
     """A table, and what a version has of its rows.
 
     Args:
-        config: The table.
+        config: Name, size and width of the table.
         file: The file with rows; ``None`` where there are none.
-        num_rows: How many it has.
+        num_rows: Number of rows in that file.
         gone_file: The file with ids of rows that were forgotten; ``None`` where there are none.
-        num_gone: How many it has.
+        num_gone: Number of ids in that file.
         drawing: Where rows come and go, how those are drawn that do not exist; ``None`` where all rows exist.
     """
 
@@ -135,7 +135,7 @@ class Collection:
     """A collection of tables of one width.
 
     Args:
-        path: Its path in the model.
+        path: Path of the collection in the model, as ``named_modules`` gives it.
         tables: Its tables, in their order.
     """
 
@@ -148,7 +148,7 @@ class Manifest:
     """A version.
 
     Args:
-        version: Its number.
+        version: Number of the version.
         kind: ``base`` has all rows, ``increment`` those that changed since the version before.
         run: The same for all versions of a training run, those after it was resumed from a checkpoint included.
         lineage: The same for a base and all that follows it, until the next base that is no compaction.

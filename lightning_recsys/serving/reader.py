@@ -43,8 +43,8 @@ class Prediction:
     """The scores of a request, all by one version.
 
     Args:
-        version: Its number.
-        probabilities: One for each row.
+        version: Number of the version that answered.
+        probabilities: The predicted probability of each row.
     """
 
     version: int
@@ -55,12 +55,12 @@ class PublishedModel:
     """One version of a model, complete: nothing of it ever changes, so any number of threads may ask it.
 
     Attributes:
-        manifest: What it was opened from.
-        link: Its number and digest.
+        manifest: The manifest that it was opened from.
+        link: Number and digest of the version.
         rows: The rows of each collection, by its path.
         dense_part: The program with these weights: ``(dense, {path of a collection: [B, F, D]}) -> logits [B]``.
         weights: The tensors of the dense part.
-        encoder: How requests become numbers and ids.
+        encoder: Makes numbers and ids of requests.
         digests: Those of all files that it was opened from, as those of the base.
     """
 
@@ -165,7 +165,7 @@ class ModelReader:
         """Open the version that counts now; nothing happens where it is open already.
 
         Returns:
-            Whether another one is open now.
+            Whether another version is open now.
 
         Raises:
             PublishedVersionError: it, or one that it builds on, is missing, torn, foreign or damaged.
@@ -194,7 +194,7 @@ class ModelReader:
         """Look for a new version every so many seconds from now on, until :meth:`close`. Errors are logged.
 
         Args:
-            seconds: Between two looks.
+            seconds: Seconds between two looks.
             tell: Is called with the version that is open, and with each that takes its place.
         """
         if self._thread is None:
@@ -265,10 +265,10 @@ def open_version(
     A compaction is opened from its own files as well: whoever follows for weeks lets go of all that came before.
 
     Args:
-        folder: Where it is.
-        link: What names it.
-        manifest: What it is.
-        model: What is open already.
+        folder: The folder of versions.
+        link: Number and digest of the version.
+        manifest: The version's manifest.
+        model: The version that is open already, if any.
 
     Raises:
         PublishedVersionError: it does not follow the version that is open, or a file is damaged.
@@ -302,8 +302,8 @@ def open_rows(
     """The rows of a version by the paths of its collections.
 
     Args:
-        folder: Where it is.
-        manifest: The version.
+        folder: The folder of versions.
+        manifest: The version's manifest.
         before: The version that it follows, with its rows; without it only a base can be opened.
 
     Raises:

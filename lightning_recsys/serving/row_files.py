@@ -38,10 +38,10 @@ class RowWriter:
     """Writes the rows of one table; a context manager.
 
     Args:
-        file: Where to.
-        width: Numbers of a row, or words of a packed one.
-        packed: Whether they are words.
-        with_ids: Whether rows come with ids.
+        file: The file to write to.
+        width: Number of elements of a row: floats, or words of a packed row.
+        packed: Whether rows are packed into words.
+        with_ids: Whether each row is stored with its id.
     """
 
     def __init__(self, file: DigestedFile, width: int, *, packed: bool, with_ids: bool) -> None:
@@ -85,11 +85,11 @@ class RowFile:
     """The rows of a file, mapped.
 
     Args:
-        path: The file.
-        width: Numbers of a row, or words of a packed one.
-        num_rows: How many it has.
-        packed: Whether they are words.
-        with_ids: Whether it has ids.
+        path: Path of the file.
+        width: Number of elements of a row: floats, or words of a packed row.
+        num_rows: Number of rows in the file.
+        packed: Whether rows are packed into words.
+        with_ids: Whether the file has the id of each row.
 
     Attributes:
         blocks: The rows, float32 or words, ``[U, W]`` each.

@@ -43,12 +43,12 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
     which is open when it comes.
 
     Args:
-        url: Where versions are published.
+        url: The folder, or its URL, that versions are published into.
         version: Answer by this version and no other.
         cache: Where files of a remote folder are kept.
-        follow_seconds: Between two looks for a new version.
+        follow_seconds: Seconds between two looks for a new version.
         max_batch_size: Requests that are scored together, at most.
-        batch_timeout: Seconds to wait for that many.
+        batch_timeout: Seconds to wait until so many requests are there; those that are there by then are scored.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ def make_server(
     that the version takes. All of its processes end with this one, however it ends.
 
     Args:
-        api: What it answers by.
+        api: Encodes and scores the requests.
         workers: Processes that score; they share the rows of local files.
         on_ready: Is called once, when it begins to answer.
 

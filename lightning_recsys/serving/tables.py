@@ -33,9 +33,9 @@ class PublishedRows(Backend):
     rows that changed since the base and, where rows come and go, of all that exist: 32 to 64 bytes for each.
 
     Args:
-        collection: The tables.
-        files: The base: the rows of each table; ``None`` for a table without any.
-        row_format: How rows are stored.
+        collection: The tables of the collection.
+        files: The rows of each table in the base; ``None`` for a table without any.
+        row_format: Format in which rows are stored.
     """
 
     def __init__(

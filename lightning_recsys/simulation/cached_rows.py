@@ -36,7 +36,7 @@ class Message:
 
     Args:
         sent: Bytes from a worker to the servers.
-        answered: Bytes back.
+        answered: Number of bytes that the server sends back.
         kinds: All of them by kind: ``rows``, ``clocks``, ``gradients``.
     """
 
@@ -51,7 +51,7 @@ class ServerRows(MappedEmbeddingStore):
     (Caches move rows of a plain :class:`MappedEmbeddingStore` in place, without a message.)
 
     Attributes:
-        messages: Those since somebody has emptied it.
+        messages: The messages since the list was last emptied.
         wire_shapes: Shape of what one row has on the network of ``weight`` and of each state.
     """
 
@@ -74,9 +74,9 @@ class CachedGradient:
     """What one worker's batch will do to its copies of the rows of one collection.
 
     Args:
-        rows: Whose they are.
-        worker: Whose batch it is.
-        tickets: Of its lookups. While they are held, the cache keeps the rows.
+        rows: The cached rows of the collection.
+        worker: Number of the worker whose batch it is.
+        tickets: Tickets of the batch's lookups. While they are held, the cache keeps the rows.
         grad_BFD: Gradient of the pooled rows.
     """
 
@@ -101,17 +101,17 @@ class CachedRows(StoreBackend):
 
     Args:
         folder: Where the store's files are made.
-        layout: The tables.
+        layout: The tables of the collection.
         optimizer: The update rule.
-        num_workers: Who has a cache each.
+        num_workers: Number of workers, each of which has a cache.
         cache_fraction: Rows that may stay in each of them, as a share of all; 0 keeps none.
         wire_dim: Numbers that a row's weights have on the network; ``None``: as many as here.
-        options: Of :class:`CachedBackend`.
+        options: Further arguments of :class:`CachedBackend`.
 
     Attributes:
-        caches: Of each worker.
-        worker: Whose batch is looked up.
-        store: All rows.
+        caches: The cache of each worker.
+        worker: Number of the worker whose batch is looked up.
+        store: The store that holds all rows.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class Synchronization:
 
     Args:
         algorithm: ``easgd``, ``ma``, ``bmuf``, or another that :func:`~lightning_recsys.sync.register_algorithm` knows.
-        options: Of its constructor: ``alpha``, ``eta``, ``block_momentum``, ``nesterov``.
+        options: Arguments of its constructor: ``alpha``, ``eta``, ``block_momentum``, ``nesterov``.
         rounds: ``background``: beside training, for each replica one round after the other. ``foreground``: between two
             steps of a worker; with an average over all replicas, between two steps of all workers of the cluster.
         gap: In the foreground, a worker's steps from one round to the next.
@@ -98,17 +98,17 @@ class VirtualCluster:
     workers are the nets of its trainers, and a batch takes what its legs through trainers and group servers take.
 
     Args:
-        num_replicas: Copies of the dense part.
+        num_replicas: Number of copies of the dense part.
         workers_per_replica: Workers that train one copy, without locks; ``None``: 1, or all nets of a ``group``.
         dense_on_servers: Whether the dense part is pulled and pushed with every batch. If not, workers share it in
             memory and it costs nothing to read; rows travel in either case.
         dense_bytes: What the dense part weighs on the network, where that is another model's than the one that is
             trained; ``None``: as many bytes as it has.
-        workers: What workers are like.
+        workers: Times, speeds and failures of the workers.
         group: The machines of each replica and a net's way through them, in place of ``workers.compute``.
-        link: Of each worker to the network. (Workers that share a machine's port have their part of it.)
-        servers: Of the rows, and with ``dense_on_servers`` of the dense part.
-        staleness: What stale gradients count, of the dense part and of each row; ``None``: as fresh ones.
+        link: The link of each worker to the network. (Workers that share a machine's port have their part of it.)
+        servers: The servers of the rows, and with ``dense_on_servers`` of the dense part.
+        staleness: How much of a stale gradient counts, for the dense part and for each row; ``None``: all of it.
         synchronization: How replicas are kept together. Needed where there are several.
 
     Raises:
@@ -178,7 +178,7 @@ class VirtualCluster:
             seed: Of all times that are drawn. (What the module draws, such as dropout, follows torch's own seed.)
             mark_every: Examples between two points of the curve; ``None``: only one, at the end.
             evaluate: What a point says of the module besides, by name. It gets the first replica's.
-            watch: Called after every push.
+            watch: Called with the results so far after every push.
         """
         try:
             return self.simulate(

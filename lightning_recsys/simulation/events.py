@@ -66,8 +66,8 @@ class Meeting:
     """Where processes wait for each other, again and again, and for what is done once all are there.
 
     Args:
-        clock: Of the processes.
-        members: How many take part.
+        clock: The clock of the processes that meet.
+        members: Number of processes that take part.
         work: What is done while all of them wait.
     """
 
@@ -98,7 +98,7 @@ class Station:
     """Serves one request after the other, first come, first served.
 
     Args:
-        clock: Says when a request comes.
+        clock: The clock that tells when a request comes.
 
     Attributes:
         busy_seconds: How long it has served so far.

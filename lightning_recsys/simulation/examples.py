@@ -15,8 +15,8 @@ def batches(loader: Iterable[Batch], examples: int) -> Iterator[Batch]:
     """So many examples, in as many epochs as that takes; batches stay whole.
 
     Args:
-        loader: An epoch each time that it is iterated over.
-        examples: How many at least.
+        loader: Gives the batches of one epoch each time that it is iterated over.
+        examples: Number of examples to give, at least.
     """
     dealt = 0
     while True:  # an epoch

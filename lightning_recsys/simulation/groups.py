@@ -18,9 +18,9 @@ class Leg:
 
     Args:
         server: The group server that computes it; ``None``: the net's own trainer.
-        seconds: Of one core of that device.
-        sent_bytes: What the trainer sends to the server before.
-        returned_bytes: What the server sends back afterwards.
+        seconds: Time that it takes on one core of that device.
+        sent_bytes: Bytes that the trainer sends to the server before.
+        returned_bytes: Bytes that the server sends back afterwards.
     """
 
     server: int | None
@@ -37,13 +37,13 @@ class Group:
     first come, first served; each way of a port is a queue of its own.
 
     Args:
-        legs: Of a step, in their order.
-        num_trainers: Trainers.
+        legs: The legs of a step, in their order.
+        num_trainers: Number of trainers.
         nets_per_trainer: Nets of a trainer, which share its cores and its port.
-        num_servers: Group servers.
-        trainer_cores: Cores of a trainer.
-        server_cores: Cores of a group server.
-        link: Of every trainer and every group server.
+        num_servers: Number of group servers.
+        trainer_cores: Number of cores of a trainer.
+        server_cores: Number of cores of a group server.
+        link: The link of every trainer and every group server.
         deviation: By how much the time of a leg varies: the standard deviation of a normal distribution, as a share.
 
     Raises:
@@ -91,8 +91,8 @@ class Cores:
     """Cores of one machine that serve requests, first come, first served.
 
     Args:
-        clock: Says when a request comes.
-        count: Cores.
+        clock: The clock that tells when a request comes.
+        count: Number of cores.
 
     Attributes:
         busy_seconds: How long all of them have served so far, together.
@@ -129,9 +129,9 @@ class GroupAtWork:
     """One group, while a cluster runs.
 
     Args:
-        group: What it is like.
-        clock: Virtual time.
-        random: Draws times.
+        group: The machines of the group, and a net's way through them.
+        clock: The cluster's virtual time.
+        random: Random numbers, by which the times of legs vary.
     """
 
     def __init__(self, group: Group, clock: VirtualClock, random: np.random.Generator) -> None:

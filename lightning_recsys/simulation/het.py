@@ -48,10 +48,10 @@ class HETCluster:
         dense_bytes: What the dense part weighs on the network, where that is another model's; ``None``: as it is.
         embedding_dim: Numbers that a row of the widest collections has on the network, likewise.
         workers: Times of a batch. A worker's times begin when its rows are there.
-        link: Of each worker to the servers.
-        peer_link: Of each worker to the others, over which dense gradients go round, and in step those of rows to their
-            owners; ``None``: ``link``.
-        servers: Of the rows.
+        link: The link of each worker to the servers.
+        peer_link: The link of each worker to the others, over which dense gradients go round, and in step those of rows
+            to their owners; ``None``: ``link``.
+        servers: The servers of the rows.
 
     Raises:
         ValueError: a number is out of its range, or workers are to fail or to share cores.
@@ -110,13 +110,14 @@ class HETCluster:
         """Train a module as this cluster would.
 
         Args:
-            module: As for :meth:`VirtualCluster.train`.
-            batches: Dealt in turn, one to each worker in every step; of the last ones, too few for a step, none.
-            seed: Of all times that are drawn.
+            module: The module to train; see :meth:`VirtualCluster.train`.
+            batches: The batches, dealt in turn, one to each worker in every step; the last ones are left out where they
+                are too few for a step.
+            seed: Seed of all times that are drawn.
             mark_every: Examples between two points of the curve; ``None``: only one, at the end.
             evaluate: What a point says of the module besides. All workers push what they owe before it, which takes no
                 time; but for the last point it is counted, as a validation's is.
-            watch: Called after every step.
+            watch: Called with the results so far after every step.
         """
         with tempfile.TemporaryDirectory() as folder:
             rows = self._bind(module, Path(folder))

@@ -82,7 +82,7 @@ class Workers:
         speed_deviation: How much workers differ: each has a speed, drawn once from a normal distribution around 1 with
             this deviation, and again where it is below a tenth. Its times are divided by it.
         straggler_share: Share of the workers that are slow for good.
-        straggler_factor: How many times longer these take.
+        straggler_factor: By how much longer these take, as a factor.
         cores: Workers of one replica that compute at full speed at the same time; with more of them each takes as much
             longer. ``None``: all. Processor cores or the bandwidth of memory set such a limit: it is an input.
         failures: Seconds from a worker's start to its failure, which loses the batch at hand. ``None``: never.
@@ -156,10 +156,10 @@ class Servers:
     """Servers over which rows and vectors are striped evenly, so that all are equally busy: one queue stands for all.
 
     Args:
-        count: Servers.
-        link: Of each server's port, which all requests share; each way is a queue of its own.
+        count: Number of servers.
+        link: The link of each server's port, which all requests share; each way is a queue of its own.
         pull: Seconds of one server's processor for a whole pull; striped, each of the servers takes a part of it.
-        push: The same for a push.
+        push: Seconds of one server's processor for a whole push, striped likewise.
 
     Raises:
         ValueError: there is no server.
@@ -179,10 +179,11 @@ class ServerQueues:
     """Servers at work.
 
     Args:
-        servers: What they are like.
-        worker_link: Of who asks them. One request of a worker is on its way at a time, so there is no queue.
-        clock: Virtual time.
-        random: Draws times.
+        servers: Number, links and times of the servers.
+        worker_link: The link of the worker that asks them. One request of a worker is on its way at a time, so there is
+            no queue.
+        clock: The cluster's virtual time.
+        random: Random numbers, by which times are drawn.
     """
 
     def __init__(self, servers: Servers, worker_link: Link, clock: VirtualClock, random: np.random.Generator) -> None:

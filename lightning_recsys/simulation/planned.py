@@ -34,9 +34,9 @@ class LargeModel:
         batch_size: Examples of a step of a net.
         towers: Groups of embeddings.
         tower_inputs: Numbers of each group: 64 fields of width 64, say.
-        tower_widths: Of a tower's two layers.
+        tower_widths: Widths of a tower's two layers.
         interaction_width: Numbers that come out of the interaction.
-        top_widths: Of the layers above it.
+        top_widths: Widths of the layers above the interaction.
         pieces: Into how many parts layers of more than half of the largest one's weights are cut; 1: none. The first
             of two such layers is cut by its outputs and the second by its inputs, and no gather is between them
             (section 4.1); a single one is cut by its outputs.
@@ -160,9 +160,9 @@ def legs_of(graph: OperatorGraph, machines: GroupMachines, devices: Mapping[str,
     they are put in an order.
 
     Args:
-        graph: The operators.
-        machines: The group.
-        devices: Where each operator is.
+        graph: The operators of the model.
+        machines: The trainers and group servers of the group.
+        devices: The device of each operator, by its name.
     """
     level_of, traffic = levels(graph, devices), LoadModel(graph, machines).traffic(devices)
     seconds: dict[tuple[str, int], list[float]] = {}
@@ -229,21 +229,21 @@ def planned_group(
     """A group whose operators are placed as :func:`~lightning_recsys.placement.tagging.place_operators` does.
 
     Args:
-        model: What is trained, as far as time goes.
-        num_trainers: Trainers of the group.
+        model: The model that is trained, as far as its times go.
+        num_trainers: Number of trainers of the group.
         num_servers: Group servers; 0: each trainer computes everything, as with elastic averaging alone.
-        nets_per_trainer: Nets of each trainer.
-        cores: Of every machine.
-        flops: Of a core, per second.
-        bandwidth: Of every machine's link, bytes per second.
-        delay: Of every machine's link, seconds.
-        trainer_seconds: Of a core, for each step of a net on its trainer: reading, lookups, loss.
+        nets_per_trainer: Number of nets of each trainer.
+        cores: Number of cores of every machine.
+        flops: Floating-point operations per second of a core.
+        bandwidth: Bytes per second of every machine's link.
+        delay: Seconds that a message takes on every machine's link besides.
+        trainer_seconds: Seconds of a core for each step of a net on its trainer: reading, lookups, loss.
         method: ``none`` (no tagging), ``rules``, ``greedy``, ``exact``.
         fc_splits: Whether large layers are cut into as many pieces as there are group servers.
-        activations: Codec of what goes forward.
-        gradients: Codec of what comes back.
+        activations: Name of the codec for what goes forward.
+        gradients: Name of the codec for what comes back.
         seconds_per_byte: Processor time of each end for a byte that travels.
-        deviation: As of :class:`~lightning_recsys.simulation.groups.Group`.
+        deviation: By how much the time of a leg varies; see :class:`~lightning_recsys.simulation.groups.Group`.
     """
     processor = Processor(flops=flops)
     if fc_splits and num_servers > 1:

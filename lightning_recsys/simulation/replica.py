@@ -28,8 +28,8 @@ class Gradient:
         batch: The batch.
         logits: Predictions from before it was trained on, ``[B]``.
         dense: Gradients of the dense parameters; ``None`` of those that had no part in the loss.
-        rows: Of each collection.
-        version: Of the dense part when it was read.
+        rows: Gradients of the rows of each collection.
+        version: Version of the dense part when it was read.
     """
 
     batch: Batch
@@ -53,7 +53,7 @@ class Replica:
 
     Attributes:
         flat: The trained dense parameters as one vector, float32.
-        version: Updates that they have had.
+        version: Number of updates that the parameters have had.
 
     Raises:
         TypeError: the module's optimizers are not one optimizer, with or without a schedule by the step.

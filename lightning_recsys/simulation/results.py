@@ -71,16 +71,16 @@ class Results:
     """What a simulation has come to; whoever simulates adds to it.
 
     Attributes:
-        examples: Trained on.
-        seconds: Of virtual time.
+        examples: Number of examples trained on so far.
+        seconds: Seconds of virtual time so far.
         metrics: Numbers under the names that strategies log: ``eps``, ``train/ne``, ``val/ne``, ``sync/gap``, ...
         curve: At every mark the examples and seconds so far, the normalized entropy of the predictions since the last
             mark, each made before its example was trained on, and what evaluation said.
-        staleness: Of the pushes of the dense part, and of every row of every push, while all workers are at work: from
-            each one's second push on, until the batches end.
-        traffic: Bytes by kind.
+        staleness: Staleness of the pushes of the dense part, and of every row of every push, while all workers are at
+            work: from each one's second push on, until the batches end.
+        traffic: Bytes sent so far, by kind.
         utilization: Share of the time that each kind of machine was busy.
-        counts: Of what happened: pushes, failures, rounds.
+        counts: Counts of what happened, such as pushes, failures and rounds.
     """
 
     examples: int = 0

@@ -53,11 +53,11 @@ class RowGradient:
     """What one batch will do to the rows of one collection.
 
     Args:
-        rows: Whose they are.
-        sparse: The batch's features.
+        rows: The rows of the collection.
+        sparse: The features of the batch.
         grad_BFD: Gradient of the pooled rows.
-        row_N: The row of each id.
-        pulled_N: Its version when it was read.
+        row_N: Number of the row of each id.
+        pulled_N: Version of that row when it was read.
         first_N: Whether the id is the one that stands for its row.
     """
 
@@ -83,7 +83,7 @@ class VersionedRows(LocalBackend):
     """All rows of a collection. What a batch does to them is kept (:meth:`take`) until its worker pushes it.
 
     Args:
-        layout: The tables.
+        layout: The tables of the collection.
         optimizer: The update rule.
 
     Attributes:

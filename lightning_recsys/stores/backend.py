@@ -164,7 +164,7 @@ class StoreBackend(TableBackend):
             optimizer: The update rule.
             servers: In the order of the plan's server indices.
             plan: Where the rows go; by default all to the first server.
-            seed: Of the rows that the servers draw.
+            seed: Seed of the rows that the servers draw.
             dynamic: Make rows when they are first trained. They start the same wherever the plan puts them.
             normalization: Give rows versions, and let stale gradients count as this says.
             options: Further arguments of the class.

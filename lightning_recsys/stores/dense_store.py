@@ -61,7 +61,7 @@ class MappedDenseStore(DenseStore):
     """A vector that all processes of the machine map and change in place.
 
     Args:
-        folder: As :meth:`create` left it.
+        folder: The folder that :meth:`create` made.
 
     Attributes:
         values: The vector itself, float32 ``[size]``. Who writes to it writes for everybody.

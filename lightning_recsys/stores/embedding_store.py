@@ -39,11 +39,11 @@ class MappedEmbeddingStore(RowFiles):
     updates of different rows never disturb each other, and ``step`` counts every one.
 
     Args:
-        folder: As :meth:`create` left it.
+        folder: The folder that :meth:`create` made.
 
     Attributes:
         rows: The rows themselves, ``[R, D]``. Who writes to it writes for everybody.
-        row_state: The rule's state, by name.
+        row_state: The optimizer state of all rows, by name.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
 
     Raises:

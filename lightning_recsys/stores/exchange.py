@@ -122,7 +122,7 @@ class RowExchange:
         Args:
             num_rows: Rows of the store.
             row_shapes: Shape of what one row has of ``weight`` and of each state.
-            weight_bytes: Of an element of ``weight``, as it travels.
+            weight_bytes: Bytes of an element of ``weight`` as it travels.
 
         >>> exchange = RowExchange(fetch_rows=torch.tensor([3, 5]))
         >>> exchange.bytes_by_kind(1_000_000, {"weight": (16,), "sum": ()})
@@ -140,7 +140,7 @@ class RowValues:
 
     Args:
         values: ``weight`` (float32 ``[M, D]``) and each state of the fetched rows.
-        clocks: Their clocks, int32 ``[M]``.
+        clocks: Clocks of the fetched rows, int32 ``[M]``.
         stale: Which checked copies are too old, bool ``[C]``.
     """
 
@@ -170,7 +170,7 @@ def bytes_by_kind(
         checked: Copies whose clocks are compared.
         counted: Pushed rows that say how many updates they sum up.
         copied: Pushed rows that come with their copies.
-        weight_bytes: Of an element of ``weight``, as it travels; those of states are float32.
+        weight_bytes: Bytes of an element of ``weight`` as it travels; those of states are float32.
 
     Returns:
         ``rows`` (numbers out, rows and state back), ``clocks`` (all clocks and counts, numbers of checked rows, one bit

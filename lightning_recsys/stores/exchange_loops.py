@@ -84,8 +84,8 @@ def move_clocks(touched, sent, clocks, by_sum):  # noqa: ANN001, ANN201
 
     Args:
         touched: Row numbers, int64 ``[P]``.
-        sent: Int32 ``[P]``, at least 0.
-        clocks: Of all rows, int32 ``[R, 1]``.
+        sent: What the push tells of each row's clock, int32 ``[P]``, at least 0.
+        clocks: Clocks of all rows, int32 ``[R, 1]``; written to.
         by_sum: Add what was sent; else take it where it is higher.
     """
     for i in range(touched.shape[0]):
@@ -99,9 +99,9 @@ def compare_clocks(checked, own, clocks, staleness, stale):  # noqa: ANN001, ANN
     Args:
         checked: Row numbers, int64 ``[C]``.
         own: Clocks of the copies, int32 ``[C]``.
-        clocks: Of all rows, int32 ``[R, 1]``.
+        clocks: Clocks of all rows, int32 ``[R, 1]``.
         staleness: How far a row's clock may be ahead of its copy's; ``NO_BOUND`` where it may be any.
-        stale: Result, bool ``[C]``.
+        stale: Result, bool ``[C]``: whether each copy is too old.
     """
     last = checked.shape[0] - 1
     for i in range(checked.shape[0]):

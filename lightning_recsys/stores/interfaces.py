@@ -149,7 +149,7 @@ class DynamicEmbeddingStore(EmbeddingStore):
     DES, section 5, where a lookup of a new id inserts it; here its first update does, which trains to the same rows.
 
     Attributes:
-        dynamic: When rows are made and forgotten.
+        dynamic: The rules by which rows are made and forgotten.
     """
 
     dynamic: DynamicRows
@@ -346,8 +346,8 @@ class Stores(ABC):
 
         Args:
             name: Name under which the vector is asked for, one of a kind on its server.
-            initial: What it starts as, float32 ``[size]``.
-            optimizer: Trains it where gradients are pushed.
+            initial: The values that the vector begins with, float32 ``[size]``.
+            optimizer: Update rule that applies pushed gradients; by default none can be pushed.
             normalization: What stale gradients count; by default as much as others.
             parts: Number of elements of each part, which has a version of its own; by default it is one part.
 

@@ -32,7 +32,7 @@ class Place:
     Args:
         boot: The id that the kernel drew when it started; empty where it tells none.
         device: Number of the folder's device, unique in a kernel.
-        inode: The folder's number there.
+        inode: Inode of the folder on that device.
     """
 
     boot: str

@@ -87,7 +87,7 @@ class MappedArrays:
         Args:
             folder: What to create; its parent is there.
             meta: Plain data to keep beside the arrays.
-            shapes: The arrays.
+            shapes: Element type and shape of each array, by its name.
             fill: Writes the first values.
             growing: Arrays whose files begin empty: their shapes are what they may become, and only what
                 :meth:`grow` has made room for may be touched.

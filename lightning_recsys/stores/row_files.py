@@ -38,7 +38,7 @@ class RowFiles(EmbeddingStore):
     """Rows, optimizer state, clocks and tags in mapped files, updated by the local kernels.
 
     Attributes:
-        arrays: The files.
+        arrays: The mapped files of the store.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
         observed: The staleness of the pushes that this process has applied.
     """

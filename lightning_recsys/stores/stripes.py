@@ -18,11 +18,11 @@ def stripe_rows(ids, bounds, num_stripes, stripes, rows):  # noqa: ANN001, ANN20
     """Find the stripe of each id, and its row there.
 
     Args:
-        ids: Of the whole batch, feature-major, int64 ``[N]``.
+        ids: Ids of the whole batch, feature-major, int64 ``[N]``.
         bounds: Where each feature's ids begin and end, int64 ``[F + 1]``.
-        num_stripes: Of each feature's table, int64 ``[F]``.
-        stripes: Result, int32 ``[N]``.
-        rows: Result, int64 ``[N]``.
+        num_stripes: Number of stripes of each feature's table, int64 ``[F]``.
+        stripes: Result, int32 ``[N]``: the stripe of each id.
+        rows: Result, int64 ``[N]``: the row of each id within its stripe.
     """
     for f in range(num_stripes.shape[0]):
         n = np.uint64(num_stripes[f])
@@ -48,15 +48,15 @@ def keep_stripes(rows, stripes, offsets, weights, wanted, batch_size, kept, kept
     """Keep the rows of some stripes; returns how many there are.
 
     Args:
-        rows: Of the whole batch in their stripes, feature-major.
-        stripes: Of each.
-        offsets: Of the bags; empty where each holds one id.
-        weights: Of the ids; empty where all are 1.
+        rows: Rows of the whole batch within their stripes, feature-major.
+        stripes: The stripe of each of these rows.
+        offsets: Where each bag begins and the last one ends; empty where each bag holds one id.
+        weights: Weight of each id; empty where all are 1.
         wanted: Feature and stripe, ``[W, 2]``, none twice.
-        batch_size: Examples.
+        batch_size: Number of examples of the batch.
         kept: Result, one wanted stripe behind the other; room for as many as ``rows``.
         kept_offsets: Result, ``[W * B + 1]``, with a 0 in the first place.
-        kept_weights: Result; empty where ``weights`` is.
+        kept_weights: Result: the weights of the kept rows; empty where ``weights`` is.
     """
     count = 0
     for i in range(wanted.shape[0]):
@@ -82,8 +82,8 @@ def place_keys(keys, first_keys, num_stripes, first_parts, stores, starts, count
 
     Args:
         keys: int64 ``[K]``: numbers of rows among those of all tables.
-        first_keys: Of each table, rising, int64 ``[T]``; unsigned, as all keys and rows here.
-        num_stripes: Of each table, int64 ``[T]``.
+        first_keys: First key of each table, rising, int64 ``[T]``; unsigned, as all keys and rows here.
+        num_stripes: Number of stripes of each table, int64 ``[T]``.
         first_parts: Where each table's stripes begin in what follows, int64 ``[T]``.
         stores: The store of each stripe, int64 ``[P]``.
         starts: The stripe's first row there, int64 ``[P]``.

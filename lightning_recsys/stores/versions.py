@@ -47,9 +47,9 @@ def advance(rows: NDArray[np.int64], pulled: Tensor | None, versions: Tensor) ->
     """Count an update of rows, or of parts.
 
     Args:
-        rows: Which, without duplicates.
+        rows: Numbers of the rows or parts that are updated, without duplicates.
         pulled: The version of each that its gradient was computed at, int64; without them it was the latest one.
-        versions: Of all rows; written to.
+        versions: Versions of all rows or parts; written to.
 
     Returns:
         The staleness of each, int64, at least 1, which is that of synchronous training; and the version of each after
@@ -65,7 +65,7 @@ class RowVersions:
     """The versions of a store's rows, and the updates that go by them.
 
     Args:
-        normalization: What stale gradients count.
+        normalization: How much of a stale gradient counts.
         arrays: The store's files, with :func:`tag_arrays`.
     """
 
@@ -99,11 +99,11 @@ class RowVersions:
 
         Args:
             optimizer: The update rule.
-            rows_U: The rows.
-            grads_UD: Their gradients.
+            rows_U: Numbers of the rows to update.
+            grads_UD: Summed gradients of these rows, float32 ``[U, D]``.
             pulled_U: Their versions when they were looked up, int64; without them they were the latest ones.
             weight: All rows, ``[R, D]``.
-            state: All rows' state.
+            state: The optimizer state of all rows, by name.
             lr: Step size of this update.
             step: Updates that the store has seen, this one included.
 

@@ -29,7 +29,7 @@ class SyncAlgorithm(ABC):
         alpha: Elastic parameter, unitless, in ``(0, 1]``: how far one round moves the replica.
 
     Attributes:
-        topology: What a round fetches.
+        topology: Whether a round fetches the centre or the mean of all replicas.
 
     Raises:
         ValueError: ``alpha`` is outside ``(0, 1]``.

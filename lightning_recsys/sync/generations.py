@@ -17,7 +17,7 @@ class Report:
     """How a member left a generation.
 
     Args:
-        rank: Of the member.
+        rank: Rank of the member.
         folded: Rounds that it has folded in; ``None`` for one that was in no generation yet.
         has_stopped: Its last round was the one in which all wanted to stop. Otherwise the group has failed, or is to
             have other members.

@@ -14,10 +14,10 @@ class Lease:
     """Batches of one worker's share that another one, or itself, is to train.
 
     Args:
-        number: Of the lease, from 1, in the order of taking.
+        number: Number of the lease, from 1, in the order of taking.
         owner: Rank of the worker whose share of the epoch it is.
-        first: The first batch of that share.
-        last: The batch behind the last one.
+        first: Number of the first batch within that worker's share.
+        last: Number of the batch behind the last one.
     """
 
     number: int
@@ -38,8 +38,8 @@ class ShardLeases:
     is leased again: at most one lease of batches that were trained already.
 
     Args:
-        num_workers: Shares at first.
-        shard_size: Batches in each.
+        num_workers: Number of workers at the start, among which the batches are shared.
+        shard_size: Number of batches in each worker's share.
         lease_size: Batches in a lease; fewer at the end of a share.
 
     Attributes:
@@ -75,7 +75,7 @@ first=1, last=2))
         """The next lease of a worker; ``None`` where there is nothing to lease at the moment.
 
         Args:
-            worker: Its rank.
+            worker: Rank of the worker that asks.
             latest: Number of the lease that it was given last, 0 for none. Where it has not heard of a later one, it is
                 given that again.
             pauses: It leaves its share to the others, but for the first batch, once that alone is left.

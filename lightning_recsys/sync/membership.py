@@ -11,7 +11,7 @@ class Met:
     """A meeting that is over.
 
     Args:
-        number: Its number, from 1.
+        number: Number of the meeting, from 1.
         present: The ranks whose contributions count, in rising order. One that came and died later is among them.
         members: The ranks that take part from now on: those that were present, or all as before where it failed. So
             whoever divides a sum by their number divides by that of its summands.
@@ -34,7 +34,7 @@ class Membership:
     and they may meet anew.
 
     Args:
-        size: Ranks at first.
+        size: Number of ranks at the start.
 
     Attributes:
         members: The ranks that take part, as of the last meeting.
@@ -71,7 +71,7 @@ class Membership:
         """A worker has died.
 
         Returns:
-            Whether it was alive so far.
+            Whether the rank was alive until now.
         """
         if rank in self.lost or not 0 <= rank < self.size:
             return False

@@ -44,7 +44,7 @@ def make_algorithm(name: str, options: Mapping[str, Any]) -> SyncAlgorithm:
     """An algorithm by its name.
 
     Args:
-        name: What the algorithm was registered by.
+        name: The name that the algorithm was registered by.
         options: Arguments of its constructor; ``None`` stands for the constructor's own default.
 
     Raises:

@@ -20,7 +20,7 @@ class ReplicaRounds:
     that want to stop, and hands both to :meth:`finish`.
 
     Args:
-        algorithm: Already started.
+        algorithm: The algorithm, whose ``start`` was called already.
         replica: float32 ``[size]``; workers may be writing to it.
         num_trainers: Trainers whose replicas are averaged; without meaning for an algorithm with a centre.
 

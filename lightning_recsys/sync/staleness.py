@@ -40,7 +40,7 @@ class StalenessNormalization:
     would count and the other half would be thrown away.
 
     Args:
-        rule: Which of these.
+        rule: Name of one of the rules in the table.
         power: :math:`k`, above 0; the paper uses 2. ``identity`` and ``linear`` have no use for it.
         target: :math:`\mu'`, at least 1: the mean staleness of the cluster that the learning rate was tuned for, which
             is about its number of workers. The paper uses 1 000 throughout, so smaller clusters train as without.

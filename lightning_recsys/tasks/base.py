@@ -35,7 +35,7 @@ class Task(ReadsFolders):
     both, and the rows' rate stands in the optimizer's last parameter groups, one for each collection.
 
     Args:
-        model: What to train.
+        model: The model to train.
         optimizer: Makes the dense optimizer from parameters. Prefer fused ones: they are 2 to 6 times as fast.
         scheduler: Makes a learning-rate scheduler from the optimizer; none by default. One that has to have a keyword
             ``total_steps``, as those of :mod:`lightning_recsys.optim.schedules`, gets the steps of the run.

@@ -24,7 +24,7 @@ class GraphTask(Task):
 
     Args:
         model: ``forward(dense, nodes, sparse, blocks)``, as :class:`~lightning_recsys.models.GraphSAGE`.
-        **options: As for :class:`Task`.
+        **options: Further arguments of :class:`Task`.
     """
 
     joins_examples = True
@@ -60,7 +60,7 @@ class NodeClassificationTask(GraphTask):
 
     Args:
         model: As for :class:`GraphTask`, with an attribute ``num_classes``.
-        **options: As for :class:`Task`.
+        **options: Further arguments of :class:`Task`.
 
     Raises:
         ValueError: the model scores no classes.
@@ -110,7 +110,7 @@ class LinkPredictionTask(GraphTask):
         model: As for :class:`GraphTask`; its output is the vectors.
         link_loss: ``bpr`` or ``logistic``.
         top_k: ``k`` of recall@k and NDCG@k.
-        **options: As for :class:`Task`.
+        **options: Further arguments of :class:`Task`.
 
     Raises:
         ValueError: the loss is unknown, or ``top_k`` is not positive.

@@ -54,10 +54,10 @@ class SyntheticDataModule(CTRDataModule):
     are the same. See :class:`~lightning_recsys.data.generated.teacher.SyntheticClicks` for the teacher.
 
     Args:
-        batch_size: Rows per batch and rank.
+        batch_size: Number of rows in the batch of one rank.
         train_rows: Rows of the training split; 0 for none, as with the others.
-        val_rows: Rows of the validation split.
-        test_rows: Rows of the test split.
+        val_rows: Number of rows of the validation split.
+        test_rows: Number of rows of the test split.
         cardinalities: Number of ids of each categorical feature; the features are named ``c0``, ``c1``, ...
         multi_hot: Largest bag of each multi-hot feature, by name; bags have 0 to that many ids, all equally likely.
             Features that are not named have one id per row.
@@ -67,7 +67,7 @@ class SyntheticDataModule(CTRDataModule):
         signal: Standard deviation of the teacher's logit: how predictable clicks are.
         interaction_share: Share of the logit's variance that comes from pairs of features, from 0 (where a logistic
             regression is the right model) to 1.
-        world_seed: Which world: features, teacher and labels.
+        world_seed: Seed of the features, the teacher and the labels: another one makes another data set.
         seed: Order of the training batches; a new order each epoch. ``None`` counts as 0.
         drop_last: Leave out the training rows that do not fill a batch on every rank.
 

@@ -47,10 +47,10 @@ class SyntheticClicks:
         multi_hot: Largest bag of each multi-hot feature; each length from 0 to that is equally likely.
         num_dense: Number of dense features: near normal, variance 1, within 3.5.
         zipf_exponent: Skew of the ids; see :class:`~lightning_recsys.data.generated.zipf.ZipfSampler`.
-        base_rate: Mean click probability.
+        base_rate: Mean click probability, between 0 and 1.
         signal: Standard deviation ``sigma`` of the logit.
         interaction_share: Share ``s`` of the logit's variance that comes from interactions.
-        seed: Which world.
+        seed: Seed of all features, effects and labels: another one makes another world.
     """
 
     def __init__(

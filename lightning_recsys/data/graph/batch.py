@@ -29,14 +29,15 @@ class GraphBatch:
     """Seeds, and the nodes whose features their vectors are made of.
 
     Args:
-        neighborhood: The ``n`` nodes, seeds first.
-        dense: Their numeric features, float32 ``[n, C]``.
-        nodes: Their numbers as the feature ``node``, each once; no feature where the model has no rows for nodes.
-        sparse: Their other features.
+        neighborhood: The sampled neighbourhood: ``n`` nodes, of which the first are the seeds.
+        dense: Numeric features of those ``n`` nodes, float32 ``[n, C]``.
+        nodes: The nodes' numbers as the feature ``node``, each number once; no feature where the model has no rows for
+            nodes.
+        sparse: The other categorical features of the ``n`` nodes.
         labels: Classes of the seeds, int64 ``[S]``, or whether each pair is an edge, float32 ``[P]``.
         size: Number of examples that the batch counts for: seeds, interactions or users.
         pairs: Pairs of nodes to score, numbered within the sample, int64 ``[2, P]``.
-        groups: What a pair is ranked among, int64 ``[P]``.
+        groups: Number of the user among whose candidates each pair is ranked, int64 ``[P]``.
     """
 
     neighborhood: Neighborhood
@@ -107,7 +108,7 @@ class SampledBatches:
     ranks in a step. Without ``shuffle`` every epoch draws the same.
 
     Args:
-        rows: The rows.
+        rows: The examples, which know how to sample a batch of themselves.
         shuffle: Draw a new permutation of the rows for each epoch.
         prefetch_batches: Batches that are made ahead; 0 for none.
     """

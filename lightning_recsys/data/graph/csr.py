@@ -86,7 +86,7 @@ class CSRGraph:
 
         Args:
             edge_index: Sources and targets, integers ``[2, E]``.
-            num_nodes: ``N``.
+            num_nodes: Number of nodes ``N`` of the graph; nodes without edges count as well.
             undirected: Let every edge go both ways; one that is there both ways already, or more than once, counts
                 once each way.
 

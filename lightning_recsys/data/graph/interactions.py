@@ -31,10 +31,10 @@ class Interactions:
     """Who took what.
 
     Args:
-        users: Int64 ``[E]``, from 0.
-        items: Int64 ``[E]``, from 0.
-        num_users: Users are below this.
-        num_items: Items are below this.
+        users: The user of each interaction, int64 ``[E]``, numbered from 0.
+        items: The item of each interaction, int64 ``[E]``, numbered from 0.
+        num_users: Number of users; every number in ``users`` is smaller.
+        num_items: Number of items; every number in ``items`` is smaller.
 
     Raises:
         ValueError: a user or an item is outside, or the two have different lengths.
@@ -178,9 +178,9 @@ class InteractionDataModule(GraphDataModule):
     Args:
         interactions: Who took what, or ``None`` to read ``file``.
         file: A delimited file to read, relative to ``root``.
-        root: Where ``file`` is looked for.
-        user: Column of the users.
-        item: Column of the items.
+        root: Folder in which ``file`` is looked for.
+        user: Name of the column with the users.
+        item: Name of the column with the items.
         separator: What stands between two columns of the file.
         split: Shares of the interactions that are held out, and the seed that they are drawn with.
         num_negatives: Items for each interaction of a training batch that the user has not taken in training; those
@@ -189,10 +189,10 @@ class InteractionDataModule(GraphDataModule):
             those that the user took in no split, or all of them where there are fewer; always the same ones. ``None``
             ranks all such items, which is exact, and slow for many items.
         batch_size: Interactions (in evaluation, users) per batch and rank.
-        num_neighbors: As in :class:`GraphDataModule`, like the three below.
-        eval_num_neighbors: See there.
-        replacement: See there.
-        prefetch_batches: See there.
+        num_neighbors: Neighbours that are sampled for each node, hop by hop; see :class:`GraphDataModule`.
+        eval_num_neighbors: The same for evaluation; see :class:`GraphDataModule`.
+        replacement: Whether one neighbour may be drawn more than once for a node; see :class:`GraphDataModule`.
+        prefetch_batches: Number of batches that a thread samples ahead; see :class:`GraphDataModule`.
         seed: Seed of the order of the interactions, of negative items and of neighbours.
         drop_last: Leave out the interactions that do not fill a batch on every rank.
 

@@ -37,7 +37,7 @@ class GraphDataModule(CTRDataModule):
         eval_num_neighbors: The same for validation and test; ``None`` for as many as in training.
         replacement: Draw each neighbour from all of them, so that one may come twice.
         prefetch_batches: Training and evaluation batches that are sampled ahead, in a thread; 0 for none.
-        **options: As for :class:`~lightning_recsys.data.CTRDataModule`.
+        **options: Further arguments of :class:`~lightning_recsys.data.CTRDataModule`.
     """
 
     def __init__(
@@ -116,19 +116,19 @@ class NodeDataModule(GraphDataModule):
     Args:
         nodes: The nodes, or ``None`` to read ``file``.
         file: A file or folder to read, relative to ``root``.
-        root: Where ``file`` is looked for.
-        format: Of the file, as in :func:`~lightning_recsys.data.graph.read_nodes`.
+        root: Folder in which ``file`` is looked for.
+        format: Format of the file; see :func:`~lightning_recsys.data.graph.read_nodes`.
         mapped: A folder that gets the graph as plain arrays when it is first read; later runs, and all processes of
             this machine, map those. It must not lie in the folder that is read. ``None`` reads ``file`` into memory.
         split: ``{"validation": 0.1, "test": 0.1, "seed": 0}``: shares of the labelled nodes that are drawn; ``None``
             takes the file's own splits.
         node_ids: Give every node a row to train, as the feature ``node``.
-        features: Use the features in the file.
-        batch_size: Seeds per batch and rank.
-        num_neighbors: As in :class:`GraphDataModule`, like the three below.
-        eval_num_neighbors: See there.
-        replacement: See there.
-        prefetch_batches: See there.
+        features: Whether the features in the file are used.
+        batch_size: Number of seeds in the batch of one rank.
+        num_neighbors: Neighbours that are sampled for each node, hop by hop; see :class:`GraphDataModule`.
+        eval_num_neighbors: The same for evaluation; see :class:`GraphDataModule`.
+        replacement: Whether one neighbour may be drawn more than once for a node; see :class:`GraphDataModule`.
+        prefetch_batches: Number of batches that a thread samples ahead; see :class:`GraphDataModule`.
         seed: Seed of the order of the training seeds and of their neighbours.
         drop_last: Leave out the training seeds that do not fill a batch on every rank.
 

@@ -26,8 +26,8 @@ class Bags:
 
     Args:
         offsets: Where each node's ids begin and the last one's end, int64 ``[N + 1]``.
-        ids: All of them, int32 or int64.
-        num_embeddings: They are below this.
+        ids: The ids of all nodes one after the other, int32 or int64.
+        num_embeddings: Number of different ids; every id is smaller.
 
     Raises:
         ValueError: the offsets do not cover the ids, or an id is outside.
@@ -58,10 +58,10 @@ class NodeData:
     """Nodes of a graph, in memory or mapped (:meth:`open`).
 
     Args:
-        graph: Their edges.
+        graph: The edges between the nodes.
         labels: Classes, int64 ``[N]``, :data:`UNLABELED` where there is none.
-        bags: Sparse features, by name.
-        dense: Numeric features, float32 ``[N, C]``.
+        bags: The sparse features by name.
+        dense: Numeric features, float32 ``[N, C]``; ``None`` where the nodes have none.
         splits: Labelled nodes for training, validation and test, where the data say so.
 
     Raises:

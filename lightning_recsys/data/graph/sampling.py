@@ -193,7 +193,7 @@ class NeighborSampler:
 
         Args:
             seeds: Int64 ``[S]``, as they are to stand in ``n_id``.
-            key: Of the random numbers, 64 bits.
+            key: Key of the random numbers, 64 bits; the same key and seeds draw the same neighbours.
 
         Raises:
             ValueError: a seed is no node, or comes twice.

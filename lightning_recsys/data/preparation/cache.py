@@ -38,7 +38,7 @@ class Entry:
     Args:
         key: Names the entry in the cache; see :meth:`RowCache.look_up`.
         folder: The folder with its manifest and shards; it may be unfinished.
-        bytes: What it takes on the disk.
+        bytes: Number of bytes that it takes on the disk.
         used: When it was last looked up, in seconds since 1970.
         rows: How many rows it holds; ``None`` if it is not finished.
         files: The raw files that it was made from.
@@ -161,7 +161,7 @@ class RowCache:
             max_bytes: ``None`` for the cache's own limit; 0 removes all, what takes no room too.
 
         Returns:
-            What was removed.
+            The entries that were removed.
         """
         limit, removed = self._max_bytes if max_bytes is None else max_bytes, []
         entries = sorted(self.entries(), key=lambda entry: entry.bytes <= limit)  # which keeps their order otherwise

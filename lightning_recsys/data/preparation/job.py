@@ -70,15 +70,15 @@ class Preparation:
     piece.
 
     Args:
-        out: The folder to make.
-        raw_format: How to read the lines.
-        files: The raw files.
+        out: The folder that is made for the prepared rows.
+        raw_format: The format of the raw files, which parses their lines.
+        files: The raw files, in the order in which their rows are numbered.
         split: Which rows are for evaluation; may bring files of its own.
-        preprocessing: What happens to the columns.
+        preprocessing: The rules that make ids and numbers of the columns.
         on_bad_row: ``error`` raises ``ValueError`` at the first bad row, ``skip`` counts them.
         shard_bytes: Raw text that makes a shard, at least; the last one of a file is smaller.
-        compression: Of the shards: ``none``, or ``zstd``, which is a third smaller and slower to read.
-        num_threads: Threads that parse.
+        compression: How shards are compressed: ``none``, or ``zstd``, which is a third smaller and slower to read.
+        num_threads: Number of threads that parse.
         on_progress: Told when a phase begins, and after every block.
         check: Called when all rows are written, before they count as whole; may raise.
 

@@ -31,13 +31,13 @@ def learn(
     """Read the training rows once; writes the vocabularies.
 
     Args:
-        source: The raw files.
-        rules: What is to be learned.
-        folder: Where the vocabularies go.
+        source: The raw files whose training rows are read.
+        rules: The rules that say which vocabularies and statistics are learned.
+        folder: The folder that the vocabularies are written to.
         spill: A folder for counts that do not fit into memory.
         pool: Threads that parse and count.
         ahead: How many blocks may be in work.
-        report: Told after each block.
+        report: Called after each block that was read.
     """
     min_counts = rules.vocabularies(source.format)
     counter = ValueCounter(list(min_counts), folder=spill)

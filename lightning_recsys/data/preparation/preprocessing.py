@@ -84,7 +84,7 @@ class ColumnRules(ABC):
 
         Args:
             folder: The folder that vocabularies are written to; it is made if it is not there.
-            raw_format: Whose dense features come in order.
+            raw_format: The format of the raw files, which gives the order of the dense features.
         """
         return Learned()
 
@@ -132,7 +132,7 @@ class ColumnRules(ABC):
             name: Name of the feature.
             values: The values of some rows, as the format gives them.
             table: Its vocabulary; ``None`` where ids are hashed.
-            raw_format: Where the values come from.
+            raw_format: The format of the raw files that the values come from.
         """
 
 

@@ -29,7 +29,7 @@ def progress_bar(
     """Yields what a preparation tells its progress; time is estimated from the bytes of the raw files.
 
     Args:
-        console: Where the bar is drawn.
+        console: The console on which the bar is drawn.
         delay: Seconds until it appears: a short preparation shows none.
         transient: Whether it goes away at the end.
     """

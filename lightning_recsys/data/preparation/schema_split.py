@@ -57,7 +57,7 @@ class BySchema(SplitRule):
         """Keys from which on rows are held back, and tested; ``None`` where no row is.
 
         Args:
-            num_rows: How many rows there are.
+            num_rows: Number of rows that are split.
             chunks: Reads the times of all rows, if the split goes by time.
 
         Raises:
@@ -110,11 +110,11 @@ def survey_rows(
 
     Args:
         source: The raw files.
-        rule: How they are split.
+        rule: The rule by which their rows are split.
         spill: A file for the times of the rows, if they are needed: eight bytes each.
-        pool: Threads that parse.
+        pool: The threads that parse.
         ahead: How many blocks may be in work.
-        report: Told after each block.
+        report: Called after each block that was read.
 
     Raises:
         ValueError: a row is bad (unless bad ones are skipped), or a split is left without rows.

@@ -26,9 +26,9 @@ class Segment:
 
     Args:
         root: The folder of prepared rows.
-        number: Of the segment; names its shards.
-        file: The raw file that it is from.
-        schema: Columns of the shards.
+        number: Number of the segment, which is part of the names of its shards.
+        file: The raw file that its rows come from.
+        schema: The columns of its shards.
         compression: How shards are compressed: ``none`` or ``zstd``.
     """
 
@@ -57,7 +57,7 @@ class Segment:
         Args:
             parsed: The parsed block, whose bad rows are counted.
             rows: Its rows by split, as they are to be stored.
-            missing: How many values each column lacks.
+            missing: Number of missing values in each column.
         """
         for split, part in rows.items():
             if split not in self._writers:

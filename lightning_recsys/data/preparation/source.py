@@ -24,8 +24,8 @@ class ParsedBlock:
     """The rows of a block.
 
     Args:
-        block: Where they come from.
-        rows: The rows.
+        block: The block of a raw file that was parsed.
+        rows: The good rows of the block, as columns.
         split_N: Position of each row's split in ``SPLITS``, int8.
     """
 
@@ -38,10 +38,10 @@ class RawSource:
     """Raw files and how to read them.
 
     Args:
-        raw_format: How to read lines.
+        raw_format: The format of the files, which parses their lines.
         files: The files whose rows the rule splits.
         split: The rule; may bring files of its own.
-        on_bad_row: ``error`` or ``skip``.
+        on_bad_row: ``error`` raises ``ValueError`` at the first bad row, ``skip`` counts bad rows and leaves them out.
         block_bytes: Text that is read at a time.
 
     Where the rule has to know all rows first, :attr:`survey` is what it goes by. Small files are parsed once for all

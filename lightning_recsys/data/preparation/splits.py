@@ -27,8 +27,8 @@ class Survey:
 
     Args:
         counts: For each file whose rows are split, by its number: offset of each block, and good rows before it.
-        num_rows: Good rows in all.
-        bounds: What the rule made of them.
+        num_rows: Number of good rows in all files together.
+        bounds: The keys of :meth:`BySchema.find_bounds` from which on rows are held back, and tested.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class ValueCounter:
         """Write the vocabularies: a Parquet file per feature with its values and counts, the most frequent first.
 
         Args:
-            folder: Where the files go; see :func:`vocabulary_file`.
+            folder: The folder that the files are written to; see :func:`vocabulary_file`.
             min_count: Rarer values of each feature are left out.
             max_vocabulary: How many values to keep at most; the smallest of ``min_count`` is raised until they fit.
 

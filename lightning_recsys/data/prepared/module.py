@@ -159,13 +159,14 @@ class PreparedDataModule(PreparedReader):
     """Rows that ``recipes/prepare.py`` wrote: any number of them, in memory only a window at a time.
 
     Args:
-        root: The folder that was written.
-        batch_size: Rows per batch and rank.
-        shuffle_window: See :class:`PreparedReader`, as for all that follow.
-        reader: How they are read.
-        prefetch_batches: Batches that are made ahead.
-        seed: Seed of the order.
-        drop_last: Whether all training batches are full.
+        root: The folder that ``recipes/prepare.py`` wrote.
+        batch_size: Number of rows in the batch of one rank.
+        shuffle_window: Number of rows that are shuffled among each other; see :class:`PreparedReader`, also for what
+            follows.
+        reader: Whether each worker reads its rows (``local``) or one process of the machine reads for all (``shared``).
+        prefetch_batches: Number of batches that are made ahead.
+        seed: Seed of the order of the training rows.
+        drop_last: Whether training rows that do not fill a batch on every rank are left out.
 
     Raises:
         ValueError: an argument is out of its range.

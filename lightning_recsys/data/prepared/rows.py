@@ -33,7 +33,7 @@ class Bag:
     """Ids of a multi-valued feature in a window.
 
     Args:
-        ids: Of all rows, one after the other.
+        ids: The ids of all rows, one after the other.
         offsets: Where each row's ids start, and the last one's end; int64, shape ``[W + 1]``.
         weights: One for each id, float32.
     """
@@ -117,9 +117,9 @@ class PreparedRows:
     Files are memory-mapped; a page of a column is checked against its checksum when it is read.
 
     Args:
-        root: The folder.
-        manifest: What is in it.
-        shards: The split's shards.
+        root: The folder of prepared rows.
+        manifest: The folder's manifest.
+        shards: The shards of the split, in their order.
 
     Raises:
         ValueError: a shard is missing or has another size than the manifest says.

@@ -94,7 +94,7 @@ def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iter
 
     Args:
         address: Where the reader listens: :attr:`Reader.address`.
-        request: Which batches.
+        request: Says which batches to make.
         slots: Packs of batches that may wait in shared memory.
 
     Raises:
@@ -276,9 +276,9 @@ class _Message(NamedTuple):
     """What goes over the connection; after ``_REQUEST``, ``_LAYOUT`` and ``_ERROR`` comes text of ``size`` bytes.
 
     Args:
-        kind: One of the names below.
-        memory: Number of the shared memory.
-        start: Of a slot in it.
+        kind: The kind of message: ``_REQUEST`` or another of the constants above.
+        memory: Number of the piece of shared memory that is meant.
+        start: Position in that memory where the pack begins.
         size: Bytes of the pack, of the shared memory, or of the text.
     """
 

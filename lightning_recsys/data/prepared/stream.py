@@ -45,7 +45,7 @@ class PreparedSource:
     """The rows of a split, as a :class:`~lightning_recsys.data.loader.BatchLoader` asks for them.
 
     Args:
-        num_rows: How many they are.
+        num_rows: Number of rows of the split.
         split: Which split of the folder they are.
         window: Rows to shuffle among; 0 keeps their order.
         features: Categorical features to read; ``None`` for all.
@@ -128,7 +128,7 @@ def read_packs(request: StreamRequest, rows: PreparedRows, windows: Windows | No
     """The batches of a request; small ones in packs, which are made and handed over at the cost of one.
 
     Args:
-        request: Which batches, and of which features.
+        request: Says which batches to make, and of which features.
         rows: The rows of the split.
         windows: The epoch's windows, where others read them too; of all features then.
     """
@@ -166,7 +166,7 @@ def prefetched(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
 
     Args:
         items: Iterated in the thread; an error there is raised here.
-        depth: How many items may wait.
+        depth: Number of finished items that may wait to be taken.
 
     >>> list(prefetched(range(3), depth=1))
     [0, 1, 2]

@@ -54,8 +54,8 @@ def clean(
         path: The file that they come from, for messages.
         values: The columns, each of which the schema speaks of.
         schema: Says what becomes of each column; columns that it does not name are left out.
-        table: How the file is written.
-        judge: Is told of bad rows.
+        table: The format in which the file is written.
+        judge: Collects the rows that are bad, and why they are.
         keys: Columns that refer to another table or are referred to: also kept as categories.
     """
     asked = [source for source, _ in schema.inputs()]

@@ -24,7 +24,7 @@ class BadLine:
     Args:
         line: Its number in the block, from 0.
         column: The column that is wrong; ``None`` where the whole line is.
-        message: What is wrong.
+        message: What is wrong with the line, in words.
         place: How to call it, such as ``row 2 (line 3)``; empty where that follows from its number.
     """
 
@@ -124,10 +124,10 @@ class RowJudge:
         """Mark rows as bad.
 
         Args:
-            bad: Which rows; shape ``[N]``.
-            column: The column that makes them so.
+            bad: Marks the bad rows, shape ``[N]``.
+            column: Name of the column that makes them bad.
             problem: What it must be, in words that ``, got <value>`` can follow.
-            values: The column, to quote from.
+            values: The column's values, which messages quote.
         """
         for i in np.flatnonzero(bad & self.good).tolist():
             found, row = values[i].as_py(), int(self._rows[i])
@@ -224,7 +224,7 @@ class RawFormat(ABC):
     """How to read a raw file. A subclass says what its rows have.
 
     Attributes:
-        name: What the format is called.
+        name: Name of the format, as manifests have it.
         dense: Names of the dense features.
         categories: Names of the single-valued categorical features.
         bags: Names of the multi-valued ones, and whether they have weights.
@@ -244,9 +244,9 @@ class RawFormat(ABC):
         """A file in blocks: the same ones from the position of any of them on.
 
         Args:
-            path: The file.
+            path: The raw file.
             block_bytes: How much to read at a time, about.
-            position: Of the first block.
+            position: Position of the first block.
         """
 
     @abstractmethod

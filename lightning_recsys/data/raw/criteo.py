@@ -16,7 +16,7 @@ class CriteoFormat(LineFormat):
     each file of the terabyte set is a day. Other editions part columns by commas, below a header.
 
     Args:
-        separator: Between the columns.
+        separator: The character between two columns.
         header: Whether files start with a line of column names, ``Label,I1,...,C26``.
 
     >>> rows = CriteoFormat().parse(b"1" + b"\t5" * 13 + b"\t68fd1e64" * 26 + b"\n")

@@ -19,9 +19,9 @@ def split_columns(
     r"""Split lines into columns.
 
     Args:
-        block: Whole lines.
-        names: One for each column.
-        separator: Between the columns, one character.
+        block: Whole lines of the file.
+        names: The name of each column, in their order.
+        separator: The character between two columns; exactly one.
         quote: Character around values that contain the separator.
 
     Returns:

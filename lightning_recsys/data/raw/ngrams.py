@@ -28,9 +28,9 @@ def ngram_bags(texts: pa.Array, of: Literal["words", "characters"], *, sizes: Se
 
     Args:
         texts: One string a row; a row without a text has an empty one, for nulls are not allowed here.
-        of: What an n-gram is made of.
-        sizes: How many of them it has, one or more choices.
-        limit: How many n-grams of a text are kept: the first ones.
+        of: Whether an n-gram is made of words or of characters.
+        sizes: Number of words or characters in an n-gram: one or more choices.
+        limit: Number of n-grams that are kept of a text, the first ones.
 
     >>> bags = ngram_bags(pa.array(["Red, red wine!", ""]), "words", sizes=[1, 2], limit=9)
     >>> bags.values.to_pylist(), bags.lengths_N.tolist()

@@ -41,9 +41,9 @@ class TableFile:
     Text is in any encoding, with rows of 16 MiB at most.
 
     Args:
-        path: The file.
-        table: How it is written.
-        header: What its beginning says.
+        path: The file of the table.
+        table: The format in which the file is written.
+        header: What was learned from the beginning of the file.
         columns: Columns to read; all are in the file.
         plain: Those of them that are mostly distinct, so that storing distinct values once is no use.
     """
@@ -133,9 +133,9 @@ class TableFile:
         """The good rows of a block, the number of each in the file, and the bad ones.
 
         Args:
-            block: Some rows of this file.
-            schema: What the columns mean.
-            keys: See :func:`~lightning_recsys.data.raw.cleaning.clean`.
+            block: A block of rows of this file.
+            schema: The schema that says what the columns mean.
+            keys: Columns that are also kept as categories; see :func:`~lightning_recsys.data.raw.cleaning.clean`.
 
         Raises:
             ValueError: a column has a type that does not fit, or the text is in another encoding.

@@ -32,8 +32,8 @@ class TableReader:
     """Finds the files of a schema, and joins its side tables.
 
     Args:
-        schema: Files and columns.
-        root: Where relative paths start.
+        schema: The schema, which names files and columns.
+        root: The folder in which relative paths start.
         on_bad_row: What happens to bad rows of side tables: ``error`` or ``skip``.
         labelled: Whether rows have labels and times; without them neither column is read.
     """

@@ -71,7 +71,7 @@ class Vector:
     A missing one is replaced with the mean of the training rows.
 
     Args:
-        width: How many numbers it has.
+        width: Number of numbers in the list, the same in every row.
         column: The column that it is made from; the one of its own name if absent. Parquet lists, or text with commas,
             semicolons, bars or white space between the numbers, in brackets or not.
         standardize: Whether to subtract from each number the mean of its place, and divide by the deviation.

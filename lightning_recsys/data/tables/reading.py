@@ -29,7 +29,7 @@ class MisshapenRow:
 
     Args:
         row: Its number in the file, from 1; empty lines are no rows.
-        problem: What is wrong with it.
+        problem: What is wrong with the row, in words.
     """
 
     row: int
@@ -110,10 +110,10 @@ def parse_block(
     """Read some columns of some whole rows of a text file: in UTF-8, without its first lines.
 
     Args:
-        block: The rows.
-        path: The file.
-        table: How it is written.
-        names: Names of all columns.
+        block: The rows as bytes, which are whole lines.
+        path: The file that they come from, for messages.
+        table: The format in which the file is written.
+        names: The names of all columns of the file, in their order.
         columns: Columns to read; all are in the file.
         plain: Those of them that are mostly distinct, so that storing distinct values once is no use.
 

@@ -37,16 +37,16 @@ class Schema:
     Args:
         files: For ``train``, ``validation`` and ``test`` the paths or globs of their files; ``predict`` names files
             whose rows need no label.
-        table: How those files are written.
-        formats: How those of some of these paths or globs are written instead.
-        label: The label.
-        dense: Numeric features.
+        table: The format in which those files are written.
+        formats: Formats of single paths or globs among them that are written in another way.
+        label: The column of the label, and how 0 and 1 are made of it.
+        dense: The numeric features by name.
         vectors: Lists of numbers, each as long in every row: so many numeric features more.
-        categorical: Features with one id per row.
-        multi_valued: Features with a bag of ids per row.
+        categorical: The features with one id per row, by name.
+        multi_valued: The features with a bag of ids per row, by name.
         time: Column with the time of a row: numbers or ISO 8601.
         ignore: Columns that are known and not used.
-        joins: Side tables.
+        joins: The side tables whose columns are appended to the rows.
         split: How evaluation rows are parted from training rows.
         comments: Remarks for :meth:`to_yaml`, by column or key.
         present: Share of the rows that have a value, by column; of a guessed schema.

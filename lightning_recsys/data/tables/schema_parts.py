@@ -22,7 +22,7 @@ class TableFormat:
         separator: Between columns, one or more characters; a tab for ``.tsv`` and ``.tab``, else a comma, if absent.
         column_names: Names of all columns, where the file has no header line.
         comment: Lines at the top of the file that start like this are skipped.
-        encoding: Such as ``utf-8`` or ``latin-1``.
+        encoding: Encoding of text, such as ``utf-8`` or ``latin-1``.
         quote: Character around values that contain the separator; ``None`` where quotes are letters like any other.
             Separators of several characters know no quotes.
         strip: Whether white space around values is dropped.
@@ -88,7 +88,7 @@ class Join:
         file: Path of the side table, relative to where the schema's paths start; it must name one file.
         column: Column of the rows that refers to it.
         key: Column of the side table that is referred to, where each value stands once; ``column`` if absent.
-        table: How the file is written.
+        table: The format in which the file is written.
     """
 
     file: str
@@ -105,7 +105,7 @@ class Split:
         by: ``share`` draws them at random; ``time`` takes the latest, test rows last.
         validation: Share of the rows; 0.1 if absent.
         test: Share of the rows; 0.1 if absent.
-        seed: Seed of the draw.
+        seed: Seed of the draw of evaluation rows.
     """
 
     by: Literal["share", "time"] = "share"

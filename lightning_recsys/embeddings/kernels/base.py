@@ -81,8 +81,8 @@ class Kernel(ABC):
     per-sample weights (:meth:`EmbeddingBagCollection.resolve`).
 
     Args:
-        layout: Where each feature's rows lie.
-        optimizer: The update rule.
+        layout: The tables, and where each feature's rows lie in them.
+        optimizer: The update rule of the rows.
     """
 
     name: ClassVar[str]

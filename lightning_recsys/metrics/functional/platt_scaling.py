@@ -19,11 +19,11 @@ def platt_scaling(logits: Tensor, target: Tensor) -> tuple[float, float]:
     where the logits tell all labels apart.
 
     Args:
-        logits: Of the model, ``[N]``, any floating dtype.
+        logits: Logits of the model, ``[N]``, any floating dtype.
         target: Labels, 0 or 1, ``[N]``.
 
     Returns:
-        ``a`` and ``b``.
+        The scale ``a`` and the shift ``b`` of the logits.
 
     Raises:
         ValueError: there are no rows, or the shapes differ.

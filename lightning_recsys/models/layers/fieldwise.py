@@ -59,8 +59,8 @@ class FieldwiseLinear(FieldLayer):
         """Keep the blocks of some fields only; see :meth:`FieldLayer.partition`.
 
         Args:
-            fields: As there.
-            group: As there.
+            fields: Numbers of the fields that this process keeps; see :meth:`FieldLayer.partition`.
+            group: The processes that the fields are spread over; see :meth:`FieldLayer.partition`.
             cut_dense: Each numeric feature, too, is known to one process only, the one that has field 0.
         """
         self._cuts_dense = cut_dense

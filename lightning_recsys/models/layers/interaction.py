@@ -21,7 +21,7 @@ class DotInteraction(nn.Module):
     Not a cut point: a dot product needs both of its vectors, so no partial result is smaller than the vectors.
 
     Args:
-        num_vectors: ``V``, at least 2.
+        num_vectors: Number of vectors ``V`` of an example, at least 2.
 
     Shape:
         - input: ``[B, V, D]``.

@@ -33,12 +33,12 @@ class MLP(nn.Sequential):
     Weights start from N(0, 2 / (in + out)) (Glorot, as in the reference code of DLRM), biases at 0.
 
     Args:
-        in_features: Inputs.
+        in_features: Number of inputs.
         hidden: Width of each hidden layer; may be empty.
         out_features: Outputs of a last layer without activation; ``None`` for no such layer.
         activation: One of ``relu``, ``gelu``, ``sigmoid``, ``silu``, ``tanh``.
         dropout: Probability that an activation is zeroed in training, in ``[0, 1)``.
-        normalization: Of what goes into each activation: ``none``, ``batch``, or ``local``
+        normalization: How the inputs of each activation are normalised: ``none``, ``batch``, or ``local``
             (:class:`~lightning_recsys.models.layers.LocalNormalization`).
 
     Shape:
@@ -79,9 +79,9 @@ class DeepTower(nn.Module):
         num_fields: Fields ``F``.
         embedding_dim: Width ``D``.
         hidden: Width of each hidden layer, at least one.
-        activation: As in :class:`MLP`.
-        dropout: As in :class:`MLP`.
-        normalization: As in :class:`MLP`.
+        activation: Activation of every layer; see :class:`MLP`.
+        dropout: Probability that an activation is zeroed in training; see :class:`MLP`.
+        normalization: How the inputs of each activation are normalised; see :class:`MLP`.
 
     Shape:
         - dense: ``[B, N]``; embeddings: ``[B, F, D]``.

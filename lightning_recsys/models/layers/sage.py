@@ -21,8 +21,8 @@ class SAGELayer(nn.Module):
     A node without neighbours gets zeros from them.
 
     Args:
-        in_features: ``I``.
-        out_features: ``O``.
+        in_features: Number of inputs ``I`` of a node.
+        out_features: Number of outputs ``O`` of a node.
         aggregator: ``mean`` or ``max``.
 
     Shape:

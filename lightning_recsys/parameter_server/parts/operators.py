@@ -52,11 +52,12 @@ class _Token:
     """A forward pass whose backward pass may come.
 
     Args:
-        part: What was computed.
-        client: Whose net it is.
+        part: Name of the part that was computed.
+        client: Id of the client whose net asked for the pass.
         since: When it was made, in seconds of the clock.
-        graph: For the backward pass, which takes it.
-        answer: Of the backward pass, once that is asked for: it may be asked again, where an answer is lost.
+        graph: What the backward pass needs; the backward pass takes it away.
+        answer: Future of the backward pass's answer, once that pass was asked for: it may be asked again, where an
+            answer is lost.
     """
 
     part: str
@@ -75,11 +76,11 @@ class OperatorCounts:
     """What was computed.
 
     Args:
-        forwards: Forward passes.
+        forwards: Number of forward passes.
         backwards: Backward passes, which are updates where the part has parameters.
         expired: Tokens that went without a backward pass.
         staleness_sum: The sum of the staleness of all backward passes.
-        staleness_max: The largest.
+        staleness_max: The largest staleness of all updates.
     """
 
     forwards: int = 0
@@ -118,13 +119,13 @@ class OperatorRequests:
         peer: Tells over which connection the present request came.
         num_threads: Passes that are computed at the same time.
         max_kept_bytes: Inputs and outputs of forward passes that are kept for backward passes; more are refused.
-        clock: Seconds.
+        clock: Returns the present time in seconds, and never goes back.
 
     Attributes:
-        parts: What can be computed, by name.
+        parts: The parts that can be computed, by name.
         compression: How nets send, and are sent, activations and gradients.
-        counts: What was computed.
-        operations: What is offered here.
+        counts: Counts of passes and updates so far.
+        operations: The operations that a client may ask for, by name.
     """
 
     def __init__(
@@ -167,8 +168,8 @@ class OperatorRequests:
         """Have a thread of the pool do something.
 
         Args:
-            work: What.
-            arguments: For it.
+            work: The function to call.
+            arguments: Positional arguments of the function.
             num_bytes: What is kept in memory until then.
 
         Raises:

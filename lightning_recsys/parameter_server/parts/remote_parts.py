@@ -16,8 +16,8 @@ class TokenLostError(RuntimeError):
     """The server has forgotten a forward pass, so its backward pass cannot be made.
 
     Args:
-        endpoint: The server.
-        part: What was computed.
+        endpoint: Endpoint of the server.
+        part: Name of the part whose forward pass was forgotten.
     """
 
     def __init__(self, endpoint: str, part: str) -> None:
@@ -34,7 +34,7 @@ class RemoteParts:
     """Parts of a model behind a connection.
 
     Args:
-        connection: To the server, of this net alone: tokens belong to connections.
+        connection: The connection to the server, of this net alone: tokens belong to connections.
         compression: How activations and gradients travel; the server's is the same.
     """
 
@@ -92,9 +92,9 @@ class RemoteParts:
 
         Args:
             part: Name of the part, as the plan of the model has it.
-            token: What the forward pass returned.
-            grads: Of the outputs; ``None`` where the loss does not depend on one.
-            settings: Of each of the optimizer's groups, what its numbers are now.
+            token: The token that :meth:`forward` returned.
+            grads: Gradients of the outputs; ``None`` where the loss does not depend on one.
+            settings: Hyperparameters of each of the optimizer's groups, as they are now.
 
         Returns:
             Waits for the answer, and returns the gradients of the inputs, where wanted, and the update's staleness. It

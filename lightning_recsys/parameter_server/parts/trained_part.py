@@ -20,9 +20,9 @@ class Graph:
     """What a forward pass leaves for its backward pass.
 
     Args:
-        inputs: Those of the part.
-        outputs: What it computed from them.
-        version: The part's version before that.
+        inputs: Inputs of the part in that pass.
+        outputs: Outputs that the part computed from them.
+        version: Version of the part before the pass.
     """
 
     inputs: Sequence[Tensor]
@@ -72,9 +72,9 @@ class TrainedPart:
         """Compute the part.
 
         Args:
-            inputs: What it takes.
-            wanted: Which of them are to get a gradient.
-            keep: A backward pass may follow.
+            inputs: Inputs of the part.
+            wanted: For each input, whether it is to get a gradient.
+            keep: Whether a backward pass may follow, so that its graph is kept.
 
         Raises:
             TypeError: the part returns something else than tensors.
@@ -93,9 +93,9 @@ class TrainedPart:
         """Update the parameters by the gradients of the outputs.
 
         Args:
-            graph: Of the forward pass; it can be used once.
+            graph: What the forward pass left; it can be used once.
             grads: One for each output; ``None`` where the loss does not depend on it.
-            settings: For each of the optimizer's groups, what its numbers are now.
+            settings: Hyperparameters of each of the optimizer's groups, as they are now.
 
         Returns:
             The gradients of the inputs, where they were wanted and the outputs depend on them, and the staleness:

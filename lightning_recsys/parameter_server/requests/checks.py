@@ -33,9 +33,9 @@ def take_arguments(
     """The arguments in the order asked for; exactly those (and a generation), of exactly these types.
 
     Args:
-        request: What brought them.
+        request: The request that brought the arguments.
         defaults: Values of those that may be missing.
-        types: The types, by name.
+        types: Allowed types of each argument, by its name.
 
     Raises:
         ValueError: one is missing, of another type, or not asked for.

@@ -22,12 +22,12 @@ class Clients:
 LEASE_SECONDS`.
 
     Args:
-        journal: Of the server's folder.
+        journal: The journal of the server's folder.
 
     Attributes:
         peer: The connection over which the request came that is served now; ``None`` where it came over none.
-        lease: To one run at a time. It holds up no client that does not ask for it.
-        operations: What is offered here.
+        lease: Lends the server to one run at a time. It holds up no client that does not ask for it.
+        operations: The operations that a client may ask for, by name.
     """
 
     def __init__(self, journal: Journal) -> None:

@@ -18,10 +18,10 @@ class DynamicRequests:
     """What stores with dynamic rows offer besides.
 
     Args:
-        stores: The server's.
+        stores: The stores of the server.
 
     Attributes:
-        operations: What is offered here.
+        operations: The operations that a client may ask for, by name.
     """
 
     def __init__(self, stores: OpenStores) -> None:

@@ -21,7 +21,7 @@ class ExchangeRequests:
     """What embedding stores offer to caches.
 
     Args:
-        stores: The server's.
+        stores: The stores of the server.
 
     Attributes:
         operations: What is offered here: the one operation as a read, where it changes no row, and as a push.

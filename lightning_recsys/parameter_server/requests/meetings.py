@@ -43,11 +43,11 @@ class _Run:
     """What a server knows of a run's workers.
 
     Args:
-        membership: Who they are.
+        membership: Who takes part in the run, and who has died.
         brought: What has come to the meeting under way, uint8, by rank.
-        result: What the last one gave, uint8.
+        result: The bytes that the last meeting gave, uint8.
         leases: Shares of the pass through the data that is under way, once a worker has asked for one.
-        number: Of that pass.
+        number: Number of the pass through the data that ``leases`` belongs to.
     """
 
     membership: Membership

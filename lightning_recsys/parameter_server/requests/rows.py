@@ -27,10 +27,10 @@ class RowRequests:
     """What every embedding store offers.
 
     Args:
-        stores: The server's.
+        stores: The stores of the server.
 
     Attributes:
-        operations: What is offered here.
+        operations: The operations that a client may ask for, by name.
     """
 
     def __init__(self, stores: OpenStores) -> None:

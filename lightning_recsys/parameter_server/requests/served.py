@@ -31,7 +31,7 @@ class ServedEmbedding:
     """An open embedding store.
 
     Args:
-        arrays: Its files.
+        arrays: The mapped files of the store.
     """
 
     store: MappedEmbeddingStore | HashEmbeddingStore
@@ -124,7 +124,7 @@ class ServedDense:
     """An open vector.
 
     Args:
-        arrays: Its files.
+        arrays: The mapped files of the vector.
     """
 
     def __init__(self, arrays: MappedArrays) -> None:

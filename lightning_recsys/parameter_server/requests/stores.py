@@ -36,12 +36,12 @@ class OpenStores:
     its generation, which the files tell, is 0 from that moment on.
 
     Args:
-        folder: The folder.
+        folder: The folder in which the stores lie.
         limits: What one request, and its reply, may take.
 
     Attributes:
         mapped: The folder's stores as this process may use them itself.
-        operations: What is offered here.
+        operations: The operations that a client may ask for, by name.
     """
 
     def __init__(self, folder: Path, limits: Limits) -> None:

@@ -90,10 +90,10 @@ class Claim:
 
     Args:
         read: Reads the claim that is there; ``FileNotFoundError`` where there is none.
-        write: Puts another one in its place.
-        remove: Removes it.
-        url: What errors call the folder.
-        holder: The publisher in words.
+        write: Replaces the claim by another one.
+        remove: Removes the claim.
+        url: Address of the folder, for error messages.
+        holder: Description of this publisher, for messages to others.
 
     Raises:
         ValueError: when it is entered: another publisher lives, whom the message names.

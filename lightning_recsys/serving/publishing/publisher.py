@@ -55,7 +55,7 @@ class ModelPublisher(LeanCallback):
             resumed from a checkpoint is the same run.
         keep_runs: The versions of so many runs stay in the folder, this one included; ``None`` for all.
         compact_share: Increments are compacted into a new base once they take this share of its bytes, and 64 MiB.
-        max_increments: Or once there are so many.
+        max_increments: Increments are compacted as well once there are so many since the last base.
         rows: How rows are stored: ``float32``, ``bf16`` (half of the bytes), or ``int8`` (a quarter, and a scale each).
         module: The name of the LightningModule's part that is published: ``forward(dense, sparse) -> logits``.
 
@@ -245,8 +245,8 @@ class _Work:
     """The thread that writes versions, and what it needs.
 
     Args:
-        publisher: The settings.
-        part: The dense part's structure.
+        publisher: The publisher, whose settings are used.
+        part: Structure of the dense part that is published.
 
     Attributes:
         is_prepared: Whether a batch was seen, which says what the model takes.

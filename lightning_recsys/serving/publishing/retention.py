@@ -19,9 +19,9 @@ class Retention:
     """Removes versions that are too old: of the run that publishes, and of runs long past where that is asked for.
 
     Args:
-        folder: Where versions are.
-        run: Which publishes.
-        keep: How many of its versions can be opened, the latest ones; what they build on stays as well.
+        folder: The folder of versions.
+        run: Id of the run that publishes.
+        keep: How many of this run's versions can be opened, the latest ones; what they build on stays as well.
         keep_runs: The versions of so many runs stay, this one included; ``None`` for all.
         gone_back_to: This version of the run stays as well, from which it went on.
     """
@@ -99,7 +99,7 @@ def roll_back(url: str | Path, version: int) -> Manifest:
 
     Args:
         url: A folder, or a URL that fsspec knows.
-        version: The number.
+        version: Number of the version to go back to.
 
     Raises:
         FileNotFoundError: nothing was published there.

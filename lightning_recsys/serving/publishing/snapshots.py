@@ -36,7 +36,7 @@ class TableSnapshot(ABC):
     """What was published of a table so far.
 
     Args:
-        config: The table.
+        config: Name, size and width of the table.
 
     Attributes:
         drawing: How rows are drawn that do not exist; ``None`` where all exist.
@@ -166,8 +166,8 @@ def snapshot_of(tables: Sequence[EmbeddingBagConfig], collection: EmbeddingBagCo
     """What was published of a collection's tables: nothing yet.
 
     Args:
-        tables: All of them, those included that other processes have.
-        collection: In training.
+        tables: All tables of the collection, those included that other processes have.
+        collection: The collection that is in training.
     """
     backend = backend_of(collection)
     dynamic = backend.dynamic if isinstance(backend, StoreBackend) else None
@@ -199,8 +199,8 @@ class CopiedTables:
     """Tables whose rows were copied from several processes at one moment: what a snapshot asks of a backend.
 
     Args:
-        rows: Of each table, float32 ``[N, D]``.
-        step: Updates that the tables have seen.
+        rows: The rows of each table by its name, float32 ``[N, D]``.
+        step: Number of updates that the tables have had.
     """
 
     def __init__(self, rows: Mapping[str, Tensor], step: int) -> None:

@@ -44,10 +44,10 @@ class Skeleton:
 
     Args:
         program: The dense part's program, a file of :func:`~lightning_recsys.serving.dense.export_apart`.
-        encoder: How requests become numbers and ids.
-        num_dense: Numeric features.
-        tables: What was published of each collection's tables, by its path in the model.
-        rows: How rows are stored.
+        encoder: Makes numbers and ids of requests.
+        num_dense: Number of numeric features of the model.
+        tables: What was published so far of each collection's tables, by the collection's path in the model.
+        rows: Format in which rows are stored.
     """
 
     program: Path
@@ -81,12 +81,12 @@ class VersionWriter:
     """Publishes versions into a folder, one after the other.
 
     Args:
-        folder: Where to.
-        run: Whose versions these are.
-        keep: How many versions of this run can be opened, the latest ones; with what they build on.
+        folder: The folder that versions are published into.
+        run: Id of the run that the versions belong to.
+        keep: How many versions of this run can be opened, the latest ones, with what they build on.
         keep_runs: The versions of so many runs stay, this one included; ``None`` for all.
         compact_share: Increments are compacted into a new base once they take this share of its bytes, and 64 MiB.
-        max_increments: Or once there are so many.
+        max_increments: Increments are compacted as well once there are so many since the last base.
     """
 
     def __init__(

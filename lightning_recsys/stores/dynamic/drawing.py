@@ -47,14 +47,14 @@ def draw_rows(rows, places, starts, first_keys, key_steps, stds, seed, out):  # 
     """Write the first values of rows.
 
     Args:
-        rows: Their numbers in the store, int64 ``[U]``; unsigned, as all numbers and keys here.
-        places: Where each goes in ``out``, int64 ``[U]``.
+        rows: Numbers of the rows in the store, int64 ``[U]``; unsigned, as all numbers and keys here.
+        places: Position in ``out`` of each row, int64 ``[U]``.
         starts: The number of each table's first row, rising, int64 ``[T]``, of which the first is 0.
         first_keys: Key of each table's first row; what is drawn depends on the key. int64 ``[T]``.
         key_steps: By how much the keys of two successive rows of a table differ, int64 ``[T]``.
         stds: Standard deviation of each table's values, float64 ``[T]``.
-        seed: Of all of them, uint64.
-        out: Float32 ``[R, D]``.
+        seed: Seed of the values of all rows, uint64.
+        out: Result, float32 ``[R, D]``: the values, each row at its place.
     """
     dim = out.shape[1]
     stream = mix(seed + _GOLDEN)

@@ -62,11 +62,11 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
     are those that a missing row has, so rows made for an update that then did not happen change nothing.
 
     Args:
-        folder: As :meth:`create` left it.
+        folder: The folder that :meth:`create` made.
 
     Attributes:
         arrays: The files. ``weight``, the rule's states and ``clock`` are indexed by slot.
-        dynamic: When rows are made and forgotten.
+        dynamic: The rules by which rows are made and forgotten.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
 
     Raises:

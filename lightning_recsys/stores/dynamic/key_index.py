@@ -102,7 +102,7 @@ class KeyIndex:
             keys_N: Found to have no slot; a key may be named twice.
             counts_N: How many updates the present one stands for, for each key, at least 1, int32 ``[N]``; by default
                 one. A key that is named twice counts as the first time.
-            always: Give each one a slot.
+            always: Whether every key gets a slot, whatever ``admission`` says.
 
         Returns:
             The keys that got slots, and the slots. Their rows hold what was there before. They are not in ``slot_keys``

@@ -46,7 +46,7 @@ class DynamicTables:
     """The tables of a collection whose stores have dynamic rows.
 
     Args:
-        layout: The tables.
+        layout: The tables of the collection.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
         places: Where every part of every table lies.
     """
@@ -141,9 +141,9 @@ class DynamicTables:
 
         Args:
             state_dict: Holds the ids of each table and what their rows have, as :meth:`save` writes them.
-            prefix: Of its keys.
-            missing_keys: Gets the keys that it lacks.
-            error_msgs: Gets what does not fit; then nothing is changed.
+            prefix: Beginning of the keys that belong to these tables.
+            missing_keys: A list to which the keys are added that the state dict lacks.
+            error_msgs: A list to which messages are added about what does not fit; then nothing is changed.
         """
         found, before = {}, len(error_msgs)
         for table, num_rows in self.tables.items():
@@ -172,9 +172,9 @@ def keep_keys(dynamic: DynamicRows, layout: TableLayout, parts: Sequence[TablePa
     """The same for a store with some parts of a collection: its rows keep the keys that they have in the whole.
 
     Args:
-        dynamic: Of the collection.
-        layout: Its tables.
-        parts: The store's, in its order.
+        dynamic: The collection's rules by which rows are made and forgotten, with the keys of the whole tables.
+        layout: The tables of the collection.
+        parts: The parts of tables that the store holds, in its order.
     """
     names = [table.name for table in layout.tables]
     first = layout.table_starts if dynamic.first_keys is None else dict(zip(names, dynamic.first_keys, strict=True))

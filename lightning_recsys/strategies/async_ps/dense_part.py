@@ -28,7 +28,7 @@ class Kept(NamedTuple):
     """What a checkpoint has of a parameter beside its values and its optimizer's state.
 
     Args:
-        version: Updates by all workers.
+        version: Number of updates by all workers.
         change: Root mean square of the last one; 0 where the staleness rule does not ask for it.
     """
 
@@ -43,11 +43,11 @@ class ServedParameters:
     then; no lock, no order. A parameter without a gradient is left as it is, as the optimizer would leave it.
 
     Args:
-        optimizer: Whose group it is.
-        index: Which of its groups, with the learning rate of the next push. The group itself may be another one later:
-            an optimizer that loads a state makes new ones.
-        parameters: Those of the group that lie on this server.
-        name: The store's.
+        optimizer: The optimizer that the group belongs to.
+        index: Number of the group in the optimizer, with the learning rate of the next push. The group itself may be
+            another one later: an optimizer that loads a state makes new ones.
+        parameters: The parameters of the group that lie on this server.
+        name: Name of the store.
     """
 
     store: DenseStore
@@ -64,9 +64,9 @@ class ServedParameters:
         """Make the store, with this worker's parameters and optimizer state, in place of an earlier run's.
 
         Args:
-            server: Where.
-            normalization: What stale gradients count.
-            kept: Of parameters whose training goes on; the optimizer's own steps, where it counts them, go first.
+            server: The server on which the store is made.
+            normalization: How much of a stale gradient counts.
+            kept: State of parameters whose training goes on; the optimizer's own steps, where it counts them, go first.
         """
         with suppress(KeyError):
             server.remove(self._name)
@@ -203,7 +203,7 @@ class ServedDensePart:
     Parameters are dealt out whole, the largest first, each to the server with the fewest elements so far.
 
     Args:
-        optimizers: Torch's.
+        optimizers: The run's optimizers, which are torch's.
         num_servers: Number of servers.
         num_workers: Number of workers that train it.
         names: The parameters' names in the model, for messages.
@@ -270,9 +270,9 @@ class ServedDensePart:
         """Make the stores from this worker's model and optimizers.
 
         Args:
-            servers: As many as the class was told.
-            normalization: What stale gradients count.
-            kept: As :meth:`kept` told it, where training goes on.
+            servers: The servers, as many as the class was told.
+            normalization: How much of a stale gradient counts.
+            kept: State that :meth:`kept` returned, where training goes on.
         """
         parameters = self._trained()
         known = dict(zip(parameters, kept, strict=True)) if len(kept) == len(parameters) else {}

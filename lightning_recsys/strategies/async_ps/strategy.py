@@ -38,7 +38,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
             up to a staleness of 1 000, so that clusters of fewer workers train as plain asynchronous SGD does.
         num_embedding_servers: Number of servers; rows and dense parameters are spread over them.
         min_workers: Workers other than the first may die as long as so many are left.
-        **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`.
+        **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.served.ServedStrategy`.
 
     Raises:
         ValueError: an argument is out of range.

@@ -40,7 +40,7 @@ class AveragedCopies:
     checkpoint gets these from the stores.
 
     Args:
-        trainer: Whose callbacks have the copies, of a model with tables that stores serve.
+        trainer: The trainer whose callbacks have the copies; its model has tables that stores serve.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -107,8 +107,8 @@ def refuse_averages_in_shared_memory(trainer: pl.Trainer, *, setting: str) -> No
     """Several workers would each swap their own average into the one replica that they share.
 
     Args:
-        trainer: With workers that share a replica.
-        setting: Of the strategy, that made them so.
+        trainer: The trainer, whose workers share a replica.
+        setting: The setting of the strategy that made them share it, for the message.
 
     Raises:
         ValueError: a callback swaps weights while the workers evaluate.

@@ -86,7 +86,7 @@ class RecsysStrategy(DDPStrategy):
         changes: Temporary patches to Lightning, from :meth:`setup` to :meth:`teardown` of a run that fits.
         averages: What callbacks that average weights keep, in such a run with one of them.
         launches: Whether workers are processes of our launcher, on this machine; there from the start.
-        run_name: Of this launch, which no other has; empty where the launcher is not ours.
+        run_name: Name of this launch, which no other has; empty where the launcher is not ours.
         min_workers: An asynchronous run on our launcher goes on without workers that die as long as so many are left.
 
     Raises:

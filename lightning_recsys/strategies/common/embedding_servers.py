@@ -94,11 +94,11 @@ class ServedTables:
         """Look rows up on the servers from now on.
 
         Args:
-            servers: In the order of the plan.
-            plan: The same on all ranks.
-            make_backend: What each collection looks its rows up in.
-            gradient_scale: As in :meth:`EmbeddingBagCollection.bind`.
-            first: Bring the rows to servers that have been cleared of them; otherwise they are there.
+            servers: The servers, in the order of the plan.
+            plan: Where each part of each table lies, the same on all ranks.
+            make_backend: Makes the backend in which a collection looks its rows up.
+            gradient_scale: Factor of the gradients; see :meth:`EmbeddingBagCollection.bind`.
+            first: Whether to bring the rows to servers that were cleared of them; otherwise the rows are there.
         """
         seed = torch.initial_seed() % 2**31
         for name, collection in self.collections.items():
@@ -136,13 +136,13 @@ def plan_placement(
     """Spread the tables of all collections over servers; ``profiled`` measures them first, if there is a choice.
 
     Args:
-        collections: By name.
+        collections: The collections of the model, by name.
         num_servers: Number of servers.
-        method: As in :func:`place_tables`.
+        method: How to place tables; see :func:`place_tables`.
         samples: Gives the features of so many training batches to measure with, or of none.
         rooms: How much each server has for rows; by default enough.
         growing: Names of the collections whose rows are made as they are trained.
-        normalization: What stale gradients count, where rows have versions.
+        normalization: How stale gradients count, where rows have versions; else ``None``.
 
     Raises:
         NoRoomError: the servers have no room for the tables.
@@ -199,7 +199,7 @@ def measure_costs(collection: EmbeddingBagCollection, samples: Sequence[SparseFe
     """What each table costs its server: seconds for lookup and update of a batch.
 
     Args:
-        collection: Whose tables.
+        collection: The collection whose tables are measured.
         samples: Features of training batches; where none has the collection's, one random id for each feature is taken.
     """
     wanted = {feature for table in collection.tables for feature in table.feature_names}

@@ -22,7 +22,7 @@ class OwnValues:
     where all ranks meet.
 
     Args:
-        strategy: That reduces values of an epoch.
+        strategy: The strategy, which reduces the values of an epoch.
     """
 
     def __init__(self, strategy: RecsysStrategy) -> None:

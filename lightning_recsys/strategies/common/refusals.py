@@ -15,7 +15,7 @@ def refuse_tuners(trainer: pl.Trainer, *, strategy: str) -> None:
     """Refuse callbacks that set the run up a second time; rows on servers and cut models are set up once.
 
     Args:
-        trainer: That fits.
+        trainer: The trainer that is about to fit.
         strategy: Name of its class, for the message.
 
     Raises:

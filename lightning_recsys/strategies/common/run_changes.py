@@ -24,7 +24,7 @@ class RunChanges:
     """Patches to a trainer that fits, one after another, until :meth:`undo`.
 
     Args:
-        trainer: The trainer of the run.
+        trainer: The trainer whose parts are replaced during the run.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:

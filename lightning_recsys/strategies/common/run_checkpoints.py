@@ -23,7 +23,7 @@ class RunCheckpoints:
     """Saves folders, and loads them in two parts: the dense part at once, rows when the stores are there.
 
     Args:
-        strategy: Whose model this is.
+        strategy: The strategy that trains the model.
     """
 
     def __init__(self, strategy: RecsysStrategy) -> None:

@@ -28,7 +28,7 @@ class RunServers:
     """What one process of a run knows of its servers. It travels to workers without anything of a run.
 
     Args:
-        strategy: Whose settings and endpoints these are.
+        strategy: The strategy, which has the settings and the endpoints.
     """
 
     def __init__(self, strategy: RecsysStrategy) -> None:
@@ -114,7 +114,7 @@ class RunServers:
         """The servers of a kind, in index order, connected on first use and until :meth:`disconnect`.
 
         Args:
-            kind: Of the servers.
+            kind: Kind of the servers, as their :class:`ServerSpec` has it.
             by_messages: Ask them even where their files are this machine's.
             timeout: Seconds without any answer after which they are asked again.
         """

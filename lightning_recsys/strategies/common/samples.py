@@ -20,8 +20,8 @@ def sample_features(trainer: pl.Trainer, count: int) -> list[SparseFeatures]:
     module's ``sample_batches`` is, or the first rows of the dataset of a ``DataLoader`` given to ``fit`` are taken.
 
     Args:
-        trainer: A trainer that fits.
-        count: Batches.
+        trainer: The trainer that is about to fit.
+        count: Number of batches to take.
     """
     with isolate_rng():
         return [features for batch in sample_batches(trainer, count) for features in _features_in(batch)]

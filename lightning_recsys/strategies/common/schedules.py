@@ -80,8 +80,8 @@ def refuse_saving_by_steps(trainer: pl.Trainer, *, setting: str) -> None:
     """One that waits in a round that another began at another step waits for ever, if that one waits to save.
 
     Args:
-        trainer: Whose workers wait for each other by the time.
-        setting: Of the strategy, that makes them so.
+        trainer: The trainer, whose workers wait for each other by the time.
+        setting: The setting of the strategy that makes them so, for the message.
 
     Raises:
         ValueError: a callback saves after numbers of steps.

@@ -43,7 +43,7 @@ class ServedStrategy(RecsysStrategy):
         row_optimizer: The update rule of rows of plain modules; default: rowwise Adagrad.
         dynamic_rows: For collections made with ``device="meta"``: make their rows when they are first trained, so that
             tables may have any number of ids. Default: all rows are there from the start.
-        **kwargs: As for :class:`~lightning_recsys.strategies.common.base.RecsysStrategy`.
+        **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.base.RecsysStrategy`.
 
     Attributes:
         normalization: What stale gradients of rows count; ``None``, unless a subclass says so: rows have no versions.

@@ -35,7 +35,7 @@ class NewRows:
     """What becomes of collections that have no rows (``device="meta"``).
 
     Args:
-        seed: Of the rows; the same on all processes.
+        seed: Seed of the rows' first values; the same on all processes.
         dynamic: Make a row when it is first trained; ``None`` makes all of them at once.
         folder: Where stores of dynamic rows keep their files.
     """
@@ -49,8 +49,8 @@ class OwnRows(StoreBackend):
     """Rows in stores of this process's own, trained with the mean gradient of all processes that have the same.
 
     Args:
-        replica_group: Those processes.
-        **kwargs: As for :class:`StoreBackend`.
+        replica_group: The processes that have the same rows.
+        **kwargs: Further arguments of :class:`StoreBackend`.
     """
 
     def __init__(self, *args: Any, replica_group: ProcessGroup, **kwargs: Any) -> None:
@@ -70,12 +70,12 @@ class CutModel:
 
     Args:
         model: Its partitionable parts (:func:`partitionable`) are cut; everything else stays whole.
-        parts: Those.
+        parts: The partitionable parts, by their path.
         plan: Which process of the group has which fields.
         group: The processes that hold the model together; the order of the plan.
         replica_group: The processes that have the same fields in other groups.
-        device: Of the model.
-        rows: What becomes of collections without rows.
+        device: The device of the model.
+        rows: What becomes of collections that have no rows (``device="meta"``).
     """
 
     def __init__(
@@ -274,7 +274,7 @@ def partitionable(model: nn.Module, *, whole: Sequence[str] = ()) -> dict[str, n
     """The outermost modules that say how they are cut by field, by path; every collection is in one of them.
 
     Args:
-        model: Where to look.
+        model: The model to look through.
         whole: Paths of plain embedding modules that every process keeps as a whole.
 
     Raises:

@@ -65,7 +65,7 @@ class DESStrategy(RecsysStrategy):
             Without being named they are refused.
         dynamic_rows: For collections made with ``device="meta"``: each process makes a row of its fields when it is
             first trained, in a hash table, so that fields may have any number of ids. Default: all rows are made.
-        **kwargs: As for :class:`~lightning_recsys.strategies.common.base.RecsysStrategy`.
+        **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.base.RecsysStrategy`.
 
     Attributes:
         plan: Which process of a group has which fields, while a run is set up.

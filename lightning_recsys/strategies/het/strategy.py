@@ -62,14 +62,14 @@ class HETStrategy(ServedStrategy):
             no bound.
         policy: Which rows leave a full cache, of those that no known batch needs: ``lru``, ``lfu`` or ``light_lfu``.
         clock: What a push makes of a row's clock on its server: ``max``, as in the paper, or ``sum``.
-        num_embedding_servers: Servers for rows.
+        num_embedding_servers: Number of servers for embedding rows, over which tables are spread.
         prefetch: Look at the next batch one step early, and let its rows travel while the present one computes. Rows
             in shared memory do not travel.
         lookahead_batches: Look at up to so many batches ahead, and keep the rows that they need soonest; 0 leaves all
             to the policy. Not done for rows in shared memory, of which a missing one costs next to nothing.
         lookahead_bytes: But at no more than the next one once those that wait take so much memory, with some 50 bytes
             for each of their ids.
-        **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, and for
+        **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.served.ServedStrategy` and of
             ``DistributedDataParallel``.
 
     Raises:

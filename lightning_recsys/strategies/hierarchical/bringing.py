@@ -53,9 +53,9 @@ def plan_ahead(strategy: HierarchicalStrategy, task: pl.LightningModule, model: 
     """Plan before training, so that what cannot be cut, or finds no room, is refused then.
 
     Args:
-        strategy: As for :func:`plan_operators`.
-        task: Calls the model in its training step.
-        model: What is cut.
+        strategy: The strategy; see :func:`plan_operators`.
+        task: The LightningModule, whose training step calls the model.
+        model: The model that is to be cut.
 
     Returns:
         ``None`` where nobody knows before the first batch what the model will be called with.
@@ -84,8 +84,8 @@ def plan_operators(strategy: HierarchicalStrategy, model: nn.Module, sample: Seq
 
     Args:
         strategy: With the settings, and the servers, which tell how much room they have.
-        model: What is cut.
-        sample: Arguments of one call.
+        model: The model that is to be cut.
+        sample: Arguments of one call of the model.
 
     Raises:
         OperatorRoomError: a group has no room for the model.
@@ -120,8 +120,8 @@ class Brought:
 
     Args:
         partitioned: The model, whose parts on servers are computed there.
-        net: Has them computed.
-        leader: Makes what its group's first rank is for it; any rank of the group can become that.
+        net: This rank's side of the group servers, which has the parts computed.
+        leader: Makes the object by which a group's first rank leads it; any rank of the group can become that.
         meeting: Where group servers meet that average among themselves, if this rank keeps that place.
     """
 
@@ -137,11 +137,11 @@ class Bringing:
     Each rank comes to this at its first batch, and waits only for those who have something that it needs.
 
     Args:
-        strategy: Of this rank.
-        model: What is cut.
-        optimizer: The run's.
+        strategy: The strategy of this rank.
+        model: The model that is to be cut.
+        optimizer: The optimizer of the run.
         planned: The plan, on rank 0, if it was made before.
-        restored: This group's own parameters, of the checkpoint that the run goes on from.
+        restored: This group's own parameters from the checkpoint that the run goes on from; empty where there are none.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Bringing:
         """Return when this rank's group has the model on its servers.
 
         Args:
-            sample: Arguments of the first call.
+            sample: Arguments of the model's first call.
 
         Raises:
             RuntimeError: a rank that this one waits for has failed, or died.
@@ -251,7 +251,7 @@ class Bringing:
         """Where group servers meet that average among themselves: a store that the first group's first rank keeps.
 
         Args:
-            own: To a server of this group, which listens at an address of this machine.
+            own: Connection to a server of this group, which listens at an address of this machine.
         """
         strategy = self._strategy
         if strategy.num_groups == 1 or strategy.has_center:

@@ -60,9 +60,9 @@ def drain(groups: dict[int, Group], number: int, *, timeout: float) -> None:
     """Have a group train nothing, and return when it does not: its nets wait, and its servers make no rounds.
 
     Args:
-        groups: Of the run, by number.
-        number: The group.
-        timeout: Seconds to wait.
+        groups: The groups of the run, by number.
+        number: Number of the group to drain.
+        timeout: Seconds to wait until the group trains nothing.
 
     Raises:
         ValueError: the others cannot do without it, as far as this machine's servers tell.

@@ -20,11 +20,12 @@ class CutLayers:
     Args:
         whole: The model, which keeps its own parameters.
         splits: Its layers to split; none leaves the model, and the optimizer, as they are.
-        optimizer: Of the whole model. Its rule must treat each number of a parameter by itself.
+        optimizer: The optimizer of the whole model. Its rule must treat each number of a parameter by itself.
 
     Attributes:
-        model: To be traced.
-        optimizer: With pieces in the place of the parameters that they are of, and their shares of the state.
+        model: The model with the pieces in it, which is then traced.
+        optimizer: An optimizer with pieces in the place of the parameters that they are of, and their shares of the
+            state.
 
     Raises:
         ValueError: a layer is not there or cannot be split.

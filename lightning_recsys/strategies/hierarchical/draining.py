@@ -16,12 +16,12 @@ class GroupState:
     """What a group server tells of its group.
 
     Args:
-        group: Its number.
-        num_groups: How many there are.
-        can_drain: The others can do without it: there is a centre.
-        drained: The server makes no rounds with the others; the group comes back with the centre's weights.
-        nets: Connected nets that have looked.
-        waiting: Those of them that wait.
+        group: Number of the group.
+        num_groups: Number of groups of the run.
+        can_drain: Whether the other groups can do without it, since there is a centre.
+        drained: Whether the server makes no rounds with the others; the group comes back with the centre's weights.
+        nets: Number of connected nets that have looked at the state.
+        waiting: Number of those nets that wait.
     """
 
     group: int

@@ -91,7 +91,7 @@ def in_eight_bits(graph: OperatorGraph, processor: Processor) -> OperatorGraph:
 
     Args:
         graph: The operators.
-        processor: Of the machines that they are planned for.
+        processor: Speeds of the machines that they are planned for.
     """
     return replace(graph, operators=tuple(_faster(operator, processor) for operator in graph.operators))
 

@@ -10,8 +10,8 @@ class Groups:
     """Groups of trainers and group servers. Ranks are nets: those of a trainer follow each other, and so do trainers.
 
     Args:
-        num_groups: Dense replicas.
-        trainers_per_group: Trainers that train one of them.
+        num_groups: Number of groups, each of which has a dense replica.
+        trainers_per_group: Number of trainers that train one group's replica.
         nets_per_trainer: Ranks of a trainer, which is on one node.
         servers_per_group: Group servers, over which a replica is cut.
         num_nodes: Machines; each runs as many ranks as the others.

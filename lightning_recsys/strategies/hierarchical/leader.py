@@ -19,13 +19,15 @@ class GroupLeader:
 
     Args:
         servers: Connections to the group's servers, by the names of devices.
-        parts: What each of them is to have.
-        layers: Of which some may be in pieces; parts have these, and the run's model and optimizer the whole ones.
+        parts: The parts that each of them is to have, by the same names.
+        layers: The model's layers, some of which may be in pieces; parts have the pieces, and the run's model and
+            optimizer the whole layers.
         meeting: Host and port of the store by which servers of several groups meet that average among themselves.
 
     Attributes:
-        may_synchronise: There are other groups.
-        synchronises: Servers keep the replica together with theirs, as far as is known here.
+        may_synchronise: Whether there are other groups.
+        synchronises: Whether the servers keep the replica together with those of other groups, as far as is known
+            here.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class GroupLeader:
 
         Args:
             number: How often all groups have stopped so far.
-            groups: That train.
+            groups: Numbers of the groups that train.
         """
         arguments: dict[str, Any] = {}
         if self._meeting is not None:

@@ -18,7 +18,7 @@ class News:
     """Values by name, for which others wait. A rank that fails says so in the place of all that it owes.
 
     Args:
-        store: Where all ranks read them.
+        store: The store in which all ranks read the values.
         lost: Tells the ranks that have died.
     """
 
@@ -33,8 +33,8 @@ class News:
         """Wait for a value.
 
         Args:
-            name: The value's.
-            by: The rank that owes it.
+            name: Name of the value.
+            by: Rank that has to tell the value.
 
         Raises:
             RuntimeError: that rank has failed, with its error, or has died.

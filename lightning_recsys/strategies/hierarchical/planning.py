@@ -80,14 +80,14 @@ def make_plan(
 
     Args:
         model: The model.
-        sample: Arguments of one call.
+        sample: Arguments of one call of the model.
         settings: How to place operators.
         fc_splits: Which layers to split first; ``auto`` splits some where that makes the predicted step shorter.
         groups: How many trainers, nets and servers there are.
-        compression: Between them.
+        compression: Compression of what travels between trainers and group servers.
         rooms: Free bytes that each server of the group tells, ``None`` where it does not.
         measured: As for :func:`group_machines`; written to the file with the plan.
-        fc_forward: In what fully connected layers are computed forward.
+        fc_forward: Number format in which fully connected layers are computed forward.
 
     Raises:
         OperatorRoomError: an operator fits on no server, or a server has no room for its share.
@@ -151,7 +151,7 @@ def group_machines(
     Args:
         settings: How to place operators.
         groups: How many trainers, nets and servers there are.
-        compression: Between them.
+        compression: Compression of what travels between trainers and group servers.
         rooms: Free bytes that each server of the group tells, ``None`` where it does not.
         measured: What was measured of the machines, by arguments of ``GroupMachines``.
     """

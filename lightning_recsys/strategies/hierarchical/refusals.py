@@ -117,8 +117,8 @@ def refuse_switched(before: Mapping[str, bool], module: nn.Module) -> None:
     """Refuse a module that is frozen or released in the midst of training, of which group servers would not know.
 
     Args:
-        before: Its :func:`switches` when group servers took it.
-        module: The same module now.
+        before: The :func:`switches` of the module when group servers took it.
+        module: The same module as it is now.
 
     Raises:
         ValueError: one of them has changed.

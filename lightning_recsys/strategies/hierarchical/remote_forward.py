@@ -24,8 +24,8 @@ class Net:
     """Computes parts on group servers, and has them trained.
 
     Args:
-        servers: Of its group.
-        optimizer: The run's, with the present learning rate.
+        servers: The servers of its group, by device.
+        optimizer: The optimizer of the run, with the present learning rate.
         groups: For each part, which of the optimizer's groups are its own.
 
     Attributes:
@@ -95,10 +95,10 @@ class _Passes:
     """The forward pass of a part, and its backward pass.
 
     Args:
-        net: Whose.
-        part: The part.
+        net: The net that makes the passes.
+        part: The part that is computed.
         forward: Has the answer to the forward pass, once it is asked for.
-        token: Of the forward pass.
+        token: Token of the forward pass, by which the backward pass is asked for.
         backward: Has the answer to the backward pass, once that is asked for.
     """
 
@@ -166,8 +166,8 @@ class CutForward:
     """Stands in the place of a module's ``forward`` while group servers have its parameters.
 
     Args:
-        module: Whose.
-        function: What is called instead.
+        module: The module whose ``forward`` is replaced.
+        function: The function that is called instead.
     """
 
     def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:

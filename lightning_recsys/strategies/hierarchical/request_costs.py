@@ -28,7 +28,7 @@ def measure_requests(servers: Iterable[Connection]) -> dict[str, float]:
     To be called while no other net asks them. It takes a fifth of a second, or a twentieth for each of many servers.
 
     Args:
-        servers: Of a group, before they have parts of a model.
+        servers: Connections to the servers of a group, before they have parts of a model.
 
     Returns:
         ``trainer_seconds_per_request``, ``server_seconds_per_request`` and ``wait_per_request`` of

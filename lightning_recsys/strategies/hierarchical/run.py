@@ -35,12 +35,12 @@ class NetRun:
     """A net that trains, from the start of training to its end.
 
     Args:
-        strategy: Of this rank.
+        strategy: The strategy of this rank.
         task: The LightningModule.
         cut: The module that is cut. Its ``forward`` is replaced until :meth:`restore_forward`.
-        optimizer: The run's.
+        optimizer: The optimizer of the run.
         planned: The plan, on rank 0, if it was made before.
-        restored: This group's own parameters, of the checkpoint that the run goes on from.
+        restored: This group's own parameters from the checkpoint that the run goes on from; empty where there are none.
 
     Attributes:
         own_replica: This group's parameters, where the module has the mean over groups; on the group's first rank.

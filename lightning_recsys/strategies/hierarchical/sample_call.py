@@ -32,8 +32,8 @@ def sample_call(task: pl.LightningModule, module: nn.Module) -> list[Any] | None
     loader, and random generators stay where they are.
 
     Args:
-        task: Of a trainer that fits.
-        module: Which the step calls.
+        task: The LightningModule of a trainer that is about to fit.
+        module: The module that the training step calls.
 
     Returns:
         ``None`` where there is no batch without iterating over a loader, or the step does not come to the call.

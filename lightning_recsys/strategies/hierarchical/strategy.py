@@ -53,8 +53,8 @@ class HierarchicalStrategy(ServedStrategy):
     share of the replica together with those of other groups in the background.
 
     Args:
-        num_groups: Dense replicas.
-        trainers_per_group: Trainers that train one of them.
+        num_groups: Number of groups, each of which has a replica of the dense part.
+        trainers_per_group: Number of trainers that train one group's replica.
         servers_per_group: Group servers, over which a replica is cut by operators.
         nets_per_trainer: Ranks of a trainer, all on one node.
         algorithm: What keeps groups together: ``easgd``, ``ma``, ``bmuf``, a name registered with
@@ -64,7 +64,7 @@ class HierarchicalStrategy(ServedStrategy):
         eta: BMUF's step size; ``None`` is its default, 1.
         block_momentum: BMUF's momentum; ``None`` is its default, 0.
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
-        num_embedding_servers: Servers for rows.
+        num_embedding_servers: Number of servers for embedding rows, over which tables are spread.
         num_sync_servers: Servers for the centre, where there are several groups.
         min_workers: Nets other than the first may die as long as so many are left.
         module: Path of the module that is cut, which has all trained parameters of the dense part and is called once in
@@ -78,7 +78,7 @@ class HierarchicalStrategy(ServedStrategy):
             ``int8`` as the paper's Model-B. Gradients, and what is trained, stay in float32, and so does validation.
         compression: How activations and gradients travel between trainers and group servers: ``none`` or ``bf16``, or a
             mapping with ``activations`` (none, bf16, int8) and ``gradients`` (none, bf16, topk).
-        top_k_fraction: For ``topk``: share of the elements that are sent.
+        top_k_fraction: Share of the elements that ``topk`` sends.
         row_compression: How embedding rows and their gradients travel: ``none`` or ``bf16``.
         **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, such as
             ``table_placement``; not ``servers``.

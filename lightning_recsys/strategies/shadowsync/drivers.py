@@ -20,7 +20,7 @@ class Driver(ABC):
     """Runs rounds while training goes on.
 
     Attributes:
-        rounds: What it runs.
+        rounds: The rounds that it runs.
         active_seconds: Time between :meth:`start` and :meth:`stop`, all of it so far.
     """
 
@@ -146,9 +146,9 @@ class ForegroundHook(Driver):
     """Runs a round between two steps, while the worker waits.
 
     Args:
-        rounds: What to run.
+        rounds: The rounds to run.
         schedule: After which steps, or how many seconds, a round is due.
-        alone: Around each round, while which no other worker may update the replica.
+        alone: A context entered around each round, in which no other worker may update the replica.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class Replica:
         named_parameters: Those that a trainer trains, in the same order on every worker.
 
     Attributes:
-        size: Elements of the vector, gaps included.
-        flat: The vector, once :meth:`attach` was called.
+        size: Number of elements of the vector, gaps included.
+        flat: The vector; there is none before :meth:`attach` was called.
 
     Raises:
         TypeError: a parameter is not float32.
@@ -166,7 +166,7 @@ def make_state(optimizer: Optimizer, *, setting: str) -> None:
     The optimizer itself takes no step: nothing of it moves, and none of its hooks is called.
 
     Args:
-        optimizer: Of torch's kind.
+        optimizer: One of torch's optimizers.
         setting: What needs the state to be there, for messages.
 
     Raises:

@@ -64,8 +64,8 @@ class CenterRounds(Rounds):
     """Exchanges with a centre that lies in pieces on the sync servers; nobody waits for another trainer.
 
     Args:
-        algorithm: As in :class:`~lightning_recsys.sync.ReplicaRounds`.
-        replica: The same.
+        algorithm: The algorithm, already started; see :class:`~lightning_recsys.sync.ReplicaRounds`.
+        replica: The vector that rounds move, while workers may be writing to it.
         pieces: The stores, whose sizes add up to the replica's.
     """
 
@@ -102,9 +102,9 @@ class MeanRounds(Rounds):
     """Averages over all trainers in a process group of their own; each adds its vote to its vector.
 
     Args:
-        algorithm: As in :class:`~lightning_recsys.sync.ReplicaRounds`.
-        replica: The same.
-        group: One rank per trainer; ``None`` where there is none yet.
+        algorithm: The algorithm, already started; see :class:`~lightning_recsys.sync.ReplicaRounds`.
+        replica: The vector that rounds move, while workers may be writing to it.
+        group: Process group with one rank per trainer; ``None`` where there is none yet.
     """
 
     def __init__(self, algorithm: SyncAlgorithm, replica: Tensor, *, group: Any | None) -> None:
@@ -148,7 +148,7 @@ def open_center(
     Args:
         servers: The sync servers, each of which has an equal part.
         initial: The whole centre, as it is at first.
-        is_first: This is the first rank.
+        is_first: Whether this is the first rank, which makes the centre.
         barrier: Returns when all ranks have called it.
         name: The stores'; each centre has its own.
     """

@@ -25,17 +25,17 @@ class TrainerRun:
     by all ranks together.
 
     Args:
-        team: This worker's.
-        module: The model.
+        team: This worker among those of its trainer.
+        module: The model that is trained.
         num_trainers: Trainers with replicas to average; 1 where nothing is synchronised.
         barrier: Returns when all ranks have called it; takes a name for the reason.
 
     Attributes:
-        team: The same.
-        num_trainers: The same.
-        driver: Of the rounds that this worker makes; ``None`` where it makes none.
-        is_training: From :meth:`start` to :meth:`end`.
-        is_averaged: The average of the replicas stands in their place.
+        team: This worker among those of its trainer.
+        num_trainers: Trainers with replicas to average.
+        driver: Runs the rounds that this worker makes; ``None`` where it makes none.
+        is_training: Whether training is under way, from :meth:`start` to :meth:`end`.
+        is_averaged: Whether the average of the replicas stands in their place.
     """
 
     def __init__(self, team: Team, module: nn.Module, *, num_trainers: int, barrier: Callable[[str], None]) -> None:
@@ -53,7 +53,7 @@ class TrainerRun:
         """Begin to train.
 
         Args:
-            driver: Of the rounds that this worker makes; ``None`` where it makes none.
+            driver: Runs the rounds that this worker makes; ``None`` where it makes none.
             successor: Makes the driver of this worker where those before it in its trainer have died.
         """
         self.driver = driver

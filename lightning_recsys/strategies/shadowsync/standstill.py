@@ -23,8 +23,8 @@ class Standstill:
     more: the others go on until somebody ends them.
 
     Args:
-        turnstile: A file descriptor of its own.
-        room: Another one, of another file.
+        turnstile: File descriptor of the turnstile's file, opened by this worker for itself.
+        room: File descriptor of the room's file, which is another one, opened likewise.
     """
 
     def __init__(self, turnstile: int, room: int) -> None:

@@ -87,11 +87,11 @@ class ShadowSyncStrategy(ServedStrategy):
         eta: BMUF's step size; ``None`` is its default, 1.
         block_momentum: BMUF's momentum; ``None`` is its default, 0.
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
-        num_embedding_servers: Servers for rows.
+        num_embedding_servers: Number of servers for embedding rows, over which tables are spread.
         num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it; 1 where there is none.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
         min_workers: Workers other than the first may die as long as so many are left.
-        **kwargs: As for :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, such as
+        **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.served.ServedStrategy`, such as
             ``table_placement``.
 
     Raises:

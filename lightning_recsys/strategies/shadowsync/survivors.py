@@ -30,8 +30,8 @@ class Council:
     it decides for all, once everybody that it expects has reported or is lost, and the others wait for what it decides.
 
     Args:
-        store: In rank 0's process. Nothing else in this process may use this connection to it.
-        rank: Of this worker.
+        store: A store that rank 0's process keeps. Nothing else in this process may use this connection to it.
+        rank: Rank of this worker.
         lost: The ranks that have died, as far as the launcher has noticed.
         timeout: How long to wait for trainers that are behind. Those that die are noticed at once.
         cancelled: Asked while it waits; once ``True`` it waits a few seconds more.
@@ -62,8 +62,9 @@ class Council:
 
         Args:
             expected: The members of that generation, and those that join; the same on all of them.
-            folded: As in :class:`~lightning_recsys.sync.Report`.
-            has_stopped: The same.
+            folded: Number of rounds that this worker has folded in; see :class:`~lightning_recsys.sync.Report`.
+            has_stopped: Whether its last round was the one in which all wanted to stop; see
+                :class:`~lightning_recsys.sync.Report`.
 
         Raises:
             TimeoutError: the others did not come in time.
@@ -134,11 +135,11 @@ class SurvivorRounds(MeanRounds):
     """Averages over the first workers of all trainers that live.
 
     Args:
-        algorithm: As in :class:`~lightning_recsys.sync.ReplicaRounds`.
-        replica: The same.
-        council: Of those workers.
-        joins: This worker makes the rounds of a trainer whose first one has died: the others know what the algorithm
-            remembers.
+        algorithm: The algorithm, already started; see :class:`~lightning_recsys.sync.ReplicaRounds`.
+        replica: The vector that rounds move, while workers may be writing to it.
+        council: The council of the first workers of all trainers.
+        joins: Whether this worker makes the rounds of a trainer whose first worker has died: the others know what the
+            algorithm remembers.
     """
 
     # The steps of a round, and what a death between two of them leaves to those that live:

@@ -27,15 +27,16 @@ class Team:
 
     Args:
         module: The model; its trained parameters move into the shared memory, with the first worker's values.
-        layout: Who works for which trainer.
-        rank: Of this worker.
+        layout: Which worker belongs to which trainer.
+        rank: Rank of this worker.
 
     Attributes:
-        replica: The trainer's.
-        size: Workers of the trainer.
+        replica: The replica of the trainer.
+        size: Number of workers of the trainer.
         leads: Whether this is the trainer's first worker, of those that live.
         steps: int64 ``[size]``, steps that each worker has made in this run. A worker writes its own number only.
-        since_round: int64 ``[size]``, steps of each worker since its last round in the foreground. The same.
+        since_round: int64 ``[size]``, steps of each worker since its last round in the foreground, each written by its
+            own worker.
     """
 
     def __init__(self, module: nn.Module, *, layout: ClusterLayout, rank: int) -> None:

@@ -25,13 +25,13 @@ def deal_shares(
     was made for so many may refuse another one), where a part of the epoch is trained, and where the data are not ours.
 
     Args:
-        trainer: Of this worker, as training starts.
-        changes: Of this run, to Lightning.
-        place: Where the workers meet.
+        trainer: The trainer of this worker, as training starts.
+        changes: The run's temporary changes to Lightning, to which these are added.
+        place: The server where the workers of the run meet.
         cancelled: Asked while a lease is waited for.
 
     Returns:
-        What deals; ``None`` where shares stay fixed.
+        The object that deals the shares; ``None`` where shares stay fixed.
     """
     loop = trainer.fit_loop
     combined, fetcher = loop._combined_loader, loop._data_fetcher

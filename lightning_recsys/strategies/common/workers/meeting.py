@@ -27,10 +27,10 @@ def loopback_store(port: int, *, rank: int, world_size: int, timeout: timedelta)
     """The store by which the ranks of one machine meet; rank 0 keeps it, and no other machine can connect to it.
 
     Args:
-        port: Where, on loopback.
-        rank: Of this process.
-        world_size: Ranks that will come.
-        timeout: For all of them to come.
+        port: Port on loopback at which the store listens.
+        rank: Rank of this process.
+        world_size: Number of ranks that will come.
+        timeout: Time that all of them have to come.
 
     Raises:
         OSError: somebody else listens there.
@@ -51,8 +51,8 @@ def await_all_ranks(environment: ClusterEnvironment, patience: timedelta) -> Non
     """Return when every rank of a job of torchrun's has called this, through the store that torchrun keeps.
 
     Args:
-        environment: Of the job.
-        patience: For those that have more to do before they come here.
+        environment: The cluster environment of the job.
+        patience: Time for ranks that have more to do before they come here.
 
     Raises:
         RuntimeError: not all came in time, or the store is gone.
@@ -74,11 +74,12 @@ def connect_members(
     that a process has tried to make, so a process that was started later could not find the others.
 
     Args:
-        places: Where they find each other; nobody else's.
-        rank: Of this member.
-        num_members: Of all of them.
-        host: At which the others reach each member: loopback, or any other for what torch chooses on each machine.
-        patience: For members that are behind in a collective. Those that die are noticed at once.
+        places: A store of this group alone, where its members find each other.
+        rank: Number of this member in the group.
+        num_members: Number of members of the group.
+        host: Host name or address at which the others reach each member: loopback, or any other for what torch chooses
+            on each machine.
+        patience: Time for members that are behind in a collective. Those that die are noticed at once.
 
     Raises:
         RuntimeError: one of them did not come, or went again.

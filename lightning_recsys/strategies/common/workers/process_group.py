@@ -62,7 +62,7 @@ class MeetingGroup(dist.ProcessGroup):
     Tensors travel through the server, so this is for what workers seldom do together, and not for every step.
 
     Args:
-        meetings: This worker's.
+        meetings: The meetings of this worker with the others.
     """
 
     def __init__(self, meetings: Meetings) -> None:

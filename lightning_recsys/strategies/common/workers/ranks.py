@@ -13,8 +13,8 @@ def take_ranks(strategy: DDPStrategy, wanted: int) -> None:
     """Have so many processes on each node, where neither ``trainer.devices`` nor ``torchrun`` says how many.
 
     Args:
-        strategy: Before its ranks are set.
-        wanted: Processes of a node.
+        strategy: The strategy, before its ranks are set.
+        wanted: Number of processes of a node.
 
     Raises:
         ValueError: the accelerator is no CPU.
@@ -30,10 +30,10 @@ def check_ranks(strategy: DDPStrategy, needed: int, *, settings: str, what: str)
     """Refuse another number of processes than the settings of the strategy need.
 
     Args:
-        strategy: After :func:`take_ranks`.
-        needed: Processes of each node.
-        settings: That need them, in words.
-        what: What the settings give numbers of.
+        strategy: The strategy, after :func:`take_ranks`.
+        needed: Number of processes that each node needs.
+        settings: The settings that need them, in words for the message.
+        what: What the settings give numbers of, for the message.
 
     Raises:
         ValueError: there are more or fewer.

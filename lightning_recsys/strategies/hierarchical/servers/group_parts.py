@@ -33,14 +33,14 @@ class SyncOrder:
     """How a group server keeps its share of the replica together with those of other groups.
 
     Args:
-        algorithm: Of this group's own.
+        algorithm: The algorithm that keeps this group's replica together with others; no other group uses the object.
         servers: Endpoints of the sync servers; none where the algorithm has no centre.
-        keys: To them.
+        keys: The clients' keys to the sync servers; ``None`` where they ask for none.
         initial: The share where all groups start; ``None`` once the algorithm has begun there.
         store: Name of the centre's pieces there, or of the meeting of those that average among themselves.
         interval: Seconds from one round to the next; ``None`` for as often as the pace allows.
-        group: The group's number.
-        num_groups: How many there are.
+        group: Number of the group.
+        num_groups: Number of groups of the run.
     """
 
     algorithm: SyncAlgorithm
@@ -58,9 +58,9 @@ class ServedPart:
     """A part with the optimizer of its parameters.
 
     Args:
-        module: What is computed.
-        optimizer: Over its parameters, as they are in the module; ``None`` where none is trained.
-        groups: Which of the run's optimizer's groups the part's are.
+        module: The module that computes the part.
+        optimizer: Optimizer of the part's parameters, as they are in the module; ``None`` where none is trained.
+        groups: Numbers of the groups of the run's optimizer that belong to the part.
     """
 
     module: nn.Module
@@ -82,12 +82,12 @@ class GroupParts:
     """The parts of one group server. Tensors that belong together are the same objects, here and after pickling.
 
     Args:
-        parts: By name.
-        parameters: Those that are trained, by their names in the model, in the order of the replica.
-        buffers: Of the parts, by their names in the model.
-        sync: ``None`` where there is one group.
-        compression: Of activations and gradients.
-        seed: Of what the server draws, such as what a dropout zeroes.
+        parts: The parts, by name.
+        parameters: The trained parameters by their names in the model, in the order of the replica.
+        buffers: The buffers of the parts, by their names in the model.
+        sync: How the replica is kept together with those of other groups; ``None`` where there is one group.
+        compression: Compression of activations and gradients.
+        seed: Seed of what the server draws, such as what a dropout zeroes.
     """
 
     parts: dict[str, ServedPart]
@@ -135,7 +135,7 @@ class GroupParts:
         """Write the file that a group server reads; the folder, like the file, is this user's alone.
 
         Args:
-            folder: The server's.
+            folder: Folder of the group server.
             memory: What is mapped from the folder's memory: tensors that lie there are left out of the file.
 
         Raises:
@@ -238,12 +238,12 @@ class GroupMemory:
     Then come each part's updates so far, and the optimizers' states.
 
     Args:
-        parts: The same on both sides.
+        parts: The parts of the server, the same on both sides.
 
     Attributes:
-        replica: Of the parameters.
-        num_bytes: All of it.
-        model_bytes: The beginning that makes the model.
+        replica: Lays the trained parameters out in one vector.
+        num_bytes: Size of the whole memory, in bytes.
+        model_bytes: Size of its beginning, which makes the model, in bytes.
     """
 
     def __init__(self, parts: GroupParts) -> None:

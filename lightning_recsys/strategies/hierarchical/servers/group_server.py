@@ -55,14 +55,14 @@ class GroupRequests:
     """What a group server offers besides stores.
 
     Args:
-        folder: The server's. Where an earlier server left its parts there, they are served as it left them.
+        folder: Folder of the server. Where an earlier server left its parts there, they are served as it left them.
         limits: What a request, and its reply, may take.
         peer: Tells over which connection the present request came.
-        num_nets: As for :func:`serve`.
+        num_nets: Number of nets that the server computes for; see :func:`serve`.
 
     Attributes:
-        operators: Computes the parts.
-        operations: What is offered here.
+        operators: The operations that compute the parts.
+        operations: The operations that a client may ask for, by name.
     """
 
     def __init__(self, folder: Path, limits: Limits, peer: Callable[[], Peer | None], *, num_nets: int = 1) -> None:

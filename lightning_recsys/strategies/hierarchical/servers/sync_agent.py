@@ -31,10 +31,10 @@ class Meeting:
     """Where, and with whom, a group's server averages from one time that rounds begin to the next.
 
     Args:
-        host: Of the store by which they find each other.
-        port: Of that.
-        number: Of the meeting; all groups count alike.
-        groups: Who is asked to come.
+        host: Host of the store by which the servers find each other.
+        port: Port of that store.
+        number: Number of the meeting; all groups count alike.
+        groups: Numbers of the groups that are asked to come.
     """
 
     host: str
