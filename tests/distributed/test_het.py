@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,13 +20,10 @@ from torch import nn
 import lightning_recsys
 from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.checkpoints import is_folder, read_checkpoint, to_file
-from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.models import DLRM
-from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
+from lightning_recsys.optim import RowAdam, RowSGD, RowWiseAdagrad
 from lightning_recsys.stores import DynamicRows
 from lightning_recsys.strategies import HETStrategy
-from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
     pytest.mark.distributed,
@@ -287,109 +283,6 @@ class KeepsLog(Callback):
 
 
 # --- What it equals --------------------------------------------------------------------------------------------------
-
-
-def train_dlrm(strategy, *, batch_size: int, devices: int, rule=None) -> dict[str, torch.Tensor]:
-    pl.seed_everything(0, verbose=False)
-    rows = {"train_rows": 640, "val_rows": 64, "test_rows": 64}
-    data = SyntheticDataModule(
-        batch_size=batch_size, cardinalities=(50, 7, 300), multi_hot={"c2": 3}, num_dense=2, **rows
-    )
-    data.setup("fit")
-    model = DLRM(data.num_dense, data.fields, embedding_dim=8, row_optimizer=rule or RowSGD(0.1))
-    task = CTRTask(model, optimizer=partial(torch.optim.SGD, lr=0.1))
-    trainer = make_trainer(strategy, devices=devices, use_distributed_sampler=False, limit_val_batches=0)
-    trainer.fit(task, datamodule=data)
-    return {name: value for name, value in task.state_dict().items() if value.is_floating_point()}
-
-
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, atol: float) -> list[str]:
-    assert one.keys() == other.keys()
-    return [
-        f"{name} by {(one[name] - other[name]).abs().max():.1e}"
-        for name in one
-        if not torch.allclose(one[name], other[name], rtol=0, atol=atol)
-    ]
-
-
-def test_one_worker_when_no_staleness_is_allowed_then_equals_no_cache_bit_for_bit():
-    cached, uncached = (
-        train_dlrm(HETStrategy(**arguments), batch_size=32, devices=1)
-        for arguments in ({"staleness": 0, "cache_fraction": 0.2}, {"algorithm": "hybrid"})
-    )
-    assert differing(cached, uncached, atol=0.0) == []
-    assert differing(uncached, train_dlrm("auto", batch_size=32, devices=1), atol=1e-6) == []
-
-
-def test_two_workers_when_no_staleness_is_allowed_then_equal_no_cache_and_one_process_with_both_batches():
-    rule = RowWiseAdagrad(0.02)
-    cached, uncached = (
-        train_dlrm(
-            HETStrategy(num_embedding_servers=2, table_placement="size", **arguments),
-            batch_size=16,
-            devices=2,
-            rule=rule,
-        )
-        for arguments in ({"staleness": 0, "cache_fraction": 0.2}, {"algorithm": "hybrid"})
-    )
-    assert differing(cached, uncached, atol=1e-6) == []
-    assert differing(uncached, train_dlrm("auto", batch_size=32, devices=1, rule=rule), atol=1e-6) == []
-
-
-RULES = {
-    "sgd": RowSGD(0.1),
-    "adagrad": RowAdagrad(0.1),
-    "rowwise": RowWiseAdagrad(0.1, weight_decay=0.1),
-    "adam": RowAdam(0.01, weight_decay=0.1),
-    "ftrl": RowFTRL(0.1),
-}
-RANKS, ACCUMULATED, UPDATES = 3, 2, 5
-IDS_RSB = torch.randint(IDS, (RANKS, ACCUMULATED * UPDATES, 12), generator=torch.Generator().manual_seed(1))
-
-
-class EveryRule(pl.LightningModule):
-    """A collection for each rule and one without an optimizer, all far from their goal, so that no gradients cancel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        table = EmbeddingBagConfig("t", IDS, 4, ("a", "b"), init_std=0.5)
-        self.rows = nn.ModuleDict({x: EmbeddingBagCollection([table], optimizer=rule) for x, rule in RULES.items()})
-        self.alone = EmbeddingBagCollection([table], optimizer=RowAdagrad(0.1))
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def training_step(self, ids, batch_idx):
-        self.log("world_size", dist.get_world_size())
-        collections = [*self.rows.values(), self.alone]
-        return sum((x(SparseFeatures(("a", "b"), ids)) - 3).square().mean() for x in collections) + self.bias.sum()
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD([self.bias], lr=0.1)
-        for collection in self.rows.values():
-            collection.attach_to(optimizer)
-        return optimizer
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(IDS_RSB[self.trainer.global_rank], batch_size=None)
-
-
-def test_three_workers_when_in_step_then_every_rule_equals_ddp():
-    trained = {}
-    for strategy in (
-        HETStrategy(algorithm="hybrid", num_embedding_servers=2, table_placement="size"),
-        "ddp_forkserver",
-    ):
-        model = EveryRule()
-        settings = {"use_distributed_sampler": False, "limit_val_batches": 0}
-        trainer = make_trainer(strategy, devices=RANKS, accumulate_grad_batches=ACCUMULATED, **settings)
-        trainer.fit(model)
-        assert trainer.callback_metrics["world_size"] == RANKS
-        assert trainer.global_step == UPDATES
-        trained[str(strategy)[:4]] = dict(model.state_dict())
-    in_step, replicated = trained.values()
-    assert any("adam.embedding_bags.t.exp_avg" in name for name in in_step)
-    for name, value in replicated.items():
-        torch.testing.assert_close(in_step[name], value, rtol=1e-6, atol=1e-6, msg=lambda text, name=name: name + text)
 
 
 class Ratings(pl.LightningModule):
