@@ -106,7 +106,9 @@ TABLE = (
     Row("hierarchical", 1, COMPLETE | {"exact", "resume", "schedules", "fit_again", "crash"}),
     Row("factories:hierarchical_nets", 2, BASE | {"test_best", "free"}),
     Row("factories:hierarchical_groups", 2, BASE | {"test_best"}),
-    Row("factories:shadowsync_trainers", 2, LOADERS, **UNDER_TORCHRUN),
+    Row("factories:shadowsync_workers", 2, LOADERS, **UNDER_TORCHRUN),  # two workers of one trainer
+    Row("factories:shadowsync_ma", 2, LOADERS, **UNDER_TORCHRUN),
+    Row("factories:shadowsync_bmuf", 2, LOADERS, **UNDER_TORCHRUN),
     Row("factories:het_by_messages", 2, LOADERS, **UNDER_TORCHRUN),
 )
 
