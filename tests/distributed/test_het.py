@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -14,7 +15,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from des_runs import free_port, join
+from forked import run_processes
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from server_helpers import running, stop_collector
 from torch import nn
 
 import lightning_recsys
@@ -280,6 +284,40 @@ class KeepsLog(Callback):
         handler = logging.FileHandler(self.folder / str(trainer.global_rank))
         handler.setLevel(logging.WARNING)
         logging.getLogger("pytorch_lightning.lightning_recsys.strategies.het.strategy").addHandler(handler)
+
+
+# --- How it fails ----------------------------------------------------------------------------------------------------
+
+
+class FailsOnRank1(Callback):
+    """In the fourth step, while rank 0 waits for its gradients."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and batch_idx == 3:
+            raise ZeroDivisionError("in step 4")
+
+
+def fail_and_save(rank, port, endpoint, folder):
+    """As under torchrun, with callbacks that would save what only all ranks can; says how it ended."""
+    join(rank, 2, port)
+    saving = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_last=True, save_on_exception=True)]
+    trainer = make_trainer(HETStrategy(servers=[endpoint]), FailsOnRank1(), *saving, limit_val_batches=0)
+    try:
+        trainer.fit(Counting())
+    except (ZeroDivisionError, RuntimeError) as raised:
+        Path(folder, f"raised-{rank}").write_text(f"{trainer.world_size} {trainer.global_step} {raised}")
+        os._exit(0)  # torch would wait at the exit for what the others do not send
+
+
+def test_rank_when_it_raises_in_a_job_then_no_callback_that_saves_waits_for_the_others(tmp_path):
+    (tmp_path / "stores").mkdir()
+    (tmp_path / "saved").mkdir()
+    with running(tmp_path / "stores") as server:
+        run_processes(fail_and_save, free_port(), server.endpoint, str(tmp_path / "saved"), nprocs=2)
+    stop_collector()
+    assert {x.name for x in (tmp_path / "saved").iterdir()} == {"raised-0", "raised-1"}, "no checkpoint"
+    assert (tmp_path / "saved" / "raised-1").read_text() == "2 3 in step 4"
+    assert re.match("2 3 .*onnection", (tmp_path / "saved" / "raised-0").read_text())
 
 
 # --- What it equals --------------------------------------------------------------------------------------------------
