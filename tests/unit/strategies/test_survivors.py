@@ -75,6 +75,18 @@ def make_trainers():
         trainers.close()
 
 
+def lose_next_exchange(rounds, monkeypatch):
+    """Cut a member off behind its next exchange, before it has taken what the others sent."""
+    exchange = rounds._exchange
+
+    def exchange_and_fail(*, leaving):
+        monkeypatch.setattr(rounds, "_exchange", exchange)
+        exchange(leaving=leaving)
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(rounds, "_exchange", exchange_and_fail)
+
+
 def make_bmuf():
     return BMUF(alpha=0.5, eta=0.5, block_momentum=0.5)
 
@@ -100,14 +112,7 @@ def test_round_when_cut_off_behind_the_sum_then_who_lacks_the_mean_folds_it_in_o
     trainers, whole = make_trainers(make), make_trainers(make)
     trainers.run(0, 1, 2)
     behind = trainers.rounds[2]
-    exchange = behind._exchange
-
-    def lose_the_sum(*, leaving):
-        monkeypatch.setattr(behind, "_exchange", exchange)
-        exchange(leaving=leaving)
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(behind, "_exchange", lose_the_sum)
+    lose_next_exchange(behind, monkeypatch)
 
     def twice(rounds):
         return [rounds.run(leaving=False) for _ in range(2)]
@@ -135,14 +140,7 @@ def test_rounds_when_one_has_seen_that_all_want_to_stop_then_who_was_cut_off_sto
     trainers.run(0, 1, 2)
     before = trainers.replicas(0, 2)
     behind = trainers.rounds[2]
-    exchange = behind._exchange
-
-    def lose_the_votes(*, leaving):
-        monkeypatch.setattr(behind, "_exchange", exchange)
-        exchange(leaving=leaving)
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(behind, "_exchange", lose_the_votes)
+    lose_next_exchange(behind, monkeypatch)
     stopped = trainers.together(
         lambda: trainers.rounds[0].run(leaving=True),
         lambda: behind.run(leaving=True),
