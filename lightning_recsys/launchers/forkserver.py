@@ -249,12 +249,16 @@ class _Worker:
             if self.receiver.poll():
                 self.failure = pickle.loads(self.receiver.recv_bytes())  # noqa: S301 - from our own worker
                 return
-        if code == 0 and self.results.exists():
+        if self.has_finished(code):
             self.succeeded = True
         elif code is not None:
             if code == NOT_KNOWN:
                 self.process.check_fork_server()
             self.failure = Failure(self._death(code), time=0.0)
+
+    def has_finished(self, code: int | None) -> bool:
+        """Whether a worker that ended with this code had done all of its work, and left its results."""
+        return code == 0 and self.results.exists()
 
     def _death(self, code: int) -> ProcessExitedException:
         name = signal.Signals(-code).name if code < 0 else None
@@ -319,10 +323,11 @@ def _do_without(
     if 0 in needing:
         lost.add_note("Rank 0 needs it, without which no run goes on: begin anew, or go on from a checkpoint.")
         raise lost
-    doomed = [x for x in workers if x.rank in needing and x.is_busy]
-    left = sum(not x.is_lost for x in workers) - len(doomed)
+    busy = [x for x in workers if x.rank in needing and x.is_busy]
     # They end before their share of the data is given to others, who would train it beside them.
-    end_processes([x.process for x in doomed], number)
+    end_processes([x.process for x in busy], number)
+    doomed = [x for x in busy if not x.has_finished(x.process.exitcode)]  # or it came to its end meanwhile
+    left = sum(not x.is_lost for x in workers) - len(doomed)
     for worker in doomed:
         if (why_not := survive(worker.rank, left)) is not None:
             if why_not:

@@ -4,6 +4,7 @@ import logging
 import pickle
 import signal
 from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,15 +44,27 @@ def test_worker_when_the_others_cannot_do_without_it_then_its_death_says_why():
 
 @pytest.fixture
 def ended(monkeypatch):
-    """The processes that were ended."""
+    """The names of the processes that were ended, which takes those that were about to end by themselves as well."""
     found = []
-    monkeypatch.setattr(forkserver, "end_processes", lambda processes, number: found.extend(processes))
+
+    def end(processes, number):
+        for process in processes:
+            found.append(process.name)
+            process.exitcode = process.ends_with(number)
+
+    monkeypatch.setattr(forkserver, "end_processes", end)
     return found
 
 
-def do_without(ranks, survive=lambda *_: None):
-    workers = [_Worker(rank, f"process {rank}", None, None) for rank in range(5)]
+def do_without(ranks, survive=lambda *_: None, *, results=None):
+    """Rank 4 was lost before; where there are results, ranks 2 and 3 wrote theirs, and 2 comes to its end with them."""
+    workers = []
+    for rank in range(5):
+        process = SimpleNamespace(exitcode=None, name=f"process {rank}", ends_with=lambda number: -number)
+        workers.append(_Worker(rank, process, None, results or Path("there is none")))
     workers[4].is_lost = True
+    if results is not None:
+        workers[2].process.ends_with = lambda _: 0
     forkserver._do_without(lost_server(ranks), workers, survive, signal.SIGINT)
     return workers
 
@@ -69,6 +82,16 @@ def test_server_when_only_some_need_it_then_they_end_and_the_others_go_on_and_it
     assert [x.is_lost for x in workers] == [False, False, True, True, True]
     (said,) = caplog.messages
     assert said.startswith("Server group-1 was ended by SIGKILL. The workers that need it end, too (2, 3); the other 2")
+
+
+def test_server_when_a_worker_that_needs_it_finishes_meanwhile_then_it_is_not_lost(ended, tmp_path, caplog):
+    asked = []
+    workers = do_without(frozenset({2, 3}), lambda rank, left: asked.append((rank, left)), results=tmp_path)
+    assert ended == ["process 2", "process 3"]
+    assert asked == [(3, 3)]
+    assert [x.is_lost for x in workers] == [False, False, False, True, True]
+    (said,) = caplog.messages
+    assert "The workers that need it end, too (3); the other 3 go on" in said
 
 
 @pytest.mark.parametrize(
