@@ -180,6 +180,20 @@ def test_last_checkpoint_when_the_first_validation_stays_the_best_then_is_of_the
     assert resumed.global_step == 5 * (epochs + 1)
 
 
+def test_last_checkpoint_when_lightnings_own_watches_a_metric_then_is_as_old_as_the_best_and_a_second_callback_keeps_it(
+    tmp_path,
+):
+    """As docs/checkpoints.md has it."""
+    beside_best = ModelCheckpoint(tmp_path / "best", monitor="val/ne", save_last=True)
+    last = ModelCheckpoint(tmp_path / "last", filename="last", enable_version_counter=False)
+    loaders = make_loader(*[8] * 5), make_loader(8)
+    trainer = make_trainer(tmp_path, max_epochs=3, callbacks=[beside_best, last], enable_checkpointing=True)
+    trainer.fit(WorseEachTime(), *loaders)
+    steps = {x: torch.load(tmp_path / x / "last.ckpt", weights_only=False)["global_step"] for x in ("best", "last")}
+    assert steps == {"best": 5, "last": 15}
+    assert [path.name for path in (tmp_path / "last").iterdir()] == ["last.ckpt"]
+
+
 def test_last_checkpoint_when_asked_for_as_a_link_then_is_refused(tmp_path):
     node = compose_config(
         tmp_path, "callbacks.model_checkpoint.save_last=link", callbacks="model_checkpoint"
