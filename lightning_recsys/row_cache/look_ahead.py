@@ -242,7 +242,7 @@ class LookAhead:
         num_batches: int = 0,
         num_bytes: int = 1 << 27,
     ) -> None:
-        self._trainer = trainer
+        self._trainer = trainer  # the run's, whose loaders are peeked at
         self._prefetch, self._num_batches, self._num_bytes = prefetch, num_batches, num_bytes  # as given
         # What each collection will look up, next batch first.
         self._coming: dict[EmbeddingBagCollection, deque[SparseFeatures]] = {x: deque() for x in collections}

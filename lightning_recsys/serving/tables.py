@@ -45,13 +45,14 @@ class PublishedRows(Backend):
         self.tables = tuple(table.config for table in collection.tables)
         self.layout = layout = TableLayout(self.tables)
         self._dim, self._format = layout.embedding_dim, row_format
-        self._width = num_words(self._dim, row_format)
-        self._drawing = _Drawing(collection.tables, layout)
-        self._starts = as_int64s(layout.table_starts.values())
-        self._shift = block_rows(self._width).bit_length() - 1
+        self._width = num_words(self._dim, row_format)  # elements of a stored row: floats, or words of a packed one
+        self._drawing = _Drawing(collection.tables, layout)  # the values of rows that do not exist
+        self._starts = as_int64s(layout.table_starts.values())  # number in the collection of each table's id 0
+        self._shift = block_rows(self._width).bit_length() - 1  # the base's blocks have 2 ** shift rows
         self._files: tuple[RowFile, ...] = ()  # what the places point into
         first: dict[str, int] = {}
-        self._anchor: Floats = np.zeros(1, dtype=np.float32)
+        self._anchor: Floats = np.zeros(1, dtype=np.float32)  # places are distances from it, in elements
+        # The places of rows that are not in the base as they are now, by their number; how many rows it has noted.
         self._index, self._num_indexed = make_table(0), 0
         blocks: list[int] = []
         for table, file in zip(collection.tables, files, strict=True):
@@ -59,7 +60,8 @@ class PublishedRows(Backend):
             if file is not None and table.drawing is None:
                 self._files += (file,)
                 blocks += [self._place(block) for block in file.blocks]
-        self._blocks = np.array(blocks, dtype=np.int64)
+        self._blocks = np.array(blocks, dtype=np.int64)  # the place of each block of the base, table by table
+        # For each feature's table the number of id 0, and the first block; -1 where only rows of the index exist.
         self._first_rows = as_int64s(layout.feature_starts)
         self._first_blocks = np.array([first[table.name] for table in layout.feature_tables], dtype=np.int64)
         for number, (table, file) in enumerate(zip(collection.tables, files, strict=True)):

@@ -106,17 +106,19 @@ class Preparation:
         check_option("shard_bytes", shard_bytes, "at least 1", ok=shard_bytes >= 1)
         check_option("num_threads", num_threads, "at least 1", ok=num_threads >= 1)
         self._out = out
-        self._work = out / WORK
+        self._work = out / WORK  # records of what is finished; there until the manifest is written
         preprocessing.check(raw_format)
         self._rules = preprocessing
         block_bytes = min(BLOCK_BYTES, shard_bytes)
-        self._blocks_per_segment = max(1, shard_bytes // block_bytes)
-        self._compression = compression
-        self._num_threads = num_threads
+        self._blocks_per_segment = max(1, shard_bytes // block_bytes)  # how many make a shard of each split
+        self._compression = compression  # of the shards
+        self._num_threads = num_threads  # that parse
         self._on_progress = on_progress or (lambda _: None)
-        self._check_inputs = check
+        self._check_inputs = check  # before the rows count as whole
         self._format = raw_format
+        # Reads the files in blocks, and says which split each row is in.
         self._source = RawSource(raw_format, files=files, split=split, on_bad_row=on_bad_row, block_bytes=block_bytes)
+        # What a preparation that goes on must have in common with the one that began: it is refused otherwise.
         self._plan = {
             "options": {
                 "data": raw_format.options(),

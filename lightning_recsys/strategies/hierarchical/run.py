@@ -58,12 +58,12 @@ class NetRun:
     ) -> None:
         self.own_replica: dict[str, Tensor] = {}
         self._strategy, self._task, self._optimizer = strategy, task, optimizer
-        self._planned, self._restored = planned, restored
+        self._planned, self._restored = planned, restored  # for the first batch, when the model is brought
         self._cut: nn.Module | None = cut  # until its forward pass is its own again
-        self._own_forward: Callable[..., Any] = cut.forward
+        self._own_forward: Callable[..., Any] = cut.forward  # what it gets back then
         cut.forward = CutForward(cut, self._forward)
         self._brought: Brought | None = None  # from the first batch on
-        self._is_over = False
+        self._is_over = False  # the weights are back in the module for good
         self._switches: dict[str, bool] = {}  # of that module, as group servers have them
         self._leader: GroupLeader | None = None  # on the first rank of each group, of those that live
         self._calls = 0  # forward passes since the last step
@@ -71,7 +71,7 @@ class NetRun:
         self._rounds: dict[str, float] = {}  # numbers of the rounds between groups, as far as they are known
         self._training = list(range(strategy.num_groups))  # groups of which a net lives
         self._stops = 0  # how often all have stopped for one set of weights
-        self._is_drained, self._next_look = False, 0.0
+        self._is_drained, self._next_look = False, 0.0  # as of the last look at the group's servers; when to look again
 
     @property
     def trains(self) -> bool:

@@ -67,11 +67,11 @@ class GroupRequests:
 
     def __init__(self, folder: Path, limits: Limits, peer: Callable[[], Peer | None], *, num_nets: int = 1) -> None:
         self.operators = OperatorRequests(limits, peer, num_threads=num_nets)
-        self._folder, self._limits, self._peer = folder, limits, peer
-        self._parts: GroupParts | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._folder, self._limits, self._peer = folder, limits, peer  # as given
+        self._parts: GroupParts | None = None  # from `load_parts` on, or those of an earlier server
+        self._memory = torch.empty(0, dtype=torch.uint8)  # the parts' numbers, mapped from then on
         self._agent: SyncAgent | None = None  # from the first round on
-        self._synchronises = False
+        self._synchronises = False  # between `begin_sync` and `end_sync`
         self._ending: Future[object] | None = None  # of the last rounds, if they were asked to end
         self._state: GroupState | None = None  # once there are parts
         self._rejoining: Future[object] | None = None  # from the end of a drain until the centre's weights are there
