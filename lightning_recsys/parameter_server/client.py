@@ -141,10 +141,10 @@ class Connection:
             )
         self.endpoint = endpoint
         self.traffic = Traffic()
-        self._keys, self._timeout, self._retries = keys, timeout, retries
-        self._max_pushes, self._max_bytes = window, window_bytes
+        self._keys, self._timeout, self._retries = keys, timeout, retries  # as given; for each new link and attempt
+        self._max_pushes, self._max_bytes = window, window_bytes  # that may be unacknowledged before a push waits
         self.limits = limits or Limits()
-        self._cancelled = cancelled
+        self._cancelled = cancelled  # asked while this client waits, by whichever thread does
         self._id = os.urandom(CLIENT_ID_BYTES)  # the server knows this client by it, over all its connections
         self._next_id, self._next_sequence = 1, 1  # of the next request, and of the next push
         # Requests in flight by their ids, in the order of sending. A push stays until it is acknowledged, and a read
@@ -190,11 +190,13 @@ class Connection:
         size = sum(array.nbytes for array in arrays)
         with self._mutex:
             self._check_usable()
+            # A full window waits for its oldest push: the server answers pushes in their order.
             while self._window.pushes and (
                 self._window.pushes >= self._max_pushes or self._window.num_bytes + size > self._max_bytes
             ):
                 oldest = next(pending for pending in self._pending.values() if pending.request.sequence)
                 self._await(oldest)
+            # What has come is taken without waiting, so that a refusal is raised now, before this push has a number.
             while self._pending and self._receive(0.0):
                 pass
             self._raise_refusal()

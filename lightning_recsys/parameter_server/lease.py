@@ -62,6 +62,8 @@ class Lease:
         self._path = folder / LEASE
         self._clock = clock
         self._held: _Held | None = None
+        # A server that was started again takes the run in the file for alive, as of now: nobody else gets the server
+        # before LEASE_SECONDS have passed, in which a run that lives renews its lease.
         with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # nobody has it, or nobody can know
             kept = json.loads(self._path.read_text())
             self._held = _Held(str(kept["run"]), str(kept["holder"]), clock(), 0)
@@ -80,6 +82,8 @@ class Lease:
         now, held = self._clock(), self._held
         if held is not None and held.run != run and now - held.seconds < LEASE_SECONDS:
             return {"granted": False, "holder": held.holder, "seconds": now - held.seconds, "signs": held.signs}
+        # The file is written when the lease changes hands, before the run hears of it. Killed between the two, the
+        # server has lent itself to a run that asks again, and gets it. Renewals change the memory alone.
         if held is None or held.run != run:
             self._write(run, holder)
             held = _Held(run, holder, now, 0)
@@ -171,7 +175,9 @@ class RunLease:
 
     def _take(self, connection: Connection) -> None:
         """Wait for the lease as long as its holder may be dead."""
-        seen: int | None = None
+        # A holder that lives gives another sign of life within RENEW_SECONDS, and this run is refused. One that is dead
+        # gives none, and the server lends itself to whoever asks once LEASE_SECONDS have passed.
+        seen: int | None = None  # signs of life of the holder at the last look
         while not (answer := self._ask(connection))["granted"]:
             if seen is not None and answer["signs"] > seen:
                 raise ServerInUseError(connection.endpoint, answer["holder"], answer["seconds"])

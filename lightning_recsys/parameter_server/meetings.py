@@ -107,6 +107,7 @@ class Meetings:
             **{"run": self.place.run, "size": self.place.size, "rank": self.rank, "number": self._number},
             **{"kind": f"{kind} {combine}", "may_miss": may_miss, "combine": combine},
         }
+        # The tensor travels once, or once more where a server that was started anew lacks it; then only questions do.
         deadline, pause, sends = time.monotonic() + self._timeout, SHORTEST_PAUSE, True
         while True:
             reply = self._connection.request("meet", arguments=arguments, arrays=[brought] if sends else [])

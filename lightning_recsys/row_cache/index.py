@@ -105,6 +105,7 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, fo
     slots_N, distinct_N, keys_U, slots_U, new_U = found
     numbers[_PLANS] += 1
     number, count, moving, last = numbers[_PLANS], 0, 0, keys_N.shape[0] - 1
+    # First all slots. A row that is announced for a later batch is in no list: its use is only counted.
     for i in range(keys_N.shape[0]):
         prefetch_cell(table, home(table, keys_N[min(i + AHEAD, last)]))
         soon = home(table, keys_N[min(i + SOON, last)])  # nearly always the key's own cell
@@ -124,6 +125,7 @@ def _plan(keys_N, table, slots, slot_keys, lists, free, numbers, step, bound, fo
             moving_U[moving] = slot
             moving += is_new or slots[slot, LIST] != NOWHERE
         slots_N[i], distinct_N[i] = slot, slots[slot, POSITION]
+    # Then the order in which rows go, in a pass of its own, for which neighbours in the lists can be asked for ahead.
     for m in range(moving):
         prefetch_row(slots, moving_U[min(m + AHEAD, moving - 1)])
         soon = moving_U[min(m + SOON, moving - 1)]
@@ -167,6 +169,7 @@ def _plan_announced(start, ahead, table, slots, slot_keys, lists, free, numbers,
                 order.remove(slots, lists, slot)
         slots_U[u], slots[slot, PLANNED], slots[slot, POSITION] = slot, numbers[_PLANS], u
         slots[slot, COUNT] += step
+        # With a further use in the window the row waits for that; without one it is in the policy's order again.
         if following != NOWHERE:
             attach(slots, occurrences, chains, counts, slot, following)
         else:
@@ -222,6 +225,7 @@ def _evict(table, slots, slot_keys, lists, free, numbers, spare_from, remembers,
 @compile_loop
 def _halve_counts(table, halved, slots, lists, numbers, in_order):  # noqa: ANN001, ANN202
     """Halve all counts, forget dropped rows that come to 0, and put rows back into lists, in the same order."""
+    # The rows in lists, in their order, before any count changes.
     count, at = 0, order.lowest_list(lists)
     while at != NOWHERE:
         slot = lists[at, order.FIRST]
@@ -230,6 +234,7 @@ def _halve_counts(table, halved, slots, lists, numbers, in_order):  # noqa: ANN0
             count += 1
             slot = slots[slot, order.AFTER]
         at = order.next_list(lists, at)
+    # Rows with a known use stay out of lists. Behind the others come those that were no longer counted, if any.
     for slot in range(numbers[_SLOTS]):
         if slots[slot, HELD] and slots[slot, NEXT] != NOWHERE:
             slots[slot, COUNT] //= 2
@@ -239,6 +244,7 @@ def _halve_counts(table, halved, slots, lists, numbers, in_order):  # noqa: ANN0
     order.reset_lists(lists)
     for i in range(count):
         order.add_last(slots, lists, in_order[i], slots[in_order[i], COUNT] // 2)
+    # What is remembered of dropped rows, into the other table: those that come to 0 are left out.
     numbers[_MEMORIES] = 0
     for cell in range(table.shape[0]):
         value = value_at(table, cell)

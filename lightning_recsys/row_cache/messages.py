@@ -168,6 +168,7 @@ class RowMessages:
             clocks_C: Clocks of those copies.
             with_steps: Let every store know of all steps.
         """
+        # What is owed leaves the cache with this message and is in no other one: each update is applied once.
         owed, self._owed = self._owed, []
         keys_K = np.concatenate([x.keys for x in owed] or [NO_KEYS])
         heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [NO_CLOCKS])
@@ -176,10 +177,13 @@ class RowMessages:
         copies = {}
         if owed and self.needs_copies:
             copies = {name: _joined([x.copies[name] for x in owed]) for name in self._row_shapes}
+        # A store does what a message says in this order: updates, fetches, checks. So a row that is pushed and fetched
+        # again in one message comes back with its own updates.
         answers = []
         splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C)]
         for index, (store, *parts) in enumerate(zip(self._stores, *splits, strict=True)):
             (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows) = parts
+            # Each store hears of each step once: with the next push to it, or where all of them are to know.
             steps = self.unsent_steps[index] if with_steps or len(push_rows) else 0
             if not (steps or len(push_rows) or len(fetch_rows) or len(check_rows)):
                 continue

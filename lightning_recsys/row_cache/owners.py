@@ -85,6 +85,8 @@ def sum_at_owners(parts: Sequence[RowGradients | None], group: dist.ProcessGroup
     all are below 2^31; then each row's gradient from the workers that do not own it to the one that does.
     """
     rank, world_size = group.rank(), group.size()
+    # 1. All tell how many rows they have of each part, so that all take the same way from here on: a part that nobody
+    #    looked up is left out, and where no worker has a row all of them are done.
     has_large_keys = any(part is not None and not _fits_int32(part.keys) for part in parts)
     sizes = torch.tensor([*(-1 if part is None else part.keys.size for part in parts), int(has_large_keys)])
     sizes_WP = _all_gather(sizes.to(device), group).numpy()
@@ -93,6 +95,7 @@ def sum_at_owners(parts: Sequence[RowGradients | None], group: dist.ProcessGroup
     counts_WP = np.maximum(sizes_WP[:, :-1], 0)
     if not counts_WP.any():
         return Owned(rows, num_bytes=0)
+    # 2. All get the keys of all, from which each finds by itself, as the others do, who owns which row.
     key_type = torch.int64 if sizes_WP[:, -1].any() else torch.int32
     keys_W, key_bytes = _gather_keys(parts, counts_WP, key_type, group, device)
     sends: list[list[tuple[int, Integers]]] = [[] for _ in range(world_size)]
@@ -106,6 +109,7 @@ def sum_at_owners(parts: Sequence[RowGradients | None], group: dist.ProcessGroup
             if other != rank:
                 sends[other].append((index, np.flatnonzero(own_U == other)))
                 receives[other].append((index, elsewhere[other]))
+    # 3. Gradients go to their owners, in the order of the keys of step 2: no number of a row travels with them.
     gradient_bytes = _exchange(parts, sends, receives, group, device)
     return Owned(rows, num_bytes=key_bytes + gradient_bytes)
 
@@ -210,6 +214,7 @@ def divide(
 @compile_loop
 def _choose_owners(keys, bounds, rank, table, owners, places):  # noqa: ANN001, ANN202
     """Fill for each key of each worker its row's owner, and where the row is among the keys of ``rank`` (or -1)."""
+    # Number the distinct keys, and count the workers that have each of them.
     distinct, of = 0, np.empty(keys.shape[0], dtype=np.int64)
     left, owner, place = np.zeros_like(of), np.full_like(of, -1), np.full_like(of, -1)
     for i in range(keys.shape[0]):
@@ -221,12 +226,14 @@ def _choose_owners(keys, bounds, rank, table, owners, places):  # noqa: ANN001, 
             distinct += 1
         of[i] = at
         left[at] += 1  # workers that have gradients of it
+    # Draw the owner among these workers by a hash of the key, so that it is the same on all and rows spread evenly.
     for i in range(keys.shape[0]):
         at = of[i]
         if place[at] == -1:
-            place[at] = -2
+            place[at] = -2  # drawn
             mixed = keys[i] * _MIXER
             left[at] = ((mixed ^ (mixed >> 32)) & 0x7FFFFFFF) % left[at]  # the owner is the one after so many
+    # Count down by worker: whoever finds 0 owns the row.
     for worker in range(bounds.shape[0] - 1):
         for i in range(bounds[worker], bounds[worker + 1]):
             at = of[i]

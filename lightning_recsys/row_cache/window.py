@@ -79,6 +79,7 @@ def _announce(keys_N, occurrences, keys, last_of, chains, counts, table, slots, 
         key = keys_N[i]
         cell = find(last_of, key)
         last = value_at(last_of, cell)
+        # A key that this batch has had already is one occurrence; any other is chained to its last one in the window.
         if last != EMPTY and occurrences[last, BATCH] == number:
             distinct_N[i] = (last - start) & ring
             continue
@@ -95,6 +96,7 @@ def _announce(keys_N, occurrences, keys, last_of, chains, counts, table, slots, 
         count += 1
     counts[_LENGTH] += count
     counts[_KEYS] += num_fresh
+    # Keys that the window did not know: where the cache holds the row, it leaves the policy's order for this use.
     for i in range(num_fresh):
         prefetch_cell(table, home(table, keys[fresh[min(i + AHEAD, num_fresh - 1)]]))
         soon = value_at(table, home(table, keys[fresh[min(i + SOON, num_fresh - 1)]]))

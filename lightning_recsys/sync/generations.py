@@ -63,6 +63,7 @@ def decide(reports: Sequence[Report]) -> Decision:
     >>> decide([Report(0, folded=4), Report(2, folded=5)])
     Decision(members=(0, 2), folded=5, source=2, stops=False, is_whole=False, lags=True, joins=False)
     """
+    # Those that have been in no generation join: they say nothing of rounds.
     told = {report.rank: report.folded for report in reports if report.folded is not None}
     if not told:
         raise ValueError("nobody is left that knows what the group has averaged.")

@@ -89,6 +89,9 @@ class MeetingRequests:
         _check_way(combine)
         known = self._run(run, size)
         membership = known.membership
+        # A worker comes with what it brings, and then asks without it until the meeting is over. Where it asks for a
+        # meeting that is under way and this server does not know it, the server was started anew meanwhile: it has to
+        # bring it once more.
         if brought or membership.has(rank, number) or number != membership.number:
             membership.come(rank, number, kind, may_miss=may_miss)
             if brought and number == membership.number:
@@ -99,6 +102,8 @@ class MeetingRequests:
             present = [known.brought[x] for x in met.present]
             known.brought = {}
             known.result = _combined(present, combine)
+            # On the disk before anybody hears of it. Killed before that, the server leaves a meeting that all bring
+            # their parts to once more; killed behind it, the next server answers the rest from the file.
             self._keep(run, known)
         last = membership.last
         if last is None or last.number != number:
@@ -140,6 +145,7 @@ class MeetingRequests:
         take_arrays(request)
         known = self._run(run, size)
         _check_rank(rank, size)
+        # The counts of the pass before go on, and its dead stay dead: their shares are the others' from the start.
         if known.leases is None or number > known.number:
             before = 0 if known.leases is None else known.leases.dealt_again
             known.number, known.leases = number, ShardLeases(size, shard_size=shard, lease_size=lease)
@@ -148,6 +154,8 @@ class MeetingRequests:
                 known.leases.lose(lost)
         if number < known.number:
             return _answer(OVER, known.leases.dealt_again)
+        # On the disk before the worker hears of it, so no batch is leased twice by a server that was started anew. A
+        # worker whose answer was lost names the lease before as its latest, and gets the same one again.
         taken = known.leases.take(rank, latest=latest, pauses=pauses)
         self._keep_leases(run, known)
         if taken is None:
@@ -217,7 +225,7 @@ def _check_rank(rank: int, size: int) -> None:
 
 
 def _write(path: Path, *parts: bytes) -> None:
-    beside = path.with_name(f"{path.name}.new")
+    beside = path.with_name(f"{path.name}.new")  # whole before it takes the name: a kill leaves the old file
     with beside.open("wb") as file:
         for part in parts:
             file.write(part)

@@ -115,6 +115,8 @@ class Claim:
         self._thread = threading.Thread(target=self._renew, name="publisher-claim", daemon=True)
 
     def __enter__(self) -> Claim:
+        # Who is there is watched for longer than a publisher that lives takes to renew its claim. Several that find the
+        # same dead one all write theirs; after a moment the last one finds its own there, and the others are refused.
         found = self._found()
         watched_until = time.monotonic() + WATCH_SECONDS
         while found is not None and time.monotonic() < watched_until:

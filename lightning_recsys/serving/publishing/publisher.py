@@ -268,9 +268,11 @@ class _Work:
                 max_increments=publisher.max_increments,
             )
             self._ending = ending.pop_all()  # only now: what was taken is given back where the folder is refused
-        self._make: Callable[[], Skeleton]
-        self._skeleton: Skeleton | None = None
-        self._error: BaseException | None = None
+        self._make: Callable[[], Skeleton]  # from `prepare` on
+        self._skeleton: Skeleton | None = None  # what all versions have in common, once the thread has made it
+        self._error: BaseException | None = None  # of the thread, until the trainer's thread raises it
+        # What the thread is to do, one after the other: `None` ends it. A version is cut in the trainer's thread, and
+        # read and written in the other one while training goes on.
         self._tasks: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="model-publisher", daemon=True)
         self._thread.start()

@@ -118,9 +118,13 @@ class VersionWriter:
         Raises:
             FloatingPointError: the model has diverged: no reader is to open that.
         """
+        # Until this version counts there is none to build on: tables note what they have handed over as it is read, so
+        # an increment behind one that failed would lack those rows. A base has all of them.
         before, self._last_manifest = self._last_manifest, None
         is_base = before is None or self._last is None
         version, clock = self._next, _Clock(cut.taken)
+        # 1. The files, the manifest last. Killed in here, the publisher leaves a folder without a whole manifest, which
+        #    the next one removes.
         with self.folder.writing(version) as folder:
             files = _write_skeleton(folder, skeleton) if is_base else {}
             files[DENSE] = _write_dense(folder, cut.dense)
@@ -149,6 +153,8 @@ class VersionWriter:
                 cut=clock.to_plain(),
             )
             link = _write_manifest(folder, manifest)
+        # 2. One file names the version: from here on readers open it. Killed before that, the publisher leaves a whole
+        #    version that does not count, and the next one takes a number above it. 3. Only then may old ones go.
         self._let_count(link, manifest)
         if not is_base and self._is_due_for_compaction():
             self._compact(skeleton, manifest)

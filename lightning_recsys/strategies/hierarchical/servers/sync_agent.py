@@ -139,6 +139,8 @@ class SyncAgent:
         places = PrefixStore(f"{self._order.store}/{meeting.number}", store)
         # Where the server before this one has come, and died, the others connect to that.
         is_late = places.check(["fate"])
+        # The fate of a meeting is written once, by whoever is first: `on` by one that has seen all come, `off` by one
+        # that is to stop. Where a server dies on its way the others wait until they are told to stop.
         if not is_late:
             places.set(f"here-{group}", "")
         while not places.check(["fate"]):
