@@ -28,6 +28,7 @@ from lightning_recsys.serving.manifest import (
     current_from_json,
     current_to_json,
     digest_of,
+    is_written_here,
 )
 from lightning_recsys.serving.publishing.claims import Claim, locked, words_of
 
@@ -333,21 +334,43 @@ class VersionFolder:
         """Remove what a killed publisher has left: versions without a whole manifest, and unfinished pointers.
 
         A whole version above the one that counts stays: somebody may have gone back to an earlier one.
+
+        Raises:
+            ValueError: a folder that would be removed holds what no publisher has written; then nothing is removed.
         """
         current = self.current()
-        for version in self.versions():
-            try:
-                Manifest.from_json(self._read(f"{_VERSIONS}/{version}/{MANIFEST}", MAX_MANIFEST_BYTES))
-            except FileNotFoundError:
-                self.remove(version)
-            except (OSError, ForeignFormatError):  # a network that fails for a moment must not cost a version
-                continue
-            except ValueError:
-                if current is None or version > current.version:
-                    self.remove(version)
+        leftovers = [version for version in self.versions() if self._is_leftover(version, current)]
+        for version in leftovers:
+            self._check_own(version)
+        for version in leftovers:
+            self.remove(version)
         if self.is_local:
             for path in Path(self._root).glob(f".{CURRENT}.*"):
                 path.unlink(missing_ok=True)
+
+    def _is_leftover(self, version: int, current: Link | None) -> bool:
+        try:
+            Manifest.from_json(self._read(f"{_VERSIONS}/{version}/{MANIFEST}", MAX_MANIFEST_BYTES))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except (OSError, ForeignFormatError):  # a network that fails for a moment must not cost a version
+            return False
+        except ValueError:
+            return current is None or version > current.version
+        return False
+
+    def _check_own(self, version: int) -> None:
+        place = f"{self._root}/{_VERSIONS}/{version}"
+        with _network():
+            entries = self._fs.ls(place, detail=True, refresh=True)
+        for entry in entries:
+            name = str(entry["name"]).rstrip("/").rpartition("/")[2]
+            is_marker = str(entry["name"]).rstrip("/") == place and entry["type"] == "directory"  # of an object store
+            if not is_marker and not (entry["type"] == "file" and is_written_here(name)):
+                raise ValueError(
+                    f"{self.name(version)} has no whole manifest, and holds {name}, which no publisher has written."
+                    f" Files of others are not removed: publish into another folder than {self.url}, or move them away."
+                )
 
 
 def _sync(folder: Path) -> None:

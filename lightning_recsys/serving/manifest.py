@@ -33,6 +33,7 @@ MANIFEST = "manifest.json"
 CURRENT = "current.json"
 MAX_MANIFEST_BYTES = 64 << 20
 _FILE = re.compile(r"[a-z0-9][a-z0-9-]{0,60}\.(arrow|safetensors|pt2|json)")
+_WRITTEN = re.compile(r"(rows|gone)-\d+-\d+\.arrow|model\.(safetensors|pt2)|encoder\.(json|safetensors)|manifest\.json")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _HEX = re.compile(r"[0-9a-f]{32}")
 
@@ -219,6 +220,15 @@ class Manifest:
             return cls(**plain)
         except (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"it is no manifest ({type(error).__name__}: {error!s:.120})") from error
+
+
+def is_written_here(name: str) -> bool:
+    """Whether a writer of versions gives this name to a file: what has another one is somebody else's.
+
+    >>> [is_written_here(name) for name in ("rows-0-12.arrow", "manifest.json", "thesis.tex", "index.json")]
+    [True, True, False, False]
+    """
+    return _WRITTEN.fullmatch(name) is not None
 
 
 def digest_of(data: bytes) -> str:

@@ -265,6 +265,28 @@ def test_folder_when_of_another_format_then_it_says_so_and_nothing_of_it_is_remo
     assert trained.folder.versions() == [1, 2]
 
 
+@pytest.mark.parametrize("url", ["local", URL])
+@pytest.mark.parametrize("foreign", ["thesis.tex", "chapters/1.tex", "index.json"])
+def test_leftovers_when_a_folder_has_files_of_others_then_it_is_refused_and_nothing_is_removed(
+    bucket, tmp_path, url, foreign
+):
+    url = str(tmp_path) if url == "local" else url
+    files, root = fsspec.core.url_to_fs(url)
+    written = ("versions/1/rows-0-0.arrow", f"versions/2/{foreign}", "versions/2/model.safetensors")
+    for name in written:
+        files.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        files.pipe_file(f"{root}/{name}", b"years of work")
+    folder = VersionFolder(url)
+    with pytest.raises(
+        ValueError, match=rf"{url}/versions/2 .* {foreign.partition('/')[0]}, which no publisher .* {url}"
+    ):
+        folder.clear_leftovers()
+    assert [files.cat_file(f"{root}/{name}") for name in written] == [b"years of work"] * 3
+    files.rm(f"{root}/versions/2/{foreign.partition('/')[0]}", recursive=True)
+    folder.clear_leftovers()  # the rest is what a killed publisher leaves
+    assert folder.versions() == []
+
+
 def test_layout_of_the_hub_when_the_folder_is_a_url_then_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="s3://bucket/x: a model is saved in a folder of this machine"):
