@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow.csv as pacsv
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix, vstack
 
 from lightning_recsys.data.graph.csr import CSRGraph, Ids
 from lightning_recsys.data.graph.nodes import UNLABELED, Bags, NodeData
@@ -58,10 +59,9 @@ def read_npz(path: Path) -> NodeData:
             raise ValueError(f"adj_shape says {num_nodes} nodes, adj_indptr {graph.num_nodes}.")
         if "attr_indptr" not in arrays:
             return NodeData(graph, arrays["labels"].astype(np.int64))
-        matrix = _Matrix(
-            arrays["attr_indptr"], arrays["attr_indices"], arrays.get("attr_data"), int(arrays["attr_shape"][1])
-        )
-        return NodeData(graph, arrays["labels"].astype(np.int64), **matrix.features())
+        numbers = arrays.get("attr_data", np.ones(len(arrays["attr_indices"]), np.float32))
+        matrix = csr_matrix((numbers, arrays["attr_indices"], arrays["attr_indptr"]), tuple(arrays["attr_shape"]))
+        return NodeData(graph, arrays["labels"].astype(np.int64), **_features(matrix))
 
 
 def read_planetoid(folder: Path) -> NodeData:
@@ -89,9 +89,13 @@ def read_planetoid(folder: Path) -> NodeData:
         "validation": np.arange(len(train_labels), min(len(train_labels) + 500, len(known))),
         "test": np.sort(test[labels[test] != UNLABELED]),
     }
-    known_x, tested_x = (_Matrix.of(load(what)) for what in ("allx", "tx"))
+    given = [csr_matrix(load(what)) for what in ("allx", "tx")]
+    for part in given:
+        part.check_format()
+    stacked = vstack(given, format="coo")
     rows = np.concatenate([np.arange(len(known)), test])  # some nodes between them may have no features at all
-    return NodeData(graph, labels, splits=splits, **known_x.behind(tested_x, rows, num_nodes).features())
+    matrix = csr_matrix((stacked.data, (rows[stacked.row], stacked.col)), (num_nodes, stacked.shape[1]))
+    return NodeData(graph, labels, splits=splits, **_features(matrix))
 
 
 def read_reddit(folder: Path) -> NodeData:
@@ -177,45 +181,12 @@ def _square(shape: NDArray[Any]) -> int:
     return int(shape[0])
 
 
-class _Matrix:
-    """A sparse matrix in compressed rows; what stands for SciPy's in a pickle."""
-
-    def __init__(
-        self, indptr: NDArray[Any], indices: NDArray[Any], data: NDArray[Any] | None, num_columns: int
-    ) -> None:
-        self.indptr, self.indices, self.data, self._shape = indptr, indices, data, (len(indptr) - 1, num_columns)
-
-    @classmethod
-    def of(cls, unpickled: Any) -> _Matrix:
-        """What was in a pickle: as it is, or a plain array."""
-        if isinstance(unpickled, _Matrix):
-            return unpickled
-        rows, columns = np.nonzero(unpickled)
-        indptr = np.concatenate([[0], np.bincount(rows, minlength=len(unpickled)).cumsum()])
-        return cls(indptr, columns, unpickled[rows, columns], unpickled.shape[1])
-
-    def behind(self, other: _Matrix, rows: Ids, num_rows: int) -> _Matrix:
-        """This matrix's rows and those of another, at these places among others that are empty."""
-        lengths = np.concatenate([np.diff(self.indptr), np.diff(other.indptr)])
-        indptr = np.zeros(num_rows + 1, np.int64)
-        indptr[rows + 1] = lengths
-        indptr = indptr.cumsum()
-        order = np.repeat(indptr[rows] - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
-        indices = np.empty(len(order), np.int64)
-        indices[order] = np.concatenate([self.indices, other.indices])
-        data = None
-        if self.data is not None and other.data is not None:
-            data = np.empty(len(order), np.float32)
-            data[order] = np.concatenate([self.data, other.data])
-        return _Matrix(indptr, indices, data, self._shape[1])
-
-    def features(self) -> dict[str, Any]:
-        """Sparse features where every number is 1, else dense ones."""
-        if self.data is None or (self.data == 1).all():
-            return {"bags": {WORDS: Bags(self.indptr.astype(np.int64), self.indices, self._shape[1])}}
-        dense = np.zeros(self._shape, np.float32)
-        np.add.at(dense, (np.repeat(np.arange(self._shape[0]), np.diff(self.indptr)), self.indices), self.data)
-        return {"dense": dense}
+def _features(matrix: Any) -> dict[str, Any]:
+    """From a matrix with a row for each node: sparse features where every number is 1, else dense ones."""
+    matrix.check_format()  # indices of a file, which SciPy's loops would follow anywhere
+    if (matrix.data == 1).all():
+        return {"bags": {WORDS: Bags(matrix.indptr.astype(np.int64), matrix.indices, matrix.shape[1])}}
+    return {"dense": matrix.astype(np.float32).toarray()}
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -223,7 +194,7 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ("csr_matrix", "csr_array") and module.startswith("scipy.sparse"):
-            return _Matrix
+            return csr_matrix
         if (module, name) == ("collections", "defaultdict"):
             return defaultdict
         if name in ("list", "int", "object") and module in ("builtins", "__builtin__"):
