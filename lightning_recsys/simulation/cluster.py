@@ -394,6 +394,5 @@ class _Run:
             results.counts["rounds"] = rounds = sum(each.count for each in self.rounds)
             results.metrics |= {"sync/rounds": rounds, "sync/gap": results.counts["pushes"] / max(rounds, 1)}
         for name, queue in queues.items():
-            stations = {"in": queue.inward, "out": queue.outward, "processor": queue.processor}
-            results.utilization |= {f"{name} {way}": x.busy_seconds / seconds for way, x in stations.items()}
+            results.utilization |= queue.busy_shares(name, seconds)
         results.finish()

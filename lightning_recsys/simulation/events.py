@@ -95,26 +95,31 @@ class Meeting:
 
 
 class Station:
-    """Serves one request after the other, first come, first served.
+    """Serves requests, first come, first served.
 
     Args:
         clock: The clock that tells when a request comes.
+        servers: How many requests it serves at a time, such as the cores of a machine.
 
     Attributes:
-        busy_seconds: How long it has served so far.
+        busy_seconds: How long all of its servers have served so far, together.
+
+    >>> two_cores = Station(VirtualClock(), 2)
+    >>> two_cores.serve(2.0), two_cores.serve(3.0), two_cores.serve(1.0)
+    (2.0, 3.0, 3.0)
     """
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock, servers: int = 1) -> None:
         self.busy_seconds = 0.0
         self._clock = clock
-        self._free_at = 0.0
+        self._free_at = [0.0] * servers  # a heap: the server that is free first comes first
 
     def serve(self, seconds: float) -> float:
         """How long a request that comes now waits until it has been served.
 
         Args:
-            seconds: What serving it takes. It is known when the request comes, so the whole queue is one number: the
-                moment at which its last request will have been served. What takes no time is not queued.
+            seconds: What serving it takes. It is known when the request comes, so the queue is one number for each
+                server: the moment at which its last request will have been served. What takes no time is not queued.
 
         >>> station = Station(VirtualClock())
         >>> station.serve(2.0), station.serve(3.0)
@@ -122,6 +127,7 @@ class Station:
         """
         if not seconds:
             return 0.0
-        self._free_at = max(self._free_at, self._clock.now) + seconds
+        ends = max(self._free_at[0], self._clock.now) + seconds
+        heapq.heapreplace(self._free_at, ends)
         self.busy_seconds += seconds
-        return self._free_at - self._clock.now
+        return ends - self._clock.now

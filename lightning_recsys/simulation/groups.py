@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -87,41 +86,11 @@ class Group:
         return seconds + moved / self.link.bandwidth + 4 * self.link.delay * len(visits)
 
 
-class Cores:
-    """Cores of one machine that serve requests, first come, first served.
-
-    Args:
-        clock: The clock that tells when a request comes.
-        count: Number of cores.
-
-    Attributes:
-        busy_seconds: How long all of them have served so far, together.
-
-    >>> cores = Cores(VirtualClock(), 2)
-    >>> cores.serve(2.0), cores.serve(3.0), cores.serve(1.0)
-    (2.0, 3.0, 3.0)
-    """
-
-    def __init__(self, clock: VirtualClock, count: int) -> None:
-        self.busy_seconds = 0.0
-        self._clock = clock
-        self._free_at = [0.0] * count
-
-    def serve(self, seconds: float) -> float:
-        """How long a request that comes now waits until one core has served it."""
-        if not seconds:
-            return 0.0
-        ends = max(self._free_at[0], self._clock.now) + seconds
-        heapq.heapreplace(self._free_at, ends)
-        self.busy_seconds += seconds
-        return ends - self._clock.now
-
-
 class _Machine:
     """Cores and a port."""
 
     def __init__(self, clock: VirtualClock, cores: int) -> None:
-        self.cores, self.inward, self.outward = Cores(clock, cores), Station(clock), Station(clock)
+        self.cores, self.inward, self.outward = Station(clock, cores), Station(clock), Station(clock)
         self.count = cores
 
 

@@ -341,11 +341,7 @@ class _Run:
         results.utilization["workers"] = self._seconds["workers"] / workers_seconds
         results.utilization["waiting for rows"] = self._seconds["rows"] / workers_seconds
         results.utilization["waiting for each other"] = self._seconds["step"] / workers_seconds
-        queue = self.queues
-        stations = {"in": queue.inward, "out": queue.outward, "processor": queue.processor}
-        results.utilization |= {
-            f"servers {way}": x.busy_seconds / max(results.seconds, 1e-12) for way, x in stations.items()
-        }
+        results.utilization |= self.queues.busy_shares("servers", results.seconds or float("inf"))
         counts: Counter[str] = Counter()
         for rows in self.rows:
             counts.update(rows.counts())

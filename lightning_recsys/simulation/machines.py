@@ -206,6 +206,11 @@ class ServerQueues:
         """Seconds until the servers have dealt with a request."""
         return self.processor.serve(duration.draw(self._random) / self._servers.count)
 
+    def busy_shares(self, name: str, seconds: float) -> dict[str, float]:
+        """How busy ports and processor have been, as shares of so many seconds, each behind the servers' name."""
+        stations = {"in": self.inward, "out": self.outward, "processor": self.processor}
+        return {f"{name} {part}": station.busy_seconds / seconds for part, station in stations.items()}
+
     def _pass(self, port: Station, num_bytes: float) -> float:
         link, own = self._servers.link, self._worker_link
         through_port = port.serve(num_bytes / self._servers.count / link.bandwidth)
