@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_recsys.placement.machines import GroupMachines
 from lightning_recsys.placement.operators import TRAINER, OperatorGraph, server_index, server_name
@@ -61,6 +62,22 @@ class PartTraffic:
     outputs: int = 0
     output_grads: int = 0
     input_grads: int = 0
+
+
+class RequestCost(NamedTuple):
+    """What one request of a part costs: of a forward pass, or of a backward pass.
+
+    Args:
+        sent_bytes: Bytes from the trainer to the server, as they travel.
+        returned_bytes: Bytes back.
+        trainer_seconds: Processor time of the trainer for them, with their compression.
+        server_seconds: And of the server.
+    """
+
+    sent_bytes: float
+    returned_bytes: float
+    trainer_seconds: float
+    server_seconds: float
 
 
 @dataclass
@@ -124,16 +141,16 @@ class LoadModel:
         trainer.received += group.trainer_bytes
         for (device, _), part in self.traffic(devices).items():
             server = of_net[device]
-            to_server, to_trainer = self._wire_bytes(part)
-            of_trainer, of_server = self._message_seconds(part)
-            trainer.cpu += of_trainer
-            server.cpu += of_server
             trainer.memory += part.outputs
             server.memory += part.inputs
-            trainer.sent += to_server
-            server.received += to_server
-            trainer.received += to_trainer
-            server.sent += to_trainer
+            for backward in (False, True):
+                request = self.request(part, backward=backward)
+                trainer.cpu += request.trainer_seconds
+                server.cpu += request.server_seconds
+                trainer.sent += request.sent_bytes
+                server.received += request.sent_bytes
+                trainer.received += request.returned_bytes
+                server.sent += request.returned_bytes
         return {device: self._load(device, of_net[device], states[device]) for device in self.device_names}
 
     def side_by_side(self, devices: Mapping[str, str]) -> list[list[float]]:
@@ -141,32 +158,28 @@ class LoadModel:
 
         Servers are asked together, and the trainer computes its own part meanwhile.
         """
-        found = {part: self._message_seconds(traffic)[1] for part, traffic in self.traffic(devices).items()}
+        found = {
+            part: sum(self.request(traffic, backward=backward).server_seconds for backward in (False, True))
+            for part, traffic in self.traffic(devices).items()
+        }
         for name, level in levels(self.graph, devices).items():
             part = devices[name], level
             found[part] = found.get(part, 0.0) + self._seconds[name]
         numbers = {level for device, level in found if device != TRAINER}
         return [[seconds for (_, level), seconds in found.items() if level == number] for number in sorted(numbers)]
 
-    def _wire_bytes(self, part: PartTraffic) -> tuple[float, float]:
-        """To the server and back."""
-        forward, backward = self.machines.activations.ratio, self.machines.gradients.ratio
-        return (
-            forward * part.inputs + backward * part.output_grads,
-            forward * part.outputs + backward * part.input_grads,
+    def request(self, part: PartTraffic, *, backward: bool) -> RequestCost:
+        """What a trainer asks of a part in one of the two passes."""
+        group = self.machines
+        coding = group.gradients if backward else group.activations
+        there, back = (part.output_grads, part.input_grads) if backward else (part.inputs, part.outputs)
+        sent, returned = coding.ratio * there, coding.ratio * back
+        wire = group.seconds_per_byte * (sent + returned)
+        trainer = (
+            wire + group.trainer_seconds_per_request + coding.encode_seconds * there + coding.decode_seconds * back
         )
-
-    def _message_seconds(self, part: PartTraffic) -> tuple[float, float]:
-        """Processor time of the trainer and of the server for the requests of a part: their bytes, and compression."""
-        forward, backward = self.machines.activations, self.machines.gradients
-        wire = self.machines.seconds_per_byte * sum(self._wire_bytes(part))
-        trainer = wire + 2 * self.machines.trainer_seconds_per_request
-        trainer += forward.encode_seconds * part.inputs + forward.decode_seconds * part.outputs
-        trainer += backward.encode_seconds * part.output_grads + backward.decode_seconds * part.input_grads
-        server = wire + 2 * self.machines.server_seconds_per_request
-        server += forward.decode_seconds * part.inputs + forward.encode_seconds * part.outputs
-        server += backward.decode_seconds * part.output_grads + backward.encode_seconds * part.input_grads
-        return trainer, server
+        server = wire + group.server_seconds_per_request + coding.decode_seconds * there + coding.encode_seconds * back
+        return RequestCost(sent, returned, trainer, server)
 
     def _load(self, device: str, of_net: _Load, state_bytes: int) -> DeviceLoad:
         group, server = self.machines, server_index(device)

@@ -10,7 +10,7 @@ from functools import cache
 from lightning_recsys.compression import COSTS, make_codec
 from lightning_recsys.compression.codec import Carries
 from lightning_recsys.placement.communication import Network
-from lightning_recsys.placement.loads import LoadModel, PartTraffic
+from lightning_recsys.placement.loads import LoadModel
 from lightning_recsys.placement.machines import Coding, GroupMachines, Processor
 from lightning_recsys.placement.operators import TRAINER, Operator, OperatorGraph, Value, server_index
 from lightning_recsys.placement.plan import levels
@@ -84,9 +84,9 @@ class _Builder:
     values: list[Value] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)
 
-    def value(self, name: str, width: int, producer: str | None = None, *, has_gradient: bool = True) -> None:
+    def value(self, name: str, width: int, producer: str | None = None) -> None:
         size = self.batch_size * width * _FLOAT_BYTES
-        self.values.append(Value(name, size, producer, has_gradient and name != "dense"))
+        self.values.append(Value(name, size, producer, name != "dense"))
         self.widths[name] = width
 
     def operator(
@@ -164,7 +164,8 @@ def legs_of(graph: OperatorGraph, machines: GroupMachines, devices: Mapping[str,
         machines: The trainers and group servers of the group.
         devices: The device of each operator, by its name.
     """
-    level_of, traffic = levels(graph, devices), LoadModel(graph, machines).traffic(devices)
+    model = LoadModel(graph, machines)
+    level_of, traffic = levels(graph, devices), model.traffic(devices)
     seconds: dict[tuple[str, int], list[float]] = {}
     for operator in graph.operators:
         own = seconds.setdefault((devices[operator.name], level_of[operator.name]), [0.0, 0.0])
@@ -174,31 +175,16 @@ def legs_of(graph: OperatorGraph, machines: GroupMachines, devices: Mapping[str,
     legs = [Leg(None, machines.trainer_seconds)]
     for backward in (False, True):
         for level in reversed(range(last + 1)) if backward else range(last + 1):
-            visits = [
-                _visit(machines, server, traffic[device, level], seconds[device, level][backward], backward=backward)
-                for device, of_level in seconds
-                if of_level == level and (server := server_index(device)) is not None
-            ]
+            messages = []
+            for device, of_level in seconds:
+                if of_level == level and (server := server_index(device)) is not None:
+                    asked = model.request(traffic[device, level], backward=backward)
+                    own_seconds = seconds[device, level][backward] + asked.server_seconds
+                    messages.append(Leg(None, asked.trainer_seconds))
+                    messages.append(Leg(server, own_seconds, asked.sent_bytes, asked.returned_bytes))
             of_trainer = seconds.get((TRAINER, level), [0.0, 0.0])[backward]
-            messages = [leg for pair in visits for leg in pair]
             legs += [*messages, Leg(None, of_trainer)] if backward else [Leg(None, of_trainer), *messages]
     return [leg for leg in legs if leg.seconds or leg.server is not None]
-
-
-def _visit(
-    machines: GroupMachines, server: int, part: PartTraffic, seconds: float, *, backward: bool
-) -> tuple[Leg, Leg]:
-    """What the trainer does for the messages of one pass through a part, and the way to the server and back."""
-    coding = machines.gradients if backward else machines.activations
-    raw = (part.output_grads, part.input_grads) if backward else (part.inputs, part.outputs)
-    sent, returned = (coding.ratio * num_bytes for num_bytes in raw)
-    wire = machines.seconds_per_byte * (sent + returned)
-    of_trainer = wire + machines.trainer_seconds_per_request
-    of_trainer += coding.encode_seconds * raw[0] + coding.decode_seconds * raw[1]
-    of_server = (
-        wire + machines.server_seconds_per_request + coding.decode_seconds * raw[0] + coding.encode_seconds * raw[1]
-    )
-    return Leg(None, of_trainer), Leg(server, seconds + of_server, sent, returned)
 
 
 def coding(name: str, carries: Carries) -> Coding:
