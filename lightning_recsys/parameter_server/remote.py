@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -72,6 +72,17 @@ class _OneStore:
         own = {**arguments, **self._generation}
         return self._connection.push(operation, store=self._name, arguments=own, arrays=arrays)
 
+    def in_turn(self, operation: str, parts: Iterable[tuple[Arguments, Sequence[Tensor]]]) -> Tensor:
+        """The arrays of several reads, joined; a few of them are on their way at a time."""
+        pending: deque[Pending] = deque()
+        chunks = []
+        for arguments, arrays in parts:
+            pending.append(self.begin(operation, arguments, arrays))
+            if len(pending) == _CHUNKS_IN_FLIGHT:
+                chunks.append(self.wait(pending.popleft()).arrays[0])
+        chunks += [self.wait(x).arrays[0] for x in pending]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
 
 class _Reports:
     """What the server says of the staleness of pushes, one answer after another."""
@@ -95,7 +106,37 @@ class _Reports:
         return self._observed
 
 
-class RemoteEmbeddingStore(EmbeddingStore):
+class _Remote:
+    """What every store on a server has: its part of a connection, and what the server says of pushes' staleness.
+
+    Args:
+        connection: To the server.
+        name: The store's name there.
+        description: What the server said of it.
+    """
+
+    def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
+        self.name = name
+        self._store = _OneStore(connection, name, description["generation"])
+        self._reports = _Reports()
+
+    @property
+    def observed(self) -> StalenessHistogram:
+        """How stale pushes were, as far as answers have said it."""
+        return self._reports.observed
+
+    def flush(self) -> None:
+        """Wait until the server has applied every push."""
+        self._store.flush()
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
+        return self  # a copy in this process is the same store
+
+    def close(self) -> None:
+        """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""
+
+
+class RemoteEmbeddingStore(_Remote, EmbeddingStore):
     """Rows on a server.
 
     A read sees every push that was made before it on the same connection.
@@ -108,17 +149,11 @@ class RemoteEmbeddingStore(EmbeddingStore):
     """
 
     def __init__(self, connection: Connection, name: str, description: dict[str, Any], codec: Codec) -> None:
+        super().__init__(connection, name, description)
         self._codec, self._compressed = codec, {"compression": codec.name}
         self.weight_bytes = codec.encoded_bytes((1,))
         self.layout, self.optimizer, self.normalization = rows_from_plain(description)
-        self.name = name
-        self._store = _OneStore(connection, name, description["generation"])
         self._row_shapes = row_shapes(self.layout, self.optimizer)
-        self._reports = _Reports()
-
-    @property
-    def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
-        return self._reports.observed
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
         arrays = self._store.request("lookup", self._compressed, [_ready(rows_U)]).arrays
@@ -183,25 +218,19 @@ class RemoteEmbeddingStore(EmbeddingStore):
         return lambda: unpack_reply(store.wait(pending).arrays, request, self._row_shapes, self._codec)
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
-        store, step = self._store, self._chunk_rows()
-        starts = range(first_row, first_row + num_rows, step) if num_rows > 0 else [first_row]
-        pending: deque[Pending] = deque()
-        chunks = []
-        for start in starts:
-            rows = min(step, first_row + num_rows - start)
-            arguments = {"array": name, "first_row": start, "num_rows": rows}
-            pending.append(store.begin("read", arguments=arguments))
-            if len(pending) == _CHUNKS_IN_FLIGHT:
-                chunks.append(store.wait(pending.popleft()).arrays[0])
-        chunks += [store.wait(x).arrays[0] for x in pending]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        return self._store.in_turn("read", self._stretches(first_row, num_rows, array=name))
 
     def digests(self, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
-        chunks, step = [torch.empty(0, dtype=torch.int64)], self._chunk_rows()
-        for start in range(first_row, first_row + num_rows, step):
-            arguments = {"first_row": start, "num_rows": min(step, first_row + num_rows - start)}
-            chunks.append(self._store.request("digests", arguments=arguments).arrays[0])
-        return torch.cat(chunks)
+        return self._store.in_turn("digests", self._stretches(first_row, num_rows))
+
+    def _stretches(
+        self, first_row: int, num_rows: int, **arguments: str
+    ) -> Iterator[tuple[Arguments, Sequence[Tensor]]]:
+        """Arguments of the requests that read a stretch of rows; of one, where it has none."""
+        step = self._chunk_rows()
+        for start in range(first_row, first_row + max(num_rows, 1), step):
+            rows = min(step, first_row + num_rows - start)
+            yield {**arguments, "first_row": start, "num_rows": rows}, ()
 
     def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
         step = self._chunk_rows()
@@ -221,15 +250,6 @@ class RemoteEmbeddingStore(EmbeddingStore):
     @step.setter
     def step(self, value: int) -> None:
         self._store.wait(self._store.push("set_step", arguments={"step": int(value)}))
-
-    def flush(self) -> None:  # noqa: D102 - inherited
-        self._store.flush()
-
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
-        return self  # a copy in this process is the same store
-
-    def close(self) -> None:
-        """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""
 
 
 class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
@@ -254,21 +274,13 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
         return in_order(torch.cat(parts)) if parts else torch.empty(0, dtype=torch.int64)
 
     def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        store, pending, chunks = self._store, deque[Pending](), []
-        for rows in torch.split(rows_U, self._chunk_rows()):
-            arguments = {"array": name}
-            pending.append(store.begin("read_rows", arguments=arguments, arrays=[_ready(rows)]))
-            if len(pending) == _CHUNKS_IN_FLIGHT:
-                chunks.append(store.wait(pending.popleft()).arrays[0])
-        chunks += [store.wait(x).arrays[0] for x in pending]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        return self._store.in_turn("read_rows", self._pieces(rows_U, array=name))
 
     def row_digests(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        chunks = [
-            self._store.request("row_digests", arrays=[_ready(rows)]).arrays[0]
-            for rows in torch.split(rows_U, self._chunk_rows())
-        ]
-        return torch.cat(chunks)
+        return self._store.in_turn("row_digests", self._pieces(rows_U))
+
+    def _pieces(self, rows_U: Tensor, **arguments: str) -> Iterator[tuple[Arguments, Sequence[Tensor]]]:
+        return ((arguments, [_ready(rows)]) for rows in torch.split(rows_U, self._chunk_rows()))
 
     def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:  # noqa: D102 - inherited
         step = self._chunk_rows()
@@ -292,7 +304,7 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
         return int(live), int(slots)
 
 
-class RemoteDenseStore(DenseStore):
+class RemoteDenseStore(_Remote, DenseStore):
     """A vector on a server.
 
     Args:
@@ -302,19 +314,13 @@ class RemoteDenseStore(DenseStore):
     """
 
     def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
+        super().__init__(connection, name, description)
         self.parts = tuple(description["parts"])
         self.size = sum(self.parts)
-        self._reports = _Reports()
-        self.name = name
         self._traffic = connection.traffic
-        self._store = _OneStore(connection, name, description["generation"])
 
     def pull(self) -> Tensor:  # noqa: D102 - inherited
         return self._store.request("pull").arrays[0]
-
-    @property
-    def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
-        return self._reports.observed
 
     def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:  # noqa: D102 - inherited
         store = self._store
@@ -357,9 +363,6 @@ class RemoteDenseStore(DenseStore):
     def write(self, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
         self._store.wait(self._store.push("write_dense", arguments={"array": name}, arrays=[_own(values)]))
 
-    def flush(self) -> None:  # noqa: D102 - inherited
-        self._store.flush()
-
     @property
     def version(self) -> int:  # noqa: D102 - inherited
         return int(self._store.request("counter").value)
@@ -367,12 +370,6 @@ class RemoteDenseStore(DenseStore):
     @property
     def moving_seconds(self) -> float:  # noqa: D102 - inherited
         return self._traffic.cpu_seconds
-
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
-        return self  # a copy in this process is the same store
-
-    def close(self) -> None:
-        """Nothing of its own to let go of: the connection belongs to the :class:`RemoteStores`."""
 
 
 class RemoteStores(Stores):
