@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_recsys.errors import StoreReplacedError
 from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.journal import Journal
-from lightning_recsys.parameter_server.requests.checks import take_nothing
+from lightning_recsys.parameter_server.requests.checks import take_plain
 from lightning_recsys.parameter_server.requests.clients import Clients
 from lightning_recsys.parameter_server.requests.dense import DenseRequests
 from lightning_recsys.parameter_server.requests.dynamic import DynamicRequests
@@ -175,7 +175,7 @@ class RequestHandler:
         self.journal.close()
 
     def _status(self, request: Request) -> object:
-        take_nothing(request)
+        take_plain(request)
         return self.status()
 
     def _reply(self, frames: Sequence[Frame]) -> Reply | Unfinished:

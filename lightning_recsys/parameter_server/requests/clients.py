@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.journal import Journal
 from lightning_recsys.parameter_server.lease import Lease
-from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_nothing
+from lightning_recsys.parameter_server.requests.checks import take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.locality import Place
@@ -74,7 +74,7 @@ LEASE_SECONDS`.
             self._journal.touch(peer.slot)
 
     def _hello(self, request: Request) -> object:
-        take_nothing(request)
+        take_plain(request)
         # Before a slot is given away: who greets again and again over one connection would fill the journal.
         if self.peer is not None and self.peer.slot not in (None, self._journal.slot(request.client)):
             raise ValueError("a connection is one client's; make another one")
@@ -83,21 +83,19 @@ LEASE_SECONDS`.
         return {"folder": folder, "place": self._place.to_plain(), "nonce": nonce}
 
     def _goodbye(self, request: Request) -> object:
-        take_nothing(request)
+        take_plain(request)
         slot = self._journal.slot(request.client)
         if slot is not None:
             self._journal.say_goodbye(slot)
         return None
 
     def _take_lease(self, request: Request) -> object:
-        run, holder = take_arguments(request, run=str, holder=str)
-        take_arrays(request)
+        run, holder = take_plain(request, run=str, holder=str)
         if not 0 < len(run) <= MAX_RUN or not 0 < len(holder) <= MAX_HOLDER:
             raise ValueError(f"run must have 1 to {MAX_RUN} characters and holder 1 to {MAX_HOLDER}")
         return self.lease.take(run, holder)
 
     def _give_back_lease(self, request: Request) -> object:
-        (run,) = take_arguments(request, run=str)
-        take_arrays(request)
+        (run,) = take_plain(request, run=str)
         self.lease.give_back(run)
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedDense
 from lightning_recsys.parameter_server.requests.stores import OpenStores
@@ -42,8 +42,7 @@ class DenseRequests:
         )
 
     def _pull(self, request: Request) -> object:
-        (versioned,) = take_arguments(request, {"versioned": False}, versioned=bool)
-        take_arrays(request)
+        (versioned,) = take_plain(request, {"versioned": False}, versioned=bool)
         served = self._stores.dense(request)
         self._stores.check_reply(served.store.size + 2 * len(served.store.parts) + 2)
         if not versioned:
@@ -52,8 +51,7 @@ class DenseRequests:
         return values, versions, torch.tensor([step])
 
     def _read(self, request: Request) -> object:
-        (name,) = take_arguments(request, array=str)
-        take_arrays(request)
+        (name,) = take_plain(request, array=str)
         served = self._stores.dense(request)
         self._stores.check_reply(served.store.size)
         return served.store.read(name)

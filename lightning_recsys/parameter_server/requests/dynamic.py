@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_nothing
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.wire import Request
@@ -39,13 +39,12 @@ class DynamicRequests:
 
     def _size(self, request: Request) -> object:
         served = self._stores.dynamic(request)
-        take_nothing(request)
+        take_plain(request)
         return [served.store.num_live, served.store.num_slots]
 
     def _live_rows(self, request: Request) -> object:
         served, most = self._stores.dynamic(request), self._stores.limits.rows
-        first, count = take_arguments(request, first_slot=int, num_slots=int)
-        take_arrays(request)
+        first, count = take_plain(request, first_slot=int, num_slots=int)
         if first < 0 or not 0 <= count <= most:
             raise ValueError(f"a request names at most {most} slots from 0 on, got {count} from {first}")
         return served.store.rows_in_slots(first, count)
@@ -84,5 +83,5 @@ class DynamicRequests:
 
     def _clear(self, request: Request) -> Push:
         served = self._stores.dynamic(request)
-        take_nothing(request)
+        take_plain(request)
         return Push(served.store.clear)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.sync.leases import ShardLeases
@@ -115,8 +115,7 @@ class MeetingRequests:
 
     def _lose(self, request: Request) -> object:
         """Take note that a worker has died: whether its run can go on, which it cannot before all have met once."""
-        run, size, rank = take_arguments(request, run=str, size=int, rank=int)
-        take_arrays(request)
+        run, size, rank = take_plain(request, run=str, size=int, rank=int)
         known = self._run(run, size)
         if known.membership.last is None:
             return False
@@ -128,8 +127,7 @@ class MeetingRequests:
 
     def _tell_lost(self, request: Request) -> object:
         """The workers that have died."""
-        run, size = take_arguments(request, run=str, size=int)
-        take_arrays(request)
+        run, size = take_plain(request, run=str, size=int)
         return sorted(self._run(run, size).membership.lost)
 
     def _take(self, request: Request) -> object:
@@ -139,10 +137,9 @@ class MeetingRequests:
         next one while another may have something to train.
         """
         kinds: dict[str, Any] = {"rank": int, "number": int, "shard": int, "lease": int, "latest": int, "pauses": bool}
-        run, size, rank, number, shard, lease, latest, pauses = take_arguments(
+        run, size, rank, number, shard, lease, latest, pauses = take_plain(
             request, {"pauses": False}, run=str, size=int, **kinds
         )
-        take_arrays(request)
         known = self._run(run, size)
         _check_rank(rank, size)
         # The counts of the pass before go on, and its dead stay dead: their shares are the others' from the start.
@@ -164,8 +161,7 @@ class MeetingRequests:
 
     def _finish(self, request: Request) -> object:
         kinds: dict[str, Any] = {"rank": int, "number": int, "lease": int}
-        run, size, rank, number, lease = take_arguments(request, run=str, size=int, **kinds)
-        take_arrays(request)
+        run, size, rank, number, lease = take_plain(request, run=str, size=int, **kinds)
         known = self._run(run, size)
         _check_rank(rank, size)
         if known.leases is not None and number == known.number:

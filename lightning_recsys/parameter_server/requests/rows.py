@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.compression import make_codec
-from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedEmbedding
 from lightning_recsys.parameter_server.requests.stores import OpenStores
@@ -106,15 +106,13 @@ class RowRequests:
 
     def _read(self, request: Request) -> object:
         served = self._stores.embedding(request)
-        name, first_row, num_rows = take_arguments(request, array=str, first_row=int, num_rows=int)
-        take_arrays(request)
+        name, first_row, num_rows = take_plain(request, array=str, first_row=int, num_rows=int)
         self._stores.check_reply(num_rows * served.dim)
         return served.store.read(name, first_row, num_rows)
 
     def _digests(self, request: Request) -> object:
         served = self._stores.embedding(request)
-        first_row, num_rows = take_arguments(request, first_row=int, num_rows=int)
-        take_arrays(request)
+        first_row, num_rows = take_plain(request, first_row=int, num_rows=int)
         self._stores.check_reply(num_rows * max(served.dim, 2))
         return served.store.digests(first_row, num_rows)
 
@@ -128,8 +126,7 @@ class RowRequests:
 
     def _set_step(self, request: Request) -> Push:
         served = self._stores.embedding(request)
-        (step,) = take_arguments(request, step=int)
-        take_arrays(request)
+        (step,) = take_plain(request, step=int)
         if not 0 <= step < 2**62:
             raise ValueError(f"step must be in [0, 2**62), got {step}")
         return Push(partial(setattr, served.store, "step", step))

@@ -9,12 +9,7 @@ from typing import Any
 from torch import Tensor, float32
 
 from lightning_recsys.errors import StoreReplacedError
-from lightning_recsys.parameter_server.requests.checks import (
-    take_arguments,
-    take_arrays,
-    take_generation,
-    take_nothing,
-)
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_generation, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.served import ServedDense, ServedDynamic, ServedEmbedding, open_served
 from lightning_recsys.parameter_server.wire import Limits, Request
@@ -134,19 +129,19 @@ class OpenStores:
         return served
 
     def _describe(self, request: Request) -> object:
-        take_nothing(request)
+        take_plain(request)
         return self._served(request).describe()
 
     def _counter(self, request: Request) -> object:
-        take_nothing(request)
+        take_plain(request)
         served = self._served(request)
         return served.store.step if isinstance(served, ServedEmbedding) else served.store.version
 
     def _create_embedding_store(self, request: Request) -> Push:
-        return self._create_rows(request, None, *take_arguments(request, _UNVERSIONED, **_ROWS))
+        return self._create_rows(request, None, *take_plain(request, _UNVERSIONED, **_ROWS))
 
     def _create_dynamic_store(self, request: Request) -> Push:
-        dynamic, *others = take_arguments(request, _UNVERSIONED, dynamic=dict, **_ROWS)
+        dynamic, *others = take_plain(request, _UNVERSIONED, dynamic=dict, **_ROWS)
         return self._create_rows(request, dynamic_from_plain(dynamic), *others)
 
     def _create_rows(
@@ -158,7 +153,6 @@ class OpenStores:
         seed: int,
         plain_normalization: object,
     ) -> Push:
-        take_arrays(request)
         layout, optimizer = layout_from_plain(tables), optimizer_from_plain(rule)
         normalization = normalization_from_plain(plain_normalization)
         if layout.embedding_dim > MAX_EMBEDDING_DIM or not 0 <= seed < 2**63:
@@ -194,7 +188,7 @@ class OpenStores:
         return Push(apply)
 
     def _remove(self, request: Request) -> Push:
-        take_nothing(request)
+        take_plain(request)
         name = check_name(request.store)
 
         def apply() -> None:

@@ -19,7 +19,7 @@ import torch
 from lightning_recsys.parameter_server.connections import Peer
 from lightning_recsys.parameter_server.parts.operators import OperatorRequests
 from lightning_recsys.parameter_server.parts.trained_part import TrainedPart
-from lightning_recsys.parameter_server.requests.checks import take_arguments, take_nothing
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.server import serve as serve_stores
 from lightning_recsys.parameter_server.wire import Limits, Request
@@ -102,7 +102,7 @@ class GroupRequests:
 
     def _load(self, request: Request) -> object:
         """Serve the parts of the folder's file, in place of those of before, and tell the size of their memory."""
-        take_nothing(request)
+        take_plain(request)
         if not (self._folder / FILE).exists():
             raise KeyError(f"no rank of this machine has written parts to {self._folder}")
         if self._synchronises:
@@ -198,7 +198,7 @@ class GroupRequests:
 
     def _end(self, request: Request) -> object:
         """Synchronise no more; answered when only nets change the replica, with numbers of the rounds so far."""
-        take_nothing(request)
+        take_plain(request)
         ending, rejoining = self._end_rounds(), self._rejoining
         return ending if rejoining is None else self.operators.submit(partial(_result_behind, rejoining, ending))
 
