@@ -36,7 +36,7 @@ class CTRDataModule(pl.LightningDataModule, ABC):
 
     _shuffle: Shuffle = "rows"
 
-    def __init__(self, *, batch_size: int, seed: int | None, drop_last: bool) -> None:
+    def __init__(self, *, batch_size: int, seed: int | None = 0, drop_last: bool = False) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.seed = seed or 0

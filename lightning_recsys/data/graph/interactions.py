@@ -190,11 +190,9 @@ class InteractionDataModule(GraphDataModule):
             ranks all such items, which is exact, and slow for many items.
         batch_size: Interactions (in evaluation, users) per batch and rank.
         num_neighbors: Neighbours that are sampled for each node, hop by hop; see :class:`GraphDataModule`.
-        eval_num_neighbors: The same for evaluation; see :class:`GraphDataModule`.
-        replacement: Whether one neighbour may be drawn more than once for a node; see :class:`GraphDataModule`.
-        prefetch_batches: Number of batches that a thread samples ahead; see :class:`GraphDataModule`.
-        seed: Seed of the order of the interactions, of negative items and of neighbours.
-        drop_last: Leave out the interactions that do not fill a batch on every rank.
+        **options: ``eval_num_neighbors``, ``replacement`` and ``prefetch_batches`` as for :class:`GraphDataModule`;
+            ``seed`` of the order of the interactions, of negative items and of neighbours; ``drop_last`` to leave out
+            the interactions that do not fill a batch on every rank.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -214,21 +212,9 @@ class InteractionDataModule(GraphDataModule):
         num_candidates: int | None = None,
         batch_size: int = 1024,
         num_neighbors: Sequence[int] = (15, 10),
-        eval_num_neighbors: Sequence[int] | None = None,
-        replacement: bool = False,
-        prefetch_batches: int = 2,
-        seed: int | None = 0,
-        drop_last: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            num_neighbors=num_neighbors,
-            eval_num_neighbors=eval_num_neighbors,
-            replacement=replacement,
-            prefetch_batches=prefetch_batches,
-            batch_size=batch_size,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        super().__init__(num_neighbors=num_neighbors, batch_size=batch_size, **options)
         if (interactions is None) == (not file):
             raise ValueError("data needs interactions, or data.file to read them from, and not both.")
         for name, value in (("num_negatives", num_negatives), ("num_candidates", num_candidates)):

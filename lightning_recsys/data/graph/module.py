@@ -44,9 +44,9 @@ class GraphDataModule(CTRDataModule):
         self,
         *,
         num_neighbors: Sequence[int],
-        eval_num_neighbors: Sequence[int] | None,
-        replacement: bool,
-        prefetch_batches: int,
+        eval_num_neighbors: Sequence[int] | None = None,
+        replacement: bool = False,
+        prefetch_batches: int = 2,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -126,11 +126,9 @@ class NodeDataModule(GraphDataModule):
         features: Whether the features in the file are used.
         batch_size: Number of seeds in the batch of one rank.
         num_neighbors: Neighbours that are sampled for each node, hop by hop; see :class:`GraphDataModule`.
-        eval_num_neighbors: The same for evaluation; see :class:`GraphDataModule`.
-        replacement: Whether one neighbour may be drawn more than once for a node; see :class:`GraphDataModule`.
-        prefetch_batches: Number of batches that a thread samples ahead; see :class:`GraphDataModule`.
-        seed: Seed of the order of the training seeds and of their neighbours.
-        drop_last: Leave out the training seeds that do not fill a batch on every rank.
+        **options: ``eval_num_neighbors``, ``replacement`` and ``prefetch_batches`` as for :class:`GraphDataModule`;
+            ``seed`` of the order of the training seeds and of their neighbours; ``drop_last`` to leave out the
+            training seeds that do not fill a batch on every rank.
 
     Raises:
         ValueError: an argument is out of its range, the graph is bad, there are no splits, nodes have no feature, or
@@ -150,21 +148,9 @@ class NodeDataModule(GraphDataModule):
         features: bool = True,
         batch_size: int = 128,
         num_neighbors: Sequence[int] = (25, 10),
-        eval_num_neighbors: Sequence[int] | None = None,
-        replacement: bool = False,
-        prefetch_batches: int = 2,
-        seed: int | None = 0,
-        drop_last: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            num_neighbors=num_neighbors,
-            eval_num_neighbors=eval_num_neighbors,
-            replacement=replacement,
-            prefetch_batches=prefetch_batches,
-            batch_size=batch_size,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        super().__init__(num_neighbors=num_neighbors, batch_size=batch_size, **options)
         if (nodes is None) == (not file):
             raise ValueError("data needs nodes, or data.file to read them from, and not both.")
         if nodes is not None and mapped is not None:
