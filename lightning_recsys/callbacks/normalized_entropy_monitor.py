@@ -100,7 +100,10 @@ class NormalizedEntropyMonitor(LeanCallback):
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start over."""
-        self._start_evaluation(pl_module)
+        self._evaluation.forget()
+        self._evaluation.metric().to(pl_module.device).reset()
+
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self,
@@ -120,10 +123,6 @@ class NormalizedEntropyMonitor(LeanCallback):
         if not trainer.sanity_checking:
             log_epoch(pl_module, {"val/ne": self._evaluation.metric().compute().item()}, prog_bar=["val/ne"])
 
-    def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start over."""
-        self._start_evaluation(pl_module)
-
     def on_test_batch_end(
         self,
         trainer: pl.Trainer,
@@ -139,10 +138,6 @@ class NormalizedEntropyMonitor(LeanCallback):
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the value of all processes."""
         log_epoch(pl_module, {"test/ne": self._evaluation.metric().compute().item()})
-
-    def _start_evaluation(self, pl_module: pl.LightningModule) -> None:
-        self._evaluation.forget()
-        self._evaluation.metric().to(pl_module.device).reset()
 
     def _update(
         self, entropy: CollectedEntropy, pl_module: pl.LightningModule, outputs: Any, batch: Any, step: str

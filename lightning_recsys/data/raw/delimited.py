@@ -14,7 +14,7 @@ from lightning_recsys.data.raw.kernels import one_chunk, parse_integers
 
 
 def split_columns(
-    block: bytes, names: Sequence[str], *, separator: str, quote: str | None = None
+    block: bytes, names: Sequence[str], *, separator: str
 ) -> tuple[list[pa.Array], NDArray[np.int64], list[BadLine]]:
     r"""Split lines into columns.
 
@@ -22,7 +22,6 @@ def split_columns(
         block: Whole lines of the file.
         names: The name of each column, in their order.
         separator: The character between two columns; exactly one.
-        quote: Character around values that contain the separator.
 
     Returns:
         An arrow binary array for each column; the number of each row's line in the block, from 0; the lines that have
@@ -42,7 +41,7 @@ def split_columns(
         pa.py_buffer(block),
         read_options=pyarrow.csv.ReadOptions(column_names=list(names), use_threads=False, block_size=len(block) + 1),
         parse_options=pyarrow.csv.ParseOptions(
-            delimiter=separator, quote_char=quote or False, ignore_empty_lines=False, invalid_row_handler=refuse
+            delimiter=separator, quote_char=False, ignore_empty_lines=False, invalid_row_handler=refuse
         ),
         convert_options=pyarrow.csv.ConvertOptions(
             column_types={name: pa.binary() for name in names}, strings_can_be_null=False
