@@ -81,8 +81,8 @@ class ServerLostError(RuntimeError):
     """A server has died more often than it is started again.
 
     Args:
-        spec: The server.
-        text: What happened.
+        spec: What the lost server was started by; its ``ranks`` are the workers that cannot go on without it.
+        text: How the server ended, where it listened, and that its restarts are used up, as one message for the user.
     """
 
     def __init__(self, spec: ServerSpec, text: str) -> None:
@@ -318,9 +318,9 @@ def run_server(
     """Become a server, tell where it listens or why it does not, serve until SIGTERM.
 
     Args:
-        spec: The server.
-        folder: Its stores.
-        all_folders: What to remove if the process that started us dies.
+        spec: Which server to become: the program that it runs, and with which options.
+        folder: Folder in which the server keeps its stores.
+        all_folders: Folders to remove if the process that started us dies.
         bind: ``ipc:///socket`` or ``tcp://host:port``.
         keys: Whom to let in over TCP.
         state: The pickled :class:`ProcessState` of the process that started us.

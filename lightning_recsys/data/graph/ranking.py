@@ -39,10 +39,10 @@ class Ranking:
 
     Args:
         users: Who has taken an item, int64 ``[T]``; a pair that comes twice counts once.
-        items: Which one, int64 ``[T]``.
-        num_users: ``U``.
+        items: The item of each pair, int64 ``[T]``.
+        num_users: Number of users ``U``; those in ``users`` are below it.
         num_items: Items are below this.
-        seed: Of the draws.
+        seed: Seed of all draws: with another one, other items are drawn for the same keys and numbers.
     """
 
     users: Ids

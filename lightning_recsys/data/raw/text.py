@@ -34,8 +34,8 @@ class Block:
 
     Args:
         data: Whole lines of text, each ending in a newline (the last one of a file gets one); or columns.
-        position: Where they start.
-        next_position: Where the next block starts.
+        position: Where the first of these rows starts in the file.
+        next_position: Where the next block starts in the file; reading goes on from there after a restart.
         consumed: How much of the file, as it lies on the disk, was read for this block and those before it, in bytes.
         lines: Line of each row in ``data``, from 0, where not every line is a row.
     """
