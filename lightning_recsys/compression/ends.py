@@ -58,7 +58,7 @@ def specs(described: object) -> list[ArraySpec]:
     """The reverse of :func:`describe`, of what a stranger may have sent.
 
     Raises:
-        FrameError: it is not what :func:`describe` makes.
+        FrameError: the text is not what :func:`describe` makes.
     """
     if type(described) is not list:
         raise FrameError(f"tensors are described by a list, got {described!r:.100}")

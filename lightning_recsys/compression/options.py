@@ -66,7 +66,7 @@ class Compression:
             top_k_fraction: As in :func:`make_codec`.
 
         Raises:
-            ValueError: the option is none of these.
+            ValueError: the option is none of these names, or a codec is not fit for what it is to carry.
 
         >>> Compression.from_option({"activations": "int8", "gradients": "bf16"})
         Compression(activations=Int8(), gradients=BFloat16(), rows=Uncompressed())

@@ -122,7 +122,7 @@ class ByteSource:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: its archive is damaged or encrypted.
+        ValueError: the archive that the file is in is damaged or encrypted.
     """
 
     def __init__(self, path: Path, *, encoding: str = "utf-8") -> None:
@@ -204,7 +204,7 @@ def open_stored(path: Path) -> Iterator[IO[bytes]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: its archive is damaged or encrypted.
+        ValueError: the archive that the file is in is damaged or encrypted.
     """
     stored, member = _parts(path)
     if member is None:

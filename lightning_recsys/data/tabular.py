@@ -141,7 +141,7 @@ class TabularDataModule(PreparedReader):
         """Read the first rows of the files of all splits: a run is not to end at its test because of a name.
 
         Raises:
-            FileNotFoundError: one is not there.
+            FileNotFoundError: a file is not there.
             ValueError: one is not what the schema says; the message names it.
         """
         for split in self.schema.files.keys() - {"train"}:  # which is read at once

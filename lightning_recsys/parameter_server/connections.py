@@ -199,7 +199,7 @@ def _borrowed(peer: Peer) -> Iterator[socket.socket]:
     """The socket of a peer, which stays ZeroMQ's.
 
     Raises:
-        OSError: it is closed.
+        OSError: the socket is closed.
     """
     with socket.socket(fileno=os.dup(peer.descriptor)) as own:
         if os.fstat(own.fileno()).st_ino != peer.inode:

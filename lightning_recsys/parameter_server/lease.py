@@ -160,7 +160,7 @@ class RunLease:
         """Raise if a server was lent to another run meanwhile, which takes this one for dead.
 
         Raises:
-            ServerInUseError: that is so.
+            ServerInUseError: another run has one of the servers now.
         """
         if self._error is not None:
             raise self._error

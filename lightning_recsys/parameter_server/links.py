@@ -91,7 +91,7 @@ class Link:
         """Send a message, which must stay as it is until its answer comes.
 
         Raises:
-            LinkLostError: it cannot be sent.
+            LinkLostError: the message cannot be sent over this link any more.
         """
         try:
             send_frames(self._socket, frames)

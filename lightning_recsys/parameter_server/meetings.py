@@ -98,7 +98,7 @@ class Meetings:
             may_miss: Whether it can do without workers that died since the last meeting.
 
         Raises:
-            WorkerLostError: it cannot.
+            WorkerLostError: a worker died without which this meeting cannot be.
             TimeoutError: the others did not come in time.
             RequestRefusedError: another worker is at a meeting of another kind.
         """

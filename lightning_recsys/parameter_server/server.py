@@ -313,7 +313,7 @@ def check_bind(bind: str, keys: ServerKeys | None) -> None:
     """Refuse an address that other machines reach where there are no keys, and what is no address.
 
     Raises:
-        ValueError: with what to do.
+        ValueError: the address is refused; the message says what to do.
     """
     if bind.startswith("ipc:///"):
         if len(os.fsencode(bind.removeprefix("ipc://"))) > MAX_SOCKET_BYTES:

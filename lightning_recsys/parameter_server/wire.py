@@ -138,7 +138,7 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
     """A message that has arrived; ``recv_multipart`` would ask the socket after each frame.
 
     Raises:
-        zmq.Again: there is none.
+        zmq.Again: no message has arrived.
     """
     frames = [socket.recv(_NOBLOCK, copy=False)]
     while frames[-1].more:
@@ -223,7 +223,7 @@ def check_size(frames: Sequence[Frame], limits: Limits) -> None:
     """Refuse a message that its receiver would.
 
     Raises:
-        MessageError: it is over a limit.
+        MessageError: the message is over a limit.
     """
     if not frames:
         raise MessageError("a message has at least one frame")

@@ -132,7 +132,7 @@ def with_weights(program: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module
     """A copy of a program with other weights.
 
     Raises:
-        ValueError: they are not the program's.
+        ValueError: the weights are not those that the program takes.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

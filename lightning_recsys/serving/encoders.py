@@ -316,7 +316,7 @@ def encoder_from(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Req
     """The encoder of a version.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the files hold no encoder.
     """
     try:
         return _KINDS[plain["kind"]].from_files(plain, tensors)

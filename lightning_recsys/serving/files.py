@@ -106,7 +106,7 @@ class VersionFolder:
         """The manifest of a number, whatever it is, and what would name it.
 
         Raises:
-            PublishedVersionError: it is missing, or no manifest.
+            PublishedVersionError: the manifest is missing, or is none.
         """
         name = self.name(version)
         try:

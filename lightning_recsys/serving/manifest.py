@@ -245,7 +245,7 @@ def current_from_json(data: bytes) -> Link:
     """What :func:`current_to_json` wrote.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is something else.
     """
     try:
         plain = json.loads(data)

@@ -29,7 +29,7 @@ def check_row_format(row_format: str) -> None:
     """Refuse what is no format.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the name is none of the formats.
     """
     if row_format not in ROW_FORMATS:
         raise ValueError(f"rows must be one of {', '.join(ROW_FORMATS)}, got {row_format!r}.")

@@ -44,7 +44,7 @@ class Place:
         """Where a folder is that this process can reach.
 
         Raises:
-            OSError: it cannot.
+            OSError: this process cannot reach the folder.
         """
         found = folder.stat()
         return cls(boot_id(), found.st_dev, found.st_ino)

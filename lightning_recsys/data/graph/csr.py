@@ -123,7 +123,7 @@ class CSRGraph:
         """A graph that was saved; its arrays are mapped, so that processes of a machine share them.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no saved graph.
         """
         return cls(
             np.load(Path(folder) / "indptr.npy", mmap_mode="c"), np.load(Path(folder) / "indices.npy", mmap_mode="r")

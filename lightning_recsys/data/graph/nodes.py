@@ -125,7 +125,7 @@ class NodeData:
         """Nodes that were saved; arrays are mapped, so that processes of a machine share them.
 
         Raises:
-            FileNotFoundError: there are none.
+            FileNotFoundError: there are no saved nodes.
         """
         path = Path(folder)
         about = json.loads((path / "nodes.json").read_text())

@@ -117,7 +117,7 @@ class PreparedReader(CTRDataModule):
         """Refuse ranks whose machines have prepared other rows: each would take its share of other ones.
 
         Raises:
-            ValueError: they have; on every rank.
+            ValueError: machines have prepared other rows than each other; it is raised on every rank.
         """
         is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         if self.trainer is None or is_alone or (root, place) in self._compared:

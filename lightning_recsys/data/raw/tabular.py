@@ -116,7 +116,7 @@ class TabularFormat(RawFormat):
         """Open a file and read its first rows.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: the file is not there.
             ValueError: a column of the schema is missing, the file has no rows, or it cannot be read; or a row is bad,
                 and such rows are errors.
         """

@@ -262,7 +262,7 @@ def _check_columns(first: Path, others: Sequence[Path], table: TableFormat, name
     """See that files have the same columns.
 
     Raises:
-        ValueError: they have not.
+        ValueError: the files have other columns than each other.
     """
     for other in others:
         if not table.column_names and set(found := read_header(other, table).names) != set(names):

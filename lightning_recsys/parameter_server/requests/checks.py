@@ -19,7 +19,7 @@ def take_generation(request: Request) -> int | None:
     """The generation of the store that is meant; ``None`` for whichever there is.
 
     Raises:
-        ValueError: it is no integer.
+        ValueError: the generation is no integer.
     """
     generation = request.arguments.get(GENERATION)
     if generation is not None and type(generation) is not int:

@@ -52,7 +52,7 @@ LEASE_SECONDS`.
         """Take note that the client of this slot is at the other end of the present connection, and it alone.
 
         Raises:
-            ValueError: another client is.
+            ValueError: another client is at the end of this connection.
         """
         peer = self.peer
         if peer is not None and self._peers.get(slot) is not peer:

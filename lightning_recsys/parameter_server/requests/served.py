@@ -160,7 +160,7 @@ def open_served(folder: Path) -> ServedEmbedding | ServedDense:
     """Open the store in a folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no store in the folder.
     """
     kind = read_meta(folder)["kind"]
     if kind == hash_store.KIND:

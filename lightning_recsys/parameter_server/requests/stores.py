@@ -67,7 +67,7 @@ class OpenStores:
         """The embedding store that a request names.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: there is no embedding store of that name.
             StoreReplacedError: the one that was meant was removed.
         """
         served = self._served(request)
@@ -93,8 +93,8 @@ class OpenStores:
         """Refuse rows that are too many, or not in the store.
 
         Raises:
-            ValueError: they are too many.
-            IndexError: one is not in the store.
+            ValueError: the rows are more than one request may name.
+            IndexError: a row is not in the store.
         """
         if rows_U.numel() > self.limits.rows:
             raise ValueError(f"a request names at most {self.limits.rows} rows, got {rows_U.numel()}")
@@ -104,7 +104,7 @@ class OpenStores:
         """Refuse a request whose reply would have more float32 numbers than a message may.
 
         Raises:
-            ValueError: that is so.
+            ValueError: the reply would be too large.
         """
         size, limit = 4 * num_elements, self.limits.message_bytes
         if not 0 <= size <= limit:

@@ -103,7 +103,7 @@ def roll_back(url: str | Path, version: int) -> Manifest:
 
     Raises:
         FileNotFoundError: nothing was published there.
-        PublishedVersionError: it is not there, or damaged.
+        PublishedVersionError: the version is not there, or is damaged.
         ValueError: a run publishes there just now, whose next version would count; the message names it.
     """
     folder = VersionFolder(url)

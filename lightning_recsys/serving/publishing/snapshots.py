@@ -184,7 +184,7 @@ def backend_of(collection: EmbeddingBagCollection) -> TableBackend:
     """Where the rows of a collection are.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the collection has no rows in this process that could be published.
     """
     backend = collection.embedding_bags
     is_cut = collection.whole_tables is not None

@@ -391,7 +391,7 @@ def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
     """The update rule of a group of parameters, as stores know it; each push brings its own learning rate.
 
     Raises:
-        TypeError: there is none.
+        TypeError: stores have no rule that does what the optimizer does.
 
     >>> parameter = nn.Parameter(torch.zeros(3))
     >>> optimizer = torch.optim.Adam([parameter], lr=0.01, betas=(0.8, 0.99))

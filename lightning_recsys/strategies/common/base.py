@@ -333,7 +333,7 @@ class RecsysStrategy(DDPStrategy):
         instead of one waiting for the other.
 
         Raises:
-            RuntimeError: they cannot.
+            RuntimeError: the ranks cannot connect to each other.
         """
         if torch.distributed.is_initialized() or (self.num_nodes == 1 and not self.launches):
             super().setup_distributed()

@@ -326,7 +326,7 @@ class DESStrategy(RecsysStrategy):
         So must be what the model looks up for it, which a step may have drawn itself.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the processes of a group have different batches.
         """
         if self._cut is not None and self._inputs is not None:
             assert self.lightning_module is not None

@@ -121,7 +121,7 @@ def refuse_switched(before: Mapping[str, bool], module: nn.Module) -> None:
         module: The same module as it is now.
 
     Raises:
-        ValueError: one of them has changed.
+        ValueError: a parameter or a module was frozen, released, or put into another mode.
     """
     now = switches(module)
     if changed := [name for name, value in now.items() if before.get(name) is not value]:

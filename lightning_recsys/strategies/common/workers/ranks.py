@@ -36,7 +36,7 @@ def check_ranks(strategy: DDPStrategy, needed: int, *, settings: str, what: str)
         what: What the settings give numbers of, for the message.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: a node has more or fewer processes than the settings need.
     """
     started = _started(strategy)
     have = started or strategy.num_processes
