@@ -16,7 +16,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import AnyNode, DictConfig, OmegaConf
@@ -73,13 +73,16 @@ def explain(arguments: Sequence[str], *, config_name: str, config_dir: Path = CO
         messages, chosen, values = [], [], []
         for override in overrides:
             options = groups.get_group_options(override.key_or_group)
-            unknown = [choice for choice in _choices(override) if choice not in options]
+            choices = _choices(override)
+            unknown = [leaf for choice in choices for leaf in choice if leaf not in options]
             if not options:
                 values.append(override)
             elif unknown:
                 messages.append(_message(f"{override.key_or_group}={unknown[0]}", unknown[0], options))
-            elif choices := _choices(override):
-                chosen.append(f"{override.get_key_element()}={choices[0]}")
+            elif choices:
+                first = ",".join(choices[0])
+                value = f"[{first}]" if len(choices[0]) > 1 else first
+                chosen.append(f"{override.get_key_element()}={value}")
         try:
             config = compose(config_name, overrides=chosen, return_hydra_config=True)
         except HydraException:  # a group that this config does not choose from: Hydra's own message says so
@@ -111,11 +114,18 @@ def _search_path(config_dir: Path, own_dir: str | None) -> Iterator[None]:
         yield
 
 
-def _choices(override: Override) -> list[str]:
-    """The leaves that ``group=leaf`` or the sweep ``group=leaf,leaf`` names; none for ``group=null``."""
-    if override.is_sweep_override():
-        return [str(choice) for choice in override.sweep_string_iterator()]
-    return [] if override.value() is None else [str(override.value())]
+def _choices(override: Override) -> list[list[str]]:
+    """The leaves of each choice: one of ``group=leaf``, several of ``group=[leaf,leaf]``, none of ``group=null``.
+
+    A sweep such as ``group=leaf,leaf`` has several choices.
+    """
+    value = override.value()
+    if isinstance(value, ChoiceSweep):
+        choices = value.list
+    else:
+        choices = [*override.sweep_string_iterator()] if override.is_sweep_override() else [value]
+    leaves = [choice if isinstance(choice, list) else [choice] for choice in choices if choice is not None]
+    return [[str(leaf) for leaf in choice] for choice in leaves]
 
 
 def _unknown_key(config: DictConfig, override: Override, top_names: set[str]) -> str | None:

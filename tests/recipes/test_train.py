@@ -284,6 +284,18 @@ def test_override_is_judged_by_the_chosen_groups():
     assert len(explain(["model=dlrm", "model.hidden=[8]"], config_name="train")) == 1
 
 
+def test_override_when_a_group_is_given_a_list_then_each_of_its_items_is_a_choice_and_brings_its_keys():
+    published = ["callbacks=[default,model_publisher]", "callbacks.model_publisher.url=versions"]
+    assert explain(published, config_name="train") == []
+    assert explain(["callbacks=[default],[default,model_publisher]"], config_name="train") == []
+    (explained,) = explain([*published, "callbacks.model_publisher.keeep=1"], config_name="train")
+    assert explained.startswith(
+        "callbacks.model_publisher.keeep: no such choice. Did you mean callbacks.model_publisher.keep?"
+    )
+    (explained,) = explain(["callbacks=[default,model_publishr]"], config_name="train")
+    assert explained.startswith("callbacks=model_publishr: no such choice. Did you mean model_publisher?")
+
+
 def test_importing_the_recipes_says_how_to_run_them():
     with pytest.raises(ImportError, match=r"run `python recipes/train.py --help`"):
         runpy.run_path(str(RECIPES / "__init__.py"))
