@@ -132,14 +132,15 @@ class GroupMachines:
         for name in ("num_servers", "num_trainers", "nets_per_trainer", "num_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of a group must be at least 1, got {getattr(self, name)}.")
-        positive = (self.trainer_cores, self.server_cores, self.shared_cores or 1.0, self.trainer_memory)
+        shared_cores = 1.0 if self.shared_cores is None else self.shared_cores
+        positive = (self.trainer_cores, self.server_cores, shared_cores, self.trainer_memory)
         costs = (
             *(self.optimizer_copies, self.seconds_per_byte, self.trainer_seconds, self.trainer_bytes),
             *(self.trainer_seconds_per_request, self.server_seconds_per_request, self.wait_per_request),
         )
-        if min(positive) <= 0 or min(costs) < 0:
+        if not (all(number > 0 for number in positive) and all(cost >= 0 for cost in costs)):
             raise ValueError(f"cores and memory must be positive and costs at least 0, got {self}.")
-        if len(self.memories) != self.num_servers or min(self.memories) <= 0:
+        if len(self.memories) != self.num_servers or not all(memory > 0 for memory in self.memories):
             raise ValueError(f"server_memory must be positive, one for each of {self.num_servers} servers, got {self}.")
 
     @property

@@ -24,7 +24,7 @@ def server_index(device: str) -> int | None:
     number = device.removeprefix(_SERVER)
     if device == TRAINER:
         return None
-    if number == device or not number.isdecimal():
+    if number == device or not number.isdecimal() or server_name(int(number)) != device:
         raise ValueError(f"devices are {TRAINER!r} and {server_name(0)!r}, {server_name(1)!r}, ..., got {device!r}.")
     return int(number)
 

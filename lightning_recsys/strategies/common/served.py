@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, get_args
 
 import pytorch_lightning as pl
@@ -246,6 +247,8 @@ def require_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def require_positive(name: str, number: int | None) -> None:
-    """Raise ``ValueError`` unless ``number`` is ``None`` or at least 1."""
+    """Raise ``ValueError`` unless ``number`` is ``None`` or a whole number of at least 1."""
+    if number is not None and not (isinstance(number, Real) and float(number).is_integer()):
+        raise ValueError(f"strategy.{name} must be a whole number, got {number!r}.")
     if number is not None and number < 1:
         raise ValueError(f"strategy.{name} must be at least 1, got {number}.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_recsys.strategies.common.served import require_positive
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -32,8 +34,7 @@ class Groups:
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "trainers_per_group", "nets_per_trainer", "servers_per_group"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"strategy.{name} must be at least 1, got {getattr(self, name)}.")
+            require_positive(name, getattr(self, name))
         num_trainers = self.num_groups * self.trainers_per_group
         if num_trainers % self.num_nodes:
             raise ValueError(

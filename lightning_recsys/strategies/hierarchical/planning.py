@@ -15,7 +15,8 @@ from lightning_recsys.errors import OperatorRoomError
 from lightning_recsys.partition.fc_split import By, LayerSplit, split_layers
 from lightning_recsys.partition.split_choice import choose_splits
 from lightning_recsys.partition.tracing import trace
-from lightning_recsys.placement.machines import Coding, GroupMachines
+from lightning_recsys.placement.communication import Network
+from lightning_recsys.placement.machines import Coding, GroupMachines, Processor
 from lightning_recsys.placement.operators import OperatorGraph
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.plan_file import read_plan, write_plan
@@ -26,6 +27,7 @@ from lightning_recsys.strategies.hierarchical.groups import Groups
 
 FCSplits = Literal["none", "auto"] | Mapping[str, By]
 PlacementMethod = Literal["auto", OperatorMethod]
+_DESCRIBED: Mapping[str, type[Network] | type[Processor]] = {"link": Network, "processor": Processor}
 _GIVEN = ("num_servers", "num_trainers", "nets_per_trainer", "num_groups", "activations", "gradients")
 
 
@@ -59,9 +61,19 @@ class OperatorPlacement:
             raise ValueError(
                 f"strategy.operator_placement.method must be one of {', '.join(allowed_methods)}, got {self.method!r}."
             )
+        if isinstance(self.time_limit, str) or not self.time_limit > 0:
+            raise ValueError(
+                f"strategy.operator_placement.time_limit must be a positive number of seconds, got {self.time_limit!r}."
+            )
         allowed = [x.name for x in fields(GroupMachines) if x.name not in _GIVEN]
         if unknown := sorted((self.machines or {}).keys() - allowed):
             raise ValueError(f"strategy.operator_placement.machines has {unknown}; it takes {allowed}.")
+        try:
+            machines = _from_plain(self.machines or {})
+            memory = machines.get("server_memory")
+            GroupMachines(num_servers=len(memory) if isinstance(memory, tuple) else 1, **machines)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"strategy.operator_placement.machines={dict(self.machines or {})}: {error}") from error
 
 
 def make_plan(
@@ -155,7 +167,7 @@ def group_machines(
         rooms: Free bytes that each server of the group tells, ``None`` where it does not.
         measured: What was measured of the machines, by arguments of ``GroupMachines``.
     """
-    known = {**(measured or {}), **(settings.machines or {})}
+    known = {**(measured or {}), **_from_plain(settings.machines or {})}
     if groups.num_nodes == 1:
         known.setdefault("shared_cores", float(len(os.sched_getaffinity(0))))
     if rooms and all(rooms):
@@ -169,6 +181,19 @@ def group_machines(
         gradients=_coding(compression.gradients),
         **known,
     )
+
+
+def _from_plain(machines: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``GroupMachines`` from mappings and lists, as a YAML file has them."""
+    made = dict(machines)
+    for name, kind in _DESCRIBED.items():
+        if isinstance(made.get(name), Mapping):
+            made[name] = kind(**made[name])
+        if name in made and not isinstance(made[name], kind):
+            raise TypeError(f"{name} takes {[x.name for x in fields(kind)]}, got {made[name]!r}.")
+    if isinstance(memory := made.get("server_memory"), Sequence):
+        made["server_memory"] = tuple(memory)
+    return made
 
 
 def check_splits(fc_splits: FCSplits, placement: OperatorPlacement, *, num_servers: int) -> None:
@@ -191,6 +216,8 @@ def check_splits(fc_splits: FCSplits, placement: OperatorPlacement, *, num_serve
                 " strategy.fc_splits, as the log of the run that wrote the plan has them."
             )
         return
+    if not isinstance(fc_splits, Mapping):
+        raise ValueError(f"strategy.fc_splits must be none, auto or a mapping of layers, got {fc_splits!r}.")
     if wrong := {path: by for path, by in fc_splits.items() if by not in ("output", "input")}:
         raise ValueError(f"strategy.fc_splits: a layer is split by output or by input, got {wrong}.")
     if num_servers < 2:

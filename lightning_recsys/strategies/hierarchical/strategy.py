@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import is_folder, read_extras
-from lightning_recsys.compression import Compression
+from lightning_recsys.compression import Compression, make_codec
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.remote import RemoteStores
@@ -129,10 +129,13 @@ class HierarchicalStrategy(ServedStrategy):
         row_compression: str = "none",
         **kwargs: Any,
     ) -> None:
+        make_codec(row_compression, "rows", setting="strategy.row_compression")  # which checks it
         super().__init__(compression=row_compression, **kwargs)
         self.operator_compression = Compression.from_option(compression, top_k_fraction=top_k_fraction)
         self.operator_placement = (
-            OperatorPlacement(operator_placement) if isinstance(operator_placement, str) else operator_placement
+            operator_placement
+            if isinstance(operator_placement, OperatorPlacement)
+            else OperatorPlacement(operator_placement)
         )
         if self.servers is not None:
             raise ValueError(

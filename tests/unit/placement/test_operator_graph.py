@@ -34,7 +34,7 @@ def test_graph_when_inconsistent_then_is_refused(operators, results, message):
 def test_devices_when_named_then_have_a_number():
     assert server_index(server_name(12)) == 12
     assert server_index("trainer") is None
-    for wrong in ("server", "server-1", "gpu0", ""):
+    for wrong in ("server", "server-1", "server00", "gpu0", ""):
         with pytest.raises(ValueError, match="devices are 'trainer' and 'server0'"):
             server_index(wrong)
 

@@ -22,7 +22,7 @@ from lightning_recsys.strategies.hierarchical import OperatorPlacement
 from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.news import News
-from lightning_recsys.strategies.hierarchical.planning import make_plan
+from lightning_recsys.strategies.hierarchical.planning import group_machines, make_plan
 from lightning_recsys.strategies.hierarchical.sample_call import sample_call
 from lightning_recsys.strategies.hierarchical.servers.group_parts import GroupParts
 
@@ -78,11 +78,46 @@ def test_splits_when_auto_then_only_where_the_predicted_step_is_shorter_or_there
         ({"fc_splits": {"top.0": "rows"}}, "by output or by input"),
         ({"fc_splits": {"top.0": "output"}}, "servers_per_group=1"),
         ({"fc_splits": "auto", "operator_placement": OperatorPlacement(plan="a.yaml")}, "may choose another one"),
+        ({"fc_splits": None}, "fc_splits must be none, auto or a mapping of layers, got None"),
+        ({"operator_placement": None}, "operator_placement.method must be one of auto, .* got None"),
+        ({"num_groups": "2"}, "num_groups must be a whole number, got '2'"),
+        ({"num_sync_servers": 1.5}, "num_sync_servers must be a whole number, got 1.5"),
+        ({"compression": {"rows": "bf16"}}, "keys activations, gradients, got .* rows have strategy.row_compression"),
+        (
+            {"row_compression": "int8"},
+            r"strategy.row_compression=int8 is for activations only, .* Allowed for rows are \['none', 'bf16'\]\.$",
+        ),
     ],
 )
-def test_splits_when_they_cannot_be_meant_then_refused_by_name(options, reason):
+def test_setting_when_it_cannot_be_meant_then_refused_by_name(options, reason):
     with pytest.raises(ValueError, match=reason):
         HierarchicalStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"machines": {"link": {"bandwith": 1e7}}}, "machines=.*bandwith"),
+        ({"machines": {"link": 1e7}}, r"link takes \['bandwidth', 'latency'\], got 10000000.0"),
+        ({"machines": {"processor": {"flops": 0}}}, "a processor needs positive speeds"),
+        ({"machines": {"shared_cores": 0}}, "machines=.*cores and memory must be positive"),
+        ({"machines": {"server_cores": float("nan")}}, "machines=.*cores and memory must be positive"),
+        ({"machines": {"server_cores": "8"}}, "machines=.*'8'"),
+        ({"machines": {"server_memory": [1e9, 0]}}, "machines=.*server_memory must be positive"),
+        ({"time_limit": "5"}, "time_limit must be a positive number of seconds, got '5'"),
+        ({"time_limit": -1}, "time_limit must be a positive number of seconds, got -1"),
+    ],
+)
+def test_placement_when_a_setting_cannot_be_meant_then_refused_by_name(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        OperatorPlacement(**options)
+
+
+def test_machines_when_given_as_plain_lists_and_mappings_then_they_count():
+    settings = OperatorPlacement(machines={"link": {"bandwidth": 1e7}, "server_memory": [1e9, 2e9]})
+    machines = group_machines(settings, Groups(1, 1, 1, 2), Compression.from_option("none"))
+    assert machines.link.bandwidth == 1e7
+    assert machines.memories == (1e9, 2e9)
 
 
 def test_layers_in_pieces_when_there_and_back_then_weights_and_states_are_the_same():
