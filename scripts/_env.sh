@@ -60,6 +60,11 @@ make_venv() {
         maker=user
         say "installing into the .venv that is there ..."
     else
+        if [ -L "$venv" ]; then # what it points to belongs to another checkout, whose package it would import
+            say ".venv is a link to $(readlink "$venv"), an environment that was not made for this folder." \
+                "Remove the link, and run the same command to have one made here."
+            return 1
+        fi
         python=$(find_python) || return
         say "making .venv with $("$python" -V), one to five minutes, once ..."
         rm -rf "$venv" && mkdir "$venv" && touch "$stamp.unfinished" && "$python" -m venv "$venv" || give_up || return
