@@ -116,6 +116,16 @@ class ModelPublisher(LeanCallback):
         """Go on as the same run."""
         self._run, self._examples = str(state_dict["run"]), int(state_dict["examples"])
 
+    @property
+    def is_exported(self) -> bool:
+        """Whether all is there that versions are made of, so that those which are due are written."""
+        return self._work is not None and self._work.is_exported
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a version is being written, or what the first one needs is being made."""
+        return self._work is not None and self._work.is_busy
+
     # --- Hooks -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -1,4 +1,9 @@
-"""Training with and without publications, the bytes of increments, and how soon an update is served."""
+"""What publications take of training, the bytes of increments, and how soon an update is served.
+
+Of two trainings that do the same, one is several percent faster for as long as it lives, by where its memory lies. So
+what a publication takes is measured inside one training, where publications are switched on and off. Bytes and delays
+are those of a second training, with a reader beside it: what a reader takes of the machine is no cost of publishing.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +24,21 @@ from benchmarks.harness.ours import make_task
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.report import Row
 from benchmarks.harness.trainer import quiet_trainer
-from benchmarks.harness.turns import Measurement
+from benchmarks.harness.turns import Stopped
 from benchmarks.harness.workload import Workload
+from benchmarks.suites.publishing.switching import NONE, PUBLISHING, Blocks, PublicationSwitch
 from rich.table import Table
 
-from lightning_recsys.serving import ModelPublisher, ModelReader
+from lightning_recsys.serving import ModelPublisher, ModelReader, list_versions
 
-NONE, PUBLISHING = "no publication", "publishing"
+ENOUGH = 0.005
+"""Standard error of the ratio at which its measurement ends."""
+
+LEAST_QUADRUPLES = 4
+"""Of blocks; fewer say little about their own standard error."""
+
+WARM_UP = 2
+"""Versions, a base and an increment: what is compiled when the first of each is written counts for neither side."""
 
 
 class Paced(pl.Callback):
@@ -32,12 +46,11 @@ class Paced(pl.Callback):
 
     Args:
         seconds: How long.
-        batch_size: Examples of a step.
         is_ready: Whether preparations are over.
     """
 
-    def __init__(self, seconds: float, batch_size: int, is_ready: Callable[[], bool]) -> None:
-        self.seconds, self.batch_size, self.is_ready = seconds, batch_size, is_ready
+    def __init__(self, seconds: float, is_ready: Callable[[], bool]) -> None:
+        self.seconds, self.is_ready = seconds, is_ready
         self.began: float | None = None
         self.steps: list[float] = []  # when each step ended, in seconds since 1970
 
@@ -48,12 +61,6 @@ class Paced(pl.Callback):
             return
         self.steps.append(now)
         trainer.should_stop = now - self.began >= self.seconds
-
-    @property
-    def rate(self) -> float:
-        """Examples per second."""
-        assert self.began is not None
-        return self.batch_size * len(self.steps) / (self.steps[-1] - self.began)
 
 
 @dataclass(frozen=True)
@@ -92,45 +99,70 @@ class Published:
 
 
 def measure(
-    *, model: str, batch_size: int, rows: int, seconds: float, rounds: int, every_seconds: float, at_least: float
+    *,
+    model: str,
+    batch_size: int,
+    rows: int,
+    most_seconds: float,
+    served_seconds: float,
+    every_seconds: float,
+    at_least: float,
 ) -> Measured:
-    """Train with and without publications in turns, each for ``seconds`` in each of ``rounds`` rounds.
+    """What publications take of a training; then the bytes of increments and how soon updates are served.
 
     Args:
         model: As in :mod:`benchmarks.harness.ours`.
         batch_size: Examples of a step.
-        rows: Rows held in memory.
-        seconds: Of a turn.
-        rounds: Turns of each variant.
+        rows: Rows held in memory. They go by within ``every_seconds``, so that each increment has the rows of all of
+            them, whether the version before it lies one period back or three.
+        most_seconds: When to end the first measurement although its standard error is still above :data:`ENOUGH`.
+        served_seconds: Of the second training.
         every_seconds: Between two publications.
         at_least: The bar: examples per second over those without publications.
     """
-    work, rates = Workload(rows=rows), Measurement({NONE: [], PUBLISHING: []})
-    turns: list[Published] = []
-    for round_index in range(rounds):
-        for variant in (NONE, PUBLISHING) if round_index % 2 == 0 else (PUBLISHING, NONE):
-            if variant == NONE:
-                paced = _train(work, model, batch_size, seconds, None)
-            else:
-                paced, published = _publish(work, model, batch_size, seconds, every_seconds)
-                turns.append(published)
-            rates.rates[variant].append(paced.rate)
-    sizes = [size for turn in turns for size in turn.increment_bytes]
-    delays = [delay for turn in turns for delay in turn.delays]
+    work = Workload(rows=rows)
+    blocks = _switched(work, model, batch_size, every_seconds, most_seconds)
+    published = _served(work, model, batch_size, served_seconds, every_seconds)
     name = f"{model}, B={batch_size}, a version every {every_seconds:g} s"
-    bar = Bar(f"{name}: over none", rates.ratio(PUBLISHING, NONE), "at least", at_least)
-    return [Row(name, rates, NONE), Published(turns[-1].base_bytes, sizes, delays)], [bar]
+    wall, training = blocks.rates(0).estimate(PUBLISHING, NONE), blocks.rates(1).estimate(PUBLISHING, NONE)
+    told = f"{blocks.processor_seconds:.2f} s of processor time a version; training thread: {training.value:.3f}"
+    told += f" ± {training.standard_error:.3f}"
+    bar = Bar(f"{name}: over none ({told})", wall.value, "at least", at_least, standard_error=wall.standard_error)
+    return [Row(name, blocks.rates(0), NONE), published], [bar]
 
 
-def _publish(
-    work: Workload, model: str, batch_size: int, seconds: float, every_seconds: float
-) -> tuple[Paced, Published]:
-    """One turn with publications, which a reader beside it opens."""
+def _switched(work: Workload, model: str, batch_size: int, every_seconds: float, most_seconds: float) -> Blocks:
+    """One training whose publications are switched on and off."""
+
+    def is_enough(blocks: Blocks, elapsed: float) -> bool:
+        if len(blocks) < LEAST_QUADRUPLES:
+            return False
+        error = blocks.rates(0).estimate(PUBLISHING, NONE).standard_error
+        return elapsed >= most_seconds or error <= ENOUGH
+
+    with tempfile.TemporaryDirectory() as folder:
+        publisher = ModelPublisher(folder, every_seconds=every_seconds)
+
+        def is_warm() -> bool:
+            current = list_versions(folder)[0]
+            return current is not None and current.version >= WARM_UP and not publisher.is_writing
+
+        switch = PublicationSwitch(publisher, batch_size, is_warm=is_warm, is_enough=is_enough)
+        trainer = quiet_trainer(publisher, callbacks=[switch], max_epochs=-1)
+        with suppress(Stopped):
+            trainer.fit(make_task(work, model), work.loader(batch_size))
+        return switch.blocks
+
+
+def _served(work: Workload, model: str, batch_size: int, seconds: float, every_seconds: float) -> Published:
+    """A training with publications, which a reader beside it opens."""
     base, sizes = 0, []
     with tempfile.TemporaryDirectory() as folder:
         publisher = ModelPublisher(folder, every_seconds=every_seconds, keep=10**6, compact_share=1e9)
+        paced = Paced(seconds, lambda: publisher.is_exported)
         with _Follower(folder) as follower:
-            paced = _train(work, model, batch_size, seconds, publisher)
+            trainer = quiet_trainer(paced, callbacks=[publisher], max_epochs=-1)
+            trainer.fit(make_task(work, model), work.loader(batch_size))
             follower.catch_up()
         for path in Path(folder).glob("versions/*/manifest.json"):
             manifest = json.loads(path.read_text())
@@ -139,17 +171,7 @@ def _publish(
                 base = size
             else:
                 sizes.append(size)
-        return paced, Published(base, sizes, follower.delays(paced.steps))
-
-
-def _train(work: Workload, model: str, batch_size: int, seconds: float, publisher: ModelPublisher | None) -> Paced:
-    def is_ready() -> bool:
-        return publisher is None or publisher._work is None or publisher._work.is_exported
-
-    paced, callbacks = Paced(seconds, batch_size, is_ready), [] if publisher is None else [publisher]
-    trainer = quiet_trainer(paced, callbacks=callbacks, max_epochs=-1)
-    trainer.fit(make_task(work, model), work.loader(batch_size))
-    return paced
+        return Published(base, sizes, follower.delays(paced.steps))
 
 
 class _Follower:

@@ -20,6 +20,7 @@ import rich
 from benchmarks.harness.estimates import Estimate
 from benchmarks.harness.ours import make_task
 from benchmarks.harness.processes import RECIPES
+from benchmarks.harness.quadruples import Quadruples
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.turns import Measurement, Stopped
 from benchmarks.harness.workload import Workload
@@ -59,9 +60,8 @@ class Endless:
 class Switch(pl.Callback):
     """Gives a trainer other callbacks and loggers, or none, for a block of steps at a time, and takes the time of each.
 
-    Blocks come in quadruples: with, without, without, with, or the other way round, by lot. So a machine that grows
-    slower takes as much from one side as from the other; and what comes every so many steps, such as the reader's next
-    rows, or a step that is logged, meets both sides alike. What callbacks put off they do at a later step of theirs.
+    Blocks come in quadruples, as :class:`benchmarks.harness.quadruples.Quadruples` has them. What callbacks put off
+    they do at a later step of theirs.
 
     Args:
         steps: Of a block.
@@ -76,9 +76,8 @@ class Switch(pl.Callback):
     def __init__(self, steps: int, is_enough: Callable[[Seconds, Any], bool], *, clock: Callable[[], Any]) -> None:
         self.seconds: Seconds = {True: [], False: []}
         self._steps_of_block, self._is_enough, self._clock = steps, is_enough, clock
-        self._lot = np.random.default_rng(0)
+        self._quadruples = Quadruples()
         self._warm_up, self._steps = WARM_UP, 0
-        self._next_quadruple()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note what there is to switch, and begin."""
@@ -92,29 +91,22 @@ class Switch(pl.Callback):
         self._steps += 1
         if self._steps % self._steps_of_block:
             return
-        self._taken[self._coming.pop(0)] += self._clock() - self._since
-        if not self._coming:
-            self._end_quadruple()
-            self._next_quadruple()
+        if (taken := self._quadruples.add(self._clock() - self._since)) is not None:
+            self._end_quadruple(taken)
         self._switch(trainer)
 
-    def _next_quadruple(self) -> None:
-        first = bool(self._lot.integers(2))
-        self._coming = [first, not first, not first, first]
-        self._taken = {True: 0.0, False: 0.0}
-
-    def _end_quadruple(self) -> None:
+    def _end_quadruple(self, taken: dict[bool, Any]) -> None:
         if self._warm_up:
             self._warm_up -= 1
             self._began = self._clock()
             return
-        for on, seconds in self._taken.items():
+        for on, seconds in taken.items():
             self.seconds[on].append(seconds)
         if self._is_enough(self.seconds, self._clock() - self._began):
             raise Stopped
 
     def _switch(self, trainer: pl.Trainer) -> None:
-        on = self._coming[0]
+        on = self._quadruples.on
         trainer.callbacks = [*self._callbacks, self] if on else [self]  # type: ignore[attr-defined]
         trainer.loggers = self._loggers if on else []
         self._since = self._clock()
