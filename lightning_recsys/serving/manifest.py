@@ -202,7 +202,8 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The manifest as a file."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
+        # Without `indent` and `asdict`, which are loops of Python that hold up the thread that trains.
+        return json.dumps({"format": FORMAT, **vars(self)}, default=vars).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:

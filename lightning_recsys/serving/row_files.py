@@ -65,10 +65,10 @@ class RowWriter:
         self.num_rows += len(rows_UW)
 
     def _write_batch(self) -> None:
-        values = np.concatenate([x for _, x in self._waiting]).reshape(-1)
+        values = _joined([x for _, x in self._waiting]).reshape(-1)
         columns = [pa.FixedSizeListArray.from_arrays(pa.array(values), type=self._schema.field("weight").type)]
         if self._with_ids:
-            columns.insert(0, pa.array(np.concatenate([x for x, _ in self._waiting if x is not None])))
+            columns.insert(0, pa.array(_joined([x for x, _ in self._waiting if x is not None])))
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
         self._waiting, self._num_waiting = [], 0
 
@@ -79,6 +79,10 @@ class RowWriter:
         if exception[0] is None and self._num_waiting:
             self._write_batch()
         self._writer.close()
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class RowFile:
