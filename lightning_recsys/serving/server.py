@@ -26,6 +26,8 @@ from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.reader import ModelReader, PublishedModel
 
 _Encoded = tuple[PublishedModel, Tensor, SparseFeatures]
+_LONGEST_TEMPORARY = 75
+"""Characters of a temporary folder: a socket's name has 107 at most, and multiprocessing appends 32 to it."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,14 @@ def make_server(
     Raises:
         FileNotFoundError: nothing was published there yet.
         PublishedVersionError: the version that it is to answer by is not there.
+        ValueError: the path of the temporary folder is too long for the sockets of LitServe's processes.
     """
+    temporary = tempfile.gettempdir()
+    if len(os.fsencode(temporary)) > _LONGEST_TEMPORARY:
+        raise ValueError(
+            f"the temporary folder {temporary} has {len(os.fsencode(temporary))} characters, and the sockets of the"
+            f" server's processes allow {_LONGEST_TEMPORARY}: set TMPDIR to a shorter one, such as TMPDIR=/tmp."
+        )
     published = VersionFolder(api.url, cache=api.cache)
     if published.current() is None:
         raise FileNotFoundError(

@@ -251,6 +251,15 @@ def refused(port, body, kind="application/json"):
 
 
 @needs_litserve
+def test_server_when_the_temporary_folder_is_too_long_for_sockets_then_says_what_to_set(monkeypatch, tmp_path):
+    from lightning_recsys.serving.server import ScoringAPI, make_server
+
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "x")
+    with pytest.raises(ValueError, match=r"has 76 characters, and the sockets .* allow 75: set TMPDIR"):
+        make_server(ScoringAPI(str(tmp_path)))
+
+
+@needs_litserve
 def test_requests_of_one_batch_when_some_cannot_be_scored_then_the_others_are(tmp_path, monkeypatch):
     from lightning_recsys.serving.server import ScoringAPI
 
