@@ -11,7 +11,6 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.versions import StalenessHistogram
 from lightning_recsys.strategies.async_ps import row_tags
@@ -36,9 +35,9 @@ class AsyncParameterServerStrategy(ServedStrategy):
         normalization: What a stale gradient counts: a rule's name, or
             :class:`~lightning_recsys.sync.StalenessNormalization` with its numbers. The default leaves gradients alone
             up to a staleness of 1 000, so that clusters of fewer workers train as plain asynchronous SGD does.
-        num_embedding_servers: Number of servers; rows and dense parameters are spread over them.
         min_workers: Workers other than the first may die as long as so many are left.
-        **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.served.ServedStrategy`.
+        **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.served.ServedStrategy`; dense
+            parameters are spread over ``num_embedding_servers`` as well.
 
     Raises:
         ValueError: an argument is out of range.
@@ -66,20 +65,17 @@ class AsyncParameterServerStrategy(ServedStrategy):
         self,
         *,
         normalization: StalenessNormalization | StalenessRule = "relative",
-        num_embedding_servers: int = 1,
         min_workers: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        require_positive("num_embedding_servers", num_embedding_servers)
         self.normalization = StalenessNormalization(normalization) if isinstance(normalization, str) else normalization
         require_positive("min_workers", min_workers)
-        self.num_embedding_servers = num_embedding_servers
         self.min_workers = min_workers
         self._saved: list[Kept] = []  # rank 0's, for the checkpoint that is made next; it outlives the run
-        self._reset()
 
     def _reset(self) -> None:
+        super()._reset()
         self._dense: ServedDensePart | None = None  # while training
         self._loads: Any = None  # the hook that follows what is loaded meanwhile
         self._restored: Sequence[Kept] = ()  # of the checkpoint that the run goes on from
@@ -87,13 +83,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
         self._saves_state = True  # whether the checkpoint that is being written is more than weights
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = type(self).__new__(type(self))
-        fresh._reset()
-        return super().__getstate__() | fresh.__dict__ | {"_saved": []}
-
-    def server_specs(self) -> list[ServerSpec]:
-        """Servers for rows and dense parameters."""
-        return [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
+        return super().__getstate__() | {"_saved": []}
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
@@ -239,7 +229,6 @@ class AsyncParameterServerStrategy(ServedStrategy):
         if self._loads is not None:
             self._loads.remove()
         super().teardown()
-        self._reset()
 
 
 _BINS = (("1", 1), ("2_to_9", 9), ("10_to_99", 99), ("100_to_999", 999), ("from_1000", None))

@@ -140,16 +140,27 @@ class RecsysStrategy(DDPStrategy):
         self.store_folder = store_folder
         self.max_restarts = max_restarts
         self.endpoints: dict[str, list[str]] = {}
-        self.changes: RunChanges | None = None
-        self.averages: AveragedCopies | None = None
         self.launches = False
         self.run_name = ""
         self._run_servers = RunServers(self)
-        self._dealer: ShareDealer | None = None  # of this worker's part of each epoch, while it trains
         self._checkpoints = RunCheckpoints(self)
-        self._own_values = OwnValues(self)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Have nothing of a run: at the start, when one is over, and in copies. Subclasses add what they keep of one.
+
+        It is called on an object without anything else as well, to learn what a copy is to have.
+        """
+        self.changes: RunChanges | None = None
+        self.averages: AveragedCopies | None = None
+        self._dealer: ShareDealer | None = None  # of this worker's part of each epoch, while it trains
         self._num_validating = 0  # workers among whom the rows of validation are shared, while a run trains
         self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = type(self).__new__(type(self))
+        fresh._reset()
+        return vars(self) | vars(fresh)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -367,7 +378,7 @@ class RecsysStrategy(DDPStrategy):
             self.changes.end_by_signal(free=self.asynchronous)
             if self.asynchronous:
                 refuse_metrics_of_all_ranks(trainer.lightning_module)
-                self.changes.log_through(self._own_values.log)
+                self.changes.log_through(OwnValues(self).log)
             if self._run_servers.meeting_place() is not None:
                 from lightning_recsys.strategies.common.workers.process_group import among_the_living
 
@@ -444,34 +455,20 @@ class RecsysStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Undo :meth:`setup` and :meth:`setup_environment`, as far as they have come."""
-        self._frozen = []
-        self._own_values = OwnValues(self)
         if self._dealer is not None:
             self._dealer.close()
-            self._dealer = None
         self._checkpoints.close()
         self.unbind_backends()
         if self.averages is not None:
             self.averages.release()
-            self.averages = None
-        self._num_validating = 0
         try:
             self._run_servers.disconnect()
         finally:
             if self.changes is not None:
                 self.changes.undo()
-                self.changes = None
+            self._reset()
             self._run_servers.leave(self.barrier)
             super().teardown()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {
-            "changes": None,
-            "averages": None,
-            "_dealer": None,
-            "_own_values": OwnValues(self),
-            "_frozen": [],
-        }
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from itertools import cycle
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,22 +30,6 @@ PROFILE_ROWS = 1_000_000  # of a table at most: more would miss the processor's 
 
 
 _NO_IDS = np.empty(0, dtype=np.int64)
-
-
-class MakeBackend(Protocol):
-    """Makes, or opens, a collection's rows on servers."""
-
-    def __call__(
-        self,
-        name: str,
-        collection: EmbeddingBagCollection,
-        *,
-        servers: Sequence[Stores],
-        plan: PlacementPlan,
-        seed: int,
-    ) -> StoreBackend:
-        """For the collection of that name, as a plan has it on its servers; the servers draw rows from ``seed``."""
-        ...
 
 
 class ServedTables:
@@ -84,26 +67,20 @@ class ServedTables:
 
     def bind(
         self,
-        servers: Sequence[Stores],
-        plan: PlacementPlan,
+        make_backend: Callable[[str, EmbeddingBagCollection], StoreBackend],
         *,
-        make_backend: MakeBackend,
         gradient_scale: float,
         first: bool,
     ) -> None:
         """Look rows up on the servers from now on.
 
         Args:
-            servers: The servers, in the order of the plan.
-            plan: Where each part of each table lies, the same on all ranks.
-            make_backend: Makes the backend in which a collection looks its rows up.
+            make_backend: Makes the backend in which a collection looks its rows up: takes its name and the collection.
             gradient_scale: Factor of the gradients; see :meth:`EmbeddingBagCollection.bind`.
             first: Whether to bring the rows to servers that were cleared of them; otherwise the rows are there.
         """
-        seed = torch.initial_seed() % 2**31
         for name, collection in self.collections.items():
-            backend = make_backend(name, collection, servers=servers, plan=plan, seed=seed)
-            collection.bind(backend, copy_rows=first, gradient_scale=gradient_scale)
+            collection.bind(make_backend(name, collection), copy_rows=first, gradient_scale=gradient_scale)
 
     def attach_to(self, optimizer: Optimizer) -> None:
         """Let the rows of plain modules follow an optimizer's steps and schedules."""
@@ -167,14 +144,16 @@ def plan_placement(
 
 def ids_in(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures]) -> dict[str, NDArray[np.int64]]:
     """The ids that batches look up in each table, each as often as they do; of the batches with all of its features."""
-    tables = {table.name: set(table.feature_names) for table in collection.tables}
-    batches = [collection.resolve(x) for x in samples if set().union(*tables.values()) <= set(x.keys)]
+    batches = _resolved(collection, samples)
     return {
-        name: np.concatenate(
-            [_NO_IDS, *(batch.select(tuple(features)).values.numpy().astype(np.int64) for batch in batches)]
-        )
-        for name, features in tables.items()
+        table.name: np.concatenate([_NO_IDS, *(x.select(table.feature_names).values.numpy() for x in batches)])
+        for table in collection.tables
     }
+
+
+def _resolved(collection: EmbeddingBagCollection, samples: Sequence[SparseFeatures]) -> list[SparseFeatures]:
+    """Of the batches those that have all features of a collection, as it looks them up."""
+    return [collection.resolve(x) for x in samples if set(collection.feature_names) <= set(x.keys)]
 
 
 def rooms_of(servers: Sequence[Stores]) -> list[Room] | None:
@@ -202,8 +181,7 @@ def measure_costs(collection: EmbeddingBagCollection, samples: Sequence[SparseFe
         collection: The collection whose tables are measured.
         samples: Features of training batches; where none has the collection's, one random id for each feature is taken.
     """
-    wanted = {feature for table in collection.tables for feature in table.feature_names}
-    resolved = [collection.resolve(x) for x in samples if wanted <= set(x.keys)]
+    resolved = _resolved(collection, samples)
     return {table.name: _seconds(collection, table, resolved or _random_batch(table)) for table in collection.tables}
 
 

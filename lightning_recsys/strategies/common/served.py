@@ -9,9 +9,11 @@ from numbers import Real
 from typing import Any, get_args
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.trainer.states import TrainerFn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
+from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.optim import RowOptimizer, RowWiseAdagrad
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.placement import PlacementMethod, PlacementPlan
@@ -44,6 +46,7 @@ class ServedStrategy(RecsysStrategy):
         row_optimizer: The update rule of rows of plain modules; default: rowwise Adagrad.
         dynamic_rows: For collections made with ``device="meta"``: make their rows when they are first trained, so that
             tables may have any number of ids. Default: all rows are there from the start.
+        num_embedding_servers: Number of servers for embedding rows, over which tables are spread.
         **kwargs: Further arguments of :class:`~lightning_recsys.strategies.common.base.RecsysStrategy`.
 
     Attributes:
@@ -65,22 +68,29 @@ class ServedStrategy(RecsysStrategy):
         embeddings: Sequence[str] = (),
         row_optimizer: RowOptimizer | None = None,
         dynamic_rows: DynamicRows | None = None,
+        num_embedding_servers: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         require_one_of("table_placement", table_placement, get_args(PlacementMethod))
         require_positive("min_rows", min_rows)
+        require_positive("num_embedding_servers", num_embedding_servers)
         self.table_placement: PlacementMethod = table_placement
         self.min_rows = min_rows
         self.embeddings = tuple(embeddings)
         self.row_optimizer = row_optimizer or RowWiseAdagrad()
         self.dynamic_rows = dynamic_rows
+        self.num_embedding_servers = num_embedding_servers
         self.plan: PlacementPlan | None = None
+
+    def _reset(self) -> None:
+        super()._reset()
         self.tables: ServedTables | None = None
         self._trains = False  # from on_train_start to finish_training
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"tables": None, "_trains": False}
+    def server_specs(self) -> list[ServerSpec]:
+        """Servers for rows."""
+        return [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
 
     @property
     def gradient_scale(self) -> float:
@@ -134,7 +144,6 @@ class ServedStrategy(RecsysStrategy):
         if not tables.collections:
             return
         servers = self.stores(EMBEDDING)
-        options: Any = {"make_backend": self.make_backend, "gradient_scale": self.gradient_scale}
         if self.is_global_zero:
             samples = partial(sample_features, self.lightning_module.trainer)
             method = self.table_placement if fits else "size"
@@ -149,15 +158,20 @@ class ServedStrategy(RecsysStrategy):
                 normalization=self.normalization,
             )
             log.info("Embedding tables on servers:\n%s", self.plan)
-            tables.bind(servers, self.plan, first=True, **options)
+            self._bind(servers, self.plan, first=True)
         self.plan = self.broadcast(self.plan)
         assert self.plan is not None
         if not self.is_global_zero:
-            tables.bind(servers, self.plan, first=False, **options)
+            self._bind(servers, self.plan, first=False)
         for collection in tables.collections.values():
             assert isinstance(collection.embedding_bags, StoreBackend)
             collection.embedding_bags.meet = partial(self.barrier, "rows are replaced")
         self.barrier("rows are where they belong")
+
+    def _bind(self, servers: Sequence[Stores], plan: PlacementPlan, *, first: bool) -> None:
+        assert self.tables is not None
+        make = partial(self.make_backend, servers=servers, plan=plan, seed=torch.initial_seed() % 2**31)
+        self.tables.bind(make, gradient_scale=self.gradient_scale, first=first)
 
     def _refuse_needless_dynamic_rows(self) -> None:
         assert self.tables is not None

@@ -115,9 +115,9 @@ class DESStrategy(RecsysStrategy):
         self.num_replicas = num_replicas
         self.whole = tuple(whole)
         self.dynamic_rows = dynamic_rows
-        self._reset()
 
     def _reset(self) -> None:
+        super()._reset()
         self.plan: FieldPlan | None = None
         self._cut: CutModel | None = None
         self._group: ProcessGroup | None = None  # who holds the model together with this process
@@ -126,11 +126,6 @@ class DESStrategy(RecsysStrategy):
         self._counted: list[Metric] = []
         self._inputs: SameInputs | None = None  # that all processes of the group have, while a run is set up
         self._shares_random_numbers = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        fresh = type(self).__new__(type(self))
-        fresh._reset()
-        return super().__getstate__() | fresh.__dict__
 
     # --- Who is who --------------------------------------------------------------------------------------------------
 
@@ -282,6 +277,7 @@ class DESStrategy(RecsysStrategy):
         self._count_over(None)
         if self._data is not None:
             self._data.select_fields(None)
+        self._end_groups()
 
     def configure_ddp(self) -> None:
         """Nothing: all processes have started from one model, and no gradient goes between those of a group."""
@@ -450,10 +446,8 @@ class DESStrategy(RecsysStrategy):
 
     def teardown(self) -> None:
         """Make the model whole, then all that the base class does."""
-        super().teardown()
-        self._end_groups()
         counted = self._counted
-        self._reset()
+        super().teardown()
         self._counted = counted  # for :meth:`counting_once`
 
 

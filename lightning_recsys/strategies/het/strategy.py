@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.embeddings import EmbeddingBagCollection
-from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.placement import PlacementPlan
 from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.row_cache.backend import CachedBackend
@@ -24,7 +23,7 @@ from lightning_recsys.row_cache.look_ahead import LookAhead, peekable
 from lightning_recsys.row_cache.owners import sum_at_owners
 from lightning_recsys.row_cache.shared_index import SharedIndex
 from lightning_recsys.stores.interfaces import Stores
-from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
+from lightning_recsys.strategies.common.served import ServedStrategy, require_one_of, require_positive
 from lightning_recsys.sync import ClockName, ClockRule
 
 Algorithm = Literal["het", "hybrid"]
@@ -62,7 +61,6 @@ class HETStrategy(ServedStrategy):
             no bound.
         policy: Which rows leave a full cache, of those that no known batch needs: ``lru``, ``lfu`` or ``light_lfu``.
         clock: What a push makes of a row's clock on its server: ``max``, as in the paper, or ``sum``.
-        num_embedding_servers: Number of servers for embedding rows, over which tables are spread.
         prefetch: Look at the next batch one step early, and let its rows travel while the present one computes. Rows
             in shared memory do not travel.
         lookahead_batches: Look at up to so many batches ahead, and keep the rows that they need soonest; 0 leaves all
@@ -103,7 +101,6 @@ class HETStrategy(ServedStrategy):
         staleness: int | float | str | None = 100,
         policy: CachePolicy = "light_lfu",
         clock: ClockName = "max",
-        num_embedding_servers: int = 1,
         prefetch: bool = True,
         lookahead_batches: int = DEFAULT_LOOKAHEAD_BATCHES,
         lookahead_bytes: int = DEFAULT_LOOKAHEAD_BYTES,
@@ -118,7 +115,6 @@ class HETStrategy(ServedStrategy):
         super().__init__(**kwargs)
         require_one_of("policy", policy, get_args(CachePolicy))
         require_positive("cache_rows", cache_rows)
-        require_positive("num_embedding_servers", num_embedding_servers)
         if cache_rows is not None and cache_fraction is not None:
             raise ValueError(
                 f"give strategy.cache_rows or strategy.cache_fraction, not both; got {cache_rows} and {cache_fraction}."
@@ -140,7 +136,6 @@ class HETStrategy(ServedStrategy):
         ClockRule(staleness=self.staleness, clock=clock)  # which refuses what it cannot be
         self.policy: CachePolicy = policy
         self.clock: ClockName = clock
-        self.num_embedding_servers = num_embedding_servers
         if lookahead_batches < 0:
             raise ValueError(
                 f"strategy.lookahead_batches must be at least 0, got {lookahead_batches}. 0 looks at none."
@@ -149,21 +144,11 @@ class HETStrategy(ServedStrategy):
         self.prefetch = prefetch
         self.lookahead_batches = lookahead_batches
         self.lookahead_bytes = lookahead_bytes
-        self._reset()
 
     def _reset(self) -> None:
+        super()._reset()
         self._ahead: LookAhead | None = None
         self._indexes: dict[object, SharedIndex] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_ahead": None,
-            "_indexes": {},
-        }
-
-    def server_specs(self) -> list[ServerSpec]:
-        """Servers for rows."""
-        return [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
 
     @property
     def in_step(self) -> bool:
@@ -337,7 +322,6 @@ class HETStrategy(ServedStrategy):
         if self._ahead is not None:
             self._ahead.close()
         super().teardown()
-        self._reset()
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

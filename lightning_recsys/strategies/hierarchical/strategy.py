@@ -19,7 +19,7 @@ from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
-from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
+from lightning_recsys.strategies.common.served import ServedStrategy, require_positive
 from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.hierarchical.bringing import Planned, plan_ahead
 from lightning_recsys.strategies.hierarchical.eight_bit import FCForward
@@ -64,7 +64,6 @@ class HierarchicalStrategy(ServedStrategy):
         eta: BMUF's step size; ``None`` is its default, 1.
         block_momentum: BMUF's momentum; ``None`` is its default, 0.
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
-        num_embedding_servers: Number of servers for embedding rows, over which tables are spread.
         num_sync_servers: Servers for the centre, where there are several groups.
         min_workers: Nets other than the first may die as long as so many are left.
         module: Path of the module that is cut, which has all trained parameters of the dense part and is called once in
@@ -117,7 +116,6 @@ class HierarchicalStrategy(ServedStrategy):
         eta: float | None = None,
         block_momentum: float | None = None,
         nesterov: bool | None = None,
-        num_embedding_servers: int = 1,
         num_sync_servers: int = 1,
         min_workers: int = 1,
         module: str | None = None,
@@ -143,7 +141,6 @@ class HierarchicalStrategy(ServedStrategy):
                 " not travel over a network, so they are started with the run. Leave strategy.servers out."
             )
         Groups(num_groups, trainers_per_group, nets_per_trainer, servers_per_group)  # which checks them
-        require_positive("num_embedding_servers", num_embedding_servers)
         require_positive("num_sync_servers", num_sync_servers)
         require_positive("min_workers", min_workers)
         if interval is not None and not 0 <= interval < float("inf"):
@@ -162,24 +159,18 @@ class HierarchicalStrategy(ServedStrategy):
         self.servers_per_group = servers_per_group
         self.nets_per_trainer = nets_per_trainer
         self.interval = interval
-        self.num_embedding_servers = num_embedding_servers
         self.num_sync_servers = num_sync_servers
         self.min_workers = min_workers
         self.module = module
-        self._reset()
 
     def _reset(self) -> None:
+        super()._reset()
         self._run: NetRun | None = None  # from the start of training to the teardown
         self._planned: Planned | None = None  # on rank 0, where there was something to plan by
         self._restored: dict[
             str, Tensor
         ] = {}  # this group's own parameters, of the checkpoint that the run goes on from
         self._saves_optimizers = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        fresh = type(self).__new__(type(self))
-        fresh._reset()
-        return super().__getstate__() | fresh.__dict__
 
     # --- Who is who --------------------------------------------------------------------------------------------------
 
@@ -209,8 +200,7 @@ class HierarchicalStrategy(ServedStrategy):
         """Embedding servers, the groups' own, and sync servers where several groups have a centre."""
         groups = self.groups
         options = {"num_nets": groups.nets_per_group}
-        specs = [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
-        specs += [
+        specs = super().server_specs() + [
             ServerSpec(GROUP, index, PROGRAM, options, groups.node_of(group), ranks=groups.ranks_of(group))
             for group in range(self.num_groups)
             for index in groups.servers_of(group)
@@ -382,4 +372,3 @@ class HierarchicalStrategy(ServedStrategy):
         if self._run is not None:
             self._run.restore_forward()
         super().teardown()
-        self._reset()

@@ -26,7 +26,7 @@ from lightning_recsys.strategies.common.schedules import (
     refuse_different_schedules,
     refuse_saving_by_steps,
 )
-from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_one_of, require_positive
+from lightning_recsys.strategies.common.served import ServedStrategy, require_one_of, require_positive
 from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook, ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import (
@@ -87,7 +87,6 @@ class ShadowSyncStrategy(ServedStrategy):
         eta: BMUF's step size; ``None`` is its default, 1.
         block_momentum: BMUF's momentum; ``None`` is its default, 0.
         nesterov: BMUF's look-ahead; ``None`` is its default, off.
-        num_embedding_servers: Number of servers for embedding rows, over which tables are spread.
         num_sync_servers: Servers for the centre of ``easgd``, each with an equal part of it; 1 where there is none.
         final: What the trained model is: ``trainer0``'s replica, or the ``average`` of all.
         min_workers: Workers other than the first may die as long as so many are left.
@@ -128,7 +127,6 @@ class ShadowSyncStrategy(ServedStrategy):
         eta: float | None = None,
         block_momentum: float | None = None,
         nesterov: bool | None = None,
-        num_embedding_servers: int = 1,
         num_sync_servers: int = 1,
         final: Final = "trainer0",
         min_workers: int = 1,
@@ -141,7 +139,6 @@ class ShadowSyncStrategy(ServedStrategy):
         require_positive("workers_per_trainer", workers_per_trainer)
         require_positive("gap", gap)
         require_positive("min_workers", min_workers)
-        require_positive("num_embedding_servers", num_embedding_servers)
         require_positive("num_sync_servers", num_sync_servers)
         if interval is not None and not 0 <= interval < float("inf"):
             raise ValueError(f"strategy.interval must be a finite number of seconds, at least 0, got {interval}.")
@@ -159,16 +156,15 @@ class ShadowSyncStrategy(ServedStrategy):
         self.rounds: RoundsIn = rounds
         self.gap = gap
         self.interval = interval
-        self.num_embedding_servers = num_embedding_servers
         self.num_sync_servers = num_sync_servers
         self.final: Final = final
         self.min_workers = min_workers
+
+    def _reset(self) -> None:
+        super()._reset()
         self._run: TrainerRun | None = None  # from the model's setup to the teardown of a fit
         self._restored = _Kept()  # of the checkpoint that was read last, for the start of training
         self._saved = _Kept()  # for the checkpoint that is being written, from the model's state to the end of it
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_run": None, "_restored": _Kept(), "_saved": _Kept()}
 
     # --- Who is who --------------------------------------------------------------------------------------------------
 
@@ -206,7 +202,7 @@ class ShadowSyncStrategy(ServedStrategy):
 
     def server_specs(self) -> list[ServerSpec]:
         """Embedding servers, and sync servers where the algorithm has a centre."""
-        specs = [ServerSpec(EMBEDDING, index) for index in range(self.num_embedding_servers)]
+        specs = super().server_specs()
         if self.algorithm.topology is Topology.CENTRAL and self.layout.num_trainers > 1:
             specs += [ServerSpec("sync", index) for index in range(self.num_sync_servers)]
         return specs
@@ -438,4 +434,3 @@ class ShadowSyncStrategy(ServedStrategy):
             self._run.close(succeeded=self.succeeded)
             self._run = None
         super().teardown()
-        self._restored, self._saved = _Kept(), _Kept()

@@ -51,10 +51,10 @@ def served(trainer, tmp_path):
     servers = [MappedStores(tmp_path)]
     plan = plan_placement(tables.collections, 1, method="size")
 
-    def make_backend(name, collection, **options):
-        return StoreBackend.create(name, collection.layout, collection.optimizer, **options)
+    def make_backend(name, collection):
+        return StoreBackend.create(name, collection.layout, collection.optimizer, servers=servers, plan=plan)
 
-    tables.bind(servers, plan, make_backend=make_backend, gradient_scale=1.0, first=True)
+    tables.bind(make_backend, gradient_scale=1.0, first=True)
     yield tables
     for server in servers:
         server.close()

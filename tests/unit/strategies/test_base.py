@@ -16,6 +16,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Result
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.strategies import ForkserverDDPStrategy, RecsysStrategy
+from lightning_recsys.strategies.common.own_values import OwnValues
 
 
 class Served(RecsysStrategy):
@@ -125,13 +126,13 @@ def test_strategy_when_pickled_then_keeps_what_workers_need():
 
 def of_a_run(strategy):
     checkpoints, servers = strategy._checkpoints, strategy._run_servers
-    return strategy._own_values._warned, strategy._frozen, checkpoints.rows_wait, servers.connected
+    return strategy._num_validating, strategy._frozen, checkpoints.rows_wait, servers.connected
 
 
 def test_strategy_when_a_run_is_over_or_it_is_pickled_then_has_nothing_of_the_run():
     strategy = connected(Served())
     fresh = of_a_run(strategy)
-    strategy._own_values._warned, strategy._frozen = True, [("x", torch.zeros(1))]
+    strategy._num_validating, strategy._frozen = 2, [("x", torch.zeros(1))]
     strategy._checkpoints._rows_to_load = Path("last.ckpt")
     assert of_a_run(pickle.loads(pickle.dumps(strategy))) == fresh
     strategy.teardown()
@@ -191,9 +192,10 @@ def test_value_when_logged_in_a_step_of_free_workers_then_is_the_workers_own(hoo
 
     monkeypatch.setattr(pl.strategies.DDPStrategy, "reduce", reduce_over_two_ranks)
     strategy, results = Served(), _ResultCollection(training=True)
+    own = OwnValues(strategy)
     options = {"on_step": True, "on_epoch": True, "reduce_fx": "sum", "sync_dist": True, "batch_size": 1}
     for _ in range(2):
-        strategy._own_values.log(results.log, hook, "loss", torch.tensor(3.0), sync_dist_fn=strategy.reduce, **options)
+        own.log(results.log, hook, "loss", torch.tensor(3.0), sync_dist_fn=strategy.reduce, **options)
         assert results.metrics(on_step=True)["callback"] == {"loss": 3.0, "loss_step": 3.0}
     assert reduced == []
     assert results.metrics(on_step=False)["callback"]["loss_epoch"] == 12.0
