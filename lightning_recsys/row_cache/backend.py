@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from lightning_recsys.row_cache.index import BatchPlan, CachePolicy, Integers
 from lightning_recsys.row_cache.messages import RowMessages, RowPlaces
 from lightning_recsys.row_cache.owners import RowGradients, StepGradients, join_gradients
 from lightning_recsys.row_cache.shared_index import SharedIndex
-from lightning_recsys.row_cache.transfers import RowsInPlace, RowTransfers
+from lightning_recsys.row_cache.transfers import RowsInPlace, mapped_stores
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
 from lightning_recsys.sync import ClockName, ClockRule
@@ -102,15 +102,9 @@ class CachedBackend(StoreBackend):
         self.policy: CachePolicy = policy
         self._any_rule = any_rule
         self._passing = self._make_copies(0, device)  # rows of evaluation, which go behind each lookup
-        self._places = RowPlaces(layout, [parts for _, parts in stores])
+        places, rule = RowPlaces(layout, [parts for _, parts in stores]), ClockRule(staleness=staleness, clock=clock)
         # Messages are there in any case: they bring rows of evaluation that are to have this worker's own updates.
-        self._rule = ClockRule(staleness=staleness, clock=clock)
-        self._messages = RowMessages(self.stores, self._places, self._rule, self.row_shapes)
-        # Where it is not None, rows of training move between here and this machine's memory, without messages.
-        self._transfers: RowTransfers | None = None
-        mapped = RowTransfers.between(self.stores, self._passing.rows.device)
-        if mapped and not in_step and is_additive(optimizer):
-            self._transfers = RowTransfers(mapped, self._places, self._rule, self.row_shapes)
+        self._messages = RowMessages(self.stores, places, rule, self.row_shapes)
         self._gradients = StepGradients() if in_step else None  # of batches that wait for the other workers
         self._updates: int | None = None  # that the tables have seen, where the rule asks; None: to be asked for
         self._held = self._hold(shared)
@@ -123,13 +117,14 @@ class CachedBackend(StoreBackend):
     def _hold(self, shared: SharedIndex | None) -> HeldRows:
         dynamic = any(isinstance(store, DynamicEmbeddingStore) for store in self.stores)
         options: dict[str, Any] = {"policy": self.policy, "num_keys": None if dynamic else self.layout.num_rows}
-        device, parts = self._passing.rows.device, (self._messages, self._places, self._gradients)
-        if self._transfers is None:
+        device, parts = self._passing.rows.device, (self._messages, self._gradients)
+        mapped = mapped_stores(self.stores, device)
+        if not mapped or self._gradients is not None or not is_additive(self.optimizer):
             self._shared = None
-            return RowsByMessage(self._make_copies(self.cache_rows, device, **options), *parts, rule=self._rule)
+            return RowsByMessage(self._make_copies(self.cache_rows, device, **options), *parts)
         self._shared = shared or SharedIndex(self.cache_rows, **options)
         cache = self._make_copies(self.cache_rows, device, index=self._shared.index, **options)
-        return RowsInPlace(cache, *parts, transfers=self._transfers, shared=self._shared)
+        return RowsInPlace(cache, *parts, stores=mapped, shared=self._shared)
 
     @property
     def shared_index(self) -> SharedIndex | None:
@@ -231,10 +226,10 @@ class CachedBackend(StoreBackend):
 
         Nothing is pushed, and no copy comes or goes.
         """
-        if self._transfers is not None and not self._held.may_owe:
+        if self._shared is not None and not self._held.may_owe:  # rows of training move without messages
             return super().lookup_frozen(sparse)
         with torch.inference_mode(False):
-            plan = self._passing.plan(self._places.keys_of(sparse.to("cpu")))
+            plan = self._passing.plan(self._messages.places.keys_of(sparse.to("cpu")))
             for answer in self._messages.send(plan.keys_U):
                 found = answer.wait()
                 self._passing.install(plan.slots_U[answer.fetched], found.values, found.clocks.numpy())
@@ -296,12 +291,6 @@ class CachedBackend(StoreBackend):
         self.flush()
         super()._save_rows(destination, prefix)
 
-    def _load_rows(
-        self, state_dict: Mapping[str, Any], prefix: str, missing_keys: list[str], error_msgs: list[str]
-    ) -> None:
-        self.invalidate()
-        super()._load_rows(state_dict, prefix, missing_keys, error_msgs)
-
     def telemetry(self) -> dict[str, Any]:
         """What happened so far.
 
@@ -310,7 +299,7 @@ class CachedBackend(StoreBackend):
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
         and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
         """
-        counts = self._messages.counts if self._transfers is None else self._messages.counts + self._transfers.counts
+        counts = self._messages.total()
         reads = max(counts["reads"], 1)
         return {
             "cache/reads": counts["reads"],

@@ -14,11 +14,10 @@ import numpy as np
 from lightning_recsys.embeddings import SparseFeatures, Ticket
 from lightning_recsys.row_cache.copies import RowCache
 from lightning_recsys.row_cache.index import BatchPlan, Integers
-from lightning_recsys.row_cache.messages import NO_CLOCKS, NO_KEYS, RowMessages, RowPlaces
+from lightning_recsys.row_cache.messages import NO_CLOCKS, NO_KEYS, RowMessages
 from lightning_recsys.row_cache.owners import StepGradients
 from lightning_recsys.row_cache.window import AnnouncedFeatures, same_ids
 from lightning_recsys.stores.exchange import RowValues
-from lightning_recsys.sync import ClockRule
 
 _NAMED_PER_EXPIRY = 16
 """How often a worker names all its copies to a store that forgets rows, while it makes as many batches as the store
@@ -48,8 +47,8 @@ class HeldRows(ABC):
 
     Args:
         cache: The cache of copies, which is empty at first.
-        messages: Tells the stores of updates and steps, and asks them for rows.
-        places: Knows the key of each id, and the store that has it.
+        messages: Tells the stores of updates and steps, and asks them for rows; knows the rows' places and the rule of
+            their clocks.
         gradients: Where workers train in step, the gradients of batches that wait for those of other workers, whose
             rows stay as well; else ``None``.
 
@@ -60,11 +59,9 @@ class HeldRows(ABC):
         may_owe: Whether a copy may have updates that the stores lack.
     """
 
-    def __init__(
-        self, cache: RowCache, messages: RowMessages, places: RowPlaces, gradients: StepGradients | None
-    ) -> None:
+    def __init__(self, cache: RowCache, messages: RowMessages, gradients: StepGradients | None) -> None:
         self.cache, self.counts, self.lags_U, self.may_owe = cache, messages.counts, NO_CLOCKS, False
-        self._messages, self._places, self._gradients = messages, places, gradients
+        self._messages, self._rule, self._gradients = messages, messages.rule, gradients
         self._waiting: WeakSet[CachedTicket] = WeakSet()  # looked up, and may still get gradients
 
     @property
@@ -166,22 +163,11 @@ class RowsByMessage(HeldRows):
     Args:
         cache: The cache of copies, which is empty at first.
         messages: Asks the stores for rows, and tells them of updates.
-        places: Knows the key of each id, and the store that has it.
         gradients: Gradients of batches that wait for those of other workers; see :class:`HeldRows`.
-        rule: Says when a copy is too far ahead, or too far behind.
     """
 
-    def __init__(
-        self,
-        cache: RowCache,
-        messages: RowMessages,
-        places: RowPlaces,
-        gradients: StepGradients | None,
-        *,
-        rule: ClockRule,
-    ) -> None:
-        super().__init__(cache, messages, places, gradients)
-        self._rule = rule
+    def __init__(self, cache: RowCache, messages: RowMessages, gradients: StepGradients | None) -> None:
+        super().__init__(cache, messages, gradients)
         self._coming = AnnouncedFeatures()  # batches that were announced and have not been planned
         self._planned: CachedTicket | None = None  # the batch whose message was sent ahead of its lookup
         self._unnamed_batches = 0  # since the stores were told which copies are here, where they have to be
@@ -205,7 +191,7 @@ class RowsByMessage(HeldRows):
             return
         for number in self._coming.drop_beyond(ahead):
             self.cache.forget(number)
-        self._coming.add(features, self.cache.announce(self._places.keys_of(features)))
+        self._coming.add(features, self.cache.announce(self._messages.places.keys_of(features)))
 
     def flush(self, *, block: int) -> Integers:  # noqa: D102 - inherited
         self._settle_planned()  # what it asked for must not lack what is pushed now
@@ -246,7 +232,7 @@ class RowsByMessage(HeldRows):
         """Plan a batch and send its message: fetch what is missing, refresh what is too far ahead, check the rest."""
         self.evict()
         cache, number = self.cache, self._coming.take(features) if trained else None
-        plan = cache.plan(self._places.keys_of(features)) if number is None else cache.plan_announced(number)
+        plan = cache.plan(self._messages.places.keys_of(features)) if number is None else cache.plan_announced(number)
         batch = CachedTicket(features, plan=plan)
         if not validate or self._rule.staleness is None:
             fetch, check, refresh = np.flatnonzero(plan.new_U), NO_KEYS, NO_KEYS

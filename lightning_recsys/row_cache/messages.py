@@ -21,7 +21,8 @@ from lightning_recsys.placement import TablePart
 from lightning_recsys.row_cache.copies import RowUpdates
 from lightning_recsys.row_cache.index import Integers
 from lightning_recsys.stores.dynamic.rows import DynamicRows
-from lightning_recsys.stores.exchange import RowExchange, RowValues
+from lightning_recsys.stores.exchange import RowExchange, RowValues, bytes_by_kind
+from lightning_recsys.stores.exchange_loops import NUM_COUNTS
 from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore
 from lightning_recsys.stores.stripes import place_keys
 from lightning_recsys.sync import ClockRule
@@ -47,7 +48,7 @@ class RowPlaces:
     """
 
     def __init__(self, layout: TableLayout, stores: Sequence[Sequence[TablePart]]) -> None:
-        self._starts = as_int64s(layout.feature_starts)
+        self._layout = layout
         order = {table.name: number for number, table in enumerate(layout.tables)}
         stripes = [1] * len(order)
         places = []
@@ -81,11 +82,7 @@ class RowPlaces:
 
     def keys_of(self, features: SparseFeatures) -> Integers:
         """The key of each id of a batch on the CPU, int64 ``[N]``: its row's number among the rows of all tables."""
-        if features.is_single_hot:
-            keys_FB: Integers = features.values.numpy().reshape(len(self._starts), -1) + self._starts[:, None]
-            return keys_FB.reshape(-1)
-        counts_F = np.diff(np.array(features.feature_bounds()))
-        keys_N: Integers = features.values.numpy() + np.repeat(self._starts, counts_F)
+        keys_N: Integers = self._layout.rows_of(features).numpy()
         return keys_N
 
 
@@ -119,6 +116,10 @@ class RowMessages:
         counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``; what else
             happens to the collection's copies is counted there as well (:class:`HeldRows`).
         unsent_steps: Updates of the whole collection that each store has not heard of.
+        places: As given.
+        rule: As given.
+        moved: What would have been said to each store had its rows not moved in place, as
+            :mod:`~lightning_recsys.stores.exchange_loops` count it.
     """
 
     def __init__(
@@ -130,7 +131,9 @@ class RowMessages:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.unsent_steps = [0] * len(stores)
-        self._stores, self._places, self._rule, self._row_shapes = stores, places, rule, row_shapes
+        self.places, self.rule = places, rule
+        self.moved = np.zeros((len(stores), NUM_COUNTS), dtype=np.int64)
+        self._stores, self._row_shapes = stores, row_shapes
         dynamic = [x.dynamic if isinstance(x, DynamicEmbeddingStore) else DynamicRows() for x in stores]
         self._counts_updates = [rule.clock == "max" and x.admission > 1 for x in dynamic]  # else the clocks say it
         self._needs_copies = [x.expire_after is not None for x in dynamic]
@@ -142,6 +145,16 @@ class RowMessages:
     def step(self) -> int:
         """Updates that the tables have seen, from all workers; what this one has not sent yet included."""
         return max(store.step + steps for store, steps in zip(self._stores, self.unsent_steps, strict=True))
+
+    def total(self) -> Counter[str]:
+        """The counts, with those of rows that moved in place."""
+        total = self.counts.copy()
+        for store, counts in zip(self._stores, self.moved.tolist(), strict=True):
+            fetched, checked, stale, ahead, pushed, returned, exchanges = counts
+            sizes = {"pushed": pushed, "fetched": fetched + returned, "checked": checked}
+            total.update(bytes_by_kind(store.layout.num_rows, self._row_shapes, **sizes))
+            total.update(misses=fetched, stale=stale, refreshes=ahead, messages=exchanges)
+        return total
 
     def count_step(self) -> None:
         """Note an update; the stores hear of it with the next push or flush."""
@@ -171,7 +184,7 @@ class RowMessages:
         # What is owed leaves the cache with this message and is in no other one: each update is applied once.
         owed, self._owed = self._owed, []
         keys_K = np.concatenate([x.keys for x in owed] or [NO_KEYS])
-        heard_K = np.concatenate([self._rule.sent(x.current, x.unsent) for x in owed] or [NO_CLOCKS])
+        heard_K = np.concatenate([self.rule.sent(x.current, x.unsent) for x in owed] or [NO_CLOCKS])
         updates = {name: _joined([x.values[name] for x in owed]) for name in self._row_shapes if owed}
         unsent_K = np.concatenate([x.unsent for x in owed] or [NO_CLOCKS])
         copies = {}
@@ -180,7 +193,7 @@ class RowMessages:
         # A store does what a message says in this order: updates, fetches, checks. So a row that is pushed and fetched
         # again in one message comes back with its own updates.
         answers = []
-        splits = [self._places.split(keys) for keys in (keys_K, fetch_M, check_C)]
+        splits = [self.places.split(keys) for keys in (keys_K, fetch_M, check_C)]
         for index, (store, *parts) in enumerate(zip(self._stores, *splits, strict=True)):
             (pushed, push_rows), (fetched, fetch_rows), (checked, check_rows) = parts
             # Each store hears of each step once: with the next push to it, or where all of them are to know.
@@ -198,8 +211,8 @@ class RowMessages:
                 fetch_rows=torch.from_numpy(fetch_rows),
                 check_rows=torch.from_numpy(check_rows),
                 check_clocks=torch.from_numpy(clocks_C[checked]),
-                staleness=self._rule.staleness,
-                clock=self._rule.clock,
+                staleness=self.rule.staleness,
+                clock=self.rule.clock,
             )
             answers.append(Answer(store.begin_exchange(request), fetched, checked))
             sizes = request.bytes_by_kind(store.layout.num_rows, self._row_shapes, weight_bytes=store.weight_bytes)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import ref
 
 import numpy as np
 
-from lightning_recsys.embeddings.sparse_features import SparseFeatures
+from lightning_recsys.row_cache.held import HeldRows
 from lightning_recsys.row_cache.index import BatchPlan, CacheIndex, CachePolicy, Integers
 
 _REMEMBERED = 4
@@ -19,29 +18,12 @@ _AT_ONCE = 64
 """When it is full one of so many rows goes: dropping the few new ones of each step costs more than finding them."""
 
 
-class Sharer(Protocol):
-    """A cache with rows of its own in the slots of a shared index."""
-
-    @property
-    def needs_from(self) -> int:
-        """The number of the first plan whose rows must stay."""
-
-    def keys_of(self, features: SparseFeatures) -> Integers:
-        """The key of each id, int64 ``[N]``."""
-
-    def make_room(self, num_slots: int) -> None:
-        """Have so many slots."""
-
-    def leave(self, slots: Integers) -> None:
-        """Rows go from these slots, which the next plan may give to others."""
-
-
 @dataclass(frozen=True)
 class _Planned:
     """A plan that may serve another cache.
 
     Attributes:
-        keys_N: A copy of the keys that it was made for, which tells a batch that was changed in place from that one.
+        keys_N: The keys that it was made for.
         plan: The plan that may be used again.
         used_by: The caches that have had the plan, by ``id``.
     """
@@ -67,23 +49,23 @@ class SharedIndex:
     def __init__(self, limit: int, *, policy: CachePolicy, num_keys: int | None = None) -> None:
         self.limit = limit
         self.index = CacheIndex(limit - int(limit / _AT_ONCE), policy=policy, num_keys=num_keys)
-        self._sharers: list[ref[Sharer]] = []
+        self._sharers: list[ref[HeldRows]] = []
         self._num_slots = 0  # that all of them have
         self._plans: deque[_Planned] = deque(maxlen=_REMEMBERED)
 
-    def join(self, sharer: Sharer) -> None:
+    def join(self, sharer: HeldRows) -> None:
         """Let a cache use the index, as long as it lives."""
-        sharer.make_room(self._num_slots)
+        sharer.cache.make_room(self._num_slots)
         self._sharers.append(ref(sharer, self._sharers.remove))
 
-    def plan(self, sharer: Sharer, features: SparseFeatures) -> BatchPlan:
+    def plan(self, sharer: HeldRows, keys_N: Integers) -> BatchPlan:
         """As :meth:`CacheIndex.plan`; what is new to the index may be old to a cache, and the reverse.
 
         Args:
             sharer: Which cache asks. It gets each plan once.
-            features: The features of the batch, on the CPU.
+            keys_N: The key of each id, in memory of their own, so that a batch that is changed in place is told from
+                what it was.
         """
-        keys_N = sharer.keys_of(features)
         for known in self._plans:
             if id(sharer) not in known.used_by and np.array_equal(known.keys_N, keys_N):
                 known.used_by.add(id(sharer))
@@ -94,7 +76,7 @@ class SharedIndex:
         if self.index.num_slots > self._num_slots:
             self._num_slots = self.index.num_slots * 5 // 4
             for each in self._living():
-                each.make_room(self._num_slots)
+                each.cache.make_room(self._num_slots)
         return plan
 
     def evict(self) -> None:
@@ -107,5 +89,5 @@ class SharedIndex:
             for each in self._living():
                 each.leave(slots_V)
 
-    def _living(self) -> list[Sharer]:
+    def _living(self) -> list[HeldRows]:
         return [sharer for each in self._sharers if (sharer := each()) is not None]
