@@ -222,7 +222,7 @@ def apply_and_owe(
 
 def _tick_all(clocks: NDArray[np.int32], touched: NDArray[np.int64]) -> None:
     for column in (CURRENT, UNSENT):
-        clocks[touched, column] = ClockRule.after_updates(clocks[touched, column])
+        clocks[touched, column] = ClockRule.after_update(clocks[touched, column])
 
 
 def _changes(optimizer: RowOptimizer, grads_UD: Tensor, state: dict[str, Tensor], lr: float) -> dict[str, Tensor]:

@@ -302,7 +302,7 @@ class RowCache:
 
     def outdate(self, slots: Integers) -> None:
         """Somebody else has made an update that these copies lack: their clocks count it, and so are ahead."""
-        self.clocks[slots, CURRENT] = ClockRule.after_updates(self.clocks[slots, CURRENT])
+        self.clocks[slots, CURRENT] = ClockRule.after_update(self.clocks[slots, CURRENT])
 
     def take(self, slots: Integers, *, with_copies: bool = False) -> RowUpdates:
         """Take the updates of those of the given slots that have some; the rows stay, and owe nothing afterwards.

@@ -1,8 +1,8 @@
 """When a cached embedding row may still be used: per-row clocks and their bounds.
 
 The rule stands here once, as compiled functions of single clocks: :func:`advance`, :func:`hear` and :func:`is_too_far`.
-The loops over a worker's copies and over a store's rows call them. :class:`ClockRule` is the same rule for NumPy arrays
-of clocks, of any shape: of the rows of a message, or of all copies of a thousand simulated workers.
+The loops over a worker's copies and over a store's rows call them. :class:`ClockRule` says which bound and which clock
+a run has.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -47,35 +47,14 @@ def is_too_far(ahead, behind, staleness):  # noqa: ANN001, ANN201
 
 
 @compile_loop
-def _advance_each(clocks, updates, after):  # noqa: ANN001, ANN202
+def _advance_each(clocks, after):  # noqa: ANN001, ANN202
     for i in range(after.size):
-        after[i] = advance(clocks[i], updates[i])
-
-
-@compile_loop
-def _hear_each(clocks, sent, by_sum, after):  # noqa: ANN001, ANN202
-    for i in range(after.size):
-        after[i] = hear(clocks[i], sent[i], by_sum)
-
-
-@compile_loop
-def _are_too_far(ahead, behind, staleness, too_far):  # noqa: ANN001, ANN202
-    for i in range(too_far.size):
-        too_far[i] = is_too_far(ahead[i], behind[i], staleness)
-
-
-def _flat(one: Clocks | int, other: Clocks | int) -> tuple[Clocks, Clocks, tuple[int, ...]]:
-    """Clocks of one shape, one behind the other, and that shape."""
-    clocks = np.asarray(one, dtype=np.int32), np.asarray(other, dtype=np.int32)
-    shape = np.broadcast_shapes(*(x.shape for x in clocks))
-    # Broadcast views are copied: compiled loops take no view that numpy would warn of when it is written to.
-    first, second = (x if x.shape == shape else np.broadcast_to(x, shape).copy() for x in clocks)
-    return first.ravel(), second.ravel(), shape
+        after[i] = advance(clocks[i], 1)
 
 
 @dataclass(frozen=True)
 class ClockRule:
-    r"""Per-row clocks with bounded staleness, over arrays of clocks (int32) of any shapes that broadcast.
+    r"""Per-row clocks (int32) with bounded staleness.
 
     A row counts its updates: :math:`c_g` at its server, and for each copy in a worker's cache :math:`c_s`, the server's
     clock when the copy was fetched, and :math:`c_c = c_s` plus the updates made to the copy since. A copy may be read
@@ -107,13 +86,11 @@ class ClockRule:
     Differs from the paper: nothing with ``clock="max"``.
 
     >>> rule = ClockRule(staleness=2)
-    >>> start, current, server = np.array([[4, 4, 4], [6, 7, 4], [4, 7, 7]], dtype=np.int32)
-    >>> rule.needs_push(start, current).tolist()
-    [False, True, False]
-    >>> rule.is_stale(current, server).tolist()
-    [False, False, True]
-    >>> rule.after_push(server, rule.sent(current, current - start)).tolist()
-    [6, 7, 7]
+    >>> start, current, server = np.array([4, 7, 10], dtype=np.int32)
+    >>> is_too_far(current, start, rule.bound), is_too_far(server, current, rule.bound)  # ahead of its start, behind
+    (True, True)
+    >>> int(hear(server, rule.sent(current, current - start), rule.by_sum))
+    10
     """
 
     staleness: int | None
@@ -137,14 +114,6 @@ class ClockRule:
         """Whether a server's clock counts every update; otherwise it takes the larger of two clocks."""
         return self.clock == "sum"
 
-    def needs_push(self, start: Clocks, current: Clocks) -> NDArray[np.bool_]:
-        """Copies too far ahead of what they started from (:math:`c_c > c_s + s`): push them and fetch them again."""
-        return self._too_far(current, start)
-
-    def is_stale(self, current: Clocks, server: Clocks) -> NDArray[np.bool_]:
-        """Copies too far behind their server (:math:`c_g > c_c + s`)."""
-        return self._too_far(server, current)
-
     def sent(self, current: Clocks, unsent: Clocks) -> Clocks:
         """The number that travels with a push.
 
@@ -154,20 +123,8 @@ class ClockRule:
         """
         return unsent if self.by_sum else current
 
-    def after_push(self, server: Clocks, sent: Clocks) -> Clocks:
-        """The server's clocks once pushes with :meth:`sent` have been applied."""
-        server, sent, shape = _flat(server, sent)
-        _hear_each(server, sent, self.by_sum, after := np.empty(server.size, dtype=np.int32))
-        return after.reshape(shape)
-
     @staticmethod
-    def after_updates(current: Clocks, updates: Clocks | int = 1) -> Clocks:
-        """The copies' clocks once they were updated so many times more."""
-        current, updates, shape = _flat(current, updates)
-        _advance_each(current, updates, after := np.empty(current.size, dtype=np.int32))
-        return after.reshape(shape)
-
-    def _too_far(self, ahead: Clocks, behind: Clocks) -> NDArray[np.bool_]:
-        ahead, behind, shape = _flat(ahead, behind)
-        _are_too_far(ahead, behind, self.bound, too_far := np.empty(ahead.size, dtype=np.bool_))
-        return too_far.reshape(shape)
+    def after_update(current: Clocks) -> Clocks:
+        """The clocks of copies ``[C]`` once each was updated again."""
+        _advance_each(current, after := np.empty_like(current))
+        return after
