@@ -57,7 +57,7 @@ def _join_around_parameters(model: nn.Module, nodes: Iterable[fx.Node], links: _
         if node.op == "get_attr" or (inputs and all(x in only_parameters for x in inputs)):
             only_parameters.add(node)
             _join(links, node, *_users(node))
-        for tensor in _own_tensors(model, node):
+        for tensor in tensors_of(model, [node]).values():
             _join(links, first_of.setdefault(id(tensor), node), node)
 
 
@@ -76,14 +76,19 @@ def _join_around_changes(
                 _join(links, node, view, *(user for user in view.users if user in before))
 
 
-def _own_tensors(model: nn.Module, node: fx.Node) -> list[object]:
-    if node.op == "call_module":
-        module = model.get_submodule(str(node.target))
-        return [*module.parameters(), *module.buffers()]
-    if node.op == "get_attr":
-        parent, _, name = str(node.target).rpartition(".")
-        return [getattr(model.get_submodule(parent), name)]
-    return []
+def tensors_of(model: nn.Module, group: Sequence[fx.Node]) -> dict[str, Tensor]:
+    """Parameters and buffers of an operator, each once, by their names in the model."""
+    found: dict[str, Tensor] = {}
+    for node in group:
+        path = str(node.target)
+        if node.op == "call_module":
+            module = model.get_submodule(path)
+            found.update((f"{path}.{name}", tensor) for name, tensor in module.named_parameters())
+            found.update((f"{path}.{name}", tensor) for name, tensor in module.named_buffers())
+        elif node.op == "get_attr":
+            parent, _, name = path.rpartition(".")
+            found[path] = getattr(model.get_submodule(parent), name)
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
 def _changed_in_place(model: nn.Module, node: fx.Node) -> fx.Node | None:
@@ -128,7 +133,7 @@ def _names(model: nn.Module, groups: Iterable[Sequence[fx.Node]]) -> list[str]:
     names: list[str] = []
     for group in groups:
         calls = [node for node in group if node.op == "call_module"]
-        owner = next((node for node in calls if _own_tensors(model, node)), calls[0] if calls else None)
+        owner = next((node for node in calls if tensors_of(model, [node])), calls[0] if calls else None)
         name = str(owner.target) if owner else _name_of_function(group)
         taken = sum(other == name or other.startswith(f"{name}:") for other in names)
         names.append(f"{name}:{taken + 1}" if taken else name)

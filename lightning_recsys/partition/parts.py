@@ -62,7 +62,6 @@ class PartitionedModel:
         signature: Signature of the model's ``forward``, by which arguments are matched.
         arguments: The values that its arguments are, in their order.
         results: What it returns: a node of the traced model, or a container of such.
-        owners: For each key of the model's state dict the part that has it.
 
     Attributes:
         runners: What computes the parts of a device; :func:`run_here` where none is given.
@@ -75,10 +74,8 @@ class PartitionedModel:
         signature: inspect.Signature,
         arguments: Sequence[str],
         results: Any,
-        owners: Mapping[str, str],
     ) -> None:
         self.parts = tuple(parts)
-        self.owners = dict(owners)
         self.runners: dict[str, Runner] = {}
         self._signature = signature
         self._arguments = tuple(arguments)
@@ -102,10 +99,6 @@ class PartitionedModel:
         """The parts of a device, in their order."""
         return tuple(part for part in self.parts if part.device == device)
 
-    def part_state(self, part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What belongs to a part of anything that has the keys of the model's state dict."""
-        return {name: value for name, value in state.items() if self.owners.get(name) == part.name}
-
 
 def split(traced: TracedModel, plan: OperatorPlan) -> PartitionedModel:
     """Cut a model by a plan into as few parts as its operators' order allows, with one device each.
@@ -124,21 +117,12 @@ def split(traced: TracedModel, plan: OperatorPlan) -> PartitionedModel:
     groups: dict[tuple[int, str], list[str]] = {}
     for operator in traced.operators.operators:
         groups.setdefault((level_of[operator.name], plan.devices[operator.name]), []).append(operator.name)
-    keys = list(traced.model.state_dict())
-    parts, owners = [], {}
-    for (level, device), names in sorted(groups.items()):  # group servers come before the trainer
-        part = _make_part(traced, names, device=device, level=level)
-        parts.append(part)
-        called = [f"{node.target}" for name in names for node in traced.nodes[name] if node.op == "call_module"]
-        read = [f"{node.target}" for name in names for node in traced.nodes[name] if node.op == "get_attr"]
-        prefixes = tuple(f"{path}." for path in called)
-        owners.update({key: part.name for key in keys if key in read or key.startswith(prefixes)})
+    ordered = sorted(groups.items())  # group servers come before the trainer
     return PartitionedModel(
-        parts,
+        [_make_part(traced, names, device=device, level=level) for (level, device), names in ordered],
         signature=inspect.signature(partial(type(traced.model).forward, traced.model)),  # which fx has traced
         arguments=[node.name for node in traced.fx_graph.nodes if node.op == "placeholder"],
         results=traced.fx_graph.output_node().args[0],
-        owners=owners,
     )
 
 

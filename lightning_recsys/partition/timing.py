@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from lightning_recsys.partition.grouping import tensors_of
 from lightning_recsys.partition.sampling import Sampled, in_mode, run_alone, run_sample
-from lightning_recsys.partition.tracing import TracedModel, tensors_of
+from lightning_recsys.partition.tracing import TracedModel
 from lightning_recsys.placement.operators import OperatorGraph
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_recsys.partition.fc_split import co_partition
-from lightning_recsys.partition.grouping import group_nodes, module_of
+from lightning_recsys.partition.grouping import group_nodes, module_of, tensors_of
 from lightning_recsys.partition.lookups import is_lookup
 from lightning_recsys.partition.sampling import Sampled, count_flops, in_mode, run_sample
 from lightning_recsys.placement.operators import Operator, OperatorGraph, Value
@@ -190,21 +190,6 @@ def _operator(
         owns_parameters=any(isinstance(tensor, nn.Parameter) for tensor in tensors.values()),
         trainer_only=looks_up or any(node in no_tensors for node in [*group, *inputs]),
     )
-
-
-def tensors_of(model: nn.Module, group: Sequence[fx.Node]) -> dict[str, Tensor]:
-    """Parameters and buffers of an operator, each once, by their names in the model."""
-    found: dict[str, Tensor] = {}
-    for node in group:
-        path = str(node.target)
-        if node.op == "call_module":
-            module = model.get_submodule(path)
-            found.update((f"{path}.{name}", tensor) for name, tensor in module.named_parameters())
-            found.update((f"{path}.{name}", tensor) for name, tensor in module.named_buffers())
-        elif node.op == "get_attr":
-            parent, _, name = path.rpartition(".")
-            found[path] = getattr(model.get_submodule(parent), name)
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
 def num_bytes(tensor: Tensor) -> int:
