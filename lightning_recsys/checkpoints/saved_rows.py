@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
+import math
+import mmap
 import os
 import struct
 import zipfile
 import zlib
-from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import Buffer
 
 from lightning_recsys.checkpoints.folder import version_of
 from lightning_recsys.checkpoints.manifest import SavedChunk
@@ -74,9 +73,11 @@ class SavedRows:
         if number not in self._mapped:
             chunk = self._chunks[number]
             self._check(chunk)
-            path = self._version.folder / chunk.stretch.file
-            start = chunk.stretch.start + _start_of_values(path, chunk)
-            self._mapped[number] = np.memmap(path, np.float32, "r", start, chunk.shape)
+            with (self._version.folder / chunk.stretch.file).open("rb") as file:
+                end = chunk.stretch.start + chunk.stretch.length
+                mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
+            values = np.frombuffer(mapped, np.float32, math.prod(chunk.shape), _start_of_values(mapped, chunk))
+            self._mapped[number] = values.reshape(chunk.shape)
         return self._mapped[number]
 
     def _check(self, chunk: SavedChunk) -> None:
@@ -97,42 +98,11 @@ class SavedRows:
             raise DamagedCheckpointError(checkpoint, stretch.file, f"is damaged: {place}")
 
 
-def _start_of_values(path: Path, chunk: SavedChunk) -> int:
-    """Where in a chunk's stretch its values begin: ``torch.save`` makes a ZIP file of it, not compressed."""
-    with path.open("rb") as file:
-        archive = zipfile.ZipFile(_Part(file, chunk.stretch.start, chunk.stretch.length))
-        (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-        assert entry.compress_type == zipfile.ZIP_STORED
-        assert entry.file_size == 4 * int(np.prod(chunk.shape))
-        file.seek(chunk.stretch.start + entry.header_offset + _NAME_LENGTHS)
-        name_length, extra_length = struct.unpack("<HH", file.read(4))
-        return entry.header_offset + _HEADER_BYTES + int(name_length) + int(extra_length)
-
-
-class _Part(io.RawIOBase):
-    """A stretch of an open file, as a file of its own."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Buffer) -> int:
-        view = memoryview(buffer).cast("B")
-        self._file.seek(self._start + self._at)
-        data = self._file.read(max(0, min(len(view), self._length - self._at)))
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+def _start_of_values(mapped: mmap.mmap, chunk: SavedChunk) -> int:
+    """Where the values of the chunk begin that a mapping ends with: ``torch.save`` makes a ZIP file, not compressed."""
+    archive = zipfile.ZipFile(cast(BinaryIO, mapped))  # whose places count from the start of the mapping
+    (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+    assert entry.compress_type == zipfile.ZIP_STORED
+    assert entry.file_size == 4 * int(np.prod(chunk.shape))
+    name_length, extra_length = struct.unpack_from("<HH", mapped, entry.header_offset + _NAME_LENGTHS)
+    return entry.header_offset + _HEADER_BYTES + int(name_length) + int(extra_length)
