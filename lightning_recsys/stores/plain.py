@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
@@ -17,14 +18,35 @@ from lightning_recsys.sync import StalenessNormalization
 _RULES: dict[str, type[RowOptimizer]] = {
     rule.__name__: rule for rule in (RowSGD, RowAdagrad, RowWiseAdagrad, RowAdam, RowFTRL, RowSWAP)
 }
-_TABLE_FIELDS: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "num_embeddings": (int,),
-    "embedding_dim": (int,),
-    "feature_names": (list, tuple),
-    "pooling": (str,),
-    "init_std": (float, int),
-}
+T = TypeVar("T")
+
+
+def from_plain(kind: type[T], value: object) -> T:
+    """A dataclass from a dict that may come from anybody.
+
+    Args:
+        kind: The dataclass. Its fields are numbers, strings, tuples of such, or ``None``.
+        value: All its fields and no others, each of the type that the class says; lists stand for tuples.
+
+    Raises:
+        ValueError: it is something else, or what the class itself refuses.
+    """
+    hints = get_type_hints(kind)
+    if not isinstance(value, dict) or set(value) != set(hints):
+        raise ValueError(f"{kind.__name__} takes a dict of {sorted(hints)}, got {value!r:.200}.")
+    if wrong := [name for name, hint in hints.items() if not _fits(value[name], hint)]:
+        raise ValueError(f"{wrong} of {kind.__name__} have another type, got {value!r:.200}.")
+    return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in value.items()})
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if isinstance(hint, UnionType):
+        return any(_fits(value, one) for one in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(x, get_args(hint)[0]) for x in value)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint if hint in (int, NoneType) else isinstance(value, str)
 
 
 def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
@@ -95,24 +117,12 @@ def normalization_from_plain(value: object) -> StalenessNormalization | None:
     Raises:
         ValueError: an unknown rule, a number that is out of range or of another type, or a field that is missing.
     """
-    if value is None:
-        return None
-    names = {field.name for field in dataclasses.fields(StalenessNormalization)}
-    if not isinstance(value, dict) or set(value) != names or not isinstance(value["rule"], str):
-        raise ValueError(f"a staleness rule must be a dict of {sorted(names)}, got {value!r:.200}.")
-    numbers = {name: number for name, number in value.items() if name != "rule"}
-    allowed = {name: (int, float, type(None)) if name == "sensitivity" else (int, float) for name in numbers}
-    if any(type(number) not in allowed[name] for name, number in numbers.items()):
-        raise ValueError(f"the numbers of a staleness rule have another type: {numbers!r:.200}.")
-    return StalenessNormalization(**value)
+    return None if value is None else from_plain(StalenessNormalization, value)
 
 
 def layout_to_plain(layout: TableLayout) -> list[dict[str, Any]]:
     """The tables, in storage order."""
-    tables = [dataclasses.asdict(table) for table in layout.tables]
-    return [
-        table | {"pooling": str(table["pooling"]), "feature_names": list(table["feature_names"])} for table in tables
-    ]
+    return [dataclasses.asdict(table) for table in layout.tables]
 
 
 def layout_from_plain(value: object) -> TableLayout:
@@ -123,7 +133,9 @@ def layout_from_plain(value: object) -> TableLayout:
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"a layout must be a list of at least one table, got {value!r:.200}.")
-    tables = tuple(_table_from_plain(table) for table in value)
+    tables = tuple(from_plain(EmbeddingBagConfig, table) for table in value)
+    if not all(0 <= table.init_std < float("inf") for table in tables):
+        raise ValueError(f"a table's init_std must be finite and at least 0, got {[x.init_std for x in tables]}.")
     widths = {table.embedding_dim for table in tables}
     features = [feature for table in tables for feature in table.feature_names]
     if len(widths) > 1 or len({table.name for table in tables}) < len(tables) or len(set(features)) < len(features):
@@ -146,14 +158,3 @@ def rows_from_plain(plain: Mapping[str, Any]) -> tuple[TableLayout, RowOptimizer
     """The reverse of :func:`rows_to_plain`, which may have more beside it; errors as of each."""
     normalization = normalization_from_plain(plain["normalization"])
     return layout_from_plain(plain["tables"]), optimizer_from_plain(plain["optimizer"]), normalization
-
-
-def _table_from_plain(value: object) -> EmbeddingBagConfig:
-    if not isinstance(value, dict) or set(value) != set(_TABLE_FIELDS):
-        raise ValueError(f"a table must be a dict of {sorted(_TABLE_FIELDS)}, got {value!r:.200}.")
-    wrong = [name for name, types in _TABLE_FIELDS.items() if type(value[name]) not in types]
-    if wrong or not all(isinstance(feature, str) for feature in value["feature_names"]):
-        raise ValueError(f"a table's fields {wrong or ['feature_names']} have another type, got {value!r:.200}.")
-    if not 0 <= value["init_std"] < float("inf"):
-        raise ValueError(f"a table's init_std must be finite and at least 0, got {value['init_std']}.")
-    return EmbeddingBagConfig(**value)

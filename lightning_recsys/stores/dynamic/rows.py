@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from lightning_recsys.stores.plain import from_plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +56,7 @@ class DynamicRows:
 
 def dynamic_to_plain(dynamic: DynamicRows | None) -> dict[str, Any] | None:
     """As plain data, for files and for the wire."""
-    if dynamic is None:
-        return None
-    keys, steps = dynamic.first_keys, dynamic.key_steps
-    return {
-        "admission": dynamic.admission,
-        "expire_after": dynamic.expire_after,
-        "first_keys": None if keys is None else list(keys),
-        "key_steps": None if steps is None else list(steps),
-    }
+    return None if dynamic is None else asdict(dynamic)
 
 
 def dynamic_from_plain(value: object) -> DynamicRows | None:
@@ -74,16 +68,4 @@ def dynamic_from_plain(value: object) -> DynamicRows | None:
     >>> dynamic_from_plain(dynamic_to_plain(DynamicRows(admission=3)))
     DynamicRows(admission=3, expire_after=None, first_keys=None, key_steps=None)
     """
-    if value is None:
-        return None
-    names = ("admission", "expire_after", "first_keys", "key_steps")
-    if not isinstance(value, dict) or value.keys() != set(names):
-        raise ValueError(f"dynamic rows take {', '.join(names)}, got {value!r:.200}.")
-    admission, expire_after, *lists = (value[name] for name in names)
-    numbers = [admission, *([] if expire_after is None else [expire_after])]
-    for some in lists:
-        numbers += [] if some is None else some if isinstance(some, list) else [""]
-    if any(type(number) is not int for number in numbers):
-        raise ValueError(f"{', '.join(names)} must be whole numbers, got {value!r:.200}.")
-    first_keys, key_steps = (None if some is None else tuple(some) for some in lists)
-    return DynamicRows(admission=admission, expire_after=expire_after, first_keys=first_keys, key_steps=key_steps)
+    return None if value is None else from_plain(DynamicRows, value)

@@ -365,7 +365,9 @@ def test_dynamic_rows_when_out_of_range_then_refused(options, message):
     ],
 )
 def test_plain_dynamic_rows_when_they_are_none_then_refused(value):
-    with pytest.raises(ValueError, match=r"take admission|whole numbers|numbers from 1"):
+    with pytest.raises(
+        ValueError, match=r"DynamicRows takes a dict of|of DynamicRows have another type|numbers from 1"
+    ):
         dynamic_from_plain(value)
 
 
