@@ -17,7 +17,6 @@ from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.kernels.numba_kernel import gather_for
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.stores import counters
 from lightning_recsys.stores.digests import digest_rows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
@@ -120,29 +119,14 @@ class MappedEmbeddingStore(RowFiles):
     ) -> Tensor | None:
         """As :meth:`apply_gradients`; tells the staleness of versioned rows, as ``count_staleness`` has it."""
         check_versions(self.normalization, versions, sparse.values.numel())
-        rows, state = self.rows, self.row_state
-        step = counters.add(self.arrays["counters"], STEP)
-        if self._versions is None:
-            self._kernel.apply_gradients(rows, state, sparse, grad_BFD, lr=lr, step=step)
-            return None
-        touched, sums, oldest = self._summing.sum_gradients(sparse, grad_BFD, versions)
-        pulled = None if versions is None else torch.from_numpy(oldest)
-        update = self._versions.update
-        return update(self.optimizer, touched, sums, pulled, rows, state, lr=lr, step=step)
+        return self._train_bags(sparse, grad_BFD, versions, lr=lr)
 
     def update_rows(
         self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> Tensor | None:
         """As :meth:`apply_row_gradients`; tells what :meth:`update` does."""
         self._check_row_gradients(rows_U, grads_UD, versions)
-        rows, state = self.rows, self.row_state
-        step = counters.add(self.arrays["counters"], STEP)
-        touched, grads = rows_U.contiguous().numpy(), grads_UD.contiguous().numpy()
-        if self._versions is None:
-            apply_update(self.optimizer, touched, grads, rows, state, lr=lr, step=step)
-            return None
-        update = self._versions.update
-        return update(self.optimizer, touched, grads, versions, rows, state, lr=lr, step=step)
+        return self._train_places(rows_U.contiguous().numpy(), grads_UD.contiguous().numpy(), versions, lr=lr)
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self.row_shapes)

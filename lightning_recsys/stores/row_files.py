@@ -8,6 +8,7 @@ from abc import abstractmethod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.embeddings.backend import row_shapes
@@ -15,6 +16,8 @@ from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
 from lightning_recsys.embeddings.kernels.numba_kernel import NumbaKernel
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.optim.compiled import apply_update
+from lightning_recsys.stores import counters
 from lightning_recsys.stores.checks import check_rows
 from lightning_recsys.stores.interfaces import EmbeddingStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
@@ -97,6 +100,31 @@ class RowFiles(EmbeddingStore):
             self._observed.add(counts)
 
     # --- Checks ------------------------------------------------------------------------------------------------------
+
+    def _train_bags(
+        self, sparse: SparseFeatures, grad_BFD: Tensor, versions: Tensor | None, *, lr: float
+    ) -> Tensor | None:
+        """Train the rows that features name by their places; returns staleness and count of each, with versions."""
+        weight, state, step = self._begin_update()
+        if self._versions is None:
+            self._kernel.apply_gradients(weight, state, sparse, grad_BFD, lr=lr, step=step)
+            return None
+        touched, sums, oldest = self._summing.sum_gradients(sparse, grad_BFD, versions)
+        pulled = None if versions is None else torch.from_numpy(oldest)
+        return self._versions.update(self.optimizer, touched, sums, pulled, weight, state, lr=lr, step=step)
+
+    def _train_places(
+        self, places: NDArray[np.int64], grads_UD: NDArray[np.float32], versions: Tensor | None, *, lr: float
+    ) -> Tensor | None:
+        """As :meth:`_train_bags`, of rows by their places, with the gradients of each."""
+        weight, state, step = self._begin_update()
+        if self._versions is None:
+            apply_update(self.optimizer, places, grads_UD, weight, state, lr=lr, step=step)
+            return None
+        return self._versions.update(self.optimizer, places, grads_UD, versions, weight, state, lr=lr, step=step)
+
+    def _begin_update(self) -> tuple[Tensor, dict[str, Tensor], int]:
+        return self.arrays["weight"], self._state, counters.add(self.arrays["counters"], STEP)
 
     def _check_row_gradients(self, rows_U: Tensor, grads_UD: Tensor, versions: Tensor | None) -> None:
         if grads_UD.shape != (rows_U.numel(), self.layout.embedding_dim):

@@ -23,7 +23,6 @@ from lightning_recsys.embeddings.int64_ids import NUM_IDS, as_int64, as_int64s, 
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.stores import counters
 from lightning_recsys.stores.checks import check_rows
 from lightning_recsys.stores.dynamic.drawing import draw_rows
@@ -283,17 +282,10 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         """As :meth:`apply_gradients`; tells the staleness of versioned rows, as ``count_staleness`` has it."""
         check_versions(self.normalization, versions, sparse.values.numel())
         with self._mutex:
-            slots_N, counts = self.admit(self.layout.rows_of(sparse).numpy()), None
-            slots = _admitted(sparse, slots_N)
-            weight, state, step = self._begin_update(slots_N)
-            if self._versions is None:
-                self._kernel.apply_gradients(weight, state, slots, grad_BFD, lr=lr, step=step)
-            else:
-                kept = versions if versions is None else versions[torch.from_numpy(slots_N >= 0)]
-                touched, sums, oldest = self._summing.sum_gradients(slots, grad_BFD, kept)
-                pulled = None if versions is None else torch.from_numpy(oldest)
-                update = self._versions.update
-                counts = update(self.optimizer, touched, sums, pulled, weight, state, lr=lr, step=step)
+            slots_N = self.admit(self.layout.rows_of(sparse).numpy())
+            self._note_trained(slots_N)
+            kept = None if versions is None else versions[torch.from_numpy(slots_N >= 0)]
+            counts = self._train_bags(_admitted(sparse, slots_N), grad_BFD, kept, lr=lr)
             self._end_update()
         return counts
 
@@ -303,17 +295,13 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         """As :meth:`apply_row_gradients`; tells what :meth:`update` does."""
         self._check_row_gradients(rows_U, grads_UD, versions)
         with self._mutex:
-            slots_U, grads, counts = self.admit(_array(rows_U)), grads_UD.contiguous().numpy(), None
+            slots_U, grads = self.admit(_array(rows_U)), grads_UD.contiguous().numpy()
             kept = slots_U >= 0
             if not kept.all():
                 slots_U, grads = slots_U[kept], grads[kept]
                 versions = None if versions is None else versions[torch.from_numpy(kept)]
-            weight, state, step = self._begin_update(slots_U)
-            if self._versions is None:
-                apply_update(self.optimizer, slots_U, grads, weight, state, lr=lr, step=step)
-            else:
-                update = self._versions.update
-                counts = update(self.optimizer, slots_U, grads, versions, weight, state, lr=lr, step=step)
+            self._note_trained(slots_U)
+            counts = self._train_places(slots_U, grads, versions, lr=lr)
             self._end_update()
         return counts
 
@@ -390,10 +378,6 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         if self.dynamic.expire_after is not None:
             slots, clocks = slots_N[slots_N >= 0], self.arrays[CLOCK].numpy()
             clocks[slots[clocks[slots] == _UNTRAINED]] = 0
-
-    def _begin_update(self, slots_N: np.ndarray) -> tuple[Tensor, dict[str, Tensor], int]:
-        self._note_trained(slots_N)
-        return self.arrays["weight"], self._state, counters.add(self.arrays["counters"], STEP)
 
     def _end_update(self) -> None:
         self._index.advance()
