@@ -1,6 +1,6 @@
 """Checks of numbers that a store is given: learning rates, rows, ids and bags within their ranges."""
 
-# Shape suffixes: F features, N ids of the batch.
+# Shape suffixes: F features.
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.embeddings.int64_ids import are_below, as_int64
+from lightning_recsys.embeddings.sparse_features import SparseFeatures, bags_cover_ids, ids_are_inside
 
 
 def check_rate(lr: float) -> None:
@@ -25,22 +26,10 @@ def check_rows(rows: Tensor, num_rows: int) -> None:
         raise IndexError(f"rows must be in [0, {num_rows}), got {low} to {high}")
 
 
-def check_single(ids_N: Tensor, sizes_F: Tensor) -> None:
-    """One id per bag: each is in its feature's table."""
-    if ids_N.numel():
-        ids_FB = ids_N.view(sizes_F.numel(), -1)
-        if not bool(are_below(ids_FB, sizes_F.unsqueeze(1)).all()):
-            low, high = int(ids_N.min()), ids_FB.amax(1).tolist()
-            raise IndexError(f"ids must be in [0, {sizes_F.tolist()}) by feature, got {low} to {high}")
-
-
-def check_bags(ids_N: Tensor, offsets: Tensor, sizes_F: Tensor) -> None:
-    """Offsets rise from 0 to the number of ids, and each id is in its feature's table."""
-    low, high = (int(x) for x in offsets.aminmax())
-    lengths = offsets.diff()  # which cannot overflow where all offsets are in range
-    if low or high > ids_N.numel() or offsets[0] or offsets[-1] != ids_N.numel() or bool((lengths < 0).any()):
-        raise ValueError(f"offsets must rise from 0 to the number of ids, {ids_N.numel()}")
-    if ids_N.numel():
-        sizes_N = sizes_F.repeat_interleave(lengths.view(sizes_F.numel(), -1).sum(1))
-        if not bool(are_below(ids_N, sizes_N).all()):
-            raise IndexError(f"ids must be in [0, {sizes_F.tolist()}) by feature")
+def check_features(sparse: SparseFeatures, sizes_F: Tensor) -> None:
+    """Bags cover the ids, and each id is in its feature's table."""
+    if not sparse.is_single_hot and not bags_cover_ids(sparse):
+        raise ValueError(f"offsets must rise from 0 to the number of ids, {sparse.values.numel()}")
+    if not ids_are_inside(sparse, sizes_F):
+        low, high = (int(x) for x in sparse.values.aminmax())
+        raise IndexError(f"ids must be in [0, {sizes_F.tolist()}) by feature, got {low} to {high}")

@@ -16,7 +16,7 @@ from lightning_recsys.parameter_server.journal import Undo
 from lightning_recsys.parameter_server.requests.checks import take_array
 from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores import embedding_store
-from lightning_recsys.stores.checks import check_bags, check_single
+from lightning_recsys.stores.checks import check_features
 from lightning_recsys.stores.dense_store import MappedDenseStore
 from lightning_recsys.stores.dynamic import hash_store
 from lightning_recsys.stores.dynamic.hash_store import HashEmbeddingStore
@@ -72,10 +72,7 @@ class ServedEmbedding:
         if max(ids_N.numel(), 0 if offsets is None else offsets.numel() - 1) > limits.rows:
             raise ValueError(f"a request has at most {limits.rows} ids or bags")
         sparse = SparseFeatures(self.keys, ids_N, offsets=offsets, weights=weights_N)
-        if offsets is None:
-            check_single(ids_N, self._sizes_F)
-        else:
-            check_bags(ids_N, offsets, self._sizes_F)
+        check_features(sparse, self._sizes_F)
         return sparse, arrays
 
     def touched_rows(self, sparse: SparseFeatures) -> Tensor:
