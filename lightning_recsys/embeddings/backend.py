@@ -107,6 +107,14 @@ class TableBackend(Backend):
     def write(self, table: str, name: str, values: Tensor) -> None:
         """The reverse of :meth:`read`."""
 
+    def read_rows(self, table: str, name: str, first_row: int, num_rows: int) -> Tensor:
+        """As :meth:`read`, of so many rows from ``first_row`` on."""
+        return self.read(table, name)[first_row : first_row + num_rows]
+
+    def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
+        """As :meth:`write`, from ``first_row`` on; here for rows in this process, which :meth:`read` gives itself."""
+        self.read_rows(table, name, first_row, len(values)).copy_(values)
+
     @property
     def row_keys(self) -> list[str]:
         """The keys of rows and optimizer state in the state dict."""
@@ -116,6 +124,11 @@ class TableBackend(Backend):
     def replacing_rows(self) -> Iterator[None]:
         """Meanwhile rows are written from outside; where several processes share them, all of them do this."""
         yield
+
+    def extra_repr(self) -> str:
+        """Tables and rule."""
+        tables = ", ".join(f"{x.name}: {x.num_embeddings} x {x.embedding_dim}" for x in self.layout.tables)
+        return f"{tables}; {self.optimizer}"
 
     def copy_from(self, other: TableBackend) -> None:
         """Take rows, optimizer state and step of another backend of the same tables and rule."""
@@ -320,10 +333,7 @@ class LocalBackend(TableBackend):
 
     def extra_repr(self) -> str:
         """Names the tables, the rule and the kernel."""
-        tables = ", ".join(
-            f"{table.name}: {table.num_embeddings} x {table.embedding_dim}" for table in self.layout.tables
-        )
-        return f"{tables}; {self.optimizer}; kernel={self.kernel_name}"
+        return f"{super().extra_repr()}; kernel={self.kernel_name}"
 
 
 class NoTables(TableBackend):

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -256,6 +256,25 @@ class SparseFeatures:
         return torch.ones(self.values.shape, device=self.device) if self.weights is None else self.weights
 
 
+def find(tree: Any, kind: type[T]) -> Iterator[T]:
+    """All objects of a type in nested mappings, sequences and dataclasses.
+
+    >>> list(find({"a": [1, "x"], "b": (2.0, {"c": 3})}, int))
+    [1, 3]
+    """
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from find(value, kind)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from find(value, kind)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for part in fields(tree):
+            yield from find(getattr(tree, part.name), kind)
+
+
 def _interleave(parts: Sequence[Sequence[Tensor]]) -> Tensor:
     """Join per-feature pieces of several batches, feature by feature."""
     return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces])
@@ -284,10 +303,10 @@ def all_below(ids, bounds, limits):  # noqa: ANN001, ANN201
 
 @compile_loop
 def _rise(offsets):  # noqa: ANN001, ANN202
-    lowest = offsets[0] * 0
+    falls = 0
     for bag in range(1, offsets.shape[0]):
-        lowest = min(lowest, offsets[bag] - offsets[bag - 1])
-    return lowest >= 0
+        falls += offsets[bag] < offsets[bag - 1]  # a difference could overflow
+    return falls == 0
 
 
 def bags_cover_ids(sparse: SparseFeatures) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import logging
 import math
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.types import _Stateful
@@ -19,8 +18,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
-
-T = TypeVar("T")
+from lightning_recsys.embeddings.sparse_features import find
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
@@ -338,22 +336,3 @@ class LookAhead:
             return [loader.peek(ahead) if self._batch_idx + ahead + 1 < last else None for loader in loaders]
         # Where there is no length, Lightning is one batch ahead.
         return [loader.peek(ahead - 1) if ahead else loader.current for loader in loaders]
-
-
-def find(tree: Any, kind: type[T]) -> Iterator[T]:
-    """All objects of a type in nested mappings, sequences and dataclasses.
-
-    >>> list(find({"a": [1, "x"], "b": (2.0, {"c": 3})}, int))
-    [1, 3]
-    """
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from find(value, kind)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from find(value, kind)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from find(getattr(tree, field.name), kind)

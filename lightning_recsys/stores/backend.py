@@ -390,8 +390,7 @@ class StoreBackend(TableBackend):
 
     def extra_repr(self) -> str:
         """Names the tables, the rule and how many stores there are."""
-        tables = ", ".join(f"{x.name}: {x.num_embeddings} x {x.embedding_dim}" for x in self.layout.tables)
-        return f"{tables}; {self.optimizer}; stores={len(self._shares)}"
+        return f"{super().extra_repr()}; stores={len(self._shares)}"
 
 
 def table_costs(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -11,6 +9,7 @@ from pytorch_lightning.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.embeddings.sparse_features import find
 
 
 def sample_features(trainer: pl.Trainer, count: int) -> list[SparseFeatures]:
@@ -24,7 +23,7 @@ def sample_features(trainer: pl.Trainer, count: int) -> list[SparseFeatures]:
         count: Number of batches to take.
     """
     with isolate_rng():
-        return [features for batch in sample_batches(trainer, count) for features in _features_in(batch)]
+        return list(find(sample_batches(trainer, count), SparseFeatures))
 
 
 def sample_batches(trainer: pl.Trainer, count: int) -> list[Any]:
@@ -43,17 +42,3 @@ def _of_loader(loader: DataLoader[Any], count: int) -> list[Any]:
     starts = range(0, min(count * loader.batch_size, len(dataset)), loader.batch_size)
     rows = [range(start, min(start + loader.batch_size, len(dataset))) for start in starts]
     return [loader.collate_fn([dataset[row] for row in batch]) for batch in rows]
-
-
-def _features_in(batch: Any) -> Iterator[SparseFeatures]:
-    if isinstance(batch, SparseFeatures):
-        yield batch
-        return
-    if isinstance(batch, Mapping):
-        parts = list(batch.values())
-    elif dataclasses.is_dataclass(batch):
-        parts = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    else:
-        parts = list(batch) if isinstance(batch, (tuple, list)) else []
-    for part in parts:
-        yield from _features_in(part)

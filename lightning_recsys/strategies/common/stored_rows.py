@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from lightning_recsys.checkpoints import StoredRows, StoredTensor
 from lightning_recsys.embeddings import TableBackend
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.stores.dynamic.tables import IDS, DynamicTables
+from lightning_recsys.stores.dynamic.tables import IDS
 
 
 def dense_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -31,39 +32,42 @@ def row_keys(model: nn.Module) -> set[str]:
     }
 
 
-def dynamic_rows_of(backend: TableBackend, dynamic: DynamicTables, *, rank: int = 0, world_size: int = 1) -> StoredRows:
-    """The rows of a backend's tables with dynamic rows, as one of the ranks that share them saves and loads them."""
-    return StoredRows(
-        tables=tuple(dynamic.tables),
-        row_shapes=backend.row_shapes,
-        live_ids=dynamic.live_ids,
-        read=dynamic.read,
-        write=dynamic.write,
-        clear=dynamic.clear,
-        rank=rank,
-        world_size=world_size,
-    )
+def rows_of(
+    place: str, backend: TableBackend, *, rank: int = 0, world_size: int = 1
+) -> dict[str, StoredTensor | StoredRows]:
+    """A backend's rows and their optimizer state, as one of the ranks that share them saves and loads them.
+
+    Args:
+        place: Of the backend in the model.
+        backend: Whose rows they are.
+        rank: Which of the ranks.
+        world_size: How many there are.
+    """
+    share: Any = {"rank": rank, "world_size": world_size}
+    if isinstance(backend, StoreBackend) and (dynamic := backend.dynamic) is not None:
+        access: Any = {"read": dynamic.read, "write": dynamic.write, "clear": dynamic.clear}
+        tables = tuple(dynamic.tables)
+        rows = StoredRows(tables=tables, row_shapes=backend.row_shapes, live_ids=dynamic.live_ids, **access, **share)
+        return {place: rows}
+    return {
+        f"{place}.{table.name}.{name}": StoredTensor(
+            shape=torch.Size((table.num_embeddings, *row_shape)),
+            dtype=torch.float32,
+            read=partial(backend.read_rows, table.name, name),
+            write=partial(backend.write_rows, table.name, name),
+            **share,
+        )
+        for table in backend.layout.tables
+        for name, row_shape in backend.row_shapes.items()
+    }
 
 
 def stored_tensors(model: nn.Module, *, rank: int, world_size: int) -> dict[str, StoredTensor | StoredRows]:
     """Rows and their optimizer state in stores, by their keys in the state dict, as one of several ranks saves them."""
     found: dict[str, StoredTensor | StoredRows] = {}
     for place, backend in _backends_of(model).items():
-        if isinstance(backend, StoreBackend) and backend.dynamic is not None:
-            found[place] = dynamic_rows_of(backend, backend.dynamic, rank=rank, world_size=world_size)
-        elif isinstance(backend, StoreBackend):
-            found |= {
-                f"{place}.{table.name}.{name}": StoredTensor(
-                    shape=torch.Size((table.num_embeddings, *row_shape)),
-                    dtype=torch.float32,
-                    read=partial(backend.read_rows, table.name, name),
-                    write=partial(backend.write_rows, table.name, name),
-                    rank=rank,
-                    world_size=world_size,
-                )
-                for table in backend.layout.tables
-                for name, row_shape in backend.row_shapes.items()
-            }
+        if isinstance(backend, StoreBackend):
+            found |= rows_of(place, backend, rank=rank, world_size=world_size)
     return found
 
 

@@ -23,7 +23,7 @@ from lightning_recsys.placement import FieldCost, FieldPlan
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.mapped import MappedStores
-from lightning_recsys.strategies.common.stored_rows import dynamic_rows_of
+from lightning_recsys.strategies.common.stored_rows import rows_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -166,17 +166,7 @@ class CutModel:
         for place, collection in self.collections.items():
             backend = collection.embedding_bags
             assert isinstance(backend, TableBackend)
-            if isinstance(backend, OwnRows) and backend.dynamic is not None:
-                tensors[f"{place}.embedding_bags"] = dynamic_rows_of(backend, backend.dynamic)
-                continue
-            for table in collection.tables:
-                for name, row_shape in backend.row_shapes.items():
-                    tensors[f"{place}.embedding_bags.{table.name}.{name}"] = StoredTensor(
-                        shape=torch.Size((table.num_embeddings, *row_shape)),
-                        dtype=torch.float32,
-                        read=partial(_read, backend, table.name, name),
-                        write=partial(_write, backend, table.name, name),
-                    )
+            tensors |= rows_of(f"{place}.embedding_bags", backend)
         return tensors
 
     def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -392,11 +382,3 @@ def _modules(model: nn.Module, kind: type[M]) -> Iterator[tuple[str, M]]:
 
 def _describe(name: str, module: nn.Module) -> str:
     return f"{type(module).__name__} ({name!r})" if name else type(module).__name__
-
-
-def _read(backend: TableBackend, table: str, name: str, first: int, num_rows: int) -> Tensor:
-    return backend.read(table, name)[first : first + num_rows]
-
-
-def _write(backend: TableBackend, table: str, name: str, first: int, values: Tensor) -> None:
-    backend.read(table, name)[first : first + len(values)].copy_(values)

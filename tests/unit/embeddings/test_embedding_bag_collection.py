@@ -57,6 +57,7 @@ def test_forward_when_an_id_is_out_of_range_then_named_and_nothing_changed(kerne
         {"lengths": torch.tensor([1, 0, 0])},
         {"offsets": torch.tensor([0, 100_000_000, 5, 5])},
         {"offsets": torch.tensor([-1, 2, 4, 5])},
+        {"offsets": torch.tensor([0, 2**63 - 1, 5 - 2**63, 4])},  # whose differences overflow
     ],
 )
 def test_forward_when_bags_do_not_cover_the_ids_then_refused(kernel, bags):

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_recsys.data.loader import BatchLoader
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.row_cache.look_ahead import BYTES_PER_ID, LookAhead, PeekableLoader, copy_batch, find, peekable
+from lightning_recsys.embeddings.sparse_features import find
+from lightning_recsys.row_cache.look_ahead import BYTES_PER_ID, LookAhead, PeekableLoader, copy_batch, peekable
 
 
 class Numbers:
