@@ -59,7 +59,9 @@ class RowsInPlace(HeldRows):
         self._stores, self._shared = stores, shared
         self._update = loops.update_copies_for(cache.rows.shape[1])
         # Of each store the rows with their state, and the clocks, as the loops take them.
-        self._stored = [((x.rows.numpy(), _state(x.row_state)), x.clocks.numpy()[:, None]) for x in stores]
+        self._stored: list[tuple[Arrays, NDArray[np.int32]]] = [
+            ((x.rows.numpy(), _state(x.row_state)), x.clocks.numpy()[:, None]) for x in stores
+        ]
         self._copies_of: tuple[Tensor, Arrays] | None = None
         shared.join(self)
 
