@@ -86,9 +86,8 @@ LINES: dict[str, list[str]] = {
         "dense_store dynamic/hash_store dynamic/tables embedding_store",
         "row_files",
         "interfaces",
-        "exchange versions",
-        "checks counters digests dynamic/drawing dynamic/key_index dynamic/rows exchange_loops locality mapped_arrays"
-        " plain stripes",
+        "dynamic/rows exchange versions",
+        "checks counters digests dynamic/drawing dynamic/key_index exchange_loops locality mapped_arrays plain stripes",
     ],
 }
 NOT_FOR_THE_LIBRARY = {"recipes", "recipe_tools", "conf", "tests", "hydra", "omegaconf", "lightning"}
