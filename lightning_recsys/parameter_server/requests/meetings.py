@@ -212,6 +212,9 @@ class MeetingRequests:
         with suppress(FileNotFoundError):
             kept = json.loads(self._path(run, LEASES).read_bytes())
             known.number, known.leases = kept["number"], ShardLeases.from_plain(kept["leases"])
+            # Deaths are in the other file. Killed before the next lease, the server left them out of this one.
+            for lost in known.membership.lost:
+                known.leases.lose(lost)
         return known
 
 

@@ -228,12 +228,16 @@ def test_leases_when_the_server_is_killed_between_them_then_each_batch_is_dealt_
     assert sorted(seen) == [(owner, number) for owner in range(3) for number in range(20)]
 
 
-def test_leases_when_their_worker_dies_then_others_have_them_and_it_is_counted_over_the_passes(place, caplog):
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("server", ["lives", "dies"])
+def test_leases_when_their_worker_dies_then_others_have_them_and_it_is_counted_over_the_passes(place, server, caplog):
     for rank in range(3):
         place.server.request("meet", arguments=a_meeting(rank), arrays=[torch.empty(0, dtype=torch.uint8)])
     first, gone, other = (ShareDealer(place, rank=rank) for rank in range(3))
     next(iter(gone(20)))  # its first eight batches
     assert place.lose(1)
+    if server == "dies":  # before anybody asks again
+        place.server.restart()
     own, others = iter(first(20)), iter(other(20))
     seen = []
     while sum(x.last - x.first for x in seen) < 60:  # in turn: neither waits for the other before all is leased
