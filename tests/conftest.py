@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from hypothesis import settings
 from lightning_fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -29,6 +30,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell has started the tests in the background. Processes that they start would inherit that, and go on after the
     # Ctrl-C that a test sends them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("however_busy_the_machine", deadline=None)
+settings.load_profile("however_busy_the_machine")
 
 collect_ignore_glob = ["*_script.py"]  # run in processes of their own; looking for doctests would run them too
 

@@ -192,7 +192,6 @@ def test_handler_when_given_thousands_of_wrong_requests_then_answers_all_and_cha
 
     @settings(
         max_examples=CASES // PER_EXAMPLE,
-        deadline=None,
         database=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
@@ -231,9 +230,7 @@ def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on
         before, sent = digest(tmp_path), 0
         with raw_dealer(context, server.endpoint) as dealer:
 
-            @settings(
-                max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-            )
+            @settings(max_examples=40, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
             @given(st.lists(requests, min_size=10, max_size=10))
             def fuzz(batch):
                 nonlocal sent

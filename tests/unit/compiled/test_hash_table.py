@@ -43,13 +43,13 @@ def check_against_a_dict(table, events):
 @given(
     events=st.lists(st.tuples(st.booleans(), st.one_of(st.integers(-3, 12), st.integers(-(2**63), 2**63 - 1)))),
 )
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_hash_table_when_keys_come_and_go_then_it_holds_what_a_dict_holds(events):
     check_against_a_dict(make_table(max(len(events), 1)), events)
 
 
 @given(events=st.lists(st.tuples(st.booleans(), st.integers(0, 12))))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_array_when_keys_come_and_go_then_it_holds_what_a_dict_holds(events):
     check_against_a_dict(make_array(13), events)
 

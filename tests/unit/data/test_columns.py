@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recsys.data.raw.cleaning import as_bags, concatenate
@@ -39,7 +39,6 @@ def chunked(words: list[str | None], *, encode: bool) -> pa.ChunkedArray:
     return pa.chunked_array([chunk.dictionary_encode() for chunk in chunks] if encode else chunks)
 
 
-@settings(deadline=None)
 @given(words=WORDS, encode=st.booleans())
 def test_categories_when_made_from_strings_then_hold_them_tidied_once(words, encode):
     column = as_categories(chunked(words, encode=encode), strip=True, missing=MISSING)
@@ -49,7 +48,6 @@ def test_categories_when_made_from_strings_then_hold_them_tidied_once(words, enc
     assert None not in column.dictionary.to_pylist()
 
 
-@settings(deadline=None)
 @given(parts=st.lists(WORDS, min_size=1, max_size=3))
 def test_categories_when_joined_then_follow_each_other(parts):
     columns = [as_categories(chunked(part, encode=True), strip=True, missing=MISSING) for part in parts]
@@ -58,7 +56,6 @@ def test_categories_when_joined_then_follow_each_other(parts):
     assert len(set(joined.dictionary.to_pylist())) == len(joined.dictionary)
 
 
-@settings(deadline=None)
 @given(lists=st.lists(st.one_of(st.none(), WORDS), max_size=8), data=st.data())
 def test_bags_when_made_taken_and_joined_then_are_lists(lists, data):
     bags = as_bags(pa.chunked_array([pa.array(lists, pa.list_(pa.string()))]), strip=True, missing=MISSING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_recsys.data.preparation import BySchema
@@ -43,7 +43,6 @@ def test_split_by_share_when_rows_are_many_then_parts_are_spread_evenly():
     assert np.abs(counts - 1000).max() < 5 * np.sqrt(900)
 
 
-@settings(deadline=None)
 @given(
     times=st.lists(st.integers(0, 8), min_size=1, max_size=40), shares=st.sampled_from([(0.1, 0.2), (0, 0.5), (0.3, 0)])
 )

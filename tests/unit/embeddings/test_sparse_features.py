@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_recsys.embeddings import SparseFeatures
@@ -47,7 +47,6 @@ def test_from_ids_when_int32_matrix_then_feature_major_int64():
     assert as_bags(sparse) == [[[1], [2]], [[4], [5]]]
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_cat_of_bags_then_examples_follow_each_other(data, first, second, weighted):
     left, right = data.draw(batches(first)), data.draw(batches(second))
@@ -70,7 +69,6 @@ def test_cat_of_single_hot_then_stays_on_the_fast_path():
     assert SparseFeatures.cat([single, single]).is_single_hot
 
 
-@settings(deadline=None)
 @given(batches(3))
 def test_select_when_reordered_then_bags_follow_their_feature(bags):
     sparse = from_bags(bags, weighted=True).select(("b", "a"))

@@ -36,7 +36,7 @@ def test_plan_when_made_then_every_row_has_exactly_one_place_and_nothing_is_lost
     assert plan.imbalance >= 1 - 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 3))
 def test_plan_when_made_by_lpt_then_it_is_within_four_thirds_of_the_best(weights, num_servers):
     plan = place_tables([TableCost("c", str(i), w, 4) for i, w in enumerate(weights)], num_servers, method="size")

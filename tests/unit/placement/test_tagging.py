@@ -126,7 +126,7 @@ def groups():
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), groups(), st.sampled_from(["none", "rules", "greedy"]))
 def test_placement_then_every_operator_has_one_device_that_it_may_be_on_and_cuts_are_acyclic(graph, group, method):
     plan = place_operators(graph, group, method=method, time_limit=1.0)
@@ -143,7 +143,7 @@ def test_placement_then_every_operator_has_one_device_that_it_may_be_on_and_cuts
     TopologicalSorter(parts).prepare()  # raises on a cycle
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), groups(), st.randoms(use_true_random=False))
 def test_refinement_when_begun_anywhere_then_the_bottleneck_is_never_worse(graph, group, random):
     model = LoadModel(graph, group)
@@ -158,7 +158,7 @@ def test_refinement_when_begun_anywhere_then_the_bottleneck_is_never_worse(graph
     assert score(model, refined) <= score(model, start)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(graphs(max_operators=5), groups())
 def test_exact_then_no_placement_is_below_its_bound_and_its_own_is_close(graph, group):
     model = LoadModel(graph, group)

@@ -228,7 +228,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(STEP, max_size=40),
     st.sampled_from([0, 1, 3, None]),

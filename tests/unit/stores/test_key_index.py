@@ -43,7 +43,7 @@ KEYS = st.lists(st.sampled_from([0, 1, 2, -2, 2**40, 2**63 - 2, 2**63 - 1, -(2**
 STEPS = st.lists(st.tuples(st.booleans(), KEYS, st.integers(0, 3)), max_size=25)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(STEPS, st.integers(1, 3), st.sampled_from([None, 1, 2, 5]))
 def test_index_when_keys_come_and_go_then_it_knows_what_a_dictionary_knows(steps, admission, expire_after):
     slot_keys = np.zeros(64, dtype=np.int64)
