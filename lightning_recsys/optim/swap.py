@@ -72,8 +72,14 @@ def day_number(day: int | str | date) -> int:
 
     >>> day_number("2026-02-01") - day_number(date(2026, 1, 31)), day_number(17)
     (1, 17)
+    >>> day_number("2026-13-01")
+    Traceback (most recent call last):
+    ValueError: SWAP's day must be a whole number from 1, or a date such as 2026-01-31, got 2026-13-01.
     """
-    number = date.fromisoformat(day) if isinstance(day, str) else day
+    try:
+        number = date.fromisoformat(day) if isinstance(day, str) else day
+    except ValueError:
+        number = 0
     number = number.toordinal() if isinstance(number, date) else number
     if not 1 <= number < 2**24 or number != int(number):  # float32 numbers them
         raise ValueError(f"SWAP's day must be a whole number from 1, or a date such as 2026-01-31, got {day}.")

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_recsys.data import Batch
 from lightning_recsys.simulation.events import Meeting, Process, Signal, VirtualClock
 from lightning_recsys.simulation.groups import Group, GroupAtWork
-from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least
+from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least, check_whole
 from lightning_recsys.simulation.replica import Gradient, end_replicas, make_replicas
 from lightning_recsys.simulation.results import Results
 from lightning_recsys.sync import (
@@ -30,6 +30,8 @@ from lightning_recsys.sync import (
 )
 
 Evaluate = Callable[[pl.LightningModule], dict[str, float]]
+
+_MAX_LOSSES = 100  # of one batch: even where every second try fails, so many in a row do not happen
 
 
 class Learner(Protocol):
@@ -75,7 +77,7 @@ class Synchronization:
     def __post_init__(self) -> None:
         if self.rounds not in ("background", "foreground"):
             raise ValueError(f"synchronization.rounds must be background or foreground, got {self.rounds!r}.")
-        check_at_least("synchronization.gap", self.gap, 1)
+        check_whole("synchronization.gap", self.gap, 1)
         check_at_least("synchronization.interval", self.interval or 0.0, 0.0)
         if self.make().topology is Topology.CENTRAL and self.rounds == "foreground" and self.interval is not None:
             raise ValueError("cluster.synchronization.interval: workers that ask a centre count steps; leave it null.")
@@ -128,8 +130,8 @@ class VirtualCluster:
     synchronization: Synchronization | None = None
 
     def __post_init__(self) -> None:
-        check_at_least("num_replicas", self.num_replicas, 1)
-        check_at_least("workers_per_replica", self.workers_each, 1)
+        check_whole("num_replicas", self.num_replicas, 1)
+        check_whole("workers_per_replica", self.workers_each, 1)
         check_at_least("dense_bytes", self.dense_bytes or 0, 0)
         if self.num_replicas > 1 and self.synchronization is None:
             raise ValueError(
@@ -224,7 +226,7 @@ class _Run:
         self.random = np.random.default_rng(seed)
         self.queues = ServerQueues(cluster.servers, cluster.link, clock, self.random)
         self.dense_bytes = replicas[0].dense_bytes if cluster.dense_bytes is None else cluster.dense_bytes
-        self._lost: list[Batch] = []  # batches of workers that failed, to be dealt again
+        self._lost: list[tuple[Batch, int]] = []  # batches of workers that failed, and how often, to be dealt again
         self._working = cluster.num_workers
         self._computing_seconds = 0.0
         self._last_push = 0.0
@@ -272,7 +274,8 @@ class _Run:
         schedule = None
         if (rule := self.rule) is not None and rule.rounds == "foreground":
             schedule = RoundSchedule(gap=rule.gap, interval=rule.interval)
-        while (batch := self._next_batch()) is not None:
+        while (dealt := self._next_batch()) is not None:
+            batch, losses = dealt
             gradient = yield from self._pull(replica, batch)
             if group is not None:
                 yield from self.groups[number].step(worker // group.nets_per_trainer, slowness)
@@ -280,7 +283,7 @@ class _Run:
                 seconds = workers.compute.draw(self.random) * slowness
                 if self.clock.now + seconds > fails_at:
                     yield max(fails_at - self.clock.now, 0.0) + workers.restart.draw(self.random)
-                    self._lost.append(batch)
+                    self._lose(batch, losses + 1)
                     self.results.counts["failures"] += 1
                     fails_at = self._draw_failure()
                     continue
@@ -300,12 +303,21 @@ class _Run:
         failures = self.cluster.workers.failures
         return math.inf if failures is None else self.clock.now + failures.draw(self.random)
 
-    def _next_batch(self) -> Batch | None:
+    def _next_batch(self) -> tuple[Batch, int] | None:
+        """A batch, and how often it was lost."""
         if self._lost:
             return self._lost.pop()
         batch = next(self._batches, None)
         self._all_have_work = batch is not None
-        return batch
+        return None if batch is None else (batch, 0)
+
+    def _lose(self, batch: Batch, losses: int) -> None:
+        if losses == _MAX_LOSSES:
+            raise ValueError(
+                f"cluster.workers.failures: one batch was lost {losses} times in a row, since workers fail before they"
+                " have pulled and computed it; the run would not end. Have them fail less often."
+            )
+        self._lost.append((batch, losses))
 
     def _pull(self, replica: Learner, batch: Batch) -> Generator[float | Signal, None, Gradient]:
         if wait := self.queues.ask():

@@ -20,7 +20,7 @@ from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.row_cache.index import CachePolicy
 from lightning_recsys.simulation.cached_rows import CachedRows, Message
 from lightning_recsys.simulation.events import Meeting, Process, Signal, VirtualClock
-from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least
+from lightning_recsys.simulation.machines import Link, ServerQueues, Servers, Workers, check_at_least, check_whole
 from lightning_recsys.simulation.replica import Gradient, Replica, end_replicas
 from lightning_recsys.simulation.results import Results
 from lightning_recsys.sync import ClockName, ClockRule
@@ -73,7 +73,7 @@ class HETCluster:
     servers: Servers = field(default_factory=Servers)
 
     def __post_init__(self) -> None:
-        check_at_least("num_workers", self.num_workers, 1)
+        check_whole("num_workers", self.num_workers, 1)
         check_at_least("dense_bytes", self.dense_bytes or 0, 0)
         check_at_least("embedding_dim", 1 if self.embedding_dim is None else self.embedding_dim, 1)
         check_at_least("lookahead_batches", self.lookahead_batches, 0)

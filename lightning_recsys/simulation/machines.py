@@ -107,7 +107,7 @@ class Workers:
         check_at_least("workers.straggler_share", self.straggler_share, 0.0)
         if self.straggler_share > 1:
             raise ValueError(f"cluster.workers.straggler_share must be at most 1, got {self.straggler_share}.")
-        if self.cores is not None and self.cores <= 0:
+        if self.cores is not None and not self.cores > 0:
             raise ValueError(f"cluster.workers.cores must be above 0, or null for enough, got {self.cores}.")
         if self.failures is not None and self.failures.mean <= self.compute.mean:
             raise ValueError(
@@ -116,12 +116,22 @@ class Workers:
             )
 
     def slowness(self, count: int, per_replica: int, random: np.random.Generator) -> list[float]:
-        """By what each of the workers' times are multiplied."""
+        """By what each of the workers' times are multiplied.
+
+        Raises:
+            ValueError: failures come more often than the slowest worker computes a batch.
+        """
         speeds = 1 + self.speed_deviation * random.standard_normal(count)
         while (low := speeds < 0.1).any():
             speeds[low] = 1 + self.speed_deviation * random.standard_normal(int(low.sum()))
         factors = max(1.0, per_replica / self.cores if self.cores else 1.0) / speeds
         factors[random.permutation(count)[: round(self.straggler_share * count)]] *= self.straggler_factor
+        if self.failures is not None and self.failures.mean <= (slowest := self.compute.mean * float(factors.max())):
+            raise ValueError(
+                "cluster.workers.failures must be further apart than a batch takes on the slowest worker"
+                f" ({slowest:.4g} s, with speed, stragglers and cores), got a mean of {self.failures.mean} s: it would"
+                " hardly finish one."
+            )
         return [float(factor) for factor in factors]
 
 
@@ -171,8 +181,7 @@ class Servers:
     push: Duration = field(default_factory=lambda: Constant(0.0))
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"the number of servers must be at least 1, got {self.count}.")
+        check_whole("servers.count", self.count, 1)
 
 
 class ServerQueues:
@@ -221,3 +230,9 @@ def check_at_least(name: str, value: float, least: float) -> None:
     """Refuse what is below a bound or not finite."""
     if not (math.isfinite(value) and value >= least):
         raise ValueError(f"cluster: {name} must be a finite number of at least {least:g}, got {value}.")
+
+
+def check_whole(name: str, value: int, least: int) -> None:
+    """Refuse what is below a bound, or no whole number."""
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"cluster: {name} must be a whole number of at least {least}, got {value}.")

@@ -225,3 +225,11 @@ def test_evaluation_then_is_asked_for_at_every_mark_and_at_the_end():
     )
     assert [(point["examples"], point["val/x"]) for point in results.curve] == [(30, 1.0), (60, 1.0), (70, 1.0)]
     assert results.metrics["val/x"] == 1.0
+
+
+def test_workers_when_they_always_fail_while_they_pull_then_the_run_ends_with_an_error():
+    """A batch takes a second, but its rows arrive after ten, when the worker has failed long ago."""
+    workers = Workers(compute=Constant(1.0), failures=Constant(2.0))
+    cluster = VirtualCluster(workers=workers, link=Link(delay=5.0))
+    with pytest.raises(ValueError, match=r"workers.failures: one batch was lost 100 times in a row"):
+        cluster.train(ClickModule(), [make_batch(4)])

@@ -1,5 +1,7 @@
 """Distributions of time, and what a cluster's machines may be."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -60,12 +62,16 @@ def test_all_reduce_then_takes_the_steps_of_a_ring():
         (lambda: Constant(-1.0), "Constant.mean must be a finite number of at least 0, got -1.0"),
         (lambda: Normal(1.0, deviation=1.0), "deviation must be below the mean"),
         (lambda: Link(bandwidth=0.0), "bandwidth must be above 0"),
-        (lambda: Servers(count=0), "servers must be at least 1"),
+        (lambda: Servers(count=0), "servers.count must be a whole number of at least 1, got 0"),
+        (lambda: Servers(count=1.5), "servers.count must be a whole number of at least 1, got 1.5"),
         (lambda: Workers(straggler_share=1.5), "straggler_share must be at most 1"),
         (lambda: Workers(cores=0), "cores must be above 0"),
+        (lambda: Workers(cores=math.nan), "cores must be above 0"),
+        (lambda: VirtualCluster(workers_per_replica=2.5), "workers_per_replica must be a whole number"),
+        (lambda: Synchronization(gap=2.5), "gap must be a whole number"),
         (lambda: Workers(compute=Constant(5.0), failures=Exponential(4.0)), "failures must be further apart"),
         (lambda: VirtualCluster(num_replicas=2), "2 replicas need one"),
-        (lambda: VirtualCluster(workers_per_replica=0), "workers_per_replica must be a finite number of at least 1"),
+        (lambda: VirtualCluster(workers_per_replica=0), "workers_per_replica must be a whole number of at least 1"),
         (lambda: Synchronization("sgd"), "strategy.algorithm must be one of"),
         (lambda: Synchronization(gap=0), "gap must be"),
         (lambda: Synchronization(rounds="sometimes"), "background or foreground"),
@@ -75,3 +81,14 @@ def test_all_reduce_then_takes_the_steps_of_a_ring():
 def test_machines_when_impossible_then_error_says_so(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [{"cores": 1.0}, {"straggler_share": 0.1, "straggler_factor": 10.0}, {"speed_deviation": 0.5}],
+    ids=["cores", "stragglers", "speeds"],
+)
+def test_workers_when_the_slowest_fails_before_a_batch_is_done_then_error_says_so(slow):
+    workers = Workers(compute=Constant(1.0), failures=Constant(2.0), **slow)
+    with pytest.raises(ValueError, match=r"failures must be further apart than .* on the slowest worker"):
+        workers.slowness(20, 10, np.random.default_rng(0))
