@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from time import monotonic, process_time
 from typing import Any
 
@@ -14,10 +15,11 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 from recipe_tools.build import Config, build, build_datamodule, build_task, count_parameters, plain
 from recipe_tools.config_types import check_complete, check_types
-from recipe_tools.figures import RUN, Watch, report, runs_of
+from recipe_tools.figures import RUN, Watch, check_overrides, introduce, report, run_all, runs_of
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job
+from recipe_tools.simulated import simulated
 
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.simulation import batches, evaluate
@@ -30,22 +32,37 @@ def main(cfg: DictConfig) -> None:
     check_complete(cfg)
     config = plain(cfg)
     overrides = list(HydraConfig.get().overrides.task)
+    figure = {**RUN, "series": {config["name"]: []}, **(config.get("figure") or {})}
+    check_overrides(figure, overrides)
+    series = {label: [*added, *overrides] for label, added in runs_of(figure).items()}
     with isolated_job(), RunRecord.of_job(config) as record:
-        figure = config.get("figure") or {"series": {config["name"]: []}, **RUN}
-        runs = {}
-        for label, added in runs_of(figure).items():
-            composed = plain(compose("simulate", overrides=[*added, *overrides])) if added else config
-            runs[label] = simulate(composed, record, label=label)
-        report(figure, runs, record)
+
+        def make(label: str) -> dict[str, Any]:
+            if figure["cache"] is not None:
+                cache = Path(figure["cache"])
+                return simulated(simulate, label, series[label], cache=cache, root=config["paths"]["data"])
+            alone = series[label] == overrides
+            return simulate(config if alone else plain(compose("simulate", series[label])), record, label=label)
+
+        introduce(figure, list(series))
+        report(figure, run_all(figure, list(series), make, record), record)
 
 
 def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]:
     """One cluster, from its configuration to its results.
 
     Raises:
-        ValueError: the data are no clicks.
+        ValueError: the data are no clicks, or a number of examples or rows is none.
     """
     check_types(config)
+    for name, value in (
+        ("examples", config["examples"]),
+        *((f"evaluation.{key}", each) for key, each in config["evaluation"].items()),
+    ):
+        if value is None and name != "evaluation.rows":  # one epoch, and one point at its end
+            continue
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
     if not issubclass(get_object(target := config["task"]["_target_"]), CTRTask):
         raise ValueError(f"data: simulations are of clicks, but {config['data']['_target_']} is for {target}.")
     pl.seed_everything(config["seed"], workers=True, verbose=False)
@@ -54,7 +71,7 @@ def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]
     task = build_task(config, datamodule)
     cluster = build(config["cluster"])
     record.details["parameters"] = count_parameters(task.model, datamodule)
-    total = config["examples"] or len(datamodule.rows("train"))
+    total = len(datamodule.rows("train")) if config["examples"] is None else config["examples"]
     loader = datamodule.val_dataloader() or datamodule.test_dataloader()
     wall, processor = monotonic(), process_time()
     with Watch(label, total) as watch:

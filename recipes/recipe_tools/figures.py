@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from hydra import compose
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
 from recipe_tools.build import Config
+from recipe_tools.overrides import CONFIG_DIR, groups_of
 from recipe_tools.pictures import draw
 from recipe_tools.record import RunRecord, finite
 from recipe_tools.report import console
@@ -16,8 +23,9 @@ from rich.table import Table
 
 from lightning_recsys.simulation import Results
 
+PANELS = ["ne", "ne_by_time", "staleness", "utilization"]
 # A single run, as a figure.
-RUN = {"title": None, "paper": None, "panels": ["ne", "ne_by_time", "staleness", "utilization"], "x": None}
+RUN = {"title": None, "about": None, "paper": None, "minutes": None, "cache": None, "panels": PANELS, "x": None}
 
 
 def runs_of(figure: Config) -> dict[str, list[str]]:
@@ -29,6 +37,68 @@ def runs_of(figure: Config) -> dict[str, list[str]]:
         for label, overrides in figure["series"].items()
         for value in axis["values"]
     }
+
+
+def check_overrides(figure: Config, overrides: Sequence[str]) -> None:
+    """Refuse what the command line sets, where series or the x axis set it: all would be alike under other labels.
+
+    Raises:
+        ValueError: the figure sets that key, one above or below it, or chooses leaves of a group that differ in it.
+    """
+    places = figure["x"]["keys"] if figure["x"] is not None else []
+    parse, groups = OverridesParser.create().parse_overrides, groups_of("simulate", CONFIG_DIR)
+    series = {label: parse(list(added)) for label, added in figure["series"].items()}
+    for override in parse(list(overrides)):
+        given = _key(override)
+        if places_set := [key for key in places if _concern(given, key, groups)]:
+            raise ValueError(
+                f"{given}: the x axis of the figure sets {places_set[0]}. Choose its places instead:"
+                " figure.x.values=[...]."
+            )
+        for label, added in series.items():
+            if keys := [_key(each) for each in added if _concern(given, _key(each), groups)]:
+                raise ValueError(_refusal(given, f"series {label!r} of the figure sets {keys[0]}"))
+        group = given.partition(".")[0]
+        leaves = sorted({str(each.value()) for added in series.values() for each in added if _key(each) == group})
+        if len(leaves) > 1:
+            values = [OmegaConf.select(compose("simulate", [f"{group}={leaf}"]), given) for leaf in leaves]
+            if any(value != values[0] for value in values):
+                differ = ", ".join(f"{x} with {group}={leaf}" for x, leaf in zip(values, leaves, strict=True))
+                raise ValueError(_refusal(given, f"series of the figure differ in it ({differ})"))
+
+
+def _key(override: Override) -> str:
+    return override.key_or_group.replace("/", ".")
+
+
+def _concern(given: str, key: str, groups: Sequence[str]) -> bool:
+    """Whether to set one changes what the other sets. What lies in a group is no part of the choice of a leaf."""
+    below = given.startswith(f"{key}.") and key not in groups
+    return given == key or key.startswith(f"{given}.") or below
+
+
+def _refusal(given: str, why: str) -> str:
+    return (
+        f"{given}: {why}, and would no more be what its label says. Leave it out, or add a series of your own in"
+        f" figure.series: '++figure.series.NAME=[\"{given}=...\"]'."
+    )
+
+
+def introduce(figure: Config, labels: Sequence[str]) -> None:
+    """Say what is drawn, what goes in and what comes out, how many runs that takes, and about how long."""
+    if figure["title"] is None:
+        return
+    console().print(f"{figure['title']}. {figure['about'] or ''}", markup=False)
+    minutes = f", about {figure['minutes']} minutes of one core" if figure["minutes"] else ""
+    console().print(f"{len(labels)} runs{minutes}: {'; '.join(labels)}", markup=False)
+
+
+def warning_of(run: dict[str, Any]) -> str | None:
+    """What is wrong with a run's quality at its end, if something is."""
+    if (entropy := run["metrics"].get("val/ne")) is None or entropy <= 1:
+        return None
+    what = f"val/ne is {entropy:.4g}" if math.isfinite(entropy) else "val/ne is no number"
+    return f"{what} at the end: worse than predicting the mean. It diverged, or has not learned yet; try lower rates."
 
 
 class Watch:
@@ -61,9 +131,40 @@ class Watch:
         self._bar.stop()
 
 
+def run_all(
+    figure: Config, labels: Sequence[str], make: Callable[[str], dict[str, Any]], record: RunRecord
+) -> dict[str, dict[str, Any]]:
+    """Make the runs one after the other; after each, what is wrong with it is said, and all so far are written.
+
+    Args:
+        figure: The figure that they are for.
+        labels: Their names.
+        make: Makes the run of a label.
+        record: Of all of them.
+    """
+    runs: dict[str, dict[str, Any]] = {}
+    for label in labels:
+        runs[label] = run = make(label)
+        if (warning := warning_of(run)) is not None:
+            console().print(f"Warning: {label}: {warning}", markup=False)
+            run["warning"] = warning
+            record.details.setdefault("warnings", {})[label] = warning
+        keep(figure, runs, record)
+    return runs
+
+
+def keep(figure: Config, runs: dict[str, dict[str, Any]], record: RunRecord) -> Path:
+    """Write what came of the runs so far beside the record."""
+    for label, run in runs.items():
+        record.metrics |= {f"{label}/{name}": value for name, value in run["metrics"].items()}
+    path = record.path.parent / "simulation.json"
+    temporary = path.with_suffix(".json.part")
+    temporary.write_text(json.dumps(finite({"figure": figure, "runs": runs}), indent=1) + "\n")
+    return temporary.replace(path)
+
+
 def report(figure: Config, runs: dict[str, dict[str, Any]], record: RunRecord) -> None:
-    """Print a line for each run; write everything beside the record, and draw it where matplotlib is installed."""
-    folder = record.path.parent
+    """Print a column for each run, and draw them where matplotlib is installed."""
     names = sorted({name for run in runs.values() for name in run["metrics"]})
     table = Table("metric", *runs, title=figure["title"] or "simulation", title_justify="left")
     for name in names:
@@ -71,9 +172,6 @@ def report(figure: Config, runs: dict[str, dict[str, Any]], record: RunRecord) -
     console().print(table)
     if figure["paper"]:
         console().print(f"The paper: {figure['paper']}")
-    record.metrics |= {
-        f"{label}/{name}": value for label, run in runs.items() for name, value in run["metrics"].items()
-    }
-    (folder / "simulation.json").write_text(json.dumps(finite({"figure": figure, "runs": runs}), indent=1) + "\n")
-    picture = draw(figure, runs, folder / "simulation.png")
-    console().print(f"wrote {folder / 'simulation.json'}" + (f" and {picture}" if picture else ""))
+    written = keep(figure, runs, record)
+    picture = draw(figure, runs, record.path.parent / "simulation.png")
+    console().print(f"wrote {written}" + (f" and {picture}" if picture else ""))

@@ -83,7 +83,8 @@ def draw(figure: dict[str, Any], runs: Runs, path: Path) -> Path | None:
             continue
         else:
             _by_x(axes, runs, metric=panel, x=figure["x"]["label"])
-        axes.legend(fontsize=7)
+        if axes.get_legend_handles_labels()[0]:  # none where a run was too short for a panel
+            axes.legend(fontsize=7)
     drawing.suptitle(figure["title"] or "")
     drawing.tight_layout()
     drawing.savefig(path, dpi=110)

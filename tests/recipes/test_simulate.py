@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
+from hydra import initialize_config_dir
 from recipe_helpers import CONF, plain
 from recipe_tools.build import build
-from recipe_tools.figures import runs_of
+from recipe_tools.figures import RUN, check_overrides, run_all, runs_of
 from recipe_tools.pictures import draw
+from recipe_tools.record import RunRecord
+from recipe_tools.simulated import simulated
 from simulate import simulate
 
 from lightning_recsys.simulation import HETCluster, VirtualCluster
@@ -54,14 +58,99 @@ def test_run_when_simulated_then_writes_what_came_out_and_draws_it(run_forked, t
 
 
 @pytest.mark.slow
-def test_figure_when_drawn_then_has_every_series_at_every_place(run_forked, tmp_path):
-    small = (*SMALL, "examples=1280", "cluster.workers_per_replica=2", "hydra.run.dir=out")
+def test_figure_when_drawn_then_has_every_series_at_every_place_and_goes_on_from_its_cache(run_forked, tmp_path):
+    small = (*SMALL, "examples=1280", "cluster.workers_per_replica=2", "figure.cache=kept", "hydra.run.dir=out")
+    run_forked("simulate.py", "figure=shadowsync_5", "figure.x.values=[2]", *small, folder=tmp_path)
+    first = json.loads((tmp_path / "out/simulation.json").read_text())["runs"]
     done = run_forked("simulate.py", "figure=shadowsync_5", "figure.x.values=[2,3]", *small, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "out/simulation.json").read_text())["runs"]
     assert list(runs) == [f"{name} @ {n}" for name in ("S-EASGD", "FR-EASGD-5", "FR-EASGD-30") for n in (2, 3)]
+    assert done.stdout.count("taken from") == 3
+    assert {label: runs[label] for label in first} == first
     assert runs["FR-EASGD-5 @ 3"]["counts"]["rounds"] > 0
     assert "The paper: Figure 5" in done.stdout
+    assert "6 runs" in done.stdout
+
+
+def test_override_when_a_figure_sets_it_itself_then_refused(composed):
+    refused = {
+        "shadowsync_5": {
+            "cluster.num_replicas=5": r"x axis of the figure sets .* figure.x.values=\[",
+            "++cluster.synchronization={gap: 5}": "series 'FR-EASGD-5' of the figure sets cluster.sync",
+        },
+        "het_table_1": {"model=dlrm": "series 'DeepFM, hybrid' of the figure sets model.* figure.series"},
+        "asgd_5": {
+            "cluster=asgd_1k": "series '1000 workers' of the figure sets cluster",
+            "cluster.staleness.target=3000": "sets cluster.staleness",
+            "cluster.workers_per_replica=9": r"differ in it \(1000 with cluster=asgd_1k, 3000 with cluster=asgd_3k",
+        },
+    }
+    for name, messages in refused.items():
+        figure = {**RUN, **plain(composed("simulate", f"figure={name}"))["figure"]}
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            check_overrides(figure, [f"figure={name}", "seed=1", "cluster.link.delay=0.1", "model.embedding_dim=4"])
+            for override, message in messages.items():
+                with pytest.raises(ValueError, match=message):
+                    check_overrides(figure, [override])
+
+
+def test_examples_when_none_then_refused_by_name(composed):
+    config = plain(composed("simulate"))
+    for key, value in (
+        ("examples", 0),
+        ("examples", -5),
+        ("examples", 1.5),
+        ("evaluation.every", 0),
+        ("evaluation.rows", 0),
+    ):
+        wrong = (
+            {"evaluation": config["evaluation"] | {key.removeprefix("evaluation."): value}}
+            if "." in key
+            else {key: value}
+        )
+        with pytest.raises(ValueError, match=f"{key} must be a whole number of at least 1, got {value}"):
+            simulate(config | wrong, record=None, label="none")
+
+
+@pytest.mark.parametrize("entropy", [math.nan, math.inf, 7.5])
+def test_figure_when_a_run_diverges_and_it_is_interrupted_then_what_is_there_is_kept_and_said(
+    entropy, tmp_path, capsys
+):
+    def make(label):
+        if label == "last":
+            raise KeyboardInterrupt
+        return {"metrics": {"val/ne": entropy if label == "wild" else 1.0}}
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        RunRecord(tmp_path, config={}, overrides=[]) as record,
+    ):
+        run_all(RUN, ["good", "wild", "last"], make, record)
+    assert "Warning: wild: val/ne is" in capsys.readouterr().out
+    runs = json.loads((tmp_path / "simulation.json").read_text())["runs"]
+    assert [("warning" in run) for run in runs.values()] == [False, True]
+    kept = json.loads((tmp_path / "metrics.json").read_text())
+    assert kept["metrics"]["good/val/ne"] == 1.0
+    assert "at the end" in kept["warnings"]["wild"]
+
+
+def test_simulation_when_finished_before_then_taken_with_all_its_numbers(composed, tmp_path):
+    found = {"metrics": {"val/ne": math.nan, "eps": 2.0}, "curve": [{"examples": 1}]}
+    made = []
+
+    def make(config, record, *, label):
+        made.append((config["seed"], label))
+        return found
+
+    composed("simulate")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for seed in (1, 1, 2):
+            got = simulated(make, "S-EASGD @ 5, a", [f"seed={seed}", "name=x"], cache=tmp_path, root="/")
+            assert got["metrics"] == pytest.approx(found["metrics"], nan_ok=True)
+            assert got["curve"] == found["curve"]
+    assert made == [(1, "S-EASGD @ 5, a"), (2, "S-EASGD @ 5, a")]
+    assert len(list(tmp_path.glob("S-EASGD-5-a-*"))) == 2
 
 
 def test_data_when_they_are_no_clicks_then_refused_before_anything_is_read(composed):
@@ -78,8 +167,8 @@ def test_cluster_when_unknown_then_the_choices_are_named(run_forked, tmp_path):
 
 def test_picture_when_a_figure_has_no_axis_then_its_metrics_are_drawn_by_run(tmp_path):
     font_manager = pytest.importorskip("matplotlib.font_manager")
-    run = {"metrics": {"eps": 2.0}, "curve": [{"examples": 1, "val/ne": 0.9}]}
-    figure = {"panels": ["eps", "ne"], "x": None, "title": "a"}
+    run = {"metrics": {"eps": 2.0}, "curve": [{"examples": 1, "val/ne": 0.9}], "staleness": {"dense": {"count": 0}}}
+    figure = {"panels": ["eps", "ne", "staleness"], "x": None, "title": "a"}
     path = draw(figure, {"one": run, "other": run}, tmp_path / "picture.png")
     font_manager._get_font.cache_clear()  # matplotlib's, which keeps the fonts' files open
     assert path.read_bytes().startswith(b"\x89PNG")

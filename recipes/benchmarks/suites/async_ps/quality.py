@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.bars import Bar
-from hydra import compose
-from omegaconf import OmegaConf
-from recipe_tools.build import self_contained
-from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
+from recipe_tools.simulated import simulated
 from rich.table import Table
 
 FEW, MANY = "1000 workers", "3000 workers"
@@ -99,36 +94,18 @@ def measure(
         cache: Where finished runs are kept.
         root: ``paths.data``.
     """
+    import simulate
+
     shared = [*common, f"examples={examples}", f"evaluation.every={examples}"]
 
     def auc(name: str, rate: float, seed: int) -> float:
         own = [f"seed={seed}", f"optim.dense.lr={rate}", f"optim.rows.lr={10 * rate}"]
-        return simulated(name, [*settings[name], *shared, *own], cache=cache, root=root)["val/auc"]
+        overrides = [*settings[name], *shared, *own, "name=quality"]
+        auc = float(simulated(simulate.simulate, name, overrides, cache=cache, root=root)["metrics"]["val/auc"])
+        log.info("%s, rate %g, seed %d: AUC %.4f", name, rate, seed, auc)
+        return auc
 
     few = f"{FEW}, {PLAIN}"
     tried = {rate: auc(few, rate, seeds[0]) for rate in rates}
     rate = max(tried, key=lambda rate: tried[rate])
     return Quality(tried, rate, examples, {name: [auc(name, rate, seed) for seed in seeds] for name in settings})
-
-
-def simulated(name: str, overrides: Sequence[str], *, cache: Path, root: str) -> dict[str, float]:
-    """The metrics of a cluster, from its folder in the cache or by simulating it."""
-    config = _configuration(overrides, folder=Path("/"), root="/")
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-    folder = cache.absolute() / f"{name.replace(', ', '-').replace(' ', '-')}-{digest}"
-    if (path := folder / FILE_NAME).exists():
-        kept = json.loads(path.read_text())
-        if kept["status"] == "completed":
-            return dict(kept["metrics"])
-    config = _configuration(overrides, folder=folder, root=root)
-    with isolated_job(), RunRecord(folder, config=config, overrides=list(overrides)) as record:
-        from simulate import simulate
-
-        record.metrics |= simulate(config, record, label=name)["metrics"]
-    log.info("%s: AUC %.4f in %.0f s", name, record.metrics["val/auc"], record.wall_time)
-    return record.metrics
-
-
-def _configuration(overrides: Sequence[str], *, folder: Path, root: str) -> dict[str, Any]:
-    composed = compose("simulate", [*overrides, f"paths.output_dir={folder}", f"paths.data={root}", "name=quality"])
-    return self_contained(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
