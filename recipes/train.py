@@ -84,6 +84,8 @@ def train(config: Config, record: RunRecord) -> None:
     record.details["checkpoint"] = best
     record.details["epochs"] = trainer.current_epoch  # completed ones
     record.details["best_epoch"] = getattr(trainer.checkpoint_callback, "best_epoch", None)
+    score = getattr(trainer.checkpoint_callback, "best_model_score", None)
+    record.details["best_score"] = None if score is None else float(score)  # of that epoch, by the monitored metric
 
     record.metrics |= test_on_one_device(
         config,

@@ -1,6 +1,7 @@
 """The suite of Hierarchical Training: its plans, and how its measurements are held against what is foretold."""
 
 import os
+import re
 import shutil
 from contextlib import nullcontext
 from functools import partial
@@ -12,14 +13,15 @@ import numpy as np
 import pytest
 from benchmarks.harness.hosts import Host, NoLinkError
 from benchmarks.harness.workload import Workload
+from benchmarks.suites.hierarchical import quality, training
 from benchmarks.suites.hierarchical import suite as hierarchical
-from benchmarks.suites.hierarchical import training
 
 from lightning_recsys.compression import Compression
 from lightning_recsys.placement.plan_file import read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
 
 OPTIONS = {
+    "parts": ["steps"],
     "model": "deepfm",
     "placements": ["none", "exact"],
     "compressions": ["none", "int8, bf16"],
@@ -29,6 +31,9 @@ OPTIONS = {
     "num_servers": 2,
     "rounds": 1,
     "seconds": 0.0,
+    "quality": {},
+    "cache": "",
+    "data": "",
 }
 
 
@@ -96,6 +101,7 @@ def test_run_when_there_can_be_no_link_then_its_bars_say_not_measured(pretended,
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
+        ({"parts": ["speed"]}, "suite.parts"),
         ({"placements": ["best"]}, "suite.placements"),
         ({"compressions": ["gzip"]}, "suite.compressions"),
         ({"compressed_placement": "greedy"}, "suite.compressed_placement"),
@@ -148,3 +154,67 @@ def test_run_on_two_hosts_then_what_crosses_the_link_is_what_is_told(monkeypatch
     verdicts = [bar.verdict for bar in bars.bars if "bytes" in bar.name]
     assert verdicts
     assert set(verdicts) == {"pass"}
+
+
+# --- Quality ---------------------------------------------------------------------------------------------------------
+
+LAYOUTS = {"one process": ["strategy=single"], "2 x (2 + 2)": ["strategy=hierarchical"]}
+
+
+def of_records(monkeypatch, best_score, test):
+    """What the part measures when runs end like this; and the runs that it asked for."""
+    asked = []
+
+    def run_record(name, overrides, *, cache, root):
+        assert re.fullmatch(r"[\w.-]+", name)  # it is part of an override, which may not have brackets
+        told = dict(x.split("=") for x in overrides)
+        rate, seed = float(told["optim.dense.lr"]), int(told["seed"])
+        asked.append((told["strategy"], rate, seed))
+        score, ne = best_score(told["strategy"], rate), test(told["strategy"], rate, seed)
+        return {"best_score": score, "metrics": {"test/ne": ne}}
+
+    monkeypatch.setattr(quality, "run_record", run_record)
+    options = {"data": {"rows": ["data=movielens"]}, "layouts": LAYOUTS, "common": [], "rates": [0.1, 0.2, 0.4]}
+    return asked, lambda **own: quality.measure(**options, **own, cache=Path(), root="")
+
+
+def test_quality_then_validation_alone_chooses_a_rate_for_each_layout(monkeypatch):
+    best = {"single": 0.2, "hierarchical": 0.4}
+    asked, measure = of_records(
+        monkeypatch,
+        best_score=lambda strategy, rate: 0.8 + abs(rate - best[strategy]),
+        # Test rows have another order of rates. With one seed groups are behind, with the other before.
+        test=lambda strategy, rate, seed: (
+            0.8 * (1.0 if strategy == "single" else (1.01, 0.995)[seed]) + (rate == best[strategy])
+        ),
+    )
+    (found,), (bar,) = measure(seeds=[0, 1], chosen_by=1)
+    assert {name: side.rate for name, side in found.sides.items()} == {"one process": 0.2, "2 x (2 + 2)": 0.4}
+    assert [side.is_at_edge for side in found.sides.values()] == [False, True]
+    behind = [100 * (1.808 / 1.8 - 1), 100 * (1.796 / 1.8 - 1)]
+    assert found.behind("2 x (2 + 2)") == pytest.approx(behind)
+    assert bar.value == pytest.approx(sum(behind) / 2)
+    assert bar.standard_error == pytest.approx((behind[0] - behind[1]) / 2)
+    assert bar.verdict == "pass"
+    assert {(strategy, rate) for strategy, rate, seed in asked if seed == 1} == set(best.items())
+    lines = list(zip(*(column.cells for column in found.table().columns), strict=True))
+    assert lines[1][2] == "0.4 (edge)"
+
+
+def test_quality_when_groups_are_behind_or_a_rate_diverges_then_it_is_told(monkeypatch):
+    _, measure = of_records(
+        monkeypatch,
+        best_score=lambda strategy, rate: None if rate == 0.1 else 0.8 + rate,  # null stands for what is not finite
+        test=lambda strategy, rate, seed: 0.8 if strategy == "single" else 0.8032,
+    )
+    (found,), (bar,) = measure(seeds=[0], chosen_by=1)
+    assert found.sides["one process"].rate == 0.2
+    assert bar.value == pytest.approx(0.4)
+    assert (bar.verdict, bar.standard_error) == ("FAIL", None)
+
+
+@pytest.mark.parametrize("chosen_by", [0, 3])
+def test_quality_when_no_such_number_of_seeds_can_choose_then_says_so(monkeypatch, chosen_by):
+    _, measure = of_records(monkeypatch, best_score=None, test=None)
+    with pytest.raises(ValueError, match=r"suite\.quality\.chosen_by must be between 1 and 2"):
+        measure(seeds=[0, 1], chosen_by=chosen_by)

@@ -69,6 +69,7 @@ def test_record_holds_what_ran_and_what_came_out(run):
     assert {"python", "pytorch-lightning", "lightning-recsys"} <= record["versions"].keys()
     assert record["wall_time_s"] > 0
     assert (record["epochs"], record["best_epoch"]) == (1, 1)
+    assert record["best_score"] == pytest.approx(record["metrics"]["val/ne"])
     assert record["parameters"]["embedding_rows"] == sum(record["config"]["data"]["cardinalities"])
     assert record["parameters"]["embedding"] == 4 * record["parameters"]["embedding_rows"]
     assert 0 < record["best_normalized_entropy"] < record["metrics"]["test/ne"]

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import shutil
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -22,22 +23,28 @@ log = logging.getLogger("benchmark")
 
 
 def trained(name: str, overrides: Sequence[str], *, cache: Path, root: str) -> Metrics:
-    """A run's metrics, from its folder in the cache or by running it."""
+    """A run's metrics, from its folder in the cache or by running it; NaN what was not finite."""
+    metrics = run_record(name, overrides, cache=cache, root=root)["metrics"]
+    return {key: math.nan if value is None else value for key, value in metrics.items()}
+
+
+def run_record(name: str, overrides: Sequence[str], *, cache: Path, root: str) -> dict[str, Any]:
+    """What ``metrics.json`` has of a run, from its folder in the cache or by running it."""
     folder = cache.absolute() / f"{name}-{digest(overrides)}"
     if (path := folder / FILE_NAME).exists():
         record = json.loads(path.read_text())
         if record["status"] == "completed":
-            return dict(record["metrics"])
+            return dict(record)
         shutil.rmtree(folder)  # an interrupted run's
     config = configuration(overrides, folder=folder, root=root)
-    with isolated_job(), RunRecord(folder, config=config, overrides=list(overrides)) as record:
+    with isolated_job(), RunRecord(folder, config=config, overrides=list(overrides)) as run:
         from train import train
 
         logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # plans of placement, run after run
         with redirect_stdout(io.StringIO()):  # its closing table: here it is one of many
-            train(config, record)
-    log.info("%s: test NE %.5f in %.0f s", name, record.metrics["test/ne"], record.wall_time)
-    return record.metrics
+            train(config, run)
+    log.info("%s: test NE %.5f in %.0f s", name, run.metrics["test/ne"], run.wall_time)
+    return dict(json.loads(path.read_text()))
 
 
 def digest(overrides: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
-"""Suite ``hierarchical``: placements of operators and compression where activations cross a slow link.
+"""Suite ``hierarchical``: operators' placements and compression over a slow link, and what groups do to quality.
 
-The hosts are network namespaces. Rows are in memory that the hosts share, and so what crosses are activations and
-gradients alone. A group's servers run on the node of its first rank; that rank only waits, and the trainer on the other
-host is measured.
+Steps are measured on two hosts, which are network namespaces. Rows are in memory that the hosts share, and so what
+crosses are activations and gradients alone. A group's servers run on the node of its first rank; that rank only waits,
+and the trainer on the other host is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from benchmarks.harness.bars import Bar
@@ -32,6 +32,7 @@ from benchmarks.suites.des.suite import environments
 from benchmarks.suites.het.cache import Columns
 from benchmarks.suites.het.link import Crossed
 from benchmarks.suites.het.training import TRAFFIC
+from benchmarks.suites.hierarchical.quality import measure as measure_quality
 from benchmarks.suites.hierarchical.training import PLAN, ROWS, WARM_STEPS, make_network, make_optimizer
 
 from lightning_recsys.compression import Compression
@@ -46,6 +47,8 @@ from lightning_recsys.placement.step_time import predict
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.planning import OperatorPlacement, group_machines
+
+Part = Literal["steps", "quality"]
 
 TRAINING = "benchmarks.suites.hierarchical.training"
 ONE_PROCESS = "one process"
@@ -82,6 +85,7 @@ class Variant:
 
 def run(
     *,
+    parts: Sequence[Part],
     model: str,
     placements: Sequence[OperatorMethod],
     compressions: Sequence[str],
@@ -91,10 +95,14 @@ def run(
     num_servers: int,
     rounds: int,
     seconds: float,
+    quality: Mapping[str, Any],
+    cache: str,
+    data: str,
 ) -> list[Result]:
-    """Measure a trainer and the servers of its group on two hosts.
+    """Measure a trainer and the servers of its group on two hosts, and what several groups learn.
 
     Args:
+        parts: Which of the two.
         model: One of ``benchmarks.harness.ours.MODELS``.
         placements: How operators are placed, at the first batch size.
         compressions: Some of :data:`COMPRESSIONS`, at all batch sizes.
@@ -105,9 +113,12 @@ def run(
         num_servers: Group servers.
         rounds: At each rate.
         seconds: Of each variant in each round.
+        quality: As :func:`benchmarks.suites.hierarchical.quality.measure` takes it.
+        cache: Folder in which that keeps finished runs.
+        data: Folder of the data sets.
 
     Raises:
-        ValueError: a model, placement or compression that there is not; a rate in another unit.
+        ValueError: a part, model, placement or compression that there is not; a rate in another unit.
     """
     check_choices("suite.model", [model], MODELS)
     check_choices("suite.placements", placements, get_args(OperatorMethod))
@@ -116,13 +127,22 @@ def run(
     check_numbers("suite.rounds", rounds)
     links = {rate: Network(PAYLOAD * bytes_per_second(rate), 5e-5) for rate in rates}
     compressed = [Variant(compressed_placement, name) for name in compressions]
-    measures = {}
+    suites = {}
     for batch_size in batch_sizes:
         placed = [Variant(method) for method in placements] if batch_size == batch_sizes[0] else []
         variants = list(dict.fromkeys([*placed, *compressed]))
         suite = Suite(model, batch_size, num_servers=num_servers, rounds=rounds, seconds=seconds)
-        measures[f"B={batch_size}"] = partial(suite.measure, variants, links)
-    return measure_parts(list(measures), measures)
+        suites[suite] = variants
+
+    def measure_steps() -> Measured:
+        measured = [suite.measure(variants, links) for suite, variants in suites.items()]
+        return [x for results, _ in measured for x in results], [x for _, bars in measured for x in bars]
+
+    measures = {
+        "steps": measure_steps,
+        "quality": lambda: measure_quality(**quality, cache=Path(cache), root=data),
+    }
+    return measure_parts(parts, measures)
 
 
 def bytes_per_second(rate: str) -> float:
