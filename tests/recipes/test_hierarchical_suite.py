@@ -168,47 +168,50 @@ def of_records(monkeypatch, best_score, test):
     def run_record(name, overrides, *, cache, root):
         assert re.fullmatch(r"[\w.-]+", name)  # it is part of an override, which may not have brackets
         told = dict(x.split("=") for x in overrides)
-        rate, seed = float(told["optim.dense.lr"]), int(told["seed"])
-        asked.append((told["strategy"], rate, seed))
-        score, ne = best_score(told["strategy"], rate), test(told["strategy"], rate, seed)
-        return {"best_score": score, "metrics": {"test/ne": ne}}
+        run = told["strategy"], float(told["rows"]), float(told["dense"])
+        asked.append((*run, int(told["seed"])))
+        return {"best_score": best_score(*run), "metrics": {"test/ne": test(*run, int(told["seed"]))}}
 
     monkeypatch.setattr(quality, "run_record", run_record)
-    options = {"data": {"rows": ["data=movielens"]}, "layouts": LAYOUTS, "common": [], "rates": [0.1, 0.2, 0.4]}
+    rates = {"rows": [0.2, 0.1, 0.4], "dense": [0.01, 0.02]}
+    options = {"data": {"rows": ["data=movielens"]}, "layouts": LAYOUTS, "common": [], "rates": rates}
     return asked, lambda **own: quality.measure(**options, **own, cache=Path(), root="")
 
 
-def test_quality_then_validation_alone_chooses_a_rate_for_each_layout(monkeypatch):
-    best = {"single": 0.2, "hierarchical": 0.4}
-    asked, measure = of_records(
-        monkeypatch,
-        best_score=lambda strategy, rate: 0.8 + abs(rate - best[strategy]),
-        # Test rows have another order of rates. With one seed groups are behind, with the other before.
-        test=lambda strategy, rate, seed: (
-            0.8 * (1.0 if strategy == "single" else (1.01, 0.995)[seed]) + (rate == best[strategy])
-        ),
-    )
+def test_quality_then_validation_alone_chooses_rates_for_each_layout(monkeypatch):
+    best = {"single": (0.2, 0.02), "hierarchical": (0.4, 0.01)}
+
+    def best_score(strategy, rows, dense):
+        return 0.8 + abs(rows - best[strategy][0]) + abs(dense - best[strategy][1])
+
+    def test_ne(strategy, rows, dense, seed):  # rates have another order; one seed has groups behind, the other before
+        return 0.8 * (1.0 if strategy == "single" else (1.01, 0.995)[seed]) + ((rows, dense) == best[strategy])
+
+    asked, measure = of_records(monkeypatch, best_score, test_ne)
     (found,), (bar,) = measure(seeds=[0, 1], chosen_by=1)
-    assert {name: side.rate for name, side in found.sides.items()} == {"one process": 0.2, "2 x (2 + 2)": 0.4}
-    assert [side.is_at_edge for side in found.sides.values()] == [False, True]
+    assert {name: tuple(side.rates.values()) for name, side in found.sides.items()} == {
+        "one process": best["single"],
+        "2 x (2 + 2)": best["hierarchical"],
+    }
+    assert [side.at_edge for side in found.sides.values()] == [["dense"], ["rows", "dense"]]
     behind = [100 * (1.808 / 1.8 - 1), 100 * (1.796 / 1.8 - 1)]
     assert found.behind("2 x (2 + 2)") == pytest.approx(behind)
     assert bar.value == pytest.approx(sum(behind) / 2)
     assert bar.standard_error == pytest.approx((behind[0] - behind[1]) / 2)
     assert bar.verdict == "pass"
-    assert {(strategy, rate) for strategy, rate, seed in asked if seed == 1} == set(best.items())
+    assert {run[:3] for run in asked if run[3] == 1} == {(strategy, *rates) for strategy, rates in best.items()}
     lines = list(zip(*(column.cells for column in found.table().columns), strict=True))
-    assert lines[1][2] == "0.4 (edge)"
+    assert lines[1][2] == "0.4 (edge), 0.01 (edge)"
 
 
 def test_quality_when_groups_are_behind_or_a_rate_diverges_then_it_is_told(monkeypatch):
     _, measure = of_records(
         monkeypatch,
-        best_score=lambda strategy, rate: None if rate == 0.1 else 0.8 + rate,  # null stands for what is not finite
-        test=lambda strategy, rate, seed: 0.8 if strategy == "single" else 0.8032,
+        best_score=lambda strategy, rows, dense: None if rows == 0.1 else rows + dense,  # null: it was not finite
+        test=lambda strategy, rows, dense, seed: 0.8 if strategy == "single" else 0.8032,
     )
     (found,), (bar,) = measure(seeds=[0], chosen_by=1)
-    assert found.sides["one process"].rate == 0.2
+    assert found.sides["one process"].rates == {"rows": 0.2, "dense": 0.01}
     assert bar.value == pytest.approx(0.4)
     assert (bar.verdict, bar.standard_error) == ("FAIL", None)
 

@@ -1,4 +1,4 @@
-"""Test NE of groups of Hierarchical Training beside one process, each at the rate that validation chose for it."""
+"""Test NE of groups of Hierarchical Training beside one process, each at the rates that validation chose for it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,18 @@ class Side:
     """One layout's runs; of each the epoch with the lowest validation NE counts.
 
     Args:
-        tried: Rate of the dense part -> mean validation NE of the seeds that choose.
-        rate: The chosen one, which has the lowest of them.
-        validation: NE of each seed, at that rate.
+        tried: What validation NE the seeds that choose had on the mean, by rates.
+        rates: The chosen ones, which have the lowest of these, by setting.
+        at_edge: Those of them beyond which none was tried.
+        validation: NE of each seed, at these rates.
         test: The same on the test rows.
     """
 
-    tried: Mapping[float, float]
-    rate: float
+    tried: Mapping[str, float]
+    rates: Mapping[str, float]
+    at_edge: Sequence[str]
     validation: Sequence[float]
     test: Sequence[float]
-
-    @property
-    def is_at_edge(self) -> bool:
-        """Whether a rate beyond those that were tried may be better."""
-        return len(self.tried) > 1 and self.rate in (min(self.tried), max(self.tried))
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,11 @@ class Quality:
         """A line for each layout: the rates that were tried, and what the seeds gave at the chosen one."""
         tests = [f"test NE, seed {i}" for i in range(len(next(iter(self.sides.values())).test))]
         title = f"NE at the epoch of the best validation, {self.data}"
-        heads = ["", "validation NE by rate", "chosen", *tests, "mean", "to first"]
+        heads = ["", "validation NE by rates", "chosen", *tests, "mean", "to first"]
         table = Table(*heads, title=title, title_justify="left")
         for name, side in self.sides.items():
-            tried = ", ".join(f"{rate:g}: {ne:.5f}" for rate, ne in side.tried.items())
-            chosen = f"{side.rate:g}" + (" (edge)" if side.is_at_edge else "")
+            tried = ", ".join(f"{rates}: {ne:.5f}" for rates, ne in side.tried.items())
+            chosen = ", ".join(f"{x:g}" + (" (edge)" if key in side.at_edge else "") for key, x in side.rates.items())
             mean = f"{statistics.mean(side.test):.5f}"
             to_first = f"{statistics.mean(self.behind(name)):+.2f} %"
             table.add_row(name, tried, chosen, *(f"{ne:.5f}" for ne in side.test), mean, to_first)
@@ -86,8 +83,8 @@ class Quality:
         """Everything, as plain containers."""
         sides = {
             name: {
-                "tried": {f"{rate:g}": ne for rate, ne in side.tried.items()},
-                "rate": side.rate,
+                "tried": dict(side.tried),
+                "rates": dict(side.rates),
                 "validation": list(side.validation),
                 "test": list(side.test),
             }
@@ -101,21 +98,23 @@ def measure(
     data: Mapping[str, Sequence[str]],
     layouts: Mapping[str, Sequence[str]],
     common: Sequence[str],
-    rates: Sequence[float],
+    rates: Mapping[str, Sequence[float]],
     seeds: Sequence[int],
     chosen_by: int,
     cache: Path,
     root: str,
 ) -> Measured:
-    """Choose each layout's rate by validation, from the same rates, then train it from every seed.
+    """Choose each layout's rates by validation, from the same grid, then train it from every seed.
+
+    The settings of the grid are tried one after the other, each with the best values of those before.
 
     Args:
         data: Name -> overrides of ``recipes/train.py``.
         layouts: Name -> overrides.
         common: Overrides of all runs, of which the best checkpoint by ``val/ne`` is tested.
-        rates: Of the dense part.
+        rates: Setting -> values, the first of each to begin with.
         seeds: Of start values and the order of rows.
-        chosen_by: So many of the seeds, from the first, choose the rate.
+        chosen_by: So many of the seeds, from the first, choose the rates.
         cache: Where finished runs are kept.
         root: ``paths.data``.
 
@@ -126,17 +125,31 @@ def measure(
         raise ValueError(f"suite.quality.chosen_by must be between 1 and {len(seeds)} seeds, got {chosen_by}.")
 
     def side(where: str, layout: str) -> Side:
-        def run(rate: float, seed: int) -> tuple[float, float]:
-            overrides = [*data[where], *common, *layouts[layout], f"optim.dense.lr={rate}", f"seed={seed}"]
-            name = re.sub(r"[^\w.]+", "-", f"{where}-{layout}-{rate:g}-seed{seed}")
-            record = run_record(name, overrides, cache=cache, root=root)
+        def run(chosen: Mapping[str, float], seed: int) -> tuple[float, float]:
+            own = [*(f"{name}={value}" for name, value in chosen.items()), f"seed={seed}"]
+            name = re.sub(r"[^\w.]+", "-", f"{where}-{layout}-{_shown(chosen)}-seed{seed}")
+            record = run_record(name, [*data[where], *common, *layouts[layout], *own], cache=cache, root=root)
             found = record["best_score"], record["metrics"]["test/ne"]
             return tuple(math.inf if ne is None else ne for ne in found)  # type: ignore[return-value]  # diverged
 
-        tried = {rate: statistics.mean(run(rate, seed)[0] for seed in seeds[:chosen_by]) for rate in rates}
-        chosen = min(tried, key=lambda rate: tried[rate])
+        def validated(chosen: Mapping[str, float]) -> float:
+            if (known := tried.get(_shown(chosen))) is None:
+                known = tried[_shown(chosen)] = statistics.mean(run(chosen, seed)[0] for seed in seeds[:chosen_by])
+            return known
+
+        tried: dict[str, float] = {}
+        chosen = {name: values[0] for name, values in rates.items()}
+        for name, values in rates.items():
+            chosen = min(({**chosen, name: value} for value in values), key=validated)
+        edges = [
+            name for name, values in rates.items() if len(values) > 1 and chosen[name] in (min(values), max(values))
+        ]
         validation, test = zip(*(run(chosen, seed) for seed in seeds), strict=True)
-        return Side(tried, chosen, validation, test)
+        return Side(tried, chosen, edges, validation, test)
 
     qualities = [Quality(where, {layout: side(where, layout) for layout in layouts}) for where in data]
     return list(qualities), [bar for quality in qualities for bar in quality.bars()]
+
+
+def _shown(chosen: Mapping[str, float]) -> str:
+    return " ".join(f"{value:g}" for value in chosen.values())
