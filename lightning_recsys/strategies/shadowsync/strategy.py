@@ -410,7 +410,7 @@ class ShadowSyncStrategy(ServedStrategy):
         if is_folder(checkpoint_path):
             index = self.layout.trainer_of(self.global_rank)
             trainer = read_extras(checkpoint_path, index, weights_only=weights_only is not False)
-        if trainer is not None and "replica" not in trainer:  # of another strategy
+        if trainer is not None and "since_round" not in trainer:  # of another strategy, which may have replicas, too
             trainer = None
         if trainer is not None:
             loaded["optimizer_states"] = trainer["optimizer_states"]  # instead of the first trainer's

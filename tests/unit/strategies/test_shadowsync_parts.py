@@ -14,6 +14,7 @@ import torch
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_recsys.checkpoints import save_folder
 from lightning_recsys.data import SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.errors import NoRoomError
@@ -657,3 +658,17 @@ def test_samples_when_there_is_a_loader_then_its_sampler_and_random_numbers_stay
 def test_samples_when_only_an_iteration_or_a_hook_could_give_them_then_there_are_none(trainer):
     assert sample_features(source_of(trainer, train_dataloaders=iter([])), 2) == []
     assert sample_features(source_of(trainer, datamodule=pl.LightningDataModule()), 2) == []
+
+
+# --- Checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_when_hierarchical_groups_wrote_it_then_their_replicas_are_left_out(tmp_path):
+    checkpoint = {"state_dict": {"weight": torch.ones(1)}, "optimizer_states": [{"state": "mean"}], "global_step": 3}
+    extras = {"num_groups": 2, "replica": {"weight": torch.zeros(1)}, "optimizer_states": [{"state": "own"}]}
+    save_folder(tmp_path / "last.ckpt", checkpoint, extras=extras)
+    strategy = make_trainer(ShadowSyncStrategy(num_trainers=2)).strategy
+    strategy.connect(pl.LightningModule())
+    loaded = strategy.load_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    assert loaded["optimizer_states"] == [{"state": "mean"}]
+    assert strategy._restored.trainer is None
