@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, get_args
 
 import pytorch_lightning as pl
@@ -260,9 +259,11 @@ def require_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"strategy.{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")
 
 
-def require_positive(name: str, number: int | None) -> None:
+def require_positive(name: str, number: object) -> None:
     """Raise ``ValueError`` unless ``number`` is ``None`` or a whole number of at least 1."""
-    if number is not None and not (isinstance(number, Real) and float(number).is_integer()):
+    if number is None:
+        return
+    if not isinstance(number, int | float) or not float(number).is_integer():
         raise ValueError(f"strategy.{name} must be a whole number, got {number!r}.")
-    if number is not None and number < 1:
+    if number < 1:
         raise ValueError(f"strategy.{name} must be at least 1, got {number}.")

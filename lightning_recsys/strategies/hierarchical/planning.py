@@ -61,7 +61,7 @@ class OperatorPlacement:
             raise ValueError(
                 f"strategy.operator_placement.method must be one of {', '.join(allowed_methods)}, got {self.method!r}."
             )
-        if isinstance(self.time_limit, str) or not self.time_limit > 0:
+        if not _is_positive(self.time_limit):
             raise ValueError(
                 f"strategy.operator_placement.time_limit must be a positive number of seconds, got {self.time_limit!r}."
             )
@@ -181,6 +181,10 @@ def group_machines(
         gradients=_coding(compression.gradients),
         **known,
     )
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int | float) and number > 0
 
 
 def _from_plain(machines: Mapping[str, Any]) -> dict[str, Any]:
