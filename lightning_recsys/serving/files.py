@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -260,6 +260,13 @@ class VersionFolder:
             return []
         names = (str(entry).rstrip("/").rpartition("/")[2] for entry in entries)
         return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+
+    def lacking(self, versions: Iterable[int]) -> list[int]:
+        """Those of some versions that are not there any more, or have lost their manifest on this machine."""
+        there = set(self.versions())
+        if self.is_local:
+            there = {x for x in there if (Path(self._root) / self.place(x, MANIFEST)).is_file()}
+        return [version for version in versions if version not in there]
 
     @contextmanager
     def writing(self, version: int) -> Iterator[Path]:

@@ -8,6 +8,7 @@ leftover, which the next writer removes. No number is given twice while its vers
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 import time
 import uuid
@@ -23,6 +24,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.serving.digested_files import DigestedFile, digest_file, write_file
 from lightning_recsys.serving.encoders import RequestEncoder
 from lightning_recsys.serving.files import VersionFolder
@@ -34,6 +36,8 @@ from lightning_recsys.serving.reader import DENSE, ENCODER, ENCODER_TENSORS, PRO
 from lightning_recsys.serving.row_files import RowWriter, block_rows, write_ids
 from lightning_recsys.serving.tables import PublishedRows
 from lightning_recsys.stores.backend import StoreBackend
+
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
 _SMALL_BYTES = 64 << 20  # of increments: they are opened in a moment, and small tables change as a whole
 
@@ -108,7 +112,10 @@ class VersionWriter:
             gone_back_to = self._last.version
         self._retention = Retention(folder, run, keep=keep, keep_runs=keep_runs, gone_back_to=gone_back_to)
         self._last_manifest: Manifest | None = None  # of this writer's latest version; without one a base comes next
-        self._base_bytes = self._increment_bytes = self._num_increments = 0
+        self._base_bytes = self._increment_bytes = 0
+        self._numbers: list[
+            int
+        ] = []  # of the versions that the latest one builds on, from the base on, itself the last
 
     def publish(self, skeleton: Skeleton, cut: Cut) -> Manifest:
         """Write the next version and let it count; behind it, perhaps, a compaction as a version of its own.
@@ -121,6 +128,8 @@ class VersionWriter:
         # Until this version counts there is none to build on: tables note what they have handed over as it is read, so
         # an increment behind one that failed would lack those rows. A base has all of them.
         before, self._last_manifest = self._last_manifest, None
+        if before is not None and not self._is_as_left():
+            before = None
         is_base = before is None or self._last is None
         version, clock = self._next, _Clock(cut.taken)
         # 1. The files, the manifest last. Killed in here, the publisher leaves a folder without a whole manifest, which
@@ -167,19 +176,31 @@ class VersionWriter:
     def _next(self) -> int:
         return max([0 if self._last is None else self._last.version, *self.folder.versions()]) + 1
 
+    def _is_as_left(self) -> bool:
+        """Whether the folder has all that an increment would build on; somebody may have moved or cleared it."""
+        try:
+            changed = self.folder.current() != self._last
+        except PublishedVersionError:
+            changed = True
+        lacking = self.folder.lacking(self._numbers)
+        if changed or lacking:
+            what = f"lacks versions {lacking}" if lacking else "names another version as the one that counts"
+            log.warning("%s %s: somebody has changed it. The next version is a base.", self.folder.url, what)
+        return not changed and not lacking
+
     def _let_count(self, link: Link, manifest: Manifest) -> None:
         self.folder.set_current(link)
         self._last = link
         size = sum(entry.size for entry in manifest.files.values())
         if manifest.is_base:
-            self._base_bytes, self._increment_bytes, self._num_increments = size, 0, 0
+            self._base_bytes, self._increment_bytes, self._numbers = size, 0, [manifest.version]
         else:
             self._increment_bytes += size
-            self._num_increments += 1
+            self._numbers.append(manifest.version)
 
     def _is_due_for_compaction(self) -> bool:
         is_large = self._increment_bytes > max(self._compact_share * self._base_bytes, _SMALL_BYTES)
-        return is_large or self._num_increments >= self._max_increments
+        return is_large or len(self._numbers) > self._max_increments
 
     def _compact(self, skeleton: Skeleton, before: Manifest) -> None:
         """Publish what counts once more, as a base: from its files, so that nothing can have changed meanwhile."""

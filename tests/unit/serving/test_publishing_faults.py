@@ -287,6 +287,31 @@ def test_leftovers_when_a_folder_has_files_of_others_then_it_is_refused_and_noth
     assert folder.versions() == []
 
 
+@pytest.mark.parametrize("change", ["moved", "cleared", "base", "manifest", "pointer", "torn"])
+def test_folder_when_changed_under_a_publisher_then_its_next_version_is_a_base_that_opens(
+    trained, tmp_path, change, caplog
+):
+    for step in range(3):
+        trained.publish()
+        trained.train([step])
+    folder = tmp_path / "model"
+    if change == "moved":
+        folder.rename(tmp_path / "elsewhere")
+    elif change == "pointer":
+        trained.folder.set_current(trained.folder.find(2)[0])
+    elif change == "torn":
+        (folder / "current.json").write_bytes(b"{")
+    else:
+        gone = {"cleared": "versions", "base": "versions/1", "manifest": "versions/1/manifest.json"}[change]
+        subprocess.run(["rm", "-r", folder / gone], check=True)
+    assert [trained.publish().kind for _ in range(2)] == ["base", "increment"]
+    assert trained.folder.current().version == 5
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(folder) in caplog.text
+    reader, some = ModelReader(folder), torch.arange(50)
+    assert torch.equal(reader.model.rows_of("embeddings", "a", some), trained.rows("a", some))
+
+
 def test_layout_of_the_hub_when_the_folder_is_a_url_then_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="s3://bucket/x: a model is saved in a folder of this machine"):
