@@ -87,6 +87,11 @@ class DensePart(nn.Module):
         """The names in the model of all parameters and buffers that are published."""
         return list(self.model.state_dict())
 
+    @property
+    def buffer_names(self) -> frozenset[str]:
+        """The names in the model of its buffers."""
+        return frozenset(name for name, _ in self.model.named_buffers(remove_duplicate=False))
+
 
 def export_apart(part: DensePart, num_dense: int, target: Path) -> None:
     """Write the program of a dense part, by a process of its own.

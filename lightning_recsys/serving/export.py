@@ -59,4 +59,4 @@ def export_model(
         writer = VersionWriter(folder, run=run, keep=1, keep_runs=keep_runs, compact_share=1.0, max_increments=1)
         dense = {name: tensor.clone() for name, tensor in part.model.state_dict().items()}  # tied ones, too
         cut = Cut(dense, position or {}, time.time(), backends, dict.fromkeys(backends, 0))
-        return writer.publish(Skeleton(program, encoder, num_dense, tables, rows), cut)
+        return writer.publish(Skeleton(program, encoder, num_dense, tables, rows, part.buffer_names), cut)

@@ -196,7 +196,12 @@ class ModelReader:
         Args:
             seconds: Seconds between two looks.
             tell: Is called with the version that is open, and with each that takes its place.
+
+        Raises:
+            ValueError: ``seconds`` is not above 0.
         """
+        if not seconds > 0:
+            raise ValueError(f"a reader follows every so many seconds, above 0; got {seconds}.")
         if self._thread is None:
             self._ended.clear()
             arguments = (seconds, tell)
@@ -204,18 +209,24 @@ class ModelReader:
             self._thread.start()
 
     def _follow(self, seconds: float, tell: Callable[[PublishedModel], None]) -> None:
-        told: str | None = None
-        tell(self.model)
-        while not self._ended.wait(seconds):
+        told: PublishedModel | None = None
+        logged: str | None = None
+        while True:
             try:
-                if self.refresh():
-                    log.info("serving version %d of %s", self.version, self.folder.url)
-                    tell(self.model)
-                told = None
-            except Exception as error:  # the next version may be whole again
-                if str(error) != told:
+                try:
+                    if self.refresh():
+                        log.info("serving version %d of %s", self.version, self.folder.url)
+                finally:  # the one that is open is told of, whatever is wrong with a later one
+                    if (model := self.model) is not told:
+                        tell(model)
+                        told = model
+                logged = None
+            except Exception as error:  # the next version may be whole again, or a disk have room
+                if str(error) != logged:
                     log.warning("%s", error)
-                told = str(error)
+                logged = str(error)
+            if self._ended.wait(seconds):
+                return
 
     def close(self) -> None:
         """Follow no more. What is open can be asked further on."""

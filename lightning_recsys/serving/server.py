@@ -51,6 +51,9 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
         follow_seconds: Seconds between two looks for a new version.
         max_batch_size: Requests that are scored together, at most.
         batch_timeout: Seconds to wait until so many requests are there; those that are there by then are scored.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
         max_batch_size: int = 64,
         batch_timeout: float = 0.002,
     ) -> None:
+        if not follow_seconds > 0:
+            raise ValueError(f"follow_seconds must be above 0, got {follow_seconds}.")
         super().__init__(max_batch_size=max_batch_size, batch_timeout=batch_timeout)
         self.url, self.version, self.cache, self.follow_seconds = url, version, cache, follow_seconds
         self.status_folder: str | None = None  # where each worker notes which version it has
@@ -159,8 +164,11 @@ def make_server(
     Raises:
         FileNotFoundError: nothing was published there yet.
         PublishedVersionError: the version that it is to answer by is not there.
-        ValueError: the path of the temporary folder is too long for the sockets of LitServe's processes.
+        ValueError: there are to be no workers, or the path of the temporary folder is too long for the sockets of
+            LitServe's processes.
     """
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}.")
     temporary = tempfile.gettempdir()
     if len(os.fsencode(temporary)) > _LONGEST_TEMPORARY:
         raise ValueError(

@@ -306,7 +306,7 @@ class _Work:
             export_apart(self._part, num_dense, self._program)
             encoder = encoder_of(datamodule, self._part.features, num_dense)
             tables = {path: snapshot_of(configs, collections[path]) for path, configs in self._part.tables.items()}
-            return Skeleton(self._program, encoder, num_dense, tables, row_format)
+            return Skeleton(self._program, encoder, num_dense, tables, row_format, self._part.buffer_names)
 
         self._make = make
         self._tasks.put(self._prepared)

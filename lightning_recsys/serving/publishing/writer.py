@@ -12,7 +12,7 @@ import logging
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -52,6 +52,7 @@ class Skeleton:
         num_dense: Number of numeric features of the model.
         tables: What was published so far of each collection's tables, by the collection's path in the model.
         rows: Format in which rows are stored.
+        buffers: Names of the dense part's buffers, which may hold infinity; its parameters may not.
     """
 
     program: Path
@@ -59,6 +60,7 @@ class Skeleton:
     num_dense: int
     tables: Mapping[str, Sequence[TableSnapshot]]
     rows: RowFormat = "float32"
+    buffers: Set[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class VersionWriter:
         #    the next one removes.
         with self.folder.writing(version) as folder:
             files = _write_skeleton(folder, skeleton) if is_base else {}
-            files[DENSE] = _write_dense(folder, cut.dense)
+            files[DENSE] = _write_dense(folder, cut.dense, skeleton.buffers)
             collections = []
             for number, (path, tables) in enumerate(skeleton.tables.items()):
                 with clock.reading(path, cut.backends[path], tables, cut.lag[path]):
@@ -295,10 +297,11 @@ def _write_skeleton(folder: Path, skeleton: Skeleton) -> dict[str, FileEntry]:
     }
 
 
-def _write_dense(folder: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def _write_dense(folder: Path, tensors: Mapping[str, Tensor], buffers: Set[str]) -> FileEntry:
     for name, tensor in tensors.items():
-        if bool(tensor.isnan().any()):
-            raise FloatingPointError(f"{name} of the model has numbers that are none: it has diverged")
+        wrong = tensor.isnan() if name in buffers else ~tensor.isfinite()  # a mask holds infinity for good
+        if bool(wrong.any()):
+            raise FloatingPointError(f"{name} of the model has {tensor[wrong][0].item()}: it has diverged")
     return _write_bytes(folder, DENSE, save({name: x.contiguous() for name, x in tensors.items()}))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import threading
@@ -242,12 +243,21 @@ def test_model_when_it_has_diverged_then_it_is_not_published(make, tmp_path):
     trained.backend.write_rows("b", "weight", 7, torch.full((1, 8), float("inf")))
     with pytest.raises(FloatingPointError, match="rows of table 'b' are not finite"):
         trained.publish()
-    with pytest.raises(FloatingPointError, match="weight of the model has numbers that are none"):
-        publish_number(trained, float("nan"))
+    for wrong in ("nan", "inf", "-inf"):
+        with pytest.raises(FloatingPointError, match=f"weight of the model has {wrong}: it has diverged"):
+            publish_number(trained, float(wrong))
     assert ModelReader(tmp_path / "model").version == 1
     assert numbers(tmp_path / "model") == [1]
     publish_number(trained, 2)
     assert_same(trained, ModelReader(tmp_path / "model").model)
+    trained.skeleton = dataclasses.replace(trained.skeleton, buffers=frozenset({"weight"}))  # as of a mask
+    for number in (float("-inf"), float("nan")):
+        with torch.no_grad():
+            trained.model.weight.fill_(number)
+        if math.isinf(number):
+            assert ModelReader(tmp_path / "model", version=trained.publish().version).model.weights["weight"] == number
+    with pytest.raises(FloatingPointError, match="weight of the model has nan"):
+        trained.publish()
 
 
 def as_stored(rows, row_format):
