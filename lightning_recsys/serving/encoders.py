@@ -8,7 +8,7 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_recsys.data.preparation import SchemaRules
 from lightning_recsys.data.preparation.encoding import Encoding, embedded
 from lightning_recsys.data.raw import TabularFormat
-from lightning_recsys.data.raw.cleaning import clean
+from lightning_recsys.data.raw.cleaning import as_words, clean
 from lightning_recsys.data.raw.columns import Bags, RawColumns, RowJudge
 from lightning_recsys.data.raw.derived import derive
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
@@ -36,6 +36,7 @@ from lightning_recsys.embeddings.int64_ids import as_int64s
 DENSE = "dense"  # the key of numeric features where they have no names of their own
 _MOST = 3.4e38  # what float32 holds
 _LISTS = frozenset((list, tuple))
+_BAGS = pa.list_(pa.string())
 _Timed = TypeVar("_Timed", Dense, Categorical)
 
 Row = Mapping[str, Any]
@@ -142,26 +143,40 @@ class SchemaEncoder(RequestEncoder):
                 raise ValueError(f"row {number} has no {name!r}; null stands for a missing value.")
         values = [row[name] for row in rows]
         given = {type(value) for value in values} - {type(None)}
-        lists = {list, tuple}
         read = {source.parse for source in self._columns[name]}
         separator = self._separator(name)
-        if separator is not None and given & lists and not given <= lists:
-            values, given = [_items(separator, value) for value in values], {list}  # lists beside texts
-        if given & lists and not read & {"bag", "vector"}:
+        if given & _LISTS and not read & {"bag", "vector"}:
             raise ValueError(f"{name!r} takes one value a row, got a list.")
         try:
-            if given <= {int, float} and read == {"number"}:
-                return pa.array(values, pa.float64())
-            if len(given) <= 1:  # what a Parquet file could have as well
-                array = pa.array(values, pa.string() if not given else None)
-                if pa.types.is_nested(array.type.value_type if pa.types.is_list(array.type) else array.type):
-                    raise TypeError("they are nested")
-                return array
-            return pa.array(
-                [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
-            )
+            return self._as_array(values, separator, only_numbers=read == {"number"})
         except (pa.ArrowException, TypeError, OverflowError) as error:
+            for number, value in enumerate(values):
+                try:
+                    self._as_array([value], separator, only_numbers=read == {"number"})
+                except (pa.ArrowException, TypeError, OverflowError) as why:
+                    raise ValueError(f"row {number}: {name!r} takes no {value!r:.80} ({why!s:.120}).") from error
             raise ValueError(f"{name!r} has values that do not go together ({error!s:.120}).") from error
+
+    def _as_array(self, values: list[Any], separator: str | None, *, only_numbers: bool) -> pa.Array:
+        """Values of a column; what one becomes does not depend on those beside it."""
+        given = set(map(type, values)) - {type(None)}
+        if only_numbers and bool in given:
+            values, given = [int(x) if isinstance(x, bool) else x for x in values], given - {bool} | {int}
+        if only_numbers and given <= {int, float}:
+            return pa.array(values, pa.float64())
+        if separator is not None and given & _LISTS:
+            bags = [_items(separator, value) for value in values]
+            items = list(chain.from_iterable(bag for bag in bags if bag is not None))
+            if any(isinstance(item, list | tuple) for item in items):
+                raise TypeError("they are nested")
+            words = iter(_as_words(items))
+            return pa.array([None if bag is None else list(islice(words, len(bag))) for bag in bags], _BAGS)
+        if len(given) > 1:
+            return pa.array(_as_words(values), pa.string())
+        array = pa.array(values, None if given else pa.string())  # what a Parquet file could have as well
+        if pa.types.is_nested(array.type.value_type if pa.types.is_list(array.type) else array.type):
+            raise TypeError("they are nested")
+        return array
 
     def _separator(self, column: str) -> str | None:
         """What stands between the values of a column of bags; ``None`` of any other."""
@@ -217,9 +232,32 @@ class SchemaEncoder(RequestEncoder):
 
 
 def _items(separator: str, value: Any) -> Any:
+    """The items of a bag, which is a list or a text."""
     if value is None or isinstance(value, list | tuple):
         return value
-    return value.split(separator) if isinstance(value, str) else [json.dumps(value)]
+    return _as_words([value])[0].split(separator)
+
+
+def _as_words(values: Sequence[Any]) -> list[Any]:
+    """Each value as the text that it is in a column where all are of its kind; lists, which have none, as JSON.
+
+    >>> _as_words([1e-05, 2.0, True, "a", None, 3])
+    ['0.00001', '2', 'true', 'a', None, '3']
+    """
+    words = list(values)
+    for kind in set(map(type, values)) - {str, type(None)}:
+        places = [place for place, value in enumerate(values) if type(value) is kind]
+        some = [values[place] for place in places]
+        if kind in _LISTS:
+            found = [json.dumps(value) for value in some]
+        else:
+            array = pa.chunked_array([pa.array(some)])
+            if pa.types.is_nested(array.type):
+                raise TypeError("they are nested")
+            found = as_words(array).to_pylist()
+        for place, word in zip(places, found, strict=True):
+            words[place] = word
+    return words
 
 
 class IdEncoder(RequestEncoder):

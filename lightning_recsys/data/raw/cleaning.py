@@ -88,6 +88,13 @@ def concatenate(parts: Sequence[Column]) -> Column:
     return pa.chunked_array(parts).unify_dictionaries().combine_chunks()
 
 
+def as_words(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Values as strings, where they are none: numbers as they are written in a category of their own kind."""
+    if _is_string(values.type):
+        return values
+    return float_words(values) if pa.types.is_floating(values.type) else pc.cast(values, pa.string())
+
+
 def as_bags(column: pa.Array | pa.ChunkedArray, *, strip: bool, missing: Sequence[str]) -> Bags:
     """From lists of strings; missing and empty items are dropped, and a missing list is an empty bag.
 
@@ -99,7 +106,7 @@ def as_bags(column: pa.Array | pa.ChunkedArray, *, strip: bool, missing: Sequenc
     flat = pc.list_flatten(column)
     if isinstance(flat, pa.Array):
         flat = pa.chunked_array([flat])
-    items = as_categories(_words(flat), strip=strip, missing=[*missing, ""])
+    items = as_categories(as_words(flat), strip=strip, missing=[*missing, ""])
     present = np.asarray(items.indices.is_valid())
     before = np.concatenate([[0], np.cumsum(present)])
     ends = np.cumsum(lengths)
@@ -218,7 +225,7 @@ class _Parser:
     def categories(self) -> pa.DictionaryArray:
         """Each distinct string once, null where one is missing."""
         with self._fitting():
-            words = _words(self.values)
+            words = as_words(self.values)
         return as_categories(words, strip=self.table.strip, missing=self.table.missing)
 
     def bags(self, feature: MultiValued) -> Bags:
@@ -267,7 +274,7 @@ class _Parser:
     def _strings(self) -> pa.ChunkedArray:
         """Strings, null where one is missing."""
         with self._fitting():
-            words = pc.cast(_words(self.values), pa.string())
+            words = pc.cast(as_words(self.values), pa.string())
         words = pc.utf8_trim_whitespace(words) if self.table.strip else words
         missing = pc.is_in(words, value_set=pa.array(self.table.missing, pa.string()))
         return pc.if_else(missing, pa.scalar(None, pa.string()), words)
@@ -309,13 +316,6 @@ def _finite(numbers: pa.ChunkedArray) -> tuple[Numbers, NDArray[np.bool_]]:
     """As float64, and which are none or not finite."""
     floats: Numbers = pc.cast(numbers, pa.float64(), safe=False).to_numpy()
     return floats, ~np.isfinite(floats)
-
-
-def _words(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """As strings, where they are none."""
-    if _is_string(values.type):
-        return values
-    return float_words(values) if pa.types.is_floating(values.type) else pc.cast(values, pa.string())
 
 
 def _is_list(kind: pa.DataType) -> bool:
