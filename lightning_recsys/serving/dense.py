@@ -7,6 +7,7 @@ process, where other threads may be in the midst of a forward pass.
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import subprocess
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.pickling import save_job
 from lightning_recsys.partition.field_layer import FieldLayer
 
@@ -102,12 +104,16 @@ def export_apart(part: DensePart, num_dense: int, target: Path) -> None:
         target: A file to make.
 
     Raises:
+        OSError: there is no room for the files that this takes; the message names their folder.
         RuntimeError: the model cannot be exported; the message ends with what torch says.
         TypeError: the model does not travel to another process.
     """
-    with tempfile.TemporaryDirectory(prefix="lightning-recsys-export-") as folder:
-        job, preparation = Path(folder) / "job.pt", Path(folder) / "preparation.pkl"
-        save_job({"part": part, "num_dense": num_dense}, job, parts={"model": part.model})
+    with RunFolder(Path(tempfile.gettempdir())) as folder:
+        job, preparation = folder / "job.pt", folder / "preparation.pkl"
+        try:
+            save_job({"part": part, "num_dense": num_dense}, job, parts={"model": part.model})
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise OSError(f"the dense part cannot be written to {folder}: {error}") from error
         data: dict[str, Any] = {"sys_path": sys.path}
         if b"__main__" in job.read_bytes() or b"__mp_main__" in job.read_bytes():
             data = spawn.get_preparation_data("export")
@@ -117,6 +123,9 @@ def export_apart(part: DensePart, num_dense: int, target: Path) -> None:
         run = subprocess.run(  # noqa: S603 - our own interpreter
             command, env=environment, capture_output=True, text=True, timeout=_PATIENCE, check=False
         )
+    if run.returncode == os.EX_IOERR:
+        why = run.stderr.splitlines()[-1]
+        raise OSError(f"the dense part's program cannot be written to {target.parent}: {why}")
     if run.returncode:
         raise RuntimeError(
             f"{type(part.model).__name__} cannot be published: torch.export failed. A model may look its collections"
@@ -176,14 +185,20 @@ def _export(part: DensePart, num_dense: int, target: Path) -> None:
             again = {path: x[:1].expand(size, *x.shape[1:]).contiguous() for path, x in pooled.items()}
             dense_again = dense[:1].expand(size, num_dense).contiguous()
             torch.testing.assert_close(program.module()(dense_again, again), part(dense_again, again))
-    torch.export.save(program, target)
+    content = io.BytesIO()  # of a full disk torch would make an error that may be the model's fault as well
+    torch.export.save(program, content)
+    target.write_bytes(content.getbuffer())
 
 
 def _main(preparation: str, job: str, target: str) -> None:
     os.nice(_NICE)
     spawn.prepare(pickle.loads(Path(preparation).read_bytes()))  # noqa: S301 - of the process that started this one
     content = torch.load(job, weights_only=False)
-    _export(content["part"], content["num_dense"], Path(target))
+    try:
+        _export(content["part"], content["num_dense"], Path(target))
+    except OSError as error:
+        sys.stderr.write(str(error))
+        sys.exit(os.EX_IOERR)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.files import VersionFolder
@@ -53,8 +54,8 @@ def export_model(
     backends = {path: backend_of(x) for path, x in collections.items()}
     tables = {path: snapshot_of(x.tables, x) for path, x in collections.items()}
     encoder = encoder_of(datamodule, part.features, num_dense)
-    with tempfile.TemporaryDirectory(prefix="lightning-recsys-") as temporary, folder.locked(f"run {run}"):
-        program = Path(temporary) / "program.pt2"
+    with RunFolder(Path(tempfile.gettempdir())) as temporary, folder.locked(f"run {run}"):
+        program = temporary / "program.pt2"
         export_apart(part, num_dense, program)
         writer = VersionWriter(folder, run=run, keep=1, keep_runs=keep_runs, compact_share=1.0, max_increments=1)
         dense = {name: tensor.clone() for name, tensor in part.model.state_dict().items()}  # tied ones, too

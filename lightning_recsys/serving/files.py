@@ -16,6 +16,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
+from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.serving.digested_files import digest_file, write_file
 from lightning_recsys.serving.manifest import (
     CURRENT,
@@ -288,8 +289,7 @@ class VersionFolder:
                 self.remove(version)  # the disk may be full of it
                 raise
             return
-        with tempfile.TemporaryDirectory(prefix="lightning-recsys-version-") as temporary:
-            folder = Path(temporary)
+        with RunFolder(Path(tempfile.gettempdir())) as folder:
             yield folder
             try:
                 for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):  # the manifest last

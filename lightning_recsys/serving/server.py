@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from fastapi.responses import JSONResponse
 from torch import Tensor, cat, split
 
 from lightning_recsys.embeddings import SparseFeatures
-from lightning_recsys.launchers.processes import end_with_parent
+from lightning_recsys.launchers.processes import end_with_parent, ending
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.reader import ModelReader, PublishedModel
 
@@ -141,11 +143,49 @@ class _Server(litserve.LitServer):  # type: ignore[misc]
     """Says when it is about to answer."""
 
     on_ready: Callable[[], None]
+    _is_ending = False
+    _lost: str | None = None  # how a worker has ended that was not to end
 
     def verify_worker_status(self) -> None:
         """Wait for a worker that has a version open; the next that LitServe does is to answer."""
         super().verify_worker_status()
         self.on_ready()
+
+    def run(self, *arguments: Any, **options: Any) -> None:
+        """Answer until the end.
+
+        Raises:
+            RuntimeError: a worker was killed.
+        """
+        super().run(*arguments, **options)
+        if self._lost is not None:
+            hint = ", as the system does when memory runs out" if "SIGKILL" in self._lost else ""
+            raise RuntimeError(
+                f"A process that scores requests {self._lost}{hint}, so the server has ended. Start it again, with"
+                " fewer workers where memory is short."
+            )
+
+    def _start_worker_monitoring(self, *_: Any) -> None:
+        """End all where a worker ends: what it was asked would never be answered.
+
+        LitServe does so from a thread of its own, under the feet of this one, which then ends with an EOFError.
+        """
+
+        def watch() -> None:
+            workers = {worker.sentinel: worker for worker in self.inference_workers}
+            ended = workers[wait(list(workers))[0]]
+            if not self._is_ending:
+                ended.join()
+                self._lost = ending(ended.exitcode)
+                self._shutdown_event.set()
+
+        threading.Thread(target=watch, daemon=True, name="worker-watch").start()
+
+    def _perform_graceful_shutdown(self, manager: Any, api_servers: Any, reason: str = "normal") -> None:
+        self._is_ending = True
+        if reason == "keyboard_interrupt":  # a signal to all of the processes at once may reach a worker first
+            self._lost = None
+        super()._perform_graceful_shutdown(manager, api_servers, reason)
 
 
 def make_server(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_recsys.callbacks import LeanCallback
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
+from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.encoders import encoder_of
 from lightning_recsys.serving.files import VersionFolder
@@ -268,7 +269,7 @@ class _Work:
         folder = VersionFolder(publisher.url)
         with ExitStack() as ending:
             ending.enter_context(folder.locked(f"run {publisher._run}"))
-            self._program = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="lightning-recsys-"))) / "p"
+            self._program = ending.enter_context(RunFolder(Path(tempfile.gettempdir()))) / "p"
             self._writer = VersionWriter(
                 folder,
                 run=publisher._run,

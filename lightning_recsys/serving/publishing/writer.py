@@ -25,6 +25,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_recsys.errors import PublishedVersionError
+from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.serving.digested_files import DigestedFile, digest_file, write_file
 from lightning_recsys.serving.encoders import RequestEncoder
 from lightning_recsys.serving.files import VersionFolder
@@ -209,7 +210,7 @@ class VersionWriter:
         chain = self._chain(before)
         base, version = chain[0], self._next
         with (
-            tempfile.TemporaryDirectory(prefix="lightning-recsys-compaction-") as downloads,
+            RunFolder(Path(tempfile.gettempdir())) as downloads,
             self.folder.writing(version) as folder,
         ):
             source = VersionFolder(self.folder.url, cache=downloads)  # nobody would clear a cache that lasts

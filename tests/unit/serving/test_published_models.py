@@ -15,15 +15,19 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 
 from lightning_recsys.data import TabularDataModule
+from lightning_recsys.data.preparation.encoding import Encoding
+from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
 from lightning_recsys.serving import ModelReader, dense, export, export_model
-from lightning_recsys.serving.encoders import encoder_of
+from lightning_recsys.serving.encoders import SchemaEncoder, encoder_of
 from lightning_recsys.serving.hub import load_pretrained, save_pretrained
 from lightning_recsys.serving.onnx import export_onnx
 
@@ -114,10 +118,40 @@ def test_rows_when_values_are_unknown_missing_or_wrong_then_as_in_training_or_re
     first, second = mixed.select(("tags",)).values.view(2, 2).tolist()
     assert first == second == reader.model.encoder.encode([strange | {"tags": "a|b"}])[1].values[-2:].tolist()
     for nested in ([["a"]], [{}], {"a": 1}):
-        with pytest.raises(ValueError, match="'tags' has values"):
-            reader.predict([{**strange, "tags": nested}])
+        with pytest.raises(ValueError, match="row 1: 'tags' takes no "):
+            reader.predict([strange, {**strange, "tags": nested}])
     text = (tmp_path / "model" / "versions" / "1" / "encoder.json").read_text()
     assert str(data._root) not in text
+
+
+def test_row_when_others_of_its_request_have_other_types_then_its_ids_are_those_of_training(tmp_path):
+    scores, tags = (
+        [1e-05, 1e16, 1e-07, 0.1, 2.0, -3.5e20, 5.0, 1 / 3],
+        [[5], [1e-07], ["a"], [2.5], [True], [], [0], [7]],
+    )
+    table = {"label": [0, 1] * 4, "score": scores, "rate": scores}
+    pq.write_table(pa.table(table), tmp_path / "x.parquet")
+    buckets = {"hash_buckets": 1000}
+    schema = {"files": "x.parquet", "label": "label", "dense": ["rate"], "categorical": {"score": buckets}}
+    data = TabularDataModule(schema=schema | {"split": {"test": 0}}, root=tmp_path, cache=tmp_path / "cache")
+    data.setup("fit")
+    train = data.rows("train")
+    trained = train.take(torch.arange(len(train))).sparse.values.tolist()
+    encoder = encoder_of(data, {}, 0)
+    strange = ["x", True, None, 7, -1, 10**15]
+    rows = [{"score": x, "rate": 1.0} for x in [*scores, *strange]]
+    found = encoder.encode(rows)[1].values.tolist()
+    assert len(trained) > 5  # the others are for validation
+    assert set(trained) <= set(found[:8])
+    assert found == [encoder.encode([row])[1].values.item() for row in rows]
+    rates = [{"score": 1.0, "rate": x} for x in (True, 0.5, "0.25", None, 3)]
+    assert encoder.encode(rates)[0].tolist() == [encoder.encode([row])[0][0].tolist() for row in rates]
+    schema = Schema.from_dict({"files": "x", "label": "label", "multi_valued": {"tags": buckets}})
+    bags = SchemaEncoder(schema, Encoding(schema, vocabularies={}, statistics={}))
+    rows = [{"tags": x} for x in [*tags, "a|5", 5, 1e-07, None, "", [5, "a", 1e-07]]]
+    together, alone = bags.encode(rows)[1], [bags.encode([row])[1] for row in rows]
+    assert together.values.tolist() == [number for one in alone for number in one.values.tolist()]
+    assert together.lengths.tolist() == [number for one in alone for number in one.lengths.tolist()]
 
 
 def test_times_when_a_request_has_numbers_that_could_be_dates_then_are_seconds_as_in_training(tmp_path):
@@ -281,6 +315,17 @@ def test_requests_of_one_batch_when_some_cannot_be_scored_then_the_others_are(tm
     assert found[2][1] == "row 1: the score by version 1 is nan."
 
 
+@needs_litserve
+def test_server_when_its_settings_cannot_be_then_they_are_named(tmp_path):
+    from lightning_recsys.serving.server import ScoringAPI, make_server
+
+    for seconds in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"follow_seconds must be above 0, got {seconds}"):
+            ScoringAPI(str(tmp_path), follow_seconds=seconds)
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        make_server(ScoringAPI(str(tmp_path)), workers=0)
+
+
 RECIPE = os.path.join(os.path.dirname(__file__), "../../../recipes/serve.py")
 
 
@@ -351,7 +396,8 @@ def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path
 
 
 @needs_litserve
-def test_server_when_it_is_killed_then_none_of_its_processes_stays(tmp_path, monkeypatch):
+@pytest.mark.parametrize("who", ["server", "worker"])
+def test_server_when_it_or_a_worker_is_killed_then_none_of_its_processes_stays(tmp_path, monkeypatch, who):
     monkeypatch.setattr(export, "export_apart", dense._export)
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # short: sockets lie in it, whose paths have 107 characters at most
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -363,12 +409,17 @@ def test_server_when_it_is_killed_then_none_of_its_processes_stays(tmp_path, mon
             assert server.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        server.kill()
-        server.wait()
+        (note,) = temporary.glob("lightning-recsys-serving-*/*.json")
+        os.kill(server.pid if who == "server" else int(note.stem), signal.SIGKILL)
+        assert server.wait(60) == (-signal.SIGKILL if who == "server" else 1)
         while is_group_alive(server.pid):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert not list(temporary.glob("lightning-recsys-serving-*"))
+        if who == "worker":
+            log = (tmp_path / "log").read_text()
+            assert "A process that scores requests was ended by SIGKILL, as the system does when memory" in log
+            assert "Traceback" not in log
     finally:
         if is_group_alive(server.pid):
             os.killpg(server.pid, signal.SIGKILL)

@@ -4,10 +4,12 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -15,8 +17,9 @@ import torch
 from published import Sums, Trained, save_program
 
 from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
-from lightning_recsys.serving import ModelReader, roll_back
+from lightning_recsys.serving import ModelReader, dense, roll_back
 from lightning_recsys.serving.cli import main
+from lightning_recsys.serving.dense import DensePart, export_apart
 from lightning_recsys.serving.digested_files import DigestedFile
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.hub import save_pretrained
@@ -310,6 +313,63 @@ def test_folder_when_changed_under_a_publisher_then_its_next_version_is_a_base_t
     assert str(folder) in caplog.text
     reader, some = ModelReader(folder), torch.arange(50)
     assert torch.equal(reader.model.rows_of("embeddings", "a", some), trained.rows("a", some))
+
+
+def test_follower_when_its_listener_fails_then_it_tells_again_and_follows(trained, tmp_path):
+    trained.publish()
+    told, heard = [], threading.Event()
+
+    def tell(model):
+        told.append(model.version)
+        if len(told) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if model.version == 2:
+            heard.set()
+
+    with ModelReader(tmp_path / "model") as reader:
+        with pytest.raises(ValueError, match="above 0; got 0"):
+            reader.follow(0.0)
+        reader.follow(0.001, tell=tell)
+        trained.publish()
+        assert heard.wait(30)
+    assert len(told) in (3, 4)
+
+
+def test_temporary_files_when_a_publisher_was_killed_then_the_next_one_removes_them(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    with VersionFolder(URL).writing(1) as folder:
+        left = folder.rename(tmp_path / folder.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
+        assert left.name != folder.name
+        folder.mkdir()
+    assert list(tmp_path.iterdir()) == [left]
+    with VersionFolder(URL).writing(2):
+        assert not left.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_when_a_disk_is_full_then_it_is_an_os_error_that_names_the_folder(tmp_path, monkeypatch, capsys):
+    def run(command, **_):  # in this process: another one takes seconds to start
+        with pytest.raises(SystemExit) as ended:
+            dense._main(*command[3:])
+        return subprocess.CompletedProcess(command, ended.value.code, stderr=f"a warning\n{capsys.readouterr().err}")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    monkeypatch.setattr(subprocess, "run", run)
+    part, limits = DensePart(Sums()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (100, limits[1])
+    )  # bytes of a file: torch's writer fails as on a full disk
+    try:
+        with pytest.raises(OSError, match=f"the dense part cannot be written to {tmp_path}"):
+            export_apart(part, 2, tmp_path / "p.pt2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(OSError, match=r"the dense part's program cannot be written to /dev: .*No space left on device"):
+        export_apart(part, 2, Path("/dev/full"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_layout_of_the_hub_when_the_folder_is_a_url_then_it_is_refused(tmp_path, monkeypatch):
