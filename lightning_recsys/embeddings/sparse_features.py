@@ -221,6 +221,17 @@ class SparseFeatures:
         weights = None if self.weights is None else pick(self._per_feature(self.weights))
         return SparseFeatures(tuple(keys), pick(self._per_feature(self.values)), lengths=lengths, weights=weights)
 
+    def rows_from(self, starts_F: Tensor) -> Tensor:
+        """Each id, counted from a number of its feature's own, int64 ``[N]``.
+
+        Args:
+            starts_F: That number, int64 ``[F]``: the first row of the feature's table where several lie in one tensor.
+        """
+        if self.is_single_hot:
+            return (self.values.view(len(self.keys), -1) + starts_F.unsqueeze(1)).view(-1)
+        per_feature = self.bag_lengths().view(len(self.keys), -1).sum(1)
+        return self.values + starts_F.repeat_interleave(per_feature)
+
     def feature_bounds(self) -> list[int]:
         """Where each feature's ids start and end in ``values``: ``F + 1`` positions."""
         batch_size = self.batch_size

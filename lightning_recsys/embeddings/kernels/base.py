@@ -67,11 +67,7 @@ class TableLayout:
 
     def rows_of(self, sparse: SparseFeatures) -> Tensor:
         """The row of each id of resolved features, int64 ``[N]``; one that occurs twice is named twice."""
-        starts_F = self._feature_starts_F
-        if sparse.is_single_hot:
-            return (sparse.values.view(len(sparse.keys), -1) + starts_F.unsqueeze(1)).view(-1)
-        per_feature = sparse.bag_lengths().view(len(sparse.keys), -1).sum(1)
-        return sparse.values + starts_F.repeat_interleave(per_feature)
+        return sparse.rows_from(self._feature_starts_F)
 
 
 class Kernel(ABC):
