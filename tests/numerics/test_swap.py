@@ -209,7 +209,7 @@ def test_dense_parameters_when_each_day_is_a_run_of_its_own_then_are_discounted_
         ({"seconds": 5}, "seconds must be a finite number, at least 60"),
         ({"day": 0}, "day must be a whole number from 1, or a date"),
         ({"day": 20260131}, "or a date such as 2026-01-31, got 20260131"),
-        ({"day": "31.1.2026"}, "isoformat"),
+        ({"day": "31.1.2026"}, "day must be a whole number from 1, or a date such as 2026-01-31, got 31.1.2026"),
     ],
 )
 def test_periods_when_they_are_none_then_refused_by_name(periods, message):

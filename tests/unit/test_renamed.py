@@ -54,7 +54,7 @@ def test_class_when_imported_by_its_old_name_then_the_error_names_the_new_one(mo
 
 
 def test_constructor_when_it_refuses_old_names_then_its_signature_is_still_there():
-    assert "num_embedding_servers" in inspect.signature(HETStrategy).parameters
+    assert "staleness" in inspect.signature(HETStrategy).parameters
     assert list(inspect.signature(RowAdam).parameters) == [
         "lr",
         "beta1",
