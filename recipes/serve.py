@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -33,17 +34,28 @@ def main(cfg: DictConfig) -> None:
         raise SystemExit(f"{cfg.url} cannot be read: {error}") from None
     _end_as_with_control_c()
     print(f"Opening {cfg.url} ...", flush=True)
+    run(server, host=cfg.host, port=cfg.port)
+
+
+def run(server: Any, *, host: str, port: int) -> None:
+    """Answer until Ctrl-C, and leave no process behind.
+
+    LitServe ends what it has started where Ctrl-C comes once it answers. Before, and while it starts the processes
+    that answer, some would stay, and this one would wait for them for ever.
+
+    Raises:
+        SystemExit: host or port cannot be, or a worker cannot open the version or was killed.
+    """
     try:
-        server.run(host=cfg.host, port=cfg.port, generate_client_file=False, log_level="warning")
-    except ValueError as error:
-        raise SystemExit(str(error)) from None  # a host or port that cannot be
-    except RuntimeError as error:  # a worker could not open the version, and has said why; others may wait for it
-        for process in multiprocessing.active_children():
-            process.kill()
+        server.run(host=host, port=port, generate_client_file=False, log_level="warning")
+    except (ValueError, RuntimeError) as error:
         raise SystemExit(str(error)) from None
-    except KeyboardInterrupt:  # before it answers: LitServe ends what it has started only from then on
+    except KeyboardInterrupt:
+        pass
+    finally:
         for process in multiprocessing.active_children():
             process.kill()
+            process.join()
 
 
 def _end_as_with_control_c() -> None:
