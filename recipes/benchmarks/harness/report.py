@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import llvmlite.binding
 import torch
 from benchmarks.harness.turns import Measurement
 from recipe_tools.report import console
@@ -92,10 +93,11 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
+    """The processor's name, and its generation: virtual machines name all of AMD's alike."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    return f"{names[0] if names else platform.processor()} ({llvmlite.binding.get_host_cpu_name()})"
 
 
 def _variants(rows: list[Row]) -> list[str]:
