@@ -48,7 +48,7 @@ class RowPlaces:
     """
 
     def __init__(self, layout: TableLayout, stores: Sequence[Sequence[TablePart]]) -> None:
-        self._starts_F = torch.from_numpy(as_int64s(layout.feature_starts))
+        self._starts_F = layout.feature_starts_F
         order = {table.name: number for number, table in enumerate(layout.tables)}
         stripes = [1] * len(order)
         places = []
@@ -105,7 +105,7 @@ class RowMessages:
     """Cuts what is to be said by store, and says it in one message each, all of them on their way at once.
 
     Args:
-        stores: The stores of the collection.
+        stores: The stores of the collection, in the order of ``places``.
         places: Knows which store has which row.
         rule: What a push tells the stores' clocks, and when a copy is too old.
         row_shapes: Shape of what one row has of ``weight`` and of each state.
@@ -116,8 +116,8 @@ class RowMessages:
         counts: ``messages`` sent so far, and bytes both ways for ``rows``, ``clocks`` and ``gradients``; what else
             happens to the collection's copies is counted there as well (:class:`HeldRows`).
         unsent_steps: Updates of the whole collection that each store has not heard of.
-        places: As given.
-        rule: As given.
+        places: Which store has which row.
+        rule: What a push tells the stores' clocks, and when a copy is too old.
         moved: What would have been said to each store had its rows not moved in place, as
             :mod:`~lightning_recsys.stores.exchange_loops` count it.
     """

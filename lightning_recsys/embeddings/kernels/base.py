@@ -62,12 +62,13 @@ class TableLayout:
         return [starts[table.name] for table in self.feature_tables]
 
     @cached_property
-    def _feature_starts_F(self) -> Tensor:
+    def feature_starts_F(self) -> Tensor:
+        """The same as a tensor, int64 ``[F]``."""
         return torch.from_numpy(as_int64s(self.feature_starts))
 
     def rows_of(self, sparse: SparseFeatures) -> Tensor:
         """The row of each id of resolved features, int64 ``[N]``; one that occurs twice is named twice."""
-        return sparse.rows_from(self._feature_starts_F)
+        return sparse.rows_from(self.feature_starts_F)
 
 
 class Kernel(ABC):
