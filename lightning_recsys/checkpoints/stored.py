@@ -82,7 +82,7 @@ class StoredRows:
         live_ids: The ids of the rows that exist, by table.
         read: ``read(table, name, ids)`` returns ``weight`` or a state of rows.
         write: ``write(table, name, ids, values)`` overwrites it, and makes the rows that do not exist.
-        clear: Removes all rows.
+        clear: ``clear()`` lets no row exist, before those of a checkpoint are written.
         rank: The number of this process among those that share the work, from 0.
         world_size: The number of processes that share the work.
     """

@@ -22,7 +22,7 @@ class CodecTraffic:
     Args:
         tensors: Number of tensors that went through the end.
         raw_bytes: Their size as they are in memory.
-        encoded_bytes: Their size after encoding, as they travel.
+        encoded_bytes: Bytes of the tensors after encoding, as they travel.
         cpu_seconds: Processor time that encoding or decoding took on the calling thread.
     """
 

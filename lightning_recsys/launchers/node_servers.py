@@ -31,8 +31,8 @@ class NodeServers:
 
     Args:
         specs: The servers of all nodes; each is started on the node that its spec says.
-        node: Number of this node.
-        num_nodes: Number of nodes.
+        node: Number of this node, from 0.
+        num_nodes: How many nodes (machines) the job has.
         rank: This process's global rank.
         is_starter: Whether this process starts its node's servers.
         main_address: The main node, as ``MASTER_ADDR`` names it.

@@ -111,7 +111,7 @@ class Server:
 
     Attributes:
         endpoint: Where it listens, with the port that it got.
-        handler: Answers the requests.
+        handler: The :class:`RequestHandler` that holds the stores and answers each request.
         waker: A byte sent here wakes the server: 0, or the number of a signal that it stops on; 255 where a request's
             result is there.
     """

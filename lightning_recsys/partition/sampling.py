@@ -56,7 +56,7 @@ def count_flops(
     That knows matrix products only; everything else counts as one operation for each number of the result.
 
     Args:
-        model: The traced model.
+        model: The model that the calls are of.
         group: The calls that make up the operator.
         sampled: The values that these calls read in the sample batch.
         parameters: The parameters of the operator.

@@ -69,9 +69,9 @@ class RequestCost(NamedTuple):
 
     Args:
         sent_bytes: Bytes from the trainer to the server, as they travel.
-        returned_bytes: Bytes back.
+        returned_bytes: Bytes from the server back to the trainer, as they travel.
         trainer_seconds: Processor time of the trainer for them, with their compression.
-        server_seconds: And of the server.
+        server_seconds: Processor time of the server for them, with their compression.
     """
 
     sent_bytes: float

@@ -39,7 +39,8 @@ class RowsInPlace(HeldRows):
     Nothing has to be known ahead.
 
     Args:
-        cache: As in :class:`HeldRows`, with the index of ``shared``. Its rule has one state at most.
+        cache: The cache of copies, which is empty at first and has the index of ``shared``. Its update rule has one
+            state at most.
         messages: Tells the stores of steps; rows do not travel in messages here.
         gradients: Gradients of batches that wait for those of other workers; see :class:`HeldRows`.
         stores: The collection's stores, all of them mapped.

@@ -37,7 +37,7 @@ class Group:
 
     Args:
         legs: The legs of a step, in their order.
-        num_trainers: Number of trainers.
+        num_trainers: How many trainers the group has.
         nets_per_trainer: Nets of a trainer, which share its cores and its port.
         num_servers: Number of group servers.
         trainer_cores: Number of cores of a trainer.

@@ -82,7 +82,7 @@ class Workers:
         speed_deviation: How much workers differ: each has a speed, drawn once from a normal distribution around 1 with
             this deviation, and again where it is below a tenth. Its times are divided by it.
         straggler_share: Share of the workers that are slow for good.
-        straggler_factor: By how much longer these take, as a factor.
+        straggler_factor: How many times as long as the others stragglers take.
         cores: Workers of one replica that compute at full speed at the same time; with more of them each takes as much
             longer. ``None``: all. Processor cores or the bandwidth of memory set such a limit: it is an input.
         failures: Seconds from a worker's start to its failure, which loses the batch at hand. ``None``: never.

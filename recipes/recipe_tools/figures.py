@@ -137,10 +137,10 @@ def run_all(
     """Make the runs one after the other; after each, what is wrong with it is said, and all so far are written.
 
     Args:
-        figure: The figure that they are for.
-        labels: Their names.
+        figure: The figure that the runs are for.
+        labels: Names of the runs.
         make: Makes the run of a label.
-        record: Of all of them.
+        record: The record of all runs, which gets their metrics and warnings.
     """
     runs: dict[str, dict[str, Any]] = {}
     for label in labels:

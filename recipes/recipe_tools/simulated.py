@@ -24,9 +24,9 @@ def simulated(simulate: Simulate, label: str, overrides: Sequence[str], *, cache
     """What came of a simulation, now or when it was made before.
 
     Args:
-        simulate: Makes one.
-        label: Its name, which begins that of its folder in the cache.
-        overrides: Of the configuration ``simulate``.
+        simulate: Makes one simulation.
+        label: Name of the simulation, with which the name of its folder in the cache begins.
+        overrides: Overrides of the configuration ``simulate``.
         cache: Finished simulations, a folder each, named by a digest of the configuration: what differs is made anew.
         root: ``paths.data``, which is no part of the digest.
     """

@@ -184,10 +184,10 @@ def test_quality_then_validation_alone_chooses_rates_for_each_layout(monkeypatch
     def best_score(strategy, rows, dense):
         return 0.8 + abs(rows - best[strategy][0]) + abs(dense - best[strategy][1])
 
-    def test_ne(strategy, rows, dense, seed):  # rates have another order; one seed has groups behind, the other before
+    def tested(strategy, rows, dense, seed):  # rates have another order; one seed has groups behind, the other before
         return 0.8 * (1.0 if strategy == "single" else (1.01, 0.995)[seed]) + ((rows, dense) == best[strategy])
 
-    asked, measure = of_records(monkeypatch, best_score, test_ne)
+    asked, measure = of_records(monkeypatch, best_score, tested)
     (found,), (bar,) = measure(seeds=[0, 1], chosen_by=1)
     assert {name: tuple(side.rates.values()) for name, side in found.sides.items()} == {
         "one process": best["single"],

@@ -118,7 +118,7 @@ class PreparedRows:
 
     Args:
         root: The folder of prepared rows.
-        manifest: The folder's manifest.
+        manifest: What was prepared: the columns, and the size and checksums of each shard.
         shards: The shards of the split, in their order.
 
     Raises:

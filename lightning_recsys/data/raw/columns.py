@@ -244,8 +244,8 @@ class RawFormat(ABC):
         """A file in blocks: the same ones from the position of any of them on.
 
         Args:
-            path: The raw file.
-            block_bytes: How much to read at a time, about.
+            path: The raw file to read.
+            block_bytes: Size of a block in bytes, about; a block ends with a row.
             position: Position of the first block.
         """
 

@@ -33,7 +33,7 @@ class MLP(nn.Sequential):
     Weights start from N(0, 2 / (in + out)) (Glorot, as in the reference code of DLRM), biases at 0.
 
     Args:
-        in_features: Number of inputs.
+        in_features: Width of the input.
         hidden: Width of each hidden layer; may be empty.
         out_features: Outputs of a last layer without activation; ``None`` for no such layer.
         activation: One of ``relu``, ``gelu``, ``sigmoid``, ``silu``, ``tanh``.

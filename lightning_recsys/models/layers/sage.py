@@ -21,8 +21,8 @@ class SAGELayer(nn.Module):
     A node without neighbours gets zeros from them.
 
     Args:
-        in_features: Number of inputs ``I`` of a node.
-        out_features: Number of outputs ``O`` of a node.
+        in_features: Width ``I`` of a node's input.
+        out_features: Width ``O`` of its output.
         aggregator: ``mean`` or ``max``.
 
     Shape:

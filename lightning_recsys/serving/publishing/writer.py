@@ -116,9 +116,8 @@ class VersionWriter:
         self._retention = Retention(folder, run, keep=keep, keep_runs=keep_runs, gone_back_to=gone_back_to)
         self._last_manifest: Manifest | None = None  # of this writer's latest version; without one a base comes next
         self._base_bytes = self._increment_bytes = 0
-        self._numbers: list[
-            int
-        ] = []  # of the versions that the latest one builds on, from the base on, itself the last
+        # Numbers of the versions that the latest one builds on, from the base on; it is the last of them.
+        self._numbers: list[int] = []
 
     def publish(self, skeleton: Skeleton, cut: Cut) -> Manifest:
         """Write the next version and let it count; behind it, perhaps, a compaction as a version of its own.

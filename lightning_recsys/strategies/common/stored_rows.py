@@ -38,7 +38,7 @@ def rows_of(
     """A backend's rows and their optimizer state, as one of the ranks that share them saves and loads them.
 
     Args:
-        place: Of the backend in the model.
+        place: Path of the backend in the model, with which the keys begin.
         backend: Whose rows they are.
         rank: Which of the ranks.
         world_size: How many there are.

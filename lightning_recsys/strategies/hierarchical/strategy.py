@@ -167,9 +167,8 @@ class HierarchicalStrategy(ServedStrategy):
         super()._reset()
         self._run: NetRun | None = None  # from the start of training to the teardown
         self._planned: Planned | None = None  # on rank 0, where there was something to plan by
-        self._restored: dict[
-            str, Tensor
-        ] = {}  # this group's own parameters, of the checkpoint that the run goes on from
+        # This group's own parameters, of the checkpoint that the run goes on from.
+        self._restored: dict[str, Tensor] = {}
         self._saves_optimizers = False
 
     # --- Who is who --------------------------------------------------------------------------------------------------

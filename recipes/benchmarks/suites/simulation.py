@@ -81,7 +81,7 @@ def run(*, common: Sequence[str], interval: float, seeds: Sequence[int], cache: 
     Args:
         common: Overrides of ``recipes/train.py``.
         interval: Seconds between a trainer's rounds.
-        seeds: Of start values and the order of rows.
+        seeds: Seeds of start values and the order of rows; a run each.
         cache: Where finished runs are kept.
         data: ``paths.data``.
     """

@@ -90,7 +90,7 @@ def measure(
         settings: Setting -> its own. Those of few workers are ``1000 workers, plain``.
         rates: Of the dense part; rows have ten times as much.
         examples: That each setting sees.
-        seeds: Of start values, order of examples, and times.
+        seeds: Seeds of start values, the order of examples, and times; a run each.
         cache: Where finished runs are kept.
         root: ``paths.data``.
     """

@@ -113,7 +113,7 @@ def measure(
         layouts: Name -> overrides.
         common: Overrides of all runs, of which the best checkpoint by ``val/ne`` is tested.
         rates: Setting -> values, the first of each to begin with.
-        seeds: Of start values and the order of rows.
+        seeds: Seeds of start values and the order of rows; a run each.
         chosen_by: So many of the seeds, from the first, choose the rates.
         cache: Where finished runs are kept.
         root: ``paths.data``.

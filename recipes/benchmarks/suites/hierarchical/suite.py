@@ -113,7 +113,7 @@ def run(
         num_servers: Group servers.
         rounds: At each rate.
         seconds: Of each variant in each round.
-        quality: As :func:`benchmarks.suites.hierarchical.quality.measure` takes it.
+        quality: Arguments of :func:`benchmarks.suites.hierarchical.quality.measure`.
         cache: Folder in which that keeps finished runs.
         data: Folder of the data sets.
 

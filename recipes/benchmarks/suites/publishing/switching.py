@@ -76,7 +76,7 @@ class PublicationSwitch(pl.Callback):
         is_warm: Asked where a period begins, until it is so: then the first block begins. Until then it publishes.
         is_enough: Asked after each quadruple with the blocks and the seconds since the first one began; ends the
             training by :class:`benchmarks.harness.turns.Stopped`.
-        clock: As :func:`clocks`.
+        clock: Tells the seconds so far, as :func:`clocks` does.
 
     Attributes:
         blocks: What was measured.

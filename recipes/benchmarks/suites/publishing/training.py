@@ -116,7 +116,7 @@ def measure(
         rows: Rows held in memory. They go by within ``every_seconds``, so that each increment has the rows of all of
             them, whether the version before it lies one period back or three.
         most_seconds: When to end the first measurement although its standard error is still above :data:`ENOUGH`.
-        served_seconds: Of the second training.
+        served_seconds: Seconds of the second training, which a reader follows.
         every_seconds: Between two publications.
         at_least: The bar: examples per second over those without publications.
     """

@@ -76,7 +76,7 @@ def measure(
         data: Name -> overrides of ``recipes/train.py``.
         methods: Name -> overrides.
         common: Overrides of all runs.
-        seeds: Of start values and the order of rows.
+        seeds: Seeds of start values and the order of rows; a run each.
         cache: Where finished runs are kept.
         root: ``paths.data``.
     """
