@@ -62,14 +62,12 @@ class Traffic:
         sent_bytes: Bytes sent.
         received_bytes: Bytes received.
         reconnects: New connections after the first.
-        cpu_seconds: Processor time that its users' threads took to send and receive; ZeroMQ's own threads take more.
     """
 
     requests: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     reconnects: int = 0
-    cpu_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -292,14 +290,12 @@ class Connection:
     def _send(self, pending: Pending, frames: Sequence[bytes | memoryview]) -> None:
         if self._lost:
             return  # it goes out with the others when the connection is made again
-        began = time.thread_time()
         self._has_pushed |= bool(pending.request.sequence)  # perhaps in part
         try:
             self._link.send(frames)
         except LinkLostError as lost:
             self._lose(lost)
             return
-        self.traffic.cpu_seconds += time.thread_time() - began
         self.traffic.requests += 1
         self.traffic.sent_bytes += pending.num_bytes
 
@@ -319,13 +315,11 @@ class Connection:
 
     def _receive(self, seconds: float) -> bool:
         """Take one reply; ``False`` where none came in time, or the connection was lost meanwhile."""
-        began = time.thread_time()
         try:
             frames = self._next_message(seconds)
         except LinkLostError as lost:
             self._lose(lost)
             return False
-        self.traffic.cpu_seconds += time.thread_time() - began
         if frames is None:
             return False
         try:

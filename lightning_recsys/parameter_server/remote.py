@@ -317,7 +317,6 @@ class RemoteDenseStore(_Remote, DenseStore):
         super().__init__(connection, name, description)
         self.parts = tuple(description["parts"])
         self.size = sum(self.parts)
-        self._traffic = connection.traffic
 
     def pull(self) -> Tensor:  # noqa: D102 - inherited
         return self._store.request("pull").arrays[0]
@@ -366,10 +365,6 @@ class RemoteDenseStore(_Remote, DenseStore):
     @property
     def version(self) -> int:  # noqa: D102 - inherited
         return int(self._store.request("counter").value)
-
-    @property
-    def moving_seconds(self) -> float:  # noqa: D102 - inherited
-        return self._traffic.cpu_seconds
 
 
 class RemoteStores(Stores):

@@ -1,7 +1,5 @@
 """One flat vector in mapped files, such as the centre of elastic averaging; no lock."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_recsys.compiled.loops import compile_loop
 from lightning_recsys.optim import RowOptimizer, RowSWAP, RowWiseAdagrad
 from lightning_recsys.optim.swap import PERIOD, discount_state_, stands_still
 from lightning_recsys.stores import counters
@@ -37,24 +34,6 @@ from lightning_recsys.sync import StalenessNormalization
 KIND = "dense"
 STEP = "step"  # the number of the latest push
 _COUNTERS = "counters"  # versions of the parts, then the step; a server's journal keeps this array at every push
-_BLOCK = 4096  # elements that stay in the fastest cache between two loops over them
-
-
-@compile_loop
-def _move(values, local, answer, alpha):  # noqa: ANN001, ANN202
-    """Move ``values`` towards ``local`` and tell where they went, with one pass over memory."""
-    rest = np.float32(1) - alpha
-    for start in range(0, values.shape[0], _BLOCK):
-        block, towards = values[start : start + _BLOCK], local[start : start + _BLOCK]
-        if alpha < np.float32(0.5):  # the line through two points, from the one that is nearer
-            for i in range(block.shape[0]):
-                block[i] += alpha * (towards[i] - block[i])
-        else:
-            for i in range(block.shape[0]):
-                block[i] = towards[i] - rest * (towards[i] - block[i])
-        told = answer[start : start + _BLOCK]  # may be the memory of `towards`
-        for i in range(block.shape[0]):
-            told[i] = block[i]
 
 
 class MappedDenseStore(DenseStore):
@@ -167,13 +146,10 @@ class MappedDenseStore(DenseStore):
     def assign(self, values: Tensor) -> None:  # noqa: D102 - inherited
         self.values.copy_(self._checked(values))
 
-    def elastic_average(self, local: Tensor, *, alpha: float, out: Tensor | None = None) -> Tensor:
-        """As inherited; the answer is written to ``out``, which may be ``local`` itself."""
-        local = self._checked(local)
-        answer = torch.empty_like(local) if out is None else out
-        _move(self.values.numpy(), local.numpy(), answer.numpy(), np.float32(alpha))
+    def elastic_average(self, local: Tensor, *, alpha: float) -> Tensor:  # noqa: D102 - inherited
+        self.values.lerp_(self._checked(local), alpha)
         advance(np.arange(len(self.parts)), None, self._versions)
-        return answer
+        return self.values
 
     @property
     def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited

@@ -227,7 +227,9 @@ class DenseStore(ABC):
 
         .. math:: \tilde w \leftarrow (1-\alpha)\,\tilde w + \alpha\, w
 
-        The caller then moves the replica towards the returned vector. Reference: ShadowSync, Algorithm 2.
+        The caller then moves the replica towards the returned vector. Where memory is shared, that is the store's
+        vector itself: read it before the next call, and know that others move it meanwhile.
+        Reference: ShadowSync, Algorithm 2.
         """
 
     def begin_elastic_average(self, local: Tensor, *, alpha: float) -> Callable[[], Tensor]:
@@ -284,11 +286,6 @@ class DenseStore(ABC):
     @abstractmethod
     def version(self) -> int:
         """Updates applied so far (averages and gradients), to the part that has seen most of them."""
-
-    @property
-    def moving_seconds(self) -> float:
-        """Processor time of the callers' threads so far for moving bytes to a server; none where memory is shared."""
-        return 0.0
 
     @abstractmethod
     def close(self) -> None:

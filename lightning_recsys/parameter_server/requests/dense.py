@@ -73,8 +73,11 @@ class DenseRequests:
         served, local = self._store_and_vector(request)
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha must be in [0, 1], got {alpha}")
-        # The answer takes the place of the vector that came, which nobody reads again.
-        apply = partial(served.store.elastic_average, local, alpha=alpha, out=local)
+
+        def apply() -> Tensor:
+            # The answer takes the place of the vector that came: the store's own moves on while a reply is sent.
+            return local.copy_(served.store.elastic_average(local, alpha=alpha))
+
         return Push(apply, served.undo("values"))
 
     def _push_gradient(self, request: Request) -> Push:

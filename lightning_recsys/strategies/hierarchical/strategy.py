@@ -60,7 +60,7 @@ class HierarchicalStrategy(ServedStrategy):
         algorithm: What keeps groups together: ``easgd``, ``ma``, ``bmuf``, a name registered with
             :func:`~lightning_recsys.sync.register_algorithm`, or an algorithm.
         alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica; ``None`` is the algorithm's default.
-        interval: Seconds from one round to the next; by default as often as 0.35 % of a core allows.
+        interval: Seconds from one round to the next; by default as often as 1.75 % of a core allows.
         eta: BMUF's step size; ``None`` is its default, 1.
         block_momentum: BMUF's momentum; ``None`` is its default, 0.
         nesterov: BMUF's look-ahead; ``None`` is its default, off.

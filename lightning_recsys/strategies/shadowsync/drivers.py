@@ -90,7 +90,7 @@ class ShadowThread(Driver):
 
     def __init__(self, rounds: Rounds, *, interval: float | None = None) -> None:
         super().__init__(rounds)
-        self._pace = ShadowPace(interval=interval)
+        self._pace = ShadowPace(interval=interval, over_sockets=rounds.over_sockets)
         self._leaving = threading.Event()  # set from the moment that training wants the thread to end
         self._thread: threading.Thread | None = None  # the last one that was started, which may have ended
         self._error: BaseException | None = None  # what it died of, until training has raised it
@@ -109,12 +109,11 @@ class ShadowThread(Driver):
             # parameters from before and after an update, as updates of several workers do. Only the end is agreed on:
             # the thread returns from a round in which all trainers wanted to stop, so none is left waiting in one.
             while True:
-                began = time.thread_time() - self.rounds.moving_seconds
+                began = time.thread_time()
                 if self.rounds.run(leaving=self._leaving.is_set()):
                     return
-                ended = time.thread_time() - self.rounds.moving_seconds
                 # A trainer that leaves does not pause: the others wait for its vote in every round until all leave.
-                self._leaving.wait(self._pace.pause_after(ended - began))
+                self._leaving.wait(self._pace.pause_after(time.thread_time() - began))
         except BaseException as error:
             # Kept for training, which looks at every batch; until then the replica trains on without rounds.
             self._error = error

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_recsys.parameter_server.remote import RemoteDenseStore
 from lightning_recsys.placement import chunk_evenly
 from lightning_recsys.stores.interfaces import DenseStore, Stores
 from lightning_recsys.sync import ReplicaRounds, SyncAlgorithm
@@ -25,9 +26,11 @@ class Rounds(ReplicaRounds, ABC):
     Attributes:
         exchanged_bytes: What this process sent to other trainers, and received as well. (Connections to servers count
             theirs themselves.)
+        over_sockets: Whether vectors travel, which takes processor time of threads and servers beside a round's own.
     """
 
     exchanged_bytes = 0
+    over_sockets = True
 
     def run(self, *, leaving: bool) -> bool:
         """One round.
@@ -45,11 +48,6 @@ class Rounds(ReplicaRounds, ABC):
 
     def set_leaders(self, ranks: tuple[int, ...]) -> None:
         """Before rounds begin, or go on after a pause: these workers make those of the trainers that live."""
-
-    @property
-    def moving_seconds(self) -> float:
-        """Processor time of the threads that ran rounds so far, for moving bytes instead of computing."""
-        return 0.0
 
     def close(self) -> None:
         """Let go of what the rounds have of their own; once the other trainers are ready to do so, too."""
@@ -72,6 +70,7 @@ class CenterRounds(Rounds):
     def __init__(self, algorithm: SyncAlgorithm, replica: Tensor, *, pieces: Sequence[DenseStore]) -> None:
         super().__init__(algorithm, replica)
         self._pieces = pieces
+        self.over_sockets = any(isinstance(piece, RemoteDenseStore) for piece in pieces)
         sizes = [piece.size for piece in pieces]
         self._answer = torch.empty_like(replica)
         self._parts, self._answers = torch.split(replica, sizes), torch.split(self._answer, sizes)
@@ -87,11 +86,6 @@ class CenterRounds(Rounds):
         for answer, part in zip(answers, self._answers, strict=True):
             part.copy_(answer())
         return self._answer, 0
-
-    @property
-    def moving_seconds(self) -> float:
-        """Processor time that moving bytes has taken."""
-        return sum(piece.moving_seconds for piece in self._pieces)
 
     def pull_center(self) -> Tensor:
         """A copy of the centre."""

@@ -82,7 +82,7 @@ class ShadowSyncStrategy(ServedStrategy):
         alpha: Elastic parameter, in ``(0, 1]``: how far a round moves a replica; ``None`` is the algorithm's default,
             0.5 for those named above.
         gap: Foreground: steps of a worker from one round to the next.
-        interval: Seconds from one round to the next: in the background instead of as often as 0.35 % of a core allows,
+        interval: Seconds from one round to the next: in the background instead of as often as 1.75 % of a core allows,
             in the foreground instead of ``gap``.
         eta: BMUF's step size; ``None`` is its default, 1.
         block_momentum: BMUF's momentum; ``None`` is its default, 0.

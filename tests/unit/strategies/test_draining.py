@@ -108,7 +108,7 @@ def test_group_when_it_comes_back_then_with_the_weights_of_the_centre_and_rounds
         rounds.append(part.clone())
         return lambda: center.clone()
 
-    piece = SimpleNamespace(size=3, pull=center.clone, begin_elastic_average=average, moving_seconds=0.0)
+    piece = SimpleNamespace(size=3, pull=center.clone, begin_elastic_average=average)
     algorithm = make_algorithm("easgd", {})
     agent = SyncAgent(SyncOrder(algorithm, (), None, None, "center-0", 0.0, 1, 2), replica)
     agent._thread = ShadowThread(CenterRounds(algorithm, replica, pieces=[piece]), interval=0.0)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_recsys.sync import BMUF, EASGD, ModelAveraging, ReplicaRounds, RoundSchedule, ShadowPace
-from lightning_recsys.sync.pacing import RECENT, SHADOW_SHARE
+from lightning_recsys.sync.pacing import RECENT, ROUND_SHARE, SOCKET_FACTOR
 from lightning_recsys.sync.rounds import DIVERGENCE_PERIOD
 
 
@@ -54,11 +54,12 @@ def test_divergence_then_is_that_before_the_fold_of_every_tenth_round():
     assert seen == pytest.approx(expected, rel=1e-3)
 
 
-def test_pace_when_rounds_cost_the_same_then_computing_is_the_share_of_a_core():
-    pace, cost = ShadowPace(), 0.002
+@pytest.mark.parametrize(("over_sockets", "factor"), [(False, 1), (True, SOCKET_FACTOR)], ids=["mapped", "sockets"])
+def test_pace_when_rounds_cost_the_same_then_all_that_they_take_is_the_share_of_a_core(over_sockets, factor):
+    pace, cost = ShadowPace(over_sockets=over_sockets), 0.002
     assert pace.pause_after(1000 * cost) == 0.0, "the first round compiles"
     pause = pace.pause_after(cost)
-    assert cost / (cost + pause) == pytest.approx(SHADOW_SHARE)
+    assert factor * cost / (cost + pause) == pytest.approx(ROUND_SHARE)
 
 
 def test_pace_when_single_rounds_are_costly_then_goes_by_the_median_of_the_last():
