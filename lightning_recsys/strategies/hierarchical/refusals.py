@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_recsys.strategies.common.averaged_copies import averaging_callbacks
 
+# Hooks between the backward pass and the update, which read or change the gradients of the whole model.
+GRADIENT_HOOKS = ("on_after_backward", "configure_gradient_clipping", "on_before_optimizer_step")
+
 
 def cut_module(task: pl.LightningModule, path: str | None) -> nn.Module:
     """The module that is cut: the one at a path, or the task's ``model``, or the task itself where it has none.
@@ -30,11 +33,11 @@ def cut_module(task: pl.LightningModule, path: str | None) -> nn.Module:
 
 
 def refuse_trainer(trainer: pl.Trainer, precision: Precision) -> None:
-    """Refuse graphs, and settings of a trainer that look at gradients between the backward pass and the update.
+    """Refuse graphs, and whatever looks at gradients between the backward pass and the update.
 
     Raises:
         TypeError: the task trains on a graph.
-        ValueError: there is such a setting.
+        ValueError: there is such a setting of the trainer, or such a hook of the task or a callback.
     """
     module = trainer.lightning_module
     if getattr(module, "joins_examples", False):
@@ -55,6 +58,13 @@ def refuse_trainer(trainer: pl.Trainer, precision: Precision) -> None:
             " out, or use strategy=shadowsync."
         )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for owner, hook in ((x, hook) for x in (module, *callbacks) for hook in GRADIENT_HOOKS):
+        if _has_own(hook, owner):
+            raise ValueError(
+                f"{type(owner).__name__}.{hook} looks at gradients before they are applied, and strategy=hierarchical"
+                " applies them on group servers, in the backward pass: there would be none. Leave it out, or use"
+                " strategy=shadowsync."
+            )
     if trainer.accumulate_grad_batches != 1 or any(
         isinstance(x, GradientAccumulationScheduler) and x.going_to_accumulate_grad_batches() for x in callbacks
     ):
@@ -72,6 +82,13 @@ def refuse_trainer(trainer: pl.Trainer, precision: Precision) -> None:
             f"callback {type(averaging[0]).__name__} averages weights after each step, and with strategy=hierarchical"
             " these are on group servers meanwhile. Leave it out, or use strategy=shadowsync."
         )
+
+
+def _has_own(hook: str, owner: pl.LightningModule | pl.Callback) -> bool:
+    """Whether a hook is another one than Lightning's empty one; a callback may have any callable, or ``None``."""
+    base = getattr(pl.LightningModule if isinstance(owner, pl.LightningModule) else pl.Callback, hook, None)
+    own = getattr(owner, hook, None)
+    return None not in (base, own) and getattr(own, "__func__", own) is not base
 
 
 def refuse_optimizers(task: pl.LightningModule, optimizers: Sequence[Optimizer], *, cut: str | None) -> None:
@@ -105,6 +122,20 @@ def refuse_optimizers(task: pl.LightningModule, optimizers: Sequence[Optimizer],
             " it, where each trainer would train its own. Put it into the model, or name with strategy.module the path"
             " of a module that has all trained parameters ('' is the task itself)."
         )
+
+
+def refuse_hooked(module: nn.Module) -> None:
+    """Refuse hooks on the parameters of a module that is cut: its gradients come to be on group servers.
+
+    Raises:
+        ValueError: a parameter has such a hook.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"strategy=hierarchical: {name} has hooks (register_hook), which would not run, as its gradient is"
+                " computed and applied on a group server. Leave them out, or use strategy=shadowsync."
+            )
 
 
 def switches(module: nn.Module) -> dict[str, bool]:

@@ -32,6 +32,7 @@ from lightning_recsys.strategies.hierarchical.planning import (
 )
 from lightning_recsys.strategies.hierarchical.refusals import (
     cut_module,
+    refuse_hooked,
     refuse_optimizers,
     refuse_trainer,
 )
@@ -235,6 +236,7 @@ class HierarchicalStrategy(ServedStrategy):
         refuse_different_schedules(self.lightning_module.trainer)
         (optimizer,) = self.optimizers
         cut = cut_module(self.lightning_module, self.module)
+        refuse_hooked(cut)
         self._run = NetRun(self, self.lightning_module, cut, optimizer, planned=self._planned, restored=self._restored)
 
         if self._dealer is not None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, LambdaCallback, StochasticWeightAveraging
 from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
@@ -26,6 +26,7 @@ from lightning_recsys.strategies.hierarchical.groups import Groups
 from lightning_recsys.strategies.hierarchical.leader import initial_replica
 from lightning_recsys.strategies.hierarchical.refusals import (
     cut_module,
+    refuse_hooked,
     refuse_optimizers,
     refuse_switched,
     refuse_trainer,
@@ -225,6 +226,15 @@ def test_switches_when_a_module_is_frozen_in_the_midst_of_training_then_refused_
     model.top.bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"top.bias.requires_grad became False"):
         refuse_switched(before, model)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_parameter_when_it_has_hooks_then_refused_by_name(register):
+    model = Model()
+    refuse_hooked(model)
+    getattr(model.top.bias, register)(print)
+    with pytest.raises(ValueError, match=r"top.bias has hooks .* would not run"):
+        refuse_hooked(model)
 
 
 def test_server_when_nothing_was_written_or_asked_for_wrongly_then_says_so(tmp_path):
@@ -438,6 +448,16 @@ class Manual(Task):
     automatic_optimization = False
 
 
+class Clipping(Task):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        """Clips by a rule of its own."""
+
+
+class LoggingNorm(pl.Callback):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        """Logs the gradients' norm."""
+
+
 @pytest.mark.parametrize(
     ("trainer", "precision", "reason"),
     [
@@ -447,6 +467,13 @@ class Manual(Task):
         (trainer_of(Task(), [TwoBatches()]), Precision(), "updates the model at every backward pass"),
         (trainer_of(Task()), MixedPrecision("bf16-mixed", "cpu"), "trainer.precision=bf16-mixed"),
         (trainer_of(Task(), [StochasticWeightAveraging(1e-2)]), Precision(), "StochasticWeightAveraging averages"),
+        (trainer_of(Clipping()), Precision(), r"^Clipping.configure_gradient_clipping looks at gradients"),
+        (trainer_of(Task(), [LoggingNorm()]), Precision(), r"^LoggingNorm.on_before_optimizer_step looks at"),
+        (
+            trainer_of(Task(), [LambdaCallback(on_after_backward=print)]),
+            Precision(),
+            r"^LambdaCallback.on_after_backward looks at",
+        ),
     ],
 )
 def test_setting_when_it_needs_gradients_before_the_update_then_refused_by_name(trainer, precision, reason):
