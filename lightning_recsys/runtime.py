@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -90,6 +91,8 @@ class ProcessState:
         start_method: How :mod:`multiprocessing` starts processes where the user's code or a data loader asks for some;
             ``None`` is the platform's default.
         ignores_ctrl_c: It ignores SIGINT, as what a shell starts in the background (``&``) of a script does.
+        next_hook: The number that torch gives the next hook of a module or tensor. Hooks travel under theirs, and a
+            worker that counted from 0 would put others in their place.
     """
 
     environ: dict[str, str]
@@ -103,6 +106,7 @@ class ProcessState:
     default_dtype: torch.dtype
     start_method: str | None
     ignores_ctrl_c: bool
+    next_hook: int
 
     @classmethod
     def capture(cls) -> ProcessState:
@@ -127,6 +131,7 @@ class ProcessState:
             # joblib's own, for one, exists in its processes only
             start_method=start_method if start_method in multiprocessing.get_all_start_methods() else None,
             ignores_ctrl_c=signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+            next_hook=RemovableHandle.next_id,
         )
 
     def restore(self) -> None:
@@ -144,4 +149,5 @@ class ProcessState:
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.set_default_dtype(self.default_dtype)
+        RemovableHandle.next_id = max(RemovableHandle.next_id, self.next_hook)
         multiprocessing.set_start_method(self.start_method, force=True)  # multiprocessing has set its own way to us

@@ -350,6 +350,8 @@ def _refusal(module: nn.Module, plain: Any, paths: Sequence[str]) -> str | None:
         return f"its weight is {plain.weight.dtype}, and rows are float32"
     if plain._forward_hooks or plain._forward_pre_hooks or plain._backward_hooks or plain._backward_pre_hooks:
         return "it has hooks, which would not run"
+    if plain.weight._backward_hooks or plain.weight._post_accumulate_grad_hooks:
+        return "its weight has hooks, which would not run"
     others = [
         f"{path}.{name}"
         for path, other in module.named_modules()

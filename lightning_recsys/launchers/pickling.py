@@ -30,7 +30,7 @@ COMPILED = (
 
 
 class JobPickler(pickle.Pickler):
-    """Sends functions that were defined in a function, and lambdas, by their code.
+    """Sends functions that were defined in a function, and lambdas, by their code, and parameters with their hooks.
 
     pickle sends the name of a function, under which the receiver imports it. These have none that could be imported;
     their code goes with what they close over, and their globals are those of their module in the worker. It is read by
@@ -38,7 +38,16 @@ class JobPickler(pickle.Pickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """As ``pickle`` asks: how to make a local function, and then fill it, for it may close over itself."""
+        """As ``pickle`` asks: how to make a local function, and then fill it, for it may close over itself.
+
+        A parameter's hooks, which torch leaves out, are added to it afterwards, too: they may refer to its model.
+        """
+        if isinstance(obj, nn.Parameter):
+            if not _has_hooks(obj):
+                return NotImplemented
+            make, arguments = obj.__reduce_ex__(2)
+            hooks = obj._backward_hooks, obj._post_accumulate_grad_hooks
+            return make, arguments, hooks, None, None, _add_hooks
         if not isinstance(obj, FunctionType) or not _is_local(obj):
             return NotImplemented
         code = marshal.dumps(obj.__code__)
@@ -131,13 +140,23 @@ def _travels(thing: object, elsewhere: set[int]) -> bool:
 
     class Probe(JobPickler):
         def persistent_id(self, obj: Any) -> str | None:
-            return "elsewhere" if id(obj) in elsewhere or isinstance(obj, Tensor) else None
+            plain = isinstance(obj, Tensor) and not _has_hooks(obj)
+            return "elsewhere" if id(obj) in elsewhere or plain else None
 
     try:
         Probe(io.BytesIO()).dump(thing)
     except Exception:
         return False
     return True
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    """Whether a parameter has hooks that run when it gets a gradient; those of other tensors do not travel."""
+    return isinstance(tensor, nn.Parameter) and bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def _add_hooks(parameter: nn.Parameter, hooks: tuple[Any, Any]) -> None:
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
 def _is_local(function: FunctionType) -> bool:

@@ -38,6 +38,7 @@ class FieldLayer(nn.Module):
 
         Raises:
             RuntimeError: the layer is cut already.
+            ValueError: a parameter that is to be cut has hooks, which would see a part of its gradient.
         """
         if self.share is not None:
             raise RuntimeError(f"{type(self).__name__} is cut by field already.")
@@ -45,6 +46,13 @@ class FieldLayer(nn.Module):
             name: Cut(dim, index, self.get_parameter(name).shape)
             for name, (dim, index) in self.own_parts(fields).items()
         }
+        for name in cuts:
+            whole = self.get_parameter(name)
+            if whole._backward_hooks or whole._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"{type(self).__name__}.{name} has hooks (register_hook), and is cut by field: each process has a"
+                    " part of its gradient only. Leave them out, or use strategy=het, shadowsync, async_ps or ddp."
+                )
         for name, cut in cuts.items():
             self._replace(name, cut.take(self.get_parameter(name).data))
         self.share, self.cuts = Share(tuple(fields), group), cuts

@@ -11,6 +11,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_recsys.runtime import ProcessState, configure_worker
 
@@ -49,9 +51,13 @@ def test_process_state_when_pickled_and_restored_then_everything_is_back(monkeyp
     warnings.filterwarnings("ignore", message="no such thing")
     filters = list(warnings.filters)
     torch.set_float32_matmul_precision("high")
+    model = nn.Linear(1, 1)
+    model.register_forward_hook(print)
     state = pickle.dumps(ProcessState.capture())
     drawn = torch.rand(1).item(), np.random.rand(), random.random()
+    model = pickle.loads(pickle.dumps(model))
 
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
     monkeypatch.setenv("NEW", "1")
     monkeypatch.delenv("KEPT")
     logger.setLevel(logging.DEBUG)
@@ -69,3 +75,5 @@ def test_process_state_when_pickled_and_restored_then_everything_is_back(monkeyp
     assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_default_dtype() == torch.float32
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == drawn
+    model.register_forward_hook(repr)
+    assert list(model._forward_hooks.values()) == [print, repr]

@@ -270,6 +270,10 @@ def test_weight_when_tied_or_hooked_then_it_is_refused_by_path():
     hooked.emb.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="emb cannot be served from stores: it has hooks"):
         substitute_embeddings(hooked, optimizer=RowSGD(), min_rows=1)
+    hooked = Holder(nn.Embedding(10, 4))
+    hooked.emb.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ValueError, match="emb cannot be served from stores: its weight has hooks"):
+        substitute_embeddings(hooked, optimizer=RowSGD(), min_rows=1)
 
 
 def test_names_when_wrong_then_the_error_lists_what_there_is():

@@ -73,6 +73,34 @@ def test_parts_of_lightning_when_they_hold_local_functions_then_travel(tmp_path)
     assert copied._kwargs["avg_fn"](torch.tensor(2.0), torch.tensor(4.0), 0) == 3.0
 
 
+class Hooked(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+        self.num_calls = 0
+        self.handle = self.weight.register_hook(self.double)
+
+        def triple(bias):
+            bias.grad.mul_(3)
+
+        self.bias.register_post_accumulate_grad_hook(triple)
+
+    def double(self, gradient):
+        self.num_calls += 1
+        return 2 * gradient
+
+
+def test_parameter_when_it_has_hooks_then_they_run_where_it_travels_to(tmp_path):
+    """torch itself leaves them out. A handle that travels with them removes the hook from the copy."""
+    model = Hooked()
+    copied = travel(model, tmp_path)
+    copied(torch.ones(1, 1)).backward()
+    assert (copied.num_calls, model.num_calls) == (1, 0)
+    assert (copied.weight.grad.item(), copied.bias.grad.item()) == (2.0, 3.0)
+    copied.handle.remove()
+    copied(torch.ones(1, 1)).backward()
+    assert copied.weight.grad.item() == 3.0
+
+
 class Locked(pl.Callback):
     def __init__(self):
         self.kept = {"locks": [1, threading.Lock()]}
@@ -86,6 +114,11 @@ class Model(pl.LightningModule):
 
     def forward(self, x):
         return x
+
+
+def hooked(model):
+    model.layers[0].weight.register_hook(functools.partial(print, threading.Lock()))
+    return model
 
 
 def launch(model=None, callbacks=(), loaders=None):
@@ -102,9 +135,10 @@ def launch(model=None, callbacks=(), loaders=None):
     [
         ({"callbacks": [pl.Callback(), Locked()]}, r"trainer\.callbacks\[1\]\.kept\['locks'\]\[1\] \(lock\)"),
         ({"model": Model(threading.Lock())}, r"model\.layers\.1\.activation \(lock\)"),
+        ({"model": hooked(Model())}, r"model\.layers\.0\._parameters\['weight'\] \(Parameter\)"),
         ({"loaders": [functools.partial(print, threading.Lock())]}, r"train_dataloaders\[0\]\S* \(lock\)"),
     ],
-    ids=["callback", "model", "loader"],
+    ids=["callback", "model", "hook", "loader"],
 )
 def test_argument_when_it_cannot_travel_then_is_named_with_a_remedy(tmp_path, arguments, where):
     job, parts = launch(**arguments)

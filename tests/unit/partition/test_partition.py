@@ -144,6 +144,16 @@ def test_embedding_dropout_when_cut_then_drops_what_the_whole_drops_and_leaves_t
     assert torch.equal(layer(embeddings), whole)
 
 
+def test_parameter_when_it_has_hooks_then_it_is_not_cut():
+    layer = FieldwiseLinear(2, num_fields=3, embedding_dim=4, out_features=5)
+    layer.bias.register_hook(lambda gradient: 2 * gradient)
+    layer.partition((1,), None)
+    layer.make_whole({"weight": torch.zeros(3, 4, 5)})
+    layer.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ValueError, match=r"FieldwiseLinear.weight has hooks .* is cut by field"):
+        layer.partition((1,), None)
+
+
 def test_layer_when_made_whole_then_has_the_parameters_it_is_given():
     layer = FieldwiseLinear(2, num_fields=3, embedding_dim=4, out_features=5)
     before = copy.deepcopy(layer)
