@@ -33,9 +33,9 @@ from lightning_recsys.runtime import configure_worker
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
 def main(cfg: DictConfig) -> None:
     be_quiet()
-    config = plain(cfg)
-    with isolated_job(), RunRecord.of_job(config) as record:
-        evaluate(config, record)
+    with isolated_job(), RunRecord.of_job(cfg) as record:
+        record.config = plain(cfg)
+        evaluate(record.config, record)
 
 
 def evaluate(config: Config, record: RunRecord) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import hydra
 import pytorch_lightning as pl
 from hydra import compose
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig
 from recipe_tools.build import Config, build, build_datamodule, build_task, count_parameters, plain
@@ -18,7 +17,7 @@ from recipe_tools.config_types import check_complete, check_types
 from recipe_tools.figures import RUN, Watch, check_overrides, introduce, report, run_all, runs_of
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
-from recipe_tools.record import RunRecord, isolated_job
+from recipe_tools.record import RunRecord, isolated_job, task_overrides
 from recipe_tools.simulated import simulated
 
 from lightning_recsys.runtime import configure_worker
@@ -31,11 +30,12 @@ def main(cfg: DictConfig) -> None:
     be_quiet()
     check_complete(cfg)
     config = plain(cfg)
-    overrides = list(HydraConfig.get().overrides.task)
+    overrides = task_overrides()
     figure = {**RUN, "series": {config["name"]: []}, **(config.get("figure") or {})}
     check_overrides(figure, overrides)
     series = {label: [*added, *overrides] for label, added in runs_of(figure).items()}
-    with isolated_job(), RunRecord.of_job(config) as record:
+    with isolated_job(), RunRecord.of_job(cfg) as record:
+        record.config = config
 
         def make(label: str) -> dict[str, Any]:
             if figure["cache"] is not None:

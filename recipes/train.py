@@ -39,14 +39,14 @@ from lightning_recsys.runtime import configure_worker
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
     be_quiet()
-    check_complete(cfg)
     if cfg.seed is None:
         cfg.seed = secrets.randbits(32)
-    config = plain(cfg)
-    record = RunRecord.of_job(config)
+    record = RunRecord.of_job(cfg)
     if record.sweeping:
         end_with_sweep()
     with isolated_job(), record:
+        check_complete(cfg)
+        config = record.config = plain(cfg)
         try:
             train(config, record)
         except SIGTERMException:  # Lightning would end with status 0, as if the run were complete

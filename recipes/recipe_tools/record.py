@@ -21,6 +21,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_utilities.core.rank_zero import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_recsys.runtime import ProcessState
 
@@ -47,9 +48,10 @@ class RunRecord:
         folder: Where the file goes; made when missing.
         job: Number of the job within a sweep, or None.
         overrides: The command line's overrides.
-        config: Resolved config, plain containers.
+        config: The configuration in plain containers.
 
     Attributes:
+        config: The same; the recipe replaces it when it has checked and resolved it.
         sweeping: Whether the run is a job of a sweep.
         metrics: Filled in by the recipe: name -> value.
         details: Further entries of the file, such as counts of parameters.
@@ -57,28 +59,27 @@ class RunRecord:
 
     def __init__(self, folder: Path, *, config: dict[str, Any], overrides: list[str], job: int | None = None) -> None:
         self.path = folder / FILE_NAME
+        self.config = config
         self.sweeping = job is not None
         self.metrics: dict[str, float] = {}
         self.details: dict[str, Any] = {}
         self._fixed = {
-            "name": config.get("name"),
             "job": job,
             "overrides": overrides,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "git_commit": git_commit(),
             "machine": machine(),
-            "config": config,
         }
         self._start = time.perf_counter()
 
     @classmethod
-    def of_job(cls, config: dict[str, Any]) -> RunRecord:
-        """The record of the job that Hydra runs."""
+    def of_job(cls, cfg: DictConfig) -> RunRecord:
+        """The record of the job that Hydra runs, whose configuration may still lack values."""
         hydra = HydraConfig.get()
         job = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
-        folder = Path(config["paths"]["output_dir"])
-        return cls(folder, config=config, overrides=list(hydra.overrides.task), job=job)
+        config: dict[str, Any] = OmegaConf.to_container(cfg)  # type: ignore[assignment]
+        return cls(Path(cfg.paths.output_dir), config=config, overrides=task_overrides(), job=job)
 
     @property
     def wall_time(self) -> float:
@@ -107,13 +108,21 @@ class RunRecord:
             "metrics": self.metrics,
             "wall_time_s": round(self.wall_time, 3),
             **self.details,
+            "name": self.config.get("name"),
             **self._fixed,
+            "config": self.config,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(finite(content), indent=2, allow_nan=False, default=str)
         temporary = self.path.with_suffix(".json.part")
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(self.path)  # whoever reads meanwhile sees a whole file
+
+
+def task_overrides() -> list[str]:
+    """The command line's overrides of the job that Hydra runs, as they were written: ``${...}`` is not looked up."""
+    written: list[str] = OmegaConf.to_container(HydraConfig.get().overrides.task)  # type: ignore[assignment]
+    return written
 
 
 def finite(value: Any) -> Any:

@@ -125,7 +125,7 @@ def read_records(folder: Path, *, since: float) -> list[dict[str, Any]]:
 
     The folder of an earlier sweep may be used again, and hold jobs that this one does not have.
     """
-    paths = [path for path in folder.glob(f"*/{FILE_NAME}") if path.stat().st_mtime >= since]
+    paths = [path for path in folder.rglob(FILE_NAME) if path.stat().st_mtime >= since]
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     return sorted(records, key=lambda record: record["job"])
 

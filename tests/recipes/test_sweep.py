@@ -131,8 +131,8 @@ def test_sweepers_get_what_they_can_go_on_with(sweeper, status, value, expected)
 
 def test_interrupted_sweep_is_compared_without_the_jobs_of_an_earlier_one(tmp_path):
     for job, age in enumerate((3600, 0, 0)):
-        path = tmp_path / str(job) / "metrics.json"
-        path.parent.mkdir()
+        path = tmp_path / "dlrm" / str(job) / "metrics.json"  # hydra.sweep.subdir may name nested folders
+        path.parent.mkdir(parents=True)
         path.write_text(json.dumps(record(job, ["seed=1"], {"val/ne": 0.5})))
         os.utime(path, (time.time() - age,) * 2)
     assert [found["job"] for found in read_records(tmp_path, since=time.time() - 60)] == [1, 2]

@@ -12,8 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from recipe_helpers import CONF, RECIPES, TINY, plain, run_recipe, train_here
 from recipe_tools.build import build_dense_optimizer, build_trainer
 from recipe_tools.overrides import explain
-from recipe_tools.record import RunRecord
+from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.sweep import optimized_value, refuse_reexecution
+from train import main
 
 LABELS = ("EPS", "Train NE", "Eval NE", "AUC", "Log loss", "Calibration", "Best possible NE", "Dense parameters")
 METRICS = {f"{stage}/{name}" for stage in ("val", "test") for name in ("ne", "auc", "logloss", "calibration")}
@@ -162,6 +163,24 @@ def test_record_says_how_a_run_failed(tmp_path):
     written = record_of(tmp_path)
     assert (written["status"], written["error"]) == ("failed", "RuntimeError: the disk is full")
     assert written["metrics"] == {"train/ne": None}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.batch_size=???", "ValueError: data.batch_size has no default"),
+        ("data.schema=/nowhere/schema.yaml", "FileNotFoundError: there is no schema file /nowhere/schema.yaml"),
+        ("data.cache=${nowhere}", "InterpolationKeyError: Interpolation key 'nowhere' not found"),
+    ],
+)
+def test_record_says_what_is_wrong_with_a_configuration(override, message, composed, tmp_path):
+    config = composed("train", "data=tabular", "data.schema=a.yaml", override)
+    with pytest.raises(Exception, match=r"batch_size|schema|nowhere"), isolated_job():
+        main(config)
+    written = record_of(tmp_path)
+    assert written["status"] == "failed"
+    assert written["error"].startswith(message)
+    assert written["overrides"][-1] == override
 
 
 def test_record_is_written_by_rank_zero_alone(tmp_path, monkeypatch):
