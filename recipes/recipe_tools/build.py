@@ -113,12 +113,25 @@ def build_datamodule(
     """The data module, set up: it knows ``num_dense`` and ``fields``, which the model needs.
 
     With a checkpoint it knows them from there, and no training rows are read; it is set up for ``stage``.
+
+    Raises:
+        FileNotFoundError: a file is not there; a note says how to name the folder of the data sets.
     """
     datamodule: pl.LightningDataModule = build(config["data"])
     if checkpoint is not None and (state := checkpoint.get(type(datamodule).__qualname__)) is not None:
         datamodule.load_state_dict(state)
-    datamodule.prepare_data()
-    datamodule.setup("fit" if checkpoint is None else stage)
+    try:
+        datamodule.prepare_data()
+        datamodule.setup("fit" if checkpoint is None else stage)
+    except FileNotFoundError as error:
+        if checkpoint is None and (root := config["data"].get("root")) is not None:  # a checkpoint has its data's root
+            folder = Path(config["paths"]["data"]).expanduser().absolute()
+            if Path(root).is_relative_to(folder):
+                error.add_note(
+                    f"Data sets lie below {folder}: name another folder by paths.data=FOLDER, or by the "
+                    "environment variable LIGHTNING_RECSYS_DATA."
+                )
+        raise
     return datamodule
 
 

@@ -251,6 +251,24 @@ def test_model_when_it_does_not_fit_the_data_then_says_so(model, data, message, 
         build_task(config, build_datamodule(config))
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("cora", r"^data\.file: there is no file or folder .*/none/graphs/cora\.npz\. Relative paths start from"),
+        ("movielens_graph", r"^data\.file: there is no file or folder .*/none/ml-1m/ratings_800k\.csv"),
+        ("movielens", r"^schema\.files\.train: there is no file .*/none/ml-1m/ratings_800k\.csv"),
+    ],
+)
+def test_data_when_they_are_not_there_then_says_where_they_are_looked_for(data, message, composed, tmp_path):
+    config = plain(composed("train", f"data={data}", f"paths.data={tmp_path / 'none'}"))
+    with pytest.raises(FileNotFoundError, match=message) as caught:
+        build_datamodule(config)
+    assert any("paths.data=FOLDER, or" in note for note in caught.value.__notes__)
+    with pytest.raises(FileNotFoundError, match=message) as caught:
+        build_datamodule(config, checkpoint={})
+    assert not hasattr(caught.value, "__notes__")  # evaluation goes by the checkpoint's data.root
+
+
 class NoOptions(torch.nn.Module):
     def __init__(self, num_dense, fields, *, hidden=8):
         super().__init__()

@@ -229,7 +229,7 @@ class InteractionDataModule(GraphDataModule):
     def interactions(self) -> Interactions:
         """All of them, each pair once: one that came twice might be trained and held out."""
         given = self._given
-        return Interactions.read(self._path, **self._columns) if given is None else given.distinct()
+        return Interactions.read(self._existing(), **self._columns) if given is None else given.distinct()
 
     @cached_property
     def parts(self) -> dict[Split, Interactions]:

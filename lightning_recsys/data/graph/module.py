@@ -40,6 +40,8 @@ class GraphDataModule(CTRDataModule):
         **options: Further arguments of :class:`~lightning_recsys.data.CTRDataModule`.
     """
 
+    _path: Path  # what a subclass reads
+
     def __init__(
         self,
         *,
@@ -66,6 +68,14 @@ class GraphDataModule(CTRDataModule):
     @abstractmethod
     def nodes(self) -> NodeData:
         """The graph with its nodes, read when it is first asked for."""
+
+    def _existing(self) -> Path:
+        """What is read, which must be there."""
+        if not self._path.exists():
+            raise FileNotFoundError(
+                f"data.file: there is no file or folder {self._path}. Relative paths start from data.root."
+            )
+        return self._path
 
     def setup(self, stage: str | None = None) -> None:
         """Read the nodes."""
@@ -179,7 +189,7 @@ class NodeDataModule(GraphDataModule):
                         raise  # else another run was first
 
     def _read(self) -> NodeData:
-        return read_nodes(self._path, self._format) if self._given is None else self._given
+        return read_nodes(self._existing(), self._format) if self._given is None else self._given
 
     def _origin(self) -> dict[str, Any]:
         """What the arrays are made from; no files where they are gone."""
