@@ -338,20 +338,28 @@ class DESStrategy(RecsysStrategy):
         if self.num_replicas == 1 or self.lightning_module.trainer.fit_loop._should_accumulate():
             return
         own = self._own_parts
-        grads = [(id(x) in own, x.grad) for x in self.lightning_module.parameters() if x.grad is not None]
+        trained = [x for x in self.lightning_module.parameters() if x.requires_grad and x.numel()]
         # Apart: where a number lies in a message decides in which order it is added up, and that of whole parameters
         # must be the same for all processes of a group, whose parts of the others differ in size.
         for kind in (False, True):
-            together = [grad for is_cut, grad in grads if is_cut is kind and grad.numel()]
+            together = [x for x in trained if (id(x) in own) is kind]
             if together:
                 self._average(together)
 
-    def _average(self, grads: list[Tensor]) -> None:
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        """Average the gradients of parameters, of which the batch of a group may not have used some.
+
+        A gradient that is missing counts as zeros, unless it is missing in all groups. The message has for each
+        parameter whether there is one, behind all gradients.
+        """
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in parameters]
+        is_there = [x.grad is not None for x in parameters]
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), grads[0].new_tensor(is_there)])
         dist.all_reduce(flat, group=self._counterparts)
-        flat.div_(self.num_replicas)
-        for grad, mean in zip(grads, torch.split(flat, [x.numel() for x in grads]), strict=True):
-            grad.copy_(mean.view_as(grad))
+        *sums, num_there = torch.split(flat, [*(x.numel() for x in grads), len(grads)])
+        for number, (parameter, total) in enumerate(zip(parameters, sums, strict=True)):
+            if is_there[number] or num_there[number] > 0:
+                parameter.grad = grads[number].copy_(total.div_(self.num_replicas).view_as(parameter))
 
     @property
     def _own_parts(self) -> set[int]:

@@ -216,6 +216,21 @@ def test_batches_when_there_are_groups_then_are_dealt_out_to_those():
     assert [own for _, own in seen] == [True, False, True, False]
 
 
+def test_gradients_when_a_groups_batch_lacks_some_then_these_count_as_zeros():
+    """A head of the model for each domain, and a batch of one domain, say. What no group uses has no gradient."""
+    models = [nn.ParameterList([torch.zeros(2), torch.zeros(2), torch.zeros(3), torch.zeros(1)]) for _ in range(2)]
+    losses = [lambda x: 2 * x[0].sum() + x[1].sum(), lambda x: 4 * x[2].sum() + x[1].sum()]
+
+    def member(rank, group):
+        strategy = DESStrategy(num_replicas=2)
+        strategy._counterparts = group
+        losses[rank](models[rank]).backward()
+        strategy._average(list(models[rank]))
+        return [None if x.grad is None else x.grad.tolist() for x in models[rank]]
+
+    assert on_threads(2, member) == [[[1.0, 1.0], [1.0, 1.0], [2.0, 2.0, 2.0], None]] * 2
+
+
 # --- Data ------------------------------------------------------------------------------------------------------------
 
 
