@@ -25,7 +25,7 @@ def refuse_clocks(trainer: pl.Trainer) -> None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     reasons = {
         "trainer.max_time (a Timer with interval='step')": any(
-            isinstance(x, Timer) and x._interval == "step" for x in callbacks
+            isinstance(x, Timer) and x._interval == "step" and x._duration is not None for x in callbacks
         ),
         "train_time_interval of ModelCheckpoint": any(
             isinstance(x, ModelCheckpoint) and x._train_time_interval is not None for x in callbacks

@@ -1,13 +1,20 @@
 """Which schedules are refused where ranks have unequal numbers of batches, and which do no harm."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import pytorch_lightning as pl
 import torch.distributed as dist
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 
+from lightning_recsys.strategies import ShadowSyncStrategy
 from lightning_recsys.strategies.common import schedules as _schedules
-from lightning_recsys.strategies.common.schedules import refuse_different_schedules, refuse_saving_by_steps
+from lightning_recsys.strategies.common.schedules import (
+    refuse_clocks,
+    refuse_different_schedules,
+    refuse_saving_by_steps,
+)
 
 
 def trainer(batches, *, every_n_train_steps=0, val_check_interval=None, **settings):
@@ -93,6 +100,29 @@ def test_batches_when_nobody_knows_their_number_then_accepted(refuse):
     refuse([float("inf"), float("inf")], every_n_train_steps=4)
     with pytest.raises(ValueError, match="every_n_train_steps=4 counts"):
         refuse([9, 8], every_n_train_steps=4)
+
+
+def two_workers(**arguments):
+    return pl.Trainer(strategy=ShadowSyncStrategy(num_trainers=2), accelerator="cpu", logger=False, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"max_time": {"hours": 1}}, r"trainer\.max_time"),
+        ({"callbacks": ModelCheckpoint(train_time_interval=timedelta(hours=1))}, "train_time_interval"),
+        ({"val_check_interval": timedelta(hours=1)}, r"trainer\.val_check_interval"),
+    ],
+    ids=["max_time", "checkpoints", "validation"],
+)
+def test_clock_when_all_workers_would_wait_for_it_at_every_batch_then_refused(arguments, what):
+    with pytest.raises(ValueError, match=f"{what}.* makes every worker wait for all others at every batch"):
+        refuse_clocks(two_workers(**arguments))
+
+
+def test_timer_when_it_only_measures_or_asks_between_epochs_then_accepted():
+    refuse_clocks(two_workers(callbacks=Timer()))
+    refuse_clocks(two_workers(callbacks=Timer({"hours": 1}, interval="epoch")))
 
 
 def test_saving_by_steps_when_rounds_go_by_the_time_then_refused():
