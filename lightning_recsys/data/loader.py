@@ -362,13 +362,20 @@ class BatchLoader:
         return {"num_rows": len(self._source), "seed": self._request.seed, **self._source.order(self._request)}
 
     def _check_position(self, epoch: int, row: int) -> None:
+        left, ranks = len(self._source) - row, self._request.world_size
         if self._resumed != self._identity():
+            same = "the same rows, seed and order"
+            if self._resumed == self._identity() | {"rows_per_step": (size := self._resumed.get("rows_per_step"))}:
+                whole = isinstance(size, int) and not size % ranks
+                same = (
+                    f"data.batch_size={size // ranks}"
+                    if whole
+                    else f"workers and data.batch_size whose product is {size}"
+                )
             raise ValueError(
                 f"the checkpoint stopped inside epoch {epoch}, after row {row} of {self._resumed}, and this loader has "
-                f"{self._identity()}. Resume with the same rows, seed and order, or from a checkpoint saved at the end "
-                "of an epoch."
+                f"{self._identity()}. Resume with {same}, or from a checkpoint saved at the end of an epoch."
             )
-        left, ranks = len(self._source) - row, self._request.world_size
         if not self._request.drop_last and 0 < left < ranks:
             raise ValueError(
                 f"the checkpoint stopped inside epoch {epoch} with {left} rows left, too few for {ranks} ranks. Resume "

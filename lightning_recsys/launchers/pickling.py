@@ -45,7 +45,7 @@ class JobPickler(pickle.Pickler):
         if isinstance(obj, nn.Parameter):
             if not _has_hooks(obj):
                 return NotImplemented
-            make, arguments = obj.__reduce_ex__(2)
+            make, arguments = obj.__reduce_ex__(2)  # type: ignore[no-untyped-call]
             hooks = obj._backward_hooks, obj._post_accumulate_grad_hooks
             return make, arguments, hooks, None, None, _add_hooks
         if not isinstance(obj, FunctionType) or not _is_local(obj):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import pytorch_lightning as pl
@@ -58,7 +59,8 @@ def refuse_trainer(trainer: pl.Trainer, precision: Precision) -> None:
             " out, or use strategy=shadowsync."
         )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for owner, hook in ((x, hook) for x in (module, *callbacks) for hook in GRADIENT_HOOKS):
+    owners: list[pl.LightningModule | pl.Callback] = [module, *callbacks]
+    for owner, hook in itertools.product(owners, GRADIENT_HOOKS):
         if _has_own(hook, owner):
             raise ValueError(
                 f"{type(owner).__name__}.{hook} looks at gradients before they are applied, and strategy=hierarchical"

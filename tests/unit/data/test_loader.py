@@ -151,6 +151,18 @@ def test_resume_when_it_is_inside_an_epoch_of_other_rows_then_raises():
         next(iter(other))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "setting"), [(2, r"data\.batch_size=2,"), (3, r"workers and data\.batch_size whose product is 4,")]
+)
+def test_resume_when_steps_are_shuffled_and_have_other_sizes_then_says_which_setting_to_give(ranks, setting):
+    saved = BatchLoader(Numbers(20), batch_size=4, shuffle="batches")
+    next(iter(saved))
+    other = BatchLoader(Numbers(20), batch_size=5, shuffle="batches", rank=0, world_size=ranks)
+    other.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=rf"'rows_per_step': 4.* Resume with {setting} or from a checkpoint saved at"):
+        next(iter(other))
+
+
 def test_resume_when_it_is_behind_the_last_of_fewer_rows_then_raises_the_same():
     saved = BatchLoader(Numbers(20), batch_size=8)
     batches = iter(saved)
