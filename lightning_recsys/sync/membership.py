@@ -110,16 +110,17 @@ class Membership:
         return number == self.number and rank in self._here
 
     def met(self) -> Met | None:
-        """End the meeting that is under way if everybody is there; ``None`` while some are missing."""
+        """How the meeting that is under way ends, as everybody is there; ``None`` while some are missing."""
         missing = [rank for rank in self.members if rank not in self._here]
         if not self._here or any(rank not in self.lost for rank in missing):
             return None
         if self._may_miss:
             present = tuple(sorted(self._here))
-            met = Met(self.number, present, present)
-        else:
-            failed = missing[0] if missing else None
-            met = Met(self.number, () if missing else self.members, self.members, failed)
+            return Met(self.number, present, present)
+        failed = missing[0] if missing else None
+        return Met(self.number, () if missing else self.members, self.members, failed)
+
+    def end(self, met: Met) -> None:
+        """The meeting that is under way is over, as :meth:`met` said."""
         self.last, self.members = met, met.members
         self._here = set()
-        return met

@@ -99,12 +99,13 @@ class MeetingRequests:
         else:
             return _answer(SEND)
         if (met := membership.met()) is not None:
-            present = [known.brought[x] for x in met.present]
-            known.brought = {}
-            known.result = _combined(present, combine)
+            # What fails here leaves the meeting under way, so that all who ask for its end hear of it.
+            result = _combined([known.brought[x] for x in met.present], combine)
             # On the disk before anybody hears of it. Killed before that, the server leaves a meeting that all bring
             # their parts to once more; killed behind it, the next server answers the rest from the file.
-            self._keep(run, known)
+            self._keep(run, membership, met, result)
+            membership.end(met)
+            known.brought, known.result = {}, result
         last = membership.last
         if last is None or last.number != number:
             return _answer(WAIT)
@@ -122,7 +123,7 @@ class MeetingRequests:
         known.membership.lose(rank)
         if known.leases is not None:
             known.leases.lose(rank)
-        self._keep(run, known)
+        self._keep(run, known.membership, known.membership.last, known.result)
         return True
 
     def _tell_lost(self, request: Request) -> object:
@@ -186,12 +187,10 @@ class MeetingRequests:
     def _path(self, run: str, what: str = "") -> Path:
         return self._folder / f"{MEETINGS}{run}{what}"
 
-    def _keep(self, run: str, known: _Run) -> None:
+    def _keep(self, run: str, membership: Membership, last: Met, result: Tensor) -> None:
         """The last meeting alone: all members have heard of the one before when one is over."""
-        membership = known.membership
-        assert membership.last is not None
-        head = {"size": membership.size, "lost": sorted(membership.lost), "last": asdict(membership.last)}
-        _write(self._path(run), json.dumps(head).encode() + b"\n", known.result.numpy().tobytes())
+        head = {"size": membership.size, "lost": sorted(membership.lost), "last": asdict(last)}
+        _write(self._path(run), json.dumps(head).encode() + b"\n", result.numpy().tobytes())
 
     def _keep_leases(self, run: str, known: _Run) -> None:
         assert known.leases is not None

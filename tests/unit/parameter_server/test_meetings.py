@@ -192,6 +192,57 @@ def test_what_belongs_together_when_a_worker_dies_within_it_then_all_of_it_is_of
     assert [x for x in caplog.messages if "Worker 2 died while all workers were at 'barrier'" in x]
 
 
+def test_reduction_in_pieces_when_a_worker_dies_between_two_then_all_of_them_are_of_those_who_live(place, monkeypatch):
+    monkeypatch.setattr("lightning_recsys.strategies.common.workers.process_group.CHUNK_BYTES", 16)
+
+    def survivor(group):
+        total = torch.ones(7)
+        group.allreduce([total], opts())
+        return total.tolist(), group.members
+
+    def victim(group):
+        meet, pieces = group._meetings.meet, []
+
+        def first(*args, **options):
+            if pieces:
+                place.lose(2)
+                raise SystemExit
+            pieces.append(meet(*args, **options))
+            return pieces[0]
+
+        monkeypatch.setattr(group._meetings, "meet", first)
+        return survivor(group)
+
+    given = together(place, survivor, survivor, victim, may_end=(2,))
+    assert given == [([2.0] * 7, (0, 1)), ([2.0] * 7, (0, 1)), None]
+
+
+def test_meeting_when_its_values_cannot_be_combined_then_everybody_hears_of_it(place):
+    def worker(group):
+        group.allreduce([torch.ones(2)], opts())
+        with pytest.raises(RequestRefusedError, match="complex"):
+            group.allreduce([torch.ones(1, dtype=torch.complex64)], opts(reduceOp=dist.ReduceOp.MAX))
+
+    assert together(place, worker, worker, worker) == [None] * 3
+
+
+def test_meeting_when_its_end_cannot_be_kept_then_nobody_hears_of_it(place, monkeypatch):
+    def come(rank):
+        arrays = [torch.full((8,), rank, dtype=torch.uint8)]
+        return place.server.request("meet", arguments=a_meeting(rank), arrays=arrays).arrays
+
+    def full(*_):
+        raise OSError("no space left on the device")
+
+    come(0), come(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_recsys.parameter_server.requests.meetings._write", full)
+        for rank in (2, 0):
+            with pytest.raises(RequestRefusedError, match="no space left"):
+                come(rank)
+    assert come(1)[1].tolist() == [0] * 8 + [1] * 8 + [2] * 8
+
+
 def test_workers_when_each_waits_for_something_else_then_it_is_said_instead_of_waiting_for_ever(place):
     here = threading.Event()
 

@@ -8,13 +8,20 @@ from lightning_recsys.sync.leases import IN_FLIGHT, ShardLeases
 from lightning_recsys.sync.membership import Membership, Met
 
 
+def over(membership):
+    met = membership.met()
+    if met is not None:
+        membership.end(met)
+    return met
+
+
 def test_meeting_when_everybody_has_come_then_it_is_over_for_all():
     membership = Membership(2)
     membership.come(0, 1, "barrier", may_miss=True)
     assert membership.met() is None
     membership.come(0, 1, "barrier", may_miss=True)  # asks again
     membership.come(1, 1, "barrier", may_miss=True)
-    assert membership.met() == membership.last == Met(1, (0, 1), (0, 1))
+    assert over(membership) == membership.last == Met(1, (0, 1), (0, 1))
     membership.come(0, 2, "broadcast", may_miss=True)
     membership.come(1, 1, "barrier", may_miss=True)  # has not heard of its end
     assert membership.met() is None
@@ -28,10 +35,10 @@ def test_worker_when_it_dies_after_it_came_then_what_it_brought_counts_and_it_is
     assert not membership.lose(2)
     membership.come(0, 1, "allreduce", may_miss=True)
     membership.come(1, 1, "allreduce", may_miss=True)
-    assert membership.met() == Met(1, (0, 1, 2), (0, 1, 2))
+    assert over(membership) == Met(1, (0, 1, 2), (0, 1, 2))
     for rank in (0, 1):
         membership.come(rank, 2, "barrier", may_miss=True)
-    assert membership.met() == Met(2, (0, 1), (0, 1))
+    assert over(membership) == Met(2, (0, 1), (0, 1))
 
 
 def test_meeting_when_it_cannot_miss_anybody_then_it_fails_for_all_and_the_next_one_can():
@@ -39,13 +46,13 @@ def test_meeting_when_it_cannot_miss_anybody_then_it_fails_for_all_and_the_next_
     membership.lose(1)
     for rank in (0, 2):
         membership.come(rank, 1, "allgather", may_miss=False)
-    assert membership.met() == Met(1, (), (0, 1, 2), missing=1)
+    assert over(membership) == Met(1, (), (0, 1, 2), missing=1)
     for rank in (0, 2):
         membership.come(rank, 2, "barrier", may_miss=True)
-    assert membership.met() == Met(2, (0, 2), (0, 2))
+    assert over(membership) == Met(2, (0, 2), (0, 2))
     for rank in (0, 2):
         membership.come(rank, 3, "allgather", may_miss=False)
-    assert membership.met() == Met(3, (0, 2), (0, 2))
+    assert over(membership) == Met(3, (0, 2), (0, 2))
 
 
 def test_worker_when_it_is_elsewhere_then_both_places_are_named():
@@ -80,7 +87,7 @@ def test_members_when_workers_come_and_die_in_any_order_then_all_living_hear_of_
             waiting.add(rank)
         may_miss = numbers[rank] % 3 != 0
         membership.come(rank, numbers[rank], f"meeting {may_miss}", may_miss=may_miss)
-        membership.met()
+        over(membership)
         if membership.last is not None and membership.last.number == numbers[rank]:
             heard[rank].append(membership.last)
             waiting.discard(rank)

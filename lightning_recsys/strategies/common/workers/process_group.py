@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -70,22 +69,25 @@ class MeetingGroup(dist.ProcessGroup):
         self._meetings = meetings
         self._may_miss = True  # workers that died, in barriers, broadcasts and reductions
 
-    @contextmanager
-    def missing_nobody(self) -> Iterator[None]:
-        """Meanwhile no collective can do without a worker that died, so the members stay the same.
-
-        All workers begin and end this between the same two collectives.
-        """
-        self._may_miss = False
-        try:
-            yield
-        finally:
-            self._may_miss = True
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether collectives can miss nobody, as within :meth:`missing_nobody`."""
-        return not self._may_miss
+    def among_the_living(self, together: Callable[[], T]) -> T:
+        """As :func:`among_the_living`, which asks the default group."""
+        if not self._may_miss:
+            return together()
+        while True:
+            self._may_miss = False
+            try:
+                return together()
+            except WorkerLostError as lost:
+                found = lost
+            finally:
+                self._may_miss = True
+            self.barrier()  # behind it nobody counts on the dead
+            if self.rank() == 0:
+                log.warning(
+                    "Worker %d died while all workers were at %r, which the others do again without what it had.",
+                    found.rank,
+                    found.kind,
+                )
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -132,8 +134,12 @@ class MeetingGroup(dist.ProcessGroup):
         for tensor in tensors:
             dtype = str(tensor.dtype).removeprefix("torch.")
             kind, combine = f"allreduce of {tensor.numel()}", f"{name} {dtype}"
-            meet = partial(self._meetings.meet, kind, combine=combine, may_miss=self._may_miss)
-            _put(torch.cat([meet(part) for part in _chunks(_bytes_of(tensor))]), tensor)
+            parts = _chunks(_bytes_of(tensor), CHUNK_BYTES)
+            reduced = partial(self._reduce_parts, kind, parts, combine=combine)
+            _put(reduced() if len(parts) == 1 else self.among_the_living(reduced), tensor)
+
+    def _reduce_parts(self, kind: str, parts: Sequence[Tensor], *, combine: str) -> Tensor:
+        return torch.cat([self._meetings.meet(kind, x, combine=combine, may_miss=self._may_miss) for x in parts])
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # noqa: D102
         for tensor in tensors:
@@ -141,7 +147,7 @@ class MeetingGroup(dist.ProcessGroup):
             is_root = self.rank() == opts.rootRank
             kind = f"broadcast of {tensor.numel()} from {opts.rootRank}"
             meet = partial(self._meetings.meet, kind, may_miss=self._may_miss)
-            parts = [meet(part if is_root else nothing) for part in _chunks(own)]
+            parts = [meet(part if is_root else nothing) for part in _chunks(own, CHUNK_BYTES)]
             _put(torch.cat(parts), tensor)
         return _done(tensors)
 
@@ -204,20 +210,7 @@ def among_the_living(together: Callable[[], T]) -> T:
         together: What all workers call at the same time; it may be called again, and be left in the middle.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
-    if not isinstance(group, MeetingGroup) or group.is_whole:
-        return together()
-    while True:
-        try:
-            with group.missing_nobody():
-                return together()
-        except WorkerLostError as lost:
-            group.barrier()  # behind it nobody counts on the dead
-            if group.rank() == 0:
-                log.warning(
-                    "Worker %d died while all workers were at %r, which the others do again without what it had.",
-                    lost.rank,
-                    lost.kind,
-                )
+    return group.among_the_living(together) if isinstance(group, MeetingGroup) else together()
 
 
 def use_meetings(place: MeetingPlace, *, cancelled: Callable[[], bool]) -> str:
@@ -248,7 +241,7 @@ def _put(values: Tensor, tensor: Tensor) -> None:
             tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
 
 
-def _chunks(values: Tensor, size: int = CHUNK_BYTES) -> Sequence[Tensor]:
+def _chunks(values: Tensor, size: int) -> Sequence[Tensor]:
     return torch.split(values, max(size // 16 * 16, 16)) if values.numel() else [values]
 
 
