@@ -16,6 +16,7 @@ from recipe_tools.build import (
     build_callbacks,
     build_datamodule,
     build_task,
+    check_calibrate,
     count_parameters,
     plain,
     test_on_one_device,
@@ -45,10 +46,17 @@ def evaluate(config: Config, record: RunRecord) -> None:
     configure_worker()
     datamodule = build_datamodule(config, checkpoint=load_checkpoint(config["ckpt_path"]))
     task = build_task(config, datamodule)
+    check_calibrate(config, task, datamodule)
     record.details["parameters"] = count_parameters(task.model, datamodule)
     progress = [callback for callback in build_callbacks(config) if isinstance(callback, ProgressBar)]
     record.metrics |= test_on_one_device(
-        config, task, datamodule, ckpt_path=config["ckpt_path"], calibrate=False, logger=False, callbacks=progress
+        config,
+        task,
+        datamodule,
+        ckpt_path=config["ckpt_path"],
+        calibrate=config["calibrate"],
+        logger=False,
+        callbacks=progress,
     )
     record.details["best_normalized_entropy"] = datamodule.best_normalized_entropy
     print_results(config["name"], record)

@@ -361,7 +361,7 @@ class Watch:
     def __init__(self, sidecars: Sidecars) -> None:
         self._sidecars = sidecars
         self._wake, self._waker = Pipe(duplex=False)
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="watch-servers", daemon=True)
         self._thread.start()
 
@@ -381,6 +381,6 @@ class Watch:
         while self._wake not in wait([self._wake, *self._sidecars.sentinels]):
             try:
                 self._sidecars.look()
-            except RuntimeError as error:
+            except Exception as error:  # a server may be lost for good, and one may not start for want of memory
                 self._error = error
                 return

@@ -7,8 +7,10 @@ import stat
 import time
 from contextlib import closing
 from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -170,6 +172,19 @@ def test_server_when_its_thread_watches_then_comes_back_until_restarts_are_used_
                 watch.check()
         finally:
             watch.stop()
+
+
+def test_thread_that_watches_when_a_server_cannot_be_started_again_then_tells_why():
+    def look():
+        raise OSError("no space left on the device")
+
+    ended, died = Pipe(duplex=False)
+    died.close()
+    watch = Watch(SimpleNamespace(sentinels=[ended], look=look))
+    watch._thread.join()
+    with closing(ended), pytest.raises(OSError, match="no space left"):
+        watch.check()
+    watch.stop()
 
 
 def test_server_when_it_cannot_start_then_its_error_arrives_and_nothing_is_left():

@@ -16,7 +16,8 @@ from recipe_tools.record import RunRecord, isolated_job
 from recipe_tools.sweep import optimized_value, refuse_reexecution
 from train import main
 
-LABELS = ("EPS", "Train NE", "Eval NE", "AUC", "Log loss", "Calibration", "Best possible NE", "Dense parameters")
+LABELS = ("EPS", "Train NE", "Eval NE", "AUC", "Log loss", "Log loss, calibrated", "Calibration", "Best possible NE")
+LABELS += ("Dense parameters",)
 METRICS = {f"{stage}/{name}" for stage in ("val", "test") for name in ("ne", "auc", "logloss", "calibration")}
 
 
@@ -30,7 +31,13 @@ def run(tmp_path_factory):
         loggers.append("wandb")
         overrides.append("logger.wandb.offline=true")
     done = run_recipe(
-        "train.py", *TINY, "hydra.run.dir=out", f"logger=[{','.join(loggers)}]", *overrides, folder=folder
+        "train.py",
+        *TINY,
+        "hydra.run.dir=out",
+        "calibrate=true",
+        f"logger=[{','.join(loggers)}]",
+        *overrides,
+        folder=folder,
     )
     return folder, done
 
@@ -93,6 +100,7 @@ def test_evaluate_reproduces_the_test_metrics(run, run_forked, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     expected = record_of(folder / "out")["metrics"]
+    assert "test/calibrated_logloss" in expected
     assert record_of(tmp_path / "out")["metrics"] == {
         name: value for name, value in expected.items() if name.startswith("test/")
     }
@@ -237,6 +245,9 @@ def test_help_names_groups_and_commands(run_forked, tmp_path):
     assert {"dlrm", "deepfm", "graphsage"} <= set(models)
     assert {"  data", "  optim", "  strategy", "  experiment"} <= groups.keys()
     assert "python recipes/train.py -m model=dlrm,deepfm seed=0,1" in done.stdout
+    benchmark = run_forked("benchmark.py", "--help", folder=tmp_path).stdout
+    assert "  suite:  " in benchmark
+    assert "  strategy:" not in benchmark  # which this recipe does not know
 
 
 def test_wrong_override_on_the_command_line_says_what_is_allowed(run_forked, tmp_path):
