@@ -181,7 +181,7 @@ def test_lemma_1_when_workers_interleave_at_random_then_it_holds(staleness, cloc
     """Short runs first: where one fails, its events are few. Steps are more frequent than what ends a copy."""
     generator = np.random.default_rng(0)
     rows_of = [np.flatnonzero(batch >> np.arange(NUM_ROWS) & 1) for batch in range(1, 2**NUM_ROWS)]
-    for num_events in [12] * 30 + [100] * 20:
+    for num_events in [12] * 30 + [100] * 8:
         caches, events = Caches(staleness, clock), []
         kinds = generator.choice(["step", "flush", "evict"], num_events, p=[0.8, 0.1, 0.1])
         workers, batches = (generator.integers(0, n, num_events) for n in (NUM_WORKERS, len(rows_of)))
