@@ -705,7 +705,7 @@ def test_announced_batches_when_others_come_then_they_are_given_up(servers):
     assert worker(ids(1, 2, 5)).flatten().tolist() == [0, -1, -4]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_collections_of_the_same_ids_when_they_share_an_index_then_each_trains_as_if_alone(servers, seed):
     torch.manual_seed(seed)
     narrow = [EmbeddingBagConfig(x.name, x.num_embeddings, 1, x.feature_names, x.pooling) for x in TABLES]
@@ -773,23 +773,23 @@ def server(tmp_path):
 
 @pytest.mark.parametrize("clock", ["max", "sum"])
 @pytest.mark.parametrize(
-    ("cache_rows", "staleness", "pushed"), [(0, 0, 1), (9, 0, 1), (9, 2, 3), (9, 100, 101), (9, None, 250)]
+    ("cache_rows", "staleness", "pushed"), [(0, 0, 1), (9, 0, 1), (9, 2, 3), (9, 10, 11), (9, None, 25)]
 )
-@pytest.mark.parametrize("admission", [1, 2, 7, 101, 102, 250, 251])
+@pytest.mark.parametrize("admission", [1, 2, 7, 11, 12, 25, 26])
 def test_admission_behind_a_cache_when_pushes_sum_updates_then_whole_ones_before_the_threshold_are_lost(
     server, clock, cache_rows, staleness, pushed, admission
 ):
     options = {"clock": clock, "cache_rows": cache_rows, "staleness": staleness}
     (worker,) = dynamic_workers(server, 1, DynamicRows(admission=admission), **options)
-    for _ in range(250):
+    for _ in range(25):
         update(worker, 0, ids(5))
     worker.flush()
     # The k-th update is in push number ceil(k / pushed); all that come before it are dropped.
-    lost = (admission - 1) // pushed * pushed if admission <= 250 else 250
+    lost = (admission - 1) // pushed * pushed if admission <= 25 else 25
     assert lost <= admission - 1
     (store,) = worker.embedding_bags.stores
-    assert store.read("weight", 5, 1).item() == -(250 - lost)
-    assert store.num_live == (admission <= 250)
+    assert store.read("weight", 5, 1).item() == -(25 - lost)
+    assert store.num_live == (admission <= 25)
 
 
 def test_admission_when_several_workers_push_sums_then_their_updates_are_counted_together(server):
