@@ -148,8 +148,8 @@ def test_waits_when_the_end_is_asked_for_then_stops(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
 def test_run_on_two_hosts_then_what_crosses_the_link_is_what_is_told(monkeypatch):
     monkeypatch.setattr(hierarchical, "encryption_seconds", lambda: 1e-9)
-    small = {"placements": ["rules"], "compressions": ["none"], "batch_sizes": [32], "rates": ["1gbit"], "seconds": 0.5}
-    row, *_, bars = hierarchical.run(**{**OPTIONS, **small})
+    small = {"compressions": ["none"], "batch_sizes": [32], "rates": ["1gbit"], "seconds": 0.5}
+    row, *_, bars = hierarchical.run(**{**OPTIONS, **small, "placements": ["rules"], "compressed_placement": "rules"})
     assert min(row.measured.rates["rules"]) > 0
     verdicts = [bar.verdict for bar in bars.bars if "bytes" in bar.name]
     assert verdicts
