@@ -73,13 +73,18 @@ OURS = SYNCHRONOUS | HOME | {"kill"}
 UNDER_TORCHRUN = {"task": "recommendation", "elsewhere": ("load_by_workers",), "torchrun": True}
 TABLE = (
     *REFERENCES.values(),
-    Row("ddp_forkserver", 1, OURS),
+    Row("ddp_forkserver", 1, BASE | {"exact", "resume", "fit_again", "crash", "kill"}),
     Row("ddp_forkserver", 2, OURS | AVERAGES | {"refuses_uneven"}, task="recommendation"),
     Row("des", 1, BASE | {"exact", "resume"}, task="fields"),
     Row("des", 2, OURS | LOADERS | {"refuses_averages", "rows_alone", "refuses_tuner"}, task="fields"),
     # Each worker goes its own way and is evaluated with its own weights.
     Row("factories:free_workers", 2, (COMPLETE | HOME | {"kill", "free"}) - {"test_best", "weights_only"}),
-    Row("factories:shadowsync_trainers", 1, OURS, task="recommendation"),
+    Row(
+        "factories:shadowsync_trainers",
+        1,
+        BASE | {"exact", "accumulate", "clipping", "schedules", "resume", "fit_again", "crash", "kill"},
+        task="recommendation",
+    ),
     Row("factories:shadowsync_trainers", 2, BASE | {"free"}),
     Row(
         "factories:shadowsync_trainers",
