@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
+from typing import Any
 
 from pytorch_lightning.loggers import CSVLogger as LightningCSVLogger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from pytorch_lightning.loggers.logger import rank_zero_experiment
+from pytorch_lightning.utilities import rank_zero_only
 
 
 class CSVLogger(LightningCSVLogger):
     """Lightning's CSV logger, except that it goes on with a file that is there already.
 
-    Lightning's own deletes it. But a worker process logs the training, and the main process the test after it.
+    Lightning's own deletes it. But a worker process logs the training, and the main process the test after it. What an
+    earlier run left is removed when the logger is made, which one process does before the others have it.
+
+    Args:
+        ckpt_path: The checkpoint that the run goes on from; with one the file of an earlier run is gone on with, too.
+        **options: Arguments of Lightning's.
     """
+
+    def __init__(self, *, ckpt_path: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        if ckpt_path is None and rank_zero_only.rank == 0:
+            Path(self.log_dir, ExperimentWriter.NAME_METRICS_FILE).unlink(missing_ok=True)
 
     @property
     @rank_zero_experiment

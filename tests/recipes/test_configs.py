@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import math
+import pickle
 import pkgutil
 import re
 from pathlib import Path
@@ -167,6 +169,20 @@ def test_logger_writes(name, composed, tmp_path):
         logger.save()
         logger.finalize("success")
     assert bool(loggers) == any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(("ckpt_path", "kept"), [("null", ["2"]), ("last.ckpt", ["1", "2"])])
+def test_curves_when_a_folder_is_used_again_then_are_the_later_runs_unless_it_goes_on(
+    ckpt_path, kept, composed, tmp_path
+):
+    config = plain(composed("train", f"ckpt_path={ckpt_path}"))
+    for step in (1, 2):
+        (logger,) = build_all(config["logger"])
+        for later in (logger, pickle.loads(pickle.dumps(logger))):  # which a worker gets
+            later.log_metrics({"val/ne": 0.5}, step=step)
+            later.save()
+    with (tmp_path / "curves/metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == [step for step in kept for _ in range(2)]
 
 
 @pytest.mark.parametrize("name", ["shadowsync", "het", "het_hybrid", "async_ps", "hierarchical"])
