@@ -363,10 +363,10 @@ class OnTheGPU(Callback):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("algorithm", ["het", "hybrid"])
-def test_updates_when_the_worker_has_a_gpu_then_each_counts_once(algorithm):
+@pytest.mark.parametrize("arguments", [{"staleness": 2, "cache_rows": 5}, {"algorithm": "hybrid"}], ids=str)
+def test_updates_when_the_worker_has_a_gpu_then_each_counts_once(arguments):
     model = Counting(share=1.0)
-    strategy = HETStrategy(algorithm=algorithm, staleness=2, cache_rows=5)
+    strategy = HETStrategy(**arguments)
     make_trainer(strategy, OnTheGPU(), devices=1, accelerator="gpu", val_check_interval=3).fit(model)
     torch.testing.assert_close(model.counted.cpu(), all_rows(-counts(STEPS, ranks=1)), rtol=0, atol=0)
 

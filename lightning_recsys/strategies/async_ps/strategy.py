@@ -17,7 +17,8 @@ from lightning_recsys.strategies.async_ps import row_tags
 from lightning_recsys.strategies.async_ps.dense_part import Kept, ServedDensePart, ServedStep, refuse_gradient_scaler
 from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
-from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy, require_positive
+from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy
+from lightning_recsys.strategies.common.settings import require_kind, require_whole
 from lightning_recsys.sync import StalenessNormalization, StalenessRule
 
 CHECKPOINT_KEY = "async_ps"
@@ -69,8 +70,10 @@ class AsyncParameterServerStrategy(ServedStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        kinds = (str, StalenessNormalization)
+        require_kind("normalization", normalization, kinds, "a rule's name or a StalenessNormalization(...)")
         self.normalization = StalenessNormalization(normalization) if isinstance(normalization, str) else normalization
-        require_positive("min_workers", min_workers)
+        require_whole("min_workers", min_workers)
         self.min_workers = min_workers
         self._saved: list[Kept] = []  # rank 0's, for the checkpoint that is made next; it outlives the run
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -30,15 +31,16 @@ from lightning_recsys.strategies.common.averaged_copies import (
 )
 from lightning_recsys.strategies.common.own_values import OwnValues
 from lightning_recsys.strategies.common.refusals import (
+    refuse_arguments,
     refuse_other_namespace,
     refuse_other_namespace_in,
     refuse_tuners,
-    refuse_useless_arguments,
 )
 from lightning_recsys.strategies.common.run_changes import RunChanges
 from lightning_recsys.strategies.common.run_checkpoints import RunCheckpoints
 from lightning_recsys.strategies.common.run_servers import RunServers, check_endpoints
 from lightning_recsys.strategies.common.schedules import refuse_metrics_of_all_ranks, refuse_rows_of_all_ranks
+from lightning_recsys.strategies.common.settings import require_kind, require_whole
 from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
 from lightning_recsys.strategies.common.workers.meeting import ending_soon, join_on_loopback
 
@@ -92,7 +94,8 @@ class RecsysStrategy(DDPStrategy):
     Raises:
         ValueError: ``max_restarts`` is negative, ``transport`` or ``compression`` is unknown, ``servers`` are no
             endpoints, or a ``key_file`` comes without them.
-        TypeError: an argument that only ``DistributedDataParallel`` could use, or an object from ``lightning.pytorch``.
+        TypeError: an argument that nobody has, or that only ``DistributedDataParallel`` could use, or is of another
+            type, or an object from ``lightning.pytorch``.
     """
 
     strategy_name: ClassVar[str]
@@ -112,8 +115,17 @@ class RecsysStrategy(DDPStrategy):
         max_restarts: int = 3,
         **kwargs: Any,
     ) -> None:
-        if max_restarts < 0:
-            raise ValueError(f"strategy.max_restarts must be at least 0, got {max_restarts}. 0 starts none again.")
+        require_whole("num_threads", num_threads)
+        require_whole("max_restarts", max_restarts, at_least=0, hint="0 starts none again.")
+        require_kind("key_file", key_file, (str, PathLike), "a path", optional=True)
+        require_kind("store_folder", store_folder, (str, PathLike), "a path", optional=True)
+        require_kind(
+            "timeout",
+            kwargs.get("timeout"),
+            timedelta,
+            "a datetime.timedelta, such as timedelta(minutes=30)",
+            optional=True,
+        )
         if transport not in ("auto", "tcp"):
             raise ValueError(f"strategy.transport must be 'auto' or 'tcp', got {transport!r}.")
         make_codec(compression, "rows")
@@ -125,13 +137,12 @@ class RecsysStrategy(DDPStrategy):
                 " started here get keys of their own: leave it out, or name the servers that it belongs to."
             )
         refuse_other_namespace(*kwargs.values())
+        refuse_arguments(self, kwargs)
         if self.asynchronous:
             kwargs.setdefault("timeout", PATIENCE)
         if kwargs.get("checkpoint_io") is None:
             kwargs["checkpoint_io"] = FolderCheckpointIO()
         super().__init__(start_method="forkserver", **kwargs)
-        if not self.wraps_model:
-            refuse_useless_arguments(self)
         self.num_threads = num_threads
         self.servers = None if servers is None else tuple(servers)
         self.transport: Transport = transport
@@ -287,6 +298,11 @@ class RecsysStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
             self.launches = True
+            if self.min_workers > (workers := self.num_nodes * self.num_processes):
+                raise ValueError(
+                    f"strategy.min_workers={self.min_workers}, and the run has {workers} workers (trainer.devices times"
+                    f" trainer.num_nodes). Choose at most {workers}, by which none may die."
+                )
             self._launcher = ForkserverLauncher(
                 self,
                 num_threads=self.num_threads,

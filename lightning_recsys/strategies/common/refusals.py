@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
+from pytorch_lightning.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.common.base import RecsysStrategy
@@ -47,20 +52,30 @@ def refuse_other_namespace_in(trainer: pl.Trainer) -> None:
     refuse_other_namespace(*callbacks, *trainer.loggers, data, profiler)
 
 
-def refuse_useless_arguments(strategy: RecsysStrategy) -> None:
-    """Refuse arguments for ``DistributedDataParallel`` where the model is not wrapped in it.
+def refuse_arguments(strategy: RecsysStrategy, arguments: Mapping[str, object]) -> None:
+    """Refuse further arguments of a strategy that nobody would read.
+
+    Args:
+        strategy: The strategy that is being made.
+        arguments: By name, what its own classes leave to Lightning's ``DDPStrategy``, which passes what it does not
+            know to ``DistributedDataParallel``, where the model is wrapped in that.
 
     Raises:
-        TypeError: there are some.
+        TypeError: nobody has an argument of such a name, the model is not wrapped, or it is a start method.
     """
-    named = {
-        "ddp_comm_state": strategy._ddp_comm_state,
-        "ddp_comm_hook": strategy._ddp_comm_hook,
-        "ddp_comm_wrapper": strategy._ddp_comm_wrapper,
-        "model_averaging_period": strategy._model_averaging_period,
-    }
-    useless = [*strategy._ddp_kwargs, *(name for name, value in named.items() if value is not None)]
-    if useless:
-        raise TypeError(
-            f"{type(strategy).__name__} does not use DistributedDataParallel, so it has no use for {useless}."
-        )
+    kind = type(strategy)
+    if "start_method" in arguments:
+        raise TypeError(f"{kind.__name__} starts its workers from a fork server. Leave strategy.start_method out.")
+    of_lightning = set(inspect.signature(DDPStrategy).parameters) - {"kwargs"}
+    of_ddp = set(inspect.signature(DistributedDataParallel).parameters) - {"module", "device_ids"}  # Lightning's
+    of_strategy = {x for base in kind.__mro__ if "__init__" in vars(base) for x in inspect.signature(base).parameters}
+    of_strategy -= {"args", "kwargs", "start_method"}
+    for name in arguments.keys() - of_lightning - of_ddp:
+        near = get_close_matches(name, sorted(of_strategy | of_ddp if strategy.wraps_model else of_strategy), n=1)
+        remedy = f"Did you mean {near[0]}?" if near else f"It has {', '.join(sorted(of_strategy - of_lightning))}."
+        raise TypeError(f"{kind.__name__} has no argument {name}. {remedy}")
+    for_wrapping = of_ddp | {name for name in of_lightning if name.startswith(("ddp_", "model_averaging"))}
+    given = [name for name, value in arguments.items() if name in of_ddp or value is not None]
+    useless = [name for name in given if name in for_wrapping]
+    if useless and not strategy.wraps_model:
+        raise TypeError(f"{kind.__name__} does not use DistributedDataParallel, so it has no use for {useless}.")

@@ -23,6 +23,7 @@ from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.base import RecsysStrategy
 from lightning_recsys.strategies.common.embedding_servers import ServedTables, plan_placement, rooms_of
 from lightning_recsys.strategies.common.samples import sample_features
+from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_paths, require_whole
 from lightning_recsys.sync import StalenessNormalization
 
 EMBEDDING = "embedding"  # the kind of the servers that have the rows
@@ -54,6 +55,7 @@ class ServedStrategy(RecsysStrategy):
 
     Raises:
         ValueError: an argument is out of range; as training starts, ``dynamic_rows`` that no collection has use for.
+        TypeError: an argument is of another type.
     """
 
     normalization: StalenessNormalization | None = None
@@ -72,8 +74,12 @@ class ServedStrategy(RecsysStrategy):
     ) -> None:
         super().__init__(**kwargs)
         require_one_of("table_placement", table_placement, get_args(PlacementMethod))
-        require_positive("min_rows", min_rows)
-        require_positive("num_embedding_servers", num_embedding_servers)
+        require_whole("min_rows", min_rows, optional=True)
+        require_whole("num_embedding_servers", num_embedding_servers)
+        require_paths("embeddings", embeddings)
+        example = "a row optimizer, such as lightning_recsys.optim.RowAdagrad(lr=0.05)"
+        require_kind("row_optimizer", row_optimizer, RowOptimizer, example, optional=True)
+        require_kind("dynamic_rows", dynamic_rows, DynamicRows, "a DynamicRows(...)", optional=True)
         self.table_placement: PlacementMethod = table_placement
         self.min_rows = min_rows
         self.embeddings = tuple(embeddings)
@@ -251,19 +257,3 @@ class ServedStrategy(RecsysStrategy):
             "comm/received_bytes": float(sum(x.received_bytes for x in traffic.values())),
             **{f"load/{server}": float(x.requests) for server, x in traffic.items()},
         }
-
-
-def require_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of those allowed for ``strategy.<name>``."""
-    if value not in allowed:
-        raise ValueError(f"strategy.{name} must be one of {', '.join(map(str, allowed))}, got {value!r}.")
-
-
-def require_positive(name: str, number: object) -> None:
-    """Raise ``ValueError`` unless ``number`` is ``None`` or a whole number of at least 1."""
-    if number is None:
-        return
-    if not isinstance(number, int | float) or not float(number).is_integer():
-        raise ValueError(f"strategy.{name} must be a whole number, got {number!r}.")
-    if number < 1:
-        raise ValueError(f"strategy.{name} must be at least 1, got {number}.")

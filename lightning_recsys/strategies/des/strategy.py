@@ -34,6 +34,7 @@ from lightning_recsys.strategies.common.averaged_copies import averaging_callbac
 from lightning_recsys.strategies.common.base import RecsysStrategy
 from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.samples import sample_features
+from lightning_recsys.strategies.common.settings import require_kind, require_paths, require_whole
 from lightning_recsys.strategies.des.cut_model import INSTEAD, CutModel, NewRows, field_costs, partitionable
 from lightning_recsys.strategies.des.fingerprints import SameInputs, fingerprint
 
@@ -72,6 +73,7 @@ class DESStrategy(RecsysStrategy):
 
     Raises:
         ValueError: an argument is out of range.
+        TypeError: an argument is of another type.
 
     Communication: what :attr:`sends` lists, for each batch; with several groups an all-reduce of the gradients of whole
     parameters, one of a process's own parts of others, and an all-gather of its rows' gradients.
@@ -102,10 +104,9 @@ class DESStrategy(RecsysStrategy):
             raise ValueError(
                 f"strategy.field_placement must be one of {list(get_args(FieldMethod))}, got {field_placement!r}."
             )
-        if num_replicas < 1:
-            raise ValueError(
-                f"strategy.num_replicas must be at least 1, got {num_replicas}. 1 is one group of all processes."
-            )
+        require_whole("num_replicas", num_replicas, hint="1 is one group of all processes.")
+        require_paths("whole", whole)
+        require_kind("dynamic_rows", dynamic_rows, DynamicRows, "a DynamicRows(...)", optional=True)
         if num_replicas > 1 and dynamic_rows is not None and dynamic_rows.expire_after is not None:
             raise ValueError(
                 f"strategy.dynamic_rows.expire_after={dynamic_rows.expire_after} needs strategy.num_replicas=1, got"

@@ -23,7 +23,14 @@ from lightning_recsys.row_cache.look_ahead import LookAhead, peekable
 from lightning_recsys.row_cache.owners import sum_at_owners
 from lightning_recsys.row_cache.shared_index import SharedIndex
 from lightning_recsys.stores.interfaces import Stores
-from lightning_recsys.strategies.common.served import ServedStrategy, require_one_of, require_positive
+from lightning_recsys.strategies.common.served import ServedStrategy
+from lightning_recsys.strategies.common.settings import (
+    refuse_meaningless,
+    require_kind,
+    require_number,
+    require_one_of,
+    require_whole,
+)
 from lightning_recsys.sync import ClockName, ClockRule
 
 Algorithm = Literal["het", "hybrid"]
@@ -71,7 +78,9 @@ class HETStrategy(ServedStrategy):
             ``DistributedDataParallel``.
 
     Raises:
-        ValueError: an argument is out of range, both cache sizes are given, or ``dynamic_rows`` without ``cache_rows``.
+        ValueError: an argument is out of range, both cache sizes are given, ``dynamic_rows`` without ``cache_rows``, or
+            settings of a cache with ``hybrid``.
+        TypeError: an argument is of another type.
 
     Communication: per step, one all-reduce of the dense gradients, and one message to each server with what the batch
     lacks, the clocks of what it has, and the updates of rows that left the cache; a second message for rows that are
@@ -114,7 +123,8 @@ class HETStrategy(ServedStrategy):
         require_one_of("algorithm", algorithm, get_args(Algorithm))
         super().__init__(**kwargs)
         require_one_of("policy", policy, get_args(CachePolicy))
-        require_positive("cache_rows", cache_rows)
+        require_whole("cache_rows", cache_rows, optional=True)
+        require_number("cache_fraction", cache_fraction, optional=True)
         if cache_rows is not None and cache_fraction is not None:
             raise ValueError(
                 f"give strategy.cache_rows or strategy.cache_fraction, not both; got {cache_rows} and {cache_fraction}."
@@ -136,11 +146,20 @@ class HETStrategy(ServedStrategy):
         ClockRule(staleness=self.staleness, clock=clock)  # which refuses what it cannot be
         self.policy: CachePolicy = policy
         self.clock: ClockName = clock
-        if lookahead_batches < 0:
-            raise ValueError(
-                f"strategy.lookahead_batches must be at least 0, got {lookahead_batches}. 0 looks at none."
-            )
-        require_positive("lookahead_bytes", lookahead_bytes)
+        require_whole("lookahead_batches", lookahead_batches, at_least=0, hint="0 looks at none.")
+        require_whole("lookahead_bytes", lookahead_bytes)
+        require_kind("prefetch", prefetch, bool, "true or false")
+        if algorithm == "hybrid":
+            of_the_cache = {
+                "cache_rows": cache_rows,
+                "cache_fraction": cache_fraction,
+                "staleness": staleness,
+                "policy": policy,
+                "clock": clock,
+                "lookahead_batches": lookahead_batches,
+                "lookahead_bytes": lookahead_bytes,
+            }
+            refuse_meaningless(HETStrategy, of_the_cache, "with strategy.algorithm=hybrid, which has no cache")
         self.prefetch = prefetch
         self.lookahead_batches = lookahead_batches
         self.lookahead_bytes = lookahead_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_recsys.strategies.common.served import require_positive
+from lightning_recsys.strategies.common.settings import require_whole
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Groups:
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "trainers_per_group", "nets_per_trainer", "servers_per_group"):
-            require_positive(name, getattr(self, name))
+            require_whole(name, getattr(self, name))
         num_trainers = self.num_groups * self.trainers_per_group
         if num_trainers % self.num_nodes:
             raise ValueError(

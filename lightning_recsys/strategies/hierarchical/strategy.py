@@ -13,13 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.checkpoints import is_folder, read_extras
-from lightning_recsys.compression import Compression, make_codec
+from lightning_recsys.compression import Compression, TopK, make_codec
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
-from lightning_recsys.strategies.common.served import ServedStrategy, require_positive
+from lightning_recsys.strategies.common.served import ServedStrategy
+from lightning_recsys.strategies.common.settings import (
+    chosen_algorithm,
+    refuse_meaningless,
+    require_kind,
+    require_number,
+    require_whole,
+)
 from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.hierarchical.bringing import Planned, plan_ahead
 from lightning_recsys.strategies.hierarchical.eight_bit import FCForward
@@ -37,7 +44,7 @@ from lightning_recsys.strategies.hierarchical.refusals import (
     refuse_trainer,
 )
 from lightning_recsys.strategies.hierarchical.run import NetRun
-from lightning_recsys.sync import SyncAlgorithm, Topology, make_algorithm
+from lightning_recsys.sync import SyncAlgorithm, Topology
 
 GROUP, SYNC = "group", "sync"  # kinds of servers
 PROGRAM = "lightning_recsys.strategies.hierarchical.servers.group_server"
@@ -86,6 +93,7 @@ class HierarchicalStrategy(ServedStrategy):
     Raises:
         ValueError: an argument is out of range; as training starts, a setting that needs gradients before they are
             applied, or a model that cannot be traced.
+        TypeError: an argument is of another type.
         OperatorRoomError: a group has no room for the model, as training starts, or at the first batch where nobody
             knows before what the model is called with.
 
@@ -130,6 +138,7 @@ class HierarchicalStrategy(ServedStrategy):
     ) -> None:
         make_codec(row_compression, "rows", setting="strategy.row_compression")  # which checks it
         super().__init__(compression=row_compression, **kwargs)
+        require_number("top_k_fraction", top_k_fraction)
         self.operator_compression = Compression.from_option(compression, top_k_fraction=top_k_fraction)
         self.operator_placement = (
             operator_placement
@@ -142,12 +151,17 @@ class HierarchicalStrategy(ServedStrategy):
                 " not travel over a network, so they are started with the run. Leave strategy.servers out."
             )
         Groups(num_groups, trainers_per_group, nets_per_trainer, servers_per_group)  # which checks them
-        require_positive("num_sync_servers", num_sync_servers)
-        require_positive("min_workers", min_workers)
-        if interval is not None and not 0 <= interval < float("inf"):
-            raise ValueError(f"strategy.interval must be a finite number of seconds, at least 0, got {interval}.")
+        require_whole("num_sync_servers", num_sync_servers)
+        require_whole("min_workers", min_workers)
+        require_kind("module", module, str, "a module's path, such as 'model'", optional=True)
         options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
-        self.algorithm = make_algorithm(algorithm, options) if isinstance(algorithm, str) else algorithm
+        self.algorithm = chosen_algorithm(HierarchicalStrategy, algorithm, options, interval=interval)
+        if num_groups == 1 or self.algorithm.topology is not Topology.CENTRAL:
+            why = "without several groups and an algorithm with a centre (easgd), which sync servers would hold"
+            refuse_meaningless(HierarchicalStrategy, {"num_sync_servers": num_sync_servers}, why)
+        if not isinstance(self.operator_compression.gradients, TopK):
+            why = "where strategy.compression does not have gradients: topk"
+            refuse_meaningless(HierarchicalStrategy, {"top_k_fraction": top_k_fraction}, why)
         check_splits(fc_splits, self.operator_placement, num_servers=servers_per_group)
         if fc_forward not in get_args(FCForward):
             raise ValueError(

@@ -26,7 +26,13 @@ from lightning_recsys.strategies.common.schedules import (
     refuse_different_schedules,
     refuse_saving_by_steps,
 )
-from lightning_recsys.strategies.common.served import ServedStrategy, require_one_of, require_positive
+from lightning_recsys.strategies.common.served import ServedStrategy
+from lightning_recsys.strategies.common.settings import (
+    chosen_algorithm,
+    refuse_meaningless,
+    require_one_of,
+    require_whole,
+)
 from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
 from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook, ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import (
@@ -40,7 +46,7 @@ from lightning_recsys.strategies.shadowsync.rounds import (
 from lightning_recsys.strategies.shadowsync.run import TrainerRun
 from lightning_recsys.strategies.shadowsync.survivors import Council, SurvivorRounds
 from lightning_recsys.strategies.shadowsync.team import Team
-from lightning_recsys.sync import RoundSchedule, SyncAlgorithm, Topology, make_algorithm
+from lightning_recsys.sync import RoundSchedule, SyncAlgorithm, Topology
 
 if TYPE_CHECKING:
     from lightning_recsys.parameter_server.meetings import MeetingPlace
@@ -95,6 +101,7 @@ class ShadowSyncStrategy(ServedStrategy):
 
     Raises:
         ValueError: an argument is out of range, or does not go with another.
+        TypeError: an argument is of another type.
 
     Communication: in the background, per round and trainer, the replica to the sync servers and the centre back, or one
     all-reduce among the trainers. Training itself communicates with the embedding servers only.
@@ -135,22 +142,27 @@ class ShadowSyncStrategy(ServedStrategy):
         super().__init__(**kwargs)
         require_one_of("rounds", rounds, get_args(RoundsIn))
         require_one_of("final", final, get_args(Final))
-        require_positive("num_trainers", num_trainers)
-        require_positive("workers_per_trainer", workers_per_trainer)
-        require_positive("gap", gap)
-        require_positive("min_workers", min_workers)
-        require_positive("num_sync_servers", num_sync_servers)
-        if interval is not None and not 0 <= interval < float("inf"):
-            raise ValueError(f"strategy.interval must be a finite number of seconds, at least 0, got {interval}.")
+        require_whole("num_trainers", num_trainers, optional=True)
+        require_whole("workers_per_trainer", workers_per_trainer)
+        require_whole("gap", gap)
+        require_whole("min_workers", min_workers)
+        require_whole("num_sync_servers", num_sync_servers)
         options = {"alpha": alpha, "eta": eta, "block_momentum": block_momentum, "nesterov": nesterov}
-        self.algorithm = make_algorithm(algorithm, options) if isinstance(algorithm, str) else algorithm
-        if num_sync_servers > 1 and self.algorithm.topology is not Topology.CENTRAL:
-            raise ValueError(
-                f"strategy.num_sync_servers={num_sync_servers} means nothing to strategy.algorithm="
-                f"{algorithm if isinstance(algorithm, str) else type(algorithm).__name__}, whose trainers average among"
-                " themselves: only an algorithm with a centre, such as easgd, has sync servers. Leave"
-                " strategy.num_sync_servers out."
+        self.algorithm = chosen_algorithm(ShadowSyncStrategy, algorithm, options, interval=interval)
+        if rounds == "background":
+            why = "with strategy.rounds=background, whose rounds go by time (strategy.interval) and not by steps"
+            refuse_meaningless(ShadowSyncStrategy, {"gap": gap}, why)
+        elif interval is not None:
+            refuse_meaningless(
+                ShadowSyncStrategy, {"gap": gap}, f"beside strategy.interval={interval}, its replacement"
             )
+        if self.algorithm.topology is not Topology.CENTRAL:
+            name = algorithm if isinstance(algorithm, str) else type(algorithm).__name__
+            why = (
+                f"to strategy.algorithm={name}, whose trainers average among themselves: only an algorithm with a"
+                " centre, such as easgd, has sync servers"
+            )
+            refuse_meaningless(ShadowSyncStrategy, {"num_sync_servers": num_sync_servers}, why)
         self.num_trainers = num_trainers
         self.workers_per_trainer = workers_per_trainer
         self.rounds: RoundsIn = rounds

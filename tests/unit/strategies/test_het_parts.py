@@ -52,6 +52,14 @@ def test_name_when_registered_then_the_trainer_finds_it(name, algorithm):
         ({"staleness": 0.5}, r"strategy.staleness must be a whole number of updates, .* got 0.5"),
         ({"staleness": "none"}, r"strategy.staleness must be a whole number of updates, .* got 'none'"),
         ({"lookahead_batches": -1}, r"strategy.lookahead_batches must be at least 0, got -1. 0 looks at none"),
+        ({"lookahead_batches": 2.5}, r"strategy.lookahead_batches must be a whole number, got 2\.5"),
+        ({"cache_fraction": "0.5"}, r"strategy.cache_fraction must be a number, got '0\.5'"),
+        (
+            {"algorithm": "hybrid", "staleness": 10},
+            r"strategy.staleness=10 means nothing with strategy.algorithm=hybrid, which has no cache\.",
+        ),
+        ({"algorithm": "hybrid", "cache_rows": 9}, r"strategy.cache_rows=9 means nothing"),
+        ({"algorithm": "hybrid", "policy": "lru"}, r"strategy.policy=lru means nothing"),
         ({"lookahead_bytes": 0}, r"strategy.lookahead_bytes must be at least 1, got 0"),
         ({"dynamic_rows": DynamicRows()}, r"strategy.dynamic_rows needs strategy.cache_rows"),
         ({"dynamic_rows": DynamicRows(), "cache_fraction": 0.5}, r"strategy.dynamic_rows needs strategy.cache_rows"),
@@ -130,9 +138,9 @@ def test_index_when_collections_have_the_same_ids_then_is_made_once_and_only_whe
 
 
 def test_strategy_when_pickled_then_keeps_its_settings():
-    strategy = pickle.loads(pickle.dumps(HETStrategy(algorithm="hybrid", cache_rows=9, staleness=4)))
+    strategy = pickle.loads(pickle.dumps(HETStrategy(algorithm="hybrid", prefetch=False, lookahead_batches=0)))
     assert (strategy.algorithm, strategy.wraps_model) == ("hybrid", True)
-    assert (strategy.cache_rows, strategy.staleness) == (9, 4)
+    assert (strategy.prefetch, strategy.lookahead_batches) == (False, 0)
 
 
 def test_telemetry_when_of_several_collections_then_weighs_shares_by_their_lookups():

@@ -81,6 +81,10 @@ def test_splits_when_auto_then_only_where_the_predicted_step_is_shorter_or_there
         ({"fc_splits": None}, "fc_splits must be none, auto or a mapping of layers, got None"),
         ({"operator_placement": None}, "operator_placement.method must be one of auto, .* got None"),
         ({"num_groups": "2"}, "num_groups must be a whole number, got '2'"),
+        ({"num_sync_servers": 3}, "num_sync_servers=3 means nothing without several groups"),
+        ({"num_sync_servers": 3, "num_groups": 2, "algorithm": "ma"}, "num_sync_servers=3 means nothing without"),
+        ({"top_k_fraction": 0.2}, "top_k_fraction=0.2 means nothing where .* gradients: topk. Leave"),
+        ({"top_k_fraction": "0.2", "compression": {"gradients": "topk"}}, "top_k_fraction must be a number, got '0.2'"),
         ({"num_sync_servers": 1.5}, "num_sync_servers must be a whole number, got 1.5"),
         ({"compression": {"rows": "bf16"}}, "keys activations, gradients, got .* rows have strategy.row_compression"),
         (

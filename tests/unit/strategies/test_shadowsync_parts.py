@@ -91,6 +91,15 @@ def test_algorithm_of_ones_own_when_alpha_is_left_out_then_keeps_its_own_default
         ({"alpha": 2.0}, r"strategy\.alpha must be in \(0, 1\], got 2\.0"),
         ({"num_sync_servers": 2, "algorithm": "ma"}, r"num_sync_servers=2 means .* strategy\.algorithm=ma, whose"),
         ({"num_sync_servers": 3, "algorithm": BMUF(alpha=0.5)}, r"num_sync_servers=3 .* strategy\.algorithm=BMUF"),
+        ({"gap": 10}, r"strategy\.gap=10 means nothing with strategy\.rounds=background, .* Leave strategy\.gap out"),
+        (
+            {"gap": 10, "rounds": "foreground", "interval": 0.5},
+            r"strategy\.gap=10 means nothing beside strategy\.interv",
+        ),
+        ({"alpha": "0.5"}, r"strategy\.alpha must be a number, got '0\.5'"),
+        ({"interval": "1"}, r"strategy\.interval must be a number, got '1'"),
+        ({"num_trainers": 2.0}, r"strategy\.num_trainers must be a whole number, got 2\.0"),
+        ({"alpha": 0.3, "algorithm": BMUF(alpha=0.5)}, r"strategy\.alpha=0\.3 means nothing .* an object: BMUF has"),
         ({"eta": 0.5}, r"strategy\.eta means nothing to strategy\.algorithm=easgd"),
     ],
 )
