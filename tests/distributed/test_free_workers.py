@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.states import TrainerFn
 from served_strategy import Model, make_trainer
@@ -100,6 +101,26 @@ def test_worker_when_another_is_held_in_its_first_step_then_finishes_all_of_its_
 def test_worker_when_lightning_broadcasts_at_every_batch_then_cannot_run_ahead(tmp_path):
     steps, _ = steps_of_rank_0_while_rank_1_is_held(LockStep(), tmp_path, seconds=2)
     assert steps == 1
+
+
+class Judged(Model):
+    """Each rank logs values of its own, by which it would keep other checkpoints than the other rank."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("own", [(4.0, 3.0, 2.0, 1.0), (3.0, 4.0, 2.0, 1.5)][self.trainer.global_rank][batch_idx])
+        return super().training_step(batch, batch_idx)
+
+
+def test_checkpoints_when_ranks_have_logged_other_values_then_those_of_rank_0_decide(tmp_path):
+    saving = ModelCheckpoint(tmp_path, monitor="own", filename="kept", every_n_train_steps=1, save_top_k=2)
+    trainer = make_trainer(strategy=Free(), callbacks=[saving], enable_checkpointing=True)
+    trainer.fit(Judged())
+    assert trainer.callback_metrics["world_size"] == 2
+    assert {Path(path).name: score.item() for path, score in saving.best_k_models.items()} == {
+        "kept.ckpt": 2.0,
+        "kept-v1.ckpt": 1.0,
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept-v1.ckpt", "kept.ckpt"]
 
 
 class Recording(Model):

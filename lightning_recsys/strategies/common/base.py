@@ -392,6 +392,8 @@ class RecsysStrategy(DDPStrategy):
             self.changes = RunChanges(trainer)
             self.changes.before_train_end(self.finish_training)
             self.changes.end_by_signal(free=self.asynchronous)
+            if self.world_size > 1:
+                self.changes.rank_checkpoints_by(self.broadcast)
             if self.asynchronous:
                 refuse_metrics_of_all_ranks(trainer.lightning_module)
                 self.changes.log_through(OwnValues(self).log)

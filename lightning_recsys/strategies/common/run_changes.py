@@ -10,9 +10,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from torchmetrics import Metric
 
 T = TypeVar("T")
@@ -100,6 +101,23 @@ class RunChanges:
         results = self._trainer.fit_loop.epoch_loop._results
         self._replace(results, "log", partial(function, results.log))
 
+    def rank_checkpoints_by(self, broadcast: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+        """Let all ranks judge and name checkpoints by the values of rank 0, where each has logged its own.
+
+        Lightning's ranks ask each other whether a name is free, once more for every checkpoint of it that they keep,
+        and those that keep others would ask another number of times.
+        """
+        for callback in self._trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                own = callback._monitor_candidates
+
+                def of_rank_0(
+                    trainer: pl.Trainer, own: Callable[[pl.Trainer], dict[str, Tensor]] = own
+                ) -> dict[str, Tensor]:
+                    return broadcast({name: value.cpu() for name, value in own(trainer).items()})
+
+                self._replace(callback, "_monitor_candidates", of_rank_0)
+
     def compute_metrics_by(self, together: Callable[[Callable[[], T]], T]) -> None:
         """Let the values that all ranks bring to a metric of an epoch come together by a function that calls another.
 
@@ -124,11 +142,11 @@ class RunChanges:
             self._shown_batches = vars(ProgressBar)["total_train_batches"]
         ProgressBar.total_train_batches = property(lambda _: number)  # type: ignore[assignment]
 
-    def _replace(self, owner: object, name: str, function: Callable[..., None]) -> None:
+    def _replace(self, owner: object, name: str, function: Callable[..., Any]) -> None:
         if not callable(getattr(type(owner), name, None)):
             raise RuntimeError(
-                f"pytorch_lightning {version('pytorch_lightning')} has no {type(owner).__name__}.{name}: whether its"
-                " workers wait for each other at every batch is unknown. Use the version that this package asks for."
+                f"pytorch_lightning {version('pytorch_lightning')} has no {type(owner).__name__}.{name}: where its"
+                " workers wait for each other is unknown. Use the version that this package asks for."
             )
         setattr(owner, name, function)
         self._replaced.append((owner, name))
