@@ -9,12 +9,21 @@ from typing import Any
 
 import hydra
 import pytorch_lightning as pl
-from hydra import compose
 from hydra.utils import get_object
 from omegaconf import DictConfig
 from recipe_tools.build import Config, build, build_datamodule, build_task, count_parameters, plain
 from recipe_tools.config_types import check_complete, check_types
-from recipe_tools.figures import RUN, Watch, check_overrides, introduce, report, run_all, runs_of
+from recipe_tools.figures import (
+    RUN,
+    Watch,
+    check_overrides,
+    check_panels,
+    composed,
+    introduce,
+    report,
+    run_all,
+    runs_of,
+)
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job, task_overrides
@@ -36,13 +45,14 @@ def main(cfg: DictConfig) -> None:
     series = {label: [*added, *overrides] for label, added in runs_of(figure).items()}
     with isolated_job(), RunRecord.of_job(cfg) as record:
         record.config = config
+        check_panels(figure)
+        configs = {label: config if each == overrides else composed(label, each) for label, each in series.items()}
 
         def make(label: str) -> dict[str, Any]:
             if figure["cache"] is not None:
                 cache = Path(figure["cache"])
                 return simulated(simulate, label, series[label], cache=cache, root=config["paths"]["data"])
-            alone = series[label] == overrides
-            return simulate(config if alone else plain(compose("simulate", series[label])), record, label=label)
+            return simulate(configs[label], record, label=label)
 
         introduce(figure, list(series))
         report(figure, run_all(figure, list(series), make, record), record)

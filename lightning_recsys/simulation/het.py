@@ -118,6 +118,9 @@ class HETCluster:
             evaluate: What a point says of the module besides. All workers push what they owe before it, which takes no
                 time; but for the last point it is counted, as a validation's is.
             watch: Called with the results so far after every step.
+
+        Raises:
+            ValueError: the batches are too few for one step.
         """
         with tempfile.TemporaryDirectory() as folder:
             rows = self._bind(module, Path(folder))
@@ -198,8 +201,12 @@ class _Run:
             self.clock.start(self._work(worker, factor))
         self.clock.run()
         steps = results.traffic.copy()
-        if results.examples:
-            self._mark()
+        if not self._steps:
+            raise ValueError(
+                f"nothing was trained: a step takes a batch for each of {cluster.num_workers} workers, and there were "
+                "fewer. Give more examples, or smaller batches."
+            )
+        self._mark()
         results.traffic = steps  # the last flush is no part of them
         self._take_stock()
         return results

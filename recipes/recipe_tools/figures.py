@@ -13,9 +13,10 @@ from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
-from recipe_tools.build import Config
+from recipe_tools import pictures
+from recipe_tools.build import Config, plain
+from recipe_tools.config_types import check_types
 from recipe_tools.overrides import CONFIG_DIR, groups_of
-from recipe_tools.pictures import draw
 from recipe_tools.record import RunRecord, finite
 from recipe_tools.report import console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -82,6 +83,26 @@ def _refusal(given: str, why: str) -> str:
         f"{given}: {why}, and would no more be what its label says. Leave it out, or add a series of your own in"
         f" figure.series: '++figure.series.NAME=[\"{given}=...\"]'."
     )
+
+
+def check_panels(figure: Config) -> None:
+    """Raise ``ValueError`` if a panel is neither one that can be drawn nor a metric by its name."""
+    for panel in figure["panels"]:
+        if panel not in pictures.PANELS and "/" not in panel and panel != "eps":
+            raise ValueError(
+                f"figure.panels has {panel!r}; it takes {', '.join(pictures.PANELS)}, and metrics such as eps, val/ne."
+            )
+
+
+def composed(label: str, overrides: Sequence[str]) -> Config:
+    """The configuration of a run of a figure, which is made before the first run begins: its mistakes are told then."""
+    try:
+        config = plain(compose("simulate", list(overrides)))
+        check_types(config)
+    except Exception as error:
+        error.add_note(f"In the run {label!r} of the figure, with {' '.join(overrides)}.")
+        raise
+    return config
 
 
 def introduce(figure: Config, labels: Sequence[str]) -> None:
@@ -173,5 +194,5 @@ def report(figure: Config, runs: dict[str, dict[str, Any]], record: RunRecord) -
     if figure["paper"]:
         console().print(f"The paper: {figure['paper']}")
     written = keep(figure, runs, record)
-    picture = draw(figure, runs, record.path.parent / "simulation.png")
+    picture = pictures.draw(figure, runs, record.path.parent / "simulation.png")
     console().print(f"wrote {written}" + (f" and {picture}" if picture else ""))

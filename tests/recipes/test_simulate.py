@@ -8,8 +8,9 @@ import math
 import pytest
 from hydra import initialize_config_dir
 from recipe_helpers import CONF, plain
+from recipe_tools import figures
 from recipe_tools.build import build
-from recipe_tools.figures import RUN, check_overrides, run_all, runs_of
+from recipe_tools.figures import RUN, check_overrides, check_panels, run_all, runs_of
 from recipe_tools.pictures import draw
 from recipe_tools.record import RunRecord
 from recipe_tools.simulated import simulated
@@ -93,6 +94,19 @@ def test_override_when_a_figure_sets_it_itself_then_refused(composed):
             for override, message in messages.items():
                 with pytest.raises(ValueError, match=message):
                     check_overrides(figure, [override])
+
+
+def test_figure_when_a_panel_or_a_later_series_is_wrong_then_refused_before_the_first_run(composed):
+    composed("simulate")  # what Hydra knows of the command
+    check_panels({"panels": ["ne", "val/ne", "eps"]})
+    with pytest.raises(ValueError, match=r"figure\.panels has 'nee'; it takes ne, auc, .* such as eps"):
+        check_panels({"panels": ["ne", "nee"]})
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        with pytest.raises(Exception, match="num_replica") as caught:
+            figures.composed("mine", ["cluster.num_replica=5"])
+        assert caught.value.__notes__ == ["In the run 'mine' of the figure, with cluster.num_replica=5."]
+        with pytest.raises(TypeError, match=r"data\.batch_size must be int, got 'x'"):
+            figures.composed("mine", ["data.batch_size=x"])
 
 
 def test_examples_when_none_then_refused_by_name(composed):

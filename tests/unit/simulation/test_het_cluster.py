@@ -65,6 +65,9 @@ def joined(batches, count):
 def test_cluster_without_stale_rows_then_it_trains_as_one_process_with_the_joined_batches(options, rows):
     data = make_data(rows=320 if options["num_workers"] == 1 else 640)
     task = make_task(data, rows)
+    too_few = [x for _, x in zip(range(options["num_workers"] - 1), data.train_dataloader(), strict=False)]
+    with pytest.raises(ValueError, match="nothing was trained: a step takes a batch for each of"):
+        HETCluster(**options).train(task, too_few)
     plain = copy.deepcopy(task)
     results = HETCluster(**options).train(task, data.train_dataloader())
     train_plainly(plain, joined(data.train_dataloader(), options["num_workers"]))
