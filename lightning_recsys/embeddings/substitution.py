@@ -82,6 +82,7 @@ class Substitution:
     Attributes:
         collections: For each replaced module, by its path, the collection of one table that serves it. A strategy
             binds a backend to each; what is unbound cannot be looked up.
+        placeholders: The empty parameters that stand for the weights of replaced modules, with their paths.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Substitution:
         self._paths = paths
         self._substitutes = substitutes
         self.collections = {path: substitute.collection for path, substitute in substitutes.items()}
+        self.placeholders = {substitute.placeholder: path for path, substitute in substitutes.items()}
 
     def attach_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the rows at this optimizer's steps, at rates that its schedules scale.

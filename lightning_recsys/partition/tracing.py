@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.partition.fc_split import co_partition
 from lightning_recsys.partition.grouping import group_nodes, module_of, tensors_of
 from lightning_recsys.partition.lookups import is_lookup
@@ -21,6 +23,8 @@ _CHANGE = (
     "Decisions there may depend on settings, not on tensors or on the mode: use torch's functions (torch.where, and "
     "nn.Dropout instead of F.dropout), fixed sizes from __init__ and no loops over tensors."
 )
+_MAKES_FEATURES = "it makes SparseFeatures, which look at what their tensors hold."
+_TAKE_FEATURES = "Make them in the training step, and call the model with them."
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,14 +115,22 @@ def _trace(model: nn.Module, whole: Sequence[str]) -> fx.Graph:
             return tracer.trace(model)
     except Exception as error:
         path, module = tracer.failed or ("", model)
-        raise ValueError(_refusal(path, module, str(error))) from error
+        makes = _in_sparse_features(error)
+        reason, change = (_MAKES_FEATURES, _TAKE_FEATURES) if makes else (str(error), _CHANGE)
+        raise ValueError(_refusal(path, module, reason, change)) from error
 
 
-def _refusal(path: str, module: nn.Module, reason: str) -> str:
+def _in_sparse_features(error: Exception) -> bool:
+    """Whether it was raised while a ``SparseFeatures`` was made."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(isinstance(x.get("self"), SparseFeatures) or x.get("cls") is SparseFeatures for x in frames)
+
+
+def _refusal(path: str, module: nn.Module, reason: str, change: str = _CHANGE) -> str:
     where = f"{path} ({type(module).__name__})" if path else f"the model itself ({type(module).__name__})"
     has_lookup = any(map(is_lookup, module.modules()))
     keep = "" if has_lookup or not path else f" Or keep the module whole, on one device: whole=[{path!r}]."
-    return f"{where} cannot be traced, so its operators cannot be placed: {reason} {_CHANGE}{keep}"
+    return f"{where} cannot be traced, so its operators cannot be placed: {reason} {change}{keep}"
 
 
 def _check_mode(model: nn.Module, fx_graph: fx.Graph, whole: Sequence[str]) -> None:

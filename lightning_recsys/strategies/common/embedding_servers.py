@@ -87,6 +87,35 @@ class ServedTables:
         if self._substitution is not None:
             self._substitution.attach_to(optimizer)
 
+    def ignored_groups(self, optimizers: Sequence[Optimizer]) -> list[str]:
+        """What optimizers say of plain modules in parameter groups of their own, and the rows' rule does otherwise.
+
+        A group speaks of the rows where its learning rate or weight decay differs from that of another group.
+
+        Returns:
+            A sentence for each such module and number.
+        """
+        if self._substitution is None:
+            return []
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups if group["params"]]
+        ignored = []
+        for key in ("lr", "weight_decay"):
+            # Schedules have noted what they start from; OneCycleLR rises to the rate that it was given.
+            notes = (f"max_{key}", f"initial_{key}", key)
+            given = [float(next((group[x] for x in notes if x in group), 0.0)) for group in groups]
+            for group, value in zip(groups, given, strict=True):
+                for path in (self._substitution.placeholders.get(x) for x in group["params"]):
+                    if path is None or not self.collections[path].trainable or len(set(given)) == 1:
+                        continue
+                    rule = self.collections[path].optimizer
+                    if value != getattr(rule, key):
+                        ignored.append(
+                            f"configure_optimizers gives {path} {key}={value:g} in a group of its own, and its rows are"
+                            f" on servers, trained by strategy.row_optimizer={type(rule).__name__} with"
+                            f" {key}={getattr(rule, key):g}. Set that to what you mean."
+                        )
+        return ignored
+
     def flush(self) -> None:
         """Return when every update is on its server."""
         for collection in self.collections.values():

@@ -189,9 +189,15 @@ class ServedStrategy(RecsysStrategy):
             )
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Let the rows of plain modules follow the first optimizer's steps and schedules."""
+        """Let the rows of plain modules follow the first optimizer's steps and schedules.
+
+        It warns of a learning rate or weight decay that a parameter group has for such rows, which nobody takes.
+        """
         super().setup_optimizers(trainer)
         if self.tables is not None and self.optimizers:
+            if self.is_global_zero:
+                for sentence in self.tables.ignored_groups(self.optimizers):
+                    log.warning(sentence)
             self.tables.attach_to(self.optimizers[0])
 
     # --- One model for all that read it ------------------------------------------------------------------------------

@@ -35,6 +35,24 @@ def test_models_then_each_is_compared_below_or_has_no_operators_to_place():
         check_traceable(GraphSAGE(0, {"node": 80}, num_classes=2, embedding_dim=4, hidden=4))
 
 
+class MakesFeatures(torch.nn.Module):
+    def __init__(self, *, from_ids: bool) -> None:
+        super().__init__()
+        self.inner, self.from_ids = WideDeep(0, {"a": 10}), from_ids
+
+    def forward(self, dense, ids):
+        make = SparseFeatures.from_ids if self.from_ids else SparseFeatures
+        return self.inner(dense, make(("a",), ids))
+
+
+@pytest.mark.parametrize("from_ids", [False, True])
+def test_model_when_it_makes_its_own_sparse_features_then_is_told_to_take_them(from_ids):
+    with pytest.raises(
+        ValueError, match=r"makes SparseFeatures, .* in the training step, and call the model with them"
+    ):
+        check_traceable(MakesFeatures(from_ids=from_ids))
+
+
 @pytest.mark.parametrize("model_class", PLACED)
 def test_greedy_then_its_bottleneck_is_within_ten_per_cent_of_the_best(model_class):
     sample = torch.randn(BATCH, 13), SparseFeatures(tuple(FIELDS), torch.randint(0, 10, (26 * BATCH,)))

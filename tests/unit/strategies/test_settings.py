@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_recsys.optim import RowAdagrad
+from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.strategies import (
     AsyncParameterServerStrategy,
     DESStrategy,
@@ -17,6 +20,7 @@ from lightning_recsys.strategies import (
     HierarchicalStrategy,
     ShadowSyncStrategy,
 )
+from lightning_recsys.strategies.common.embedding_servers import ServedTables
 from lightning_recsys.sync import BMUF
 
 ALL = (
@@ -98,3 +102,28 @@ def test_arguments_when_right_then_taken():
 def test_min_workers_when_there_are_fewer_from_the_start_then_refused():
     with pytest.raises(ValueError, match=r"strategy\.min_workers=5, and the run has 2 workers .* Choose at most 2"):
         pl.Trainer(accelerator="cpu", devices=2, strategy=AsyncParameterServerStrategy(min_workers=5), barebones=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "net", "schedule", "says"),
+    [
+        ({"lr": 0.5}, {"lr": 0.1}, None, ["emb lr=0.5 in a group .*RowSGD with lr=0.2"]),
+        ({"lr": 0.5}, {"lr": 0.1}, partial(LambdaLR, lr_lambda=lambda _: 0.01), ["emb lr=0.5"]),
+        ({"lr": 0.1, "weight_decay": 0.3}, {"lr": 0.1}, None, ["emb weight_decay=0.3 .* weight_decay=0. "]),
+        ({"lr": 0.2}, {"lr": 0.1}, None, []),  # as the row optimizer has it
+        ({"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.3}, None, []),  # rows have no decay in either
+        ({"lr": 0.1}, {"lr": 0.1}, None, []),  # nothing that is the rows' own
+    ],
+)
+def test_parameter_group_when_it_speaks_of_rows_on_servers_then_what_nobody_takes_is_named(rows, net, schedule, says):
+    model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(9, 2), "net": torch.nn.Linear(2, 1)})
+    tables = ServedTables(model, optimizer=RowSGD(0.2), names=("emb",))
+    empty = {"params": [], "lr": 7.0}  # as a collection adds it for its own rows
+    groups = [{"params": model["net"].parameters(), **net}, {"params": model["emb"].parameters(), **rows}, empty]
+    optimizer = torch.optim.SGD(groups)
+    if schedule is not None:
+        schedule(optimizer)
+    told = tables.ignored_groups([optimizer])
+    assert len(told) == len(says)
+    assert all(re.search(pattern, sentence) for pattern, sentence in zip(says, told, strict=True))
+    tables.release(copy_rows=False)
