@@ -365,13 +365,11 @@ class BatchLoader:
         left, ranks = len(self._source) - row, self._request.world_size
         if self._resumed != self._identity():
             same = "the same rows, seed and order"
-            if self._resumed == self._identity() | {"rows_per_step": (size := self._resumed.get("rows_per_step"))}:
-                whole = isinstance(size, int) and not size % ranks
-                same = (
-                    f"data.batch_size={size // ranks}"
-                    if whole
-                    else f"workers and data.batch_size whose product is {size}"
-                )
+            size = self._resumed.get("rows_per_step")
+            if isinstance(size, int) and self._resumed == self._identity() | {"rows_per_step": size}:
+                same = f"workers and data.batch_size whose product is {size}"
+                if not size % ranks:
+                    same = f"data.batch_size={size // ranks}"
             raise ValueError(
                 f"the checkpoint stopped inside epoch {epoch}, after row {row} of {self._resumed}, and this loader has "
                 f"{self._identity()}. Resume with {same}, or from a checkpoint saved at the end of an epoch."

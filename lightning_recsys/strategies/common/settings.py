@@ -28,15 +28,15 @@ def require_whole(name: str, value: Any, *, at_least: int = 1, optional: bool = 
     """
     if optional and value is None:
         return
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"strategy.{name} must be a whole number, got {value!r}.")
-    if value < at_least:  # type: ignore[operator]  # which every whole number has
+    if int(value) < at_least:
         raise ValueError(f"strategy.{name} must be at least {at_least}, got {value}.{hint and ' ' + hint}")
 
 
 def require_number(name: str, value: object, *, optional: bool = False) -> None:
     """Raise ``ValueError`` unless ``value`` is a number, or ``None`` where that is allowed; not which one."""
-    if not (optional and value is None) and (not isinstance(value, Real) or isinstance(value, bool)):
+    if not (optional and value is None) and (isinstance(value, bool) or not isinstance(value, Real)):
         raise ValueError(f"strategy.{name} must be a number, got {value!r}.")
 
 
