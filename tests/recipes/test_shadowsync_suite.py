@@ -314,14 +314,19 @@ def test_slowed_then_only_its_rank_computes_so_many_times_as_long(monkeypatch):
 
 SHORT = (
     "suite=shadowsync",
-    "suite.parts=[overhead,store]",
+    "suite.parts=[overhead,store,requests]",
     "suite.rounds=1",
     "suite.seconds=0.2",
     "suite.batch_size=64",
     "suite.store.shapes=[[16,64]]",
     "suite.store.rounds=1",
     "suite.store.seconds=0.02",
-    "suite.store.warm_lookups=5",
+    "suite.requests.asked=[lookups]",
+    "suite.requests.rates=[1gbit]",
+    "suite.requests.dim=16",
+    "suite.requests.rows=1024",
+    "suite.requests.rounds=1",
+    "suite.requests.seconds=0.1",
 )
 
 
@@ -333,7 +338,7 @@ def parts(run_forked, tmp_path_factory):
     page.write_text("<!-- suite=shadowsync -->\n<!-- end of suite=shadowsync -->\n![rates](images/shadowsync.png)\n")
     done = run_forked("benchmark.py", *SHORT, f"hydra.run.dir={folder / 'run'}", f"page={page}", folder=folder)
     assert done.returncode == 0, done.stderr
-    assert all(f"{part}: " in done.stdout for part in ("overhead", "store"))  # how long it took
+    assert all(f"{part}: " in done.stdout for part in ("overhead", "store", "requests"))  # how long it took
     assert "limit" in page.read_text()
     *results, bars = json.loads((folder / "run" / "shadowsync.json").read_text())["rows"]
     return folder, results, bars["bars"]
@@ -355,18 +360,31 @@ def test_overhead_then_both_jobs_train_and_one_of_them_synchronises(parts):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_store_then_every_comparison_has_its_bar(parts):
-    _, (_, _, *results), bars = parts
-    assert [set(row["examples_per_second"]) for row in results] == [
-        {"shm", "bare FBGEMM", "bare kernel of ours"},
-        {"torch RPC", "tcp"},
-    ]
-    assert bars[-1]["name"].startswith("shm / bare FBGEMM kernel")
+    _, (_, _, row, *_), bars = parts
+    assert set(row["examples_per_second"]) == {"shm", "bare FBGEMM", "bare kernel of ours"}
+    assert sum(bar["name"].startswith("shm / bare FBGEMM kernel") for bar in bars) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_requests_then_all_of_them_cross_the_link_with_the_bytes_expected(parts):
+    _, (_, _, _, *results), bars = parts
+    if not results:
+        pytest.skip("there can be no network namespaces here")
+    row, times, table = results
+    assert len(times["rows"]) == 1
+    assert set(row["examples_per_second"]) == {"bare link", "torch RPC", "ours"}
+    assert len(table["rows"]) == 3
+    held = {bar["name"]: bar for bar in bars}
+    assert held["lookups, ours with keys / torch RPC, 1gbit"]["verdict"] in ("pass", "FAIL")
+    crossed = [bar for name, bar in held.items() if name.startswith("bytes on the interface off those expected")]
+    assert [bar["verdict"] for bar in crossed] == ["pass"] * 3
 
 
 def test_suite_when_a_part_is_unknown_then_the_parts_are_named(tmp_path):
     settings = OmegaConf.to_container(OmegaConf.load(CONF / "suite" / "shadowsync.yaml"), resolve=False)
     settings |= {"parts": ["overheads"], "cache": str(tmp_path), "data": str(tmp_path)}
     del settings["_target_"]
-    parts = "link, overhead, scale, straggler, store, quality"
+    parts = "link, overhead, scale, straggler, store, requests, quality"
     with pytest.raises(ValueError, match=f"suite.parts must be some of {parts}, got 'overheads'"):
         shadowsync.run(**settings)

@@ -1,23 +1,20 @@
-"""``torch.distributed.rpc`` as a server of rows: ``python -m benchmarks.peers.torch_rpc <port> <rows> <width>``."""
+"""``torch.distributed.rpc`` as a server of rows.
+
+``python -m benchmarks.peers.torch_rpc <endpoint> <rows> <width> <interface>``.
+Both ends take the transports that RPC chooses between two machines. Left to itself it would find that these are two
+network namespaces of one machine, and copy rows from one process's memory into the other's, past the link.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import cycle, islice
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed.rpc as rpc
-from benchmarks.harness.hosts import free_port
-from benchmarks.harness.processes import environment, python
 from torch import Tensor
 
 from lightning_recsys.runtime import configure_worker
@@ -26,101 +23,62 @@ _rows = torch.empty(0)
 
 
 def lookup(rows_U: Tensor) -> Tensor:
-    """What the server does."""
+    """What the server does for a lookup."""
     return _rows.index_select(0, rows_U)
 
 
-def serve(port: int, num_rows: int, dim: int) -> None:
-    """Serve until the client leaves."""
+def exchange(pushed_V: Tensor, updates_VD: Tensor, wanted_U: Tensor) -> Tensor:
+    """What the server does for a row cache: add the updates that are pushed, and give the rows that are wanted."""
+    _rows.index_add_(0, pushed_V, updates_VD)
+    return lookup(wanted_U)
+
+
+def serve(endpoint: str, num_rows: int, dim: int, *, interface: str) -> None:
+    """Serve one client until it leaves, and say when it may come."""
     global _rows
     configure_worker()  # as our servers do
     _rows = torch.randn(num_rows, dim)
-    _join("server", port)
+    sys.stdout.write(f"ready: {endpoint}\n")
+    sys.stdout.flush()
+    _join("server", endpoint, interface)
     rpc.shutdown()
 
 
 @contextmanager
-def lookups(wanted: list[Tensor], num_rows: int, dim: int, *, warm_lookups: int) -> Iterator[Callable[[float], int]]:
-    """A client and a server, over the library's own choice of transports, which stand still but for their turns.
-
-    In each of the two a thread looks for messages in shared memory without a pause, asked or not. It would take the
-    processors from whoever is measured in between; so both are stopped then.
-
-    Args:
-        wanted: Rows of each lookup, again and again.
-        num_rows: Of the server.
-        dim: Width of a row.
-        warm_lookups: Before the first turn.
-
-    Yields:
-        A function that looks rows up for so many seconds and returns how often it did.
-    """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    client = context.Process(target=_look_up, args=(theirs, wanted, num_rows, dim, warm_lookups))
-    client.start()
-    theirs.close()
-    assert client.pid is not None
-
-    def run(seconds: float) -> int:
-        os.killpg(client.pid, signal.SIGCONT)
-        ours.send(seconds)
-        done: int = ours.recv()
-        os.killpg(client.pid, signal.SIGSTOP)
-        return done
-
-    try:
-        ours.recv()  # warm
-        os.killpg(client.pid, signal.SIGSTOP)
-        yield run
-        os.killpg(client.pid, signal.SIGCONT)
-        ours.close()  # it leaves then
-        client.join(30)
-    finally:
-        with suppress(ProcessLookupError):  # both have ended
-            os.killpg(client.pid, signal.SIGKILL)
-        client.join()
+def client(endpoint: str, *, interface: str) -> Iterator[None]:
+    """Inside, :func:`look_up` and :func:`push_and_pull` ask the server at the endpoint."""
+    _join("client", endpoint, interface)
+    yield
+    rpc.shutdown()
 
 
-def _look_up(turns: Connection, wanted: list[Tensor], num_rows: int, dim: int, warm_lookups: int) -> None:
-    """The client's process, which starts the server's. The two are a group, to be stopped as one."""
-    os.setpgid(0, 0)  # where the benchmark is killed while they are stopped, the system ends the group
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark ends it
-    configure_worker()
-    port = free_port()
-    command = python("-m", "benchmarks.peers.torch_rpc", str(port), str(num_rows), str(dim))
-    with subprocess.Popen(command, env=environment()) as server:  # noqa: S603
-        try:
-            _join("client", port)
-            for rows_U in islice(cycle(wanted), warm_lookups):
-                rpc.rpc_sync("server", lookup, args=(rows_U,))
-            turns.send(0)
-            with suppress(EOFError):  # no more turns
-                while True:
-                    turns.send(_turn(wanted, turns.recv()))
-            rpc.shutdown()
-        except BaseException:
-            server.kill()
-            raise
+def look_up(rows_U: Tensor) -> Tensor:
+    """A lookup by the server; waits for it."""
+    rows_UD: Tensor = rpc.rpc_sync("server", lookup, args=(rows_U,))
+    return rows_UD
 
 
-def _turn(wanted: list[Tensor], seconds: float) -> int:
-    deadline = time.perf_counter() + seconds
-    for done, rows_U in enumerate(cycle(wanted)):
-        if time.perf_counter() >= deadline:
-            return done
-        rpc.rpc_sync("server", lookup, args=(rows_U,))
-    raise AssertionError("there are rows to look up")
+def push_and_pull(pushed_V: Tensor, updates_VD: Tensor, wanted_U: Tensor) -> Tensor:
+    """An exchange with the server; waits for it."""
+    rows_UD: Tensor = rpc.rpc_sync("server", exchange, args=(pushed_V, updates_VD, wanted_U))
+    return rows_UD
 
 
-def _join(name: str, port: int) -> None:
+def _join(name: str, endpoint: str, interface: str) -> None:
+    # Whose address is told to the other end: by RPC's own connections, and by those over which the two meet.
+    os.environ |= {"TP_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-        rpc.init_rpc(name, rank=("client", "server").index(name), world_size=2, rpc_backend_options=options)
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=endpoint,
+            rpc_timeout=3600,  # seconds; calls are under way while their process is stopped, in the turns of others
+            _transports=["uv"],
+            _channels=["mpt_uv", "basic"],
+        )
+        rpc.init_rpc(name, rank=("server", "client").index(name), world_size=2, rpc_backend_options=options)
 
 
 if __name__ == "__main__":
-    from benchmarks.peers import torch_rpc  # which the client can name
+    from benchmarks.peers import torch_rpc  # whose functions the client can name
 
-    torch_rpc.serve(*map(int, sys.argv[1:]))
+    torch_rpc.serve(sys.argv[1], *map(int, sys.argv[2:4]), interface=sys.argv[4])

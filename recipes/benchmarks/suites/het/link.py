@@ -11,7 +11,7 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,8 @@ from lightning_recsys.parameter_server.keys import JobKeys
 
 TRAINING = "benchmarks.suites.het.training"
 HYBRID, PREFETCHED, HET = "hybrid", "hybrid, prefetched", "het"
+
+MakeJob = Callable[[tuple[Host, Host], Path], Job]
 
 log = logging.getLogger("benchmark")
 
@@ -168,21 +170,46 @@ def measure_variants(
     Raises:
         NoLinkError: there can be no namespaces here.
     """
+    makes: dict[str, MakeJob] = {
+        name: partial(_job, name, training, settings, strategy, warm_steps)
+        for name, (strategy, warm_steps) in strategies.items()
+    }
+    return measure_on_links(makes, rates, batch_size=settings["batch_size"], rounds=rounds, seconds=seconds)
+
+
+def measure_on_links(
+    makes: Mapping[str, MakeJob], rates: Sequence[str], *, batch_size: int, rounds: int, seconds: float
+) -> tuple[dict[str, Measurement], dict[str, Told]]:
+    """Jobs in turns, each on a link of its own whose ends are what it is made with, and an empty folder.
+
+    Args:
+        makes: How each job is made. It counts bytes as :class:`benchmarks.suites.het.training.CountedSteps` does.
+        rates: Of the link, in the words of ``tc``.
+        batch_size: Examples of a step.
+        rounds: At each rate.
+        seconds: Of each job in each round.
+
+    Returns:
+        Examples a second at each rate, and what each job told.
+
+    Raises:
+        NoLinkError: there can be no namespaces here.
+    """
     with ExitStack() as stack:
         links, jobs = [], {}
-        for name, (strategy, warm_steps) in strategies.items():
+        for name, make in makes.items():
             hosts = stack.enter_context(linked_hosts(None))
             # In memory: a disk that is written to beside the training would have its say in the rates.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
             links.append(hosts)
-            jobs[name] = _job(name, training, folder, settings, hosts, strategy, warm_steps)
+            jobs[name] = make(hosts, folder)
 
         def limit_all(rate: str) -> None:
             for hosts in links:
                 limit_rate(hosts, rate)
 
         run_in_turns(jobs, rounds=rounds, seconds=seconds, before=[partial(limit_all, rate) for rate in rates])
-        turns = {name: job.rates(settings["batch_size"]) for name, job in jobs.items()}
+        turns = {name: job.rates(batch_size) for name, job in jobs.items()}
         measured = {
             # The first turn at each rate does not count; of the very first `rates` has none.
             rate: Measurement({name: x[i * (rounds + 1) :][:rounds] for name, x in turns.items()})
@@ -200,21 +227,16 @@ def measure_variants(
 def _job(
     name: str,
     training: str,
-    folder: Path,
     settings: Mapping[str, Any],
-    hosts: tuple[Host, Host],
     strategy: Mapping[str, Any],
     warm_steps: int,
+    hosts: tuple[Host, Host],
+    folder: Path,
 ) -> Job:
     """The worker on the first host, which starts its server on the second, with keys as between any two machines."""
     here, there = hosts
-    keys, store, steps = folder / "keys", folder / "store", folder / "steps"
+    steps, (server, keys) = folder / "steps", server_with_keys(there, folder)
     steps.mkdir()
-    JobKeys.generate().save(keys)
-    command = shutil.which("lightning-recsys-server", path=str(Path(sys.executable).parent))
-    assert command is not None, "the package is installed with its console scripts"
-    bind = f"tcp://{there.address}:{free_port()}"
-    server = there.command(command, "--folder", str(store), "--bind", bind, "--keys", str(keys))
     own = {**strategy, "key_file": str(keys), "transport": "tcp"}
     return Job(
         name,
@@ -226,3 +248,13 @@ def _job(
         environment=[{"GLOO_SOCKET_IFNAME": here.interface}],
         warm_steps=warm_steps,
     )
+
+
+def server_with_keys(host: Host, folder: Path) -> tuple[list[str], Path]:
+    """The command that starts our server on a host, with its store and new keys in a folder; the file of the keys."""
+    keys = folder / "keys"
+    JobKeys.generate().save(keys)
+    command = shutil.which("lightning-recsys-server", path=str(Path(sys.executable).parent))
+    assert command is not None, "the package is installed with its console scripts"
+    bind = f"tcp://{host.address}:{free_port()}"
+    return host.command(command, "--folder", str(folder / "store"), "--bind", bind, "--keys", str(keys)), keys

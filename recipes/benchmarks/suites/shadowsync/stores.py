@@ -1,17 +1,15 @@
-"""Lookups in stores: through shared memory beside the bare kernels, over TCP beside ``torch.distributed.rpc``."""
+"""Lookups in stores through shared memory, beside the bare kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from itertools import cycle, islice
+from itertools import cycle
 
-import torch
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.report import Result, Row
 from benchmarks.harness.turns import Turn, in_turns
 from benchmarks.harness.workload import Workload
-from benchmarks.peers import torch_rpc
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
@@ -24,16 +22,13 @@ from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
 Variant = Callable[[Turn], None]
 
 
-def measure(
-    *, shapes: list[tuple[int, int]], rounds: int, seconds: float, warm_lookups: int
-) -> tuple[list[Result], list[Bar]]:
-    """Both comparisons.
+def measure(*, shapes: list[tuple[int, int]], rounds: int, seconds: float) -> tuple[list[Result], list[Bar]]:
+    """Pooled lookups of whole batches.
 
     Args:
-        shapes: Width and batch size of pooled lookups. (Lookups over a socket are 128 wide, 3,328 rows each.)
+        shapes: Width and batch size of the lookups.
         rounds: Of each measurement.
         seconds: Of each variant in each round.
-        warm_lookups: Over each connection before the first round.
     """
     results: list[Result] = []
     bars = []
@@ -48,7 +43,6 @@ def measure(
                 0.9,
             )
         )
-    results.append(_remote(dim=128, batch_size=128, rounds=rounds, seconds=seconds, warm_lookups=warm_lookups))
     return results, bars
 
 
@@ -76,35 +70,6 @@ def _pooled(lookup: Callable[[SparseFeatures], Tensor], batches: list[SparseFeat
             turn.step_done(sparse.batch_size)
 
     return run
-
-
-def _remote(*, dim: int, batch_size: int, rounds: int, seconds: float, warm_lookups: int) -> Row:
-    """One request at a time, each for the rows of a batch, without pooling; the servers are processes of their own."""
-    work = Workload()
-    sizes = torch.tensor(list(work.fields.values()))
-    starts = (sizes.cumsum(0) - sizes).unsqueeze(1)
-    wanted = [(batch.sparse.values.view(len(sizes), -1) + starts).flatten() for batch in work.batches(batch_size)]
-
-    with (
-        served_rows(work, dim) as (endpoint, layout),
-        closing(connect(endpoint, transport="tcp")) as stores,
-        torch_rpc.lookups(wanted, layout.num_rows, dim, warm_lookups=warm_lookups) as over_rpc,
-    ):
-        lookup = stores.embedding_store("rows").lookup
-        for rows_U in islice(cycle(wanted), warm_lookups):
-            lookup(rows_U)
-
-        def rpc(turn: Turn) -> None:
-            while True:
-                turn.step_done(over_rpc(turn.seconds) * batch_size)
-
-        def tcp(turn: Turn) -> None:
-            for rows_U in cycle(wanted):
-                lookup(rows_U)
-                turn.step_done(batch_size)
-
-        measured = in_turns({"torch RPC": rpc, "tcp": tcp}, rounds=rounds, seconds=seconds)
-    return Row(f"{len(wanted[0]):,} rows of width {dim}, a socket", measured, base="torch RPC")
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from benchmarks.harness.processes import python
 from benchmarks.harness.report import Result, Row
 from benchmarks.harness.turns import Measurement
 from benchmarks.suites.shadowsync import quality, stores
+from benchmarks.suites.shadowsync.requests import measure as measure_requests
 from rich.table import Table
 
-Part = Literal["link", "overhead", "scale", "straggler", "store", "quality"]
+Part = Literal["link", "overhead", "scale", "straggler", "store", "requests", "quality"]
 
 NOT_SYNCHRONISED = "not synchronised"
 NEVER = {"rounds": "foreground", "gap": 10**9}  # the same processes and servers, and no round
@@ -71,6 +72,7 @@ def run(
     seconds: float,
     rate: str,
     store: Mapping[str, Any],
+    requests: Mapping[str, Any],
     quality: Mapping[str, Any],
     cache: str,
     data: str,
@@ -83,6 +85,7 @@ def run(
         "scale": suite.scale,
         "straggler": suite.straggler,
         "store": lambda: stores.measure(**store),
+        "requests": lambda: measure_requests(**requests),
         "quality": lambda: _quality(quality, cache=cache, data=data),
     }
     return measure_parts(parts, measures)
