@@ -6,13 +6,13 @@ import json
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow.csv as pacsv
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix, vstack
 
 from lightning_recsys.data.graph.csr import CSRGraph, Ids
 from lightning_recsys.data.graph.nodes import UNLABELED, Bags, NodeData
@@ -60,8 +60,8 @@ def read_npz(path: Path) -> NodeData:
         if "attr_indptr" not in arrays:
             return NodeData(graph, arrays["labels"].astype(np.int64))
         numbers = arrays.get("attr_data", np.ones(len(arrays["attr_indices"]), np.float32))
-        matrix = csr_matrix((numbers, arrays["attr_indices"], arrays["attr_indptr"]), tuple(arrays["attr_shape"]))
-        return NodeData(graph, arrays["labels"].astype(np.int64), **_features(matrix))
+        entries = _entries(arrays["attr_indptr"], arrays["attr_indices"], arrays["attr_shape"])
+        return NodeData(graph, arrays["labels"].astype(np.int64), **_features(entries, numbers))
 
 
 def read_planetoid(folder: Path) -> NodeData:
@@ -89,13 +89,14 @@ def read_planetoid(folder: Path) -> NodeData:
         "validation": np.arange(len(train_labels), min(len(train_labels) + 500, len(known))),
         "test": np.sort(test[labels[test] != UNLABELED]),
     }
-    given = [csr_matrix(load(what)) for what in ("allx", "tx")]
-    for part in given:
-        part.check_format()
-    stacked = vstack(given, format="coo")
+    given = [_matrix(load(what)) for what in ("allx", "tx")]
+    (known_words, _), (test_words, _) = given
     rows = np.concatenate([np.arange(len(known)), test])  # some nodes between them may have no features at all
-    matrix = csr_matrix((stacked.data, (rows[stacked.row], stacked.col)), (num_nodes, stacked.shape[1]))
-    return NodeData(graph, labels, splits=splits, **_features(matrix))
+    lengths = np.concatenate([np.diff(known_words.offsets), np.diff(test_words.offsets)])
+    nodes, ids = np.repeat(rows, lengths), np.concatenate([known_words.ids, test_words.ids])
+    numbers = np.concatenate([numbers for _, numbers in given])[np.argsort(nodes, kind="stable")]
+    words = Bags.of_pairs(nodes, ids, num_nodes, max(known_words.num_embeddings, test_words.num_embeddings))
+    return NodeData(graph, labels, splits=splits, **_features(words, numbers))
 
 
 def read_reddit(folder: Path) -> NodeData:
@@ -181,20 +182,54 @@ def _square(shape: NDArray[Any]) -> int:
     return int(shape[0])
 
 
-def _features(matrix: Any) -> dict[str, Any]:
+def _entries(indptr: Any, indices: Any, shape: Any) -> Bags:
+    """The columns of each row of a matrix in compressed rows, as files have them."""
+    starts, columns = np.asarray(indptr), np.asarray(indices)
+    if len(shape) != 2 or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in (starts, columns)):
+        raise ValueError("a matrix of features must have two dimensions, and its indices must be integers.")
+    num_rows, num_columns = map(int, shape)
+    if len(starts) != num_rows + 1:
+        raise ValueError(f"a matrix of features has {num_rows} rows, and indices of {len(starts) - 1}.")
+    bags = Bags(starts.astype(np.int64), columns, num_columns)  # before a column that is too large could be cut to fit
+    return replace(bags, ids=columns.astype(np.int32 if num_columns <= 1 << 31 else np.int64, copy=False))
+
+
+def _features(entries: Bags, numbers: NDArray[Any]) -> dict[str, Any]:
     """From a matrix with a row for each node: sparse features where every number is 1, else dense ones."""
-    matrix.check_format()  # indices of a file, which SciPy's loops would follow anywhere
-    if (matrix.data == 1).all():
-        return {"bags": {WORDS: Bags(matrix.indptr.astype(np.int64), matrix.indices, matrix.shape[1])}}
-    return {"dense": matrix.astype(np.float32).toarray()}
+    if numbers.shape != entries.ids.shape or numbers.dtype.kind not in "biuf":
+        raise ValueError(
+            f"a matrix of features must have a number for each of its {len(entries.ids)} entries, got {numbers.dtype} "
+            f"of shape {list(numbers.shape)}."
+        )
+    if (numbers == 1).all():
+        return {"bags": {WORDS: entries}}
+    dense = np.zeros((len(entries.offsets) - 1, entries.num_embeddings), np.float32)
+    rows = np.repeat(np.arange(len(dense)), np.diff(entries.offsets))
+    np.add.at(dense, (rows, entries.ids), numbers)
+    return {"dense": dense}
+
+
+class _Matrix:
+    """Takes the state of a pickled matrix of SciPy's in compressed rows, which is not imported for it."""
+
+
+def _matrix(found: Any) -> tuple[Bags, NDArray[Any]]:
+    """The columns of each row, and the numbers there."""
+    if not isinstance(found, _Matrix):
+        raise ValueError(f"features must be a matrix of SciPy's in compressed rows, got {type(found).__name__}.")
+    state = vars(found)
+    entries, numbers = _entries(state["indptr"], state["indices"], state["_shape"]), np.asarray(state["data"])
+    if numbers.shape != entries.ids.shape:
+        raise ValueError(f"a matrix of features has {len(entries.ids)} entries, and {len(numbers)} numbers.")
+    return entries, numbers
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles lists, dictionaries, arrays and SciPy's matrices, and nothing that could do something."""
+    """Unpickles lists, dictionaries, arrays and the state of SciPy's matrices, and nothing that could do something."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ("csr_matrix", "csr_array") and module.startswith("scipy.sparse"):
-            return csr_matrix
+            return _Matrix
         if (module, name) == ("collections", "defaultdict"):
             return defaultdict
         if name in ("list", "int", "object") and module in ("builtins", "__builtin__"):

@@ -51,7 +51,11 @@ def test_npz_when_features_are_numbers_then_they_are_dense(tmp_path):
         ({"labels": np.array([1, 0])}, r"3 nodes.*'labels': 2"),
         ({"adj_shape": np.array([3, 4])}, "must be square"),
         ({"adj_shape": np.array([4, 4])}, "adj_shape says 4 nodes"),
-        ({"attr_indices": np.array([4, 0, 5])}, "indices must be < 5"),
+        ({"attr_indices": np.array([4, 0, 5])}, "ids of a node feature must be from 0 to 4, got 0 to 5"),
+        ({"attr_indices": np.array([4, 0, (1 << 32) + 1])}, "must be from 0 to 4, got 0 to 4294967297"),
+        ({"attr_indices": np.array([4.0, 0.0, 1.0])}, "indices must be integers"),
+        ({"attr_indptr": np.array([0, 3])}, "has 3 rows, and indices of 1"),
+        ({"attr_data": np.array([1, 1])}, r"number for each of its 3 entries, got int64 of shape \[2\]"),
     ],
 )
 def test_npz_when_bad_then_says_what_is_wrong(tmp_path, changes, message):
@@ -91,6 +95,28 @@ def test_planetoid_when_read_then_test_nodes_stand_where_the_index_says(tmp_path
         "validation": [2],
         "test": [3, 5],
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (np.eye(3), "must be a matrix of SciPy's in compressed rows, got ndarray"),
+        (sparse.csc_matrix(np.eye(3)), "csc_matrix is missing or of another kind"),
+    ],
+)
+def test_planetoid_when_features_are_no_matrix_in_rows_then_says_so(tmp_path, words, message):
+    write_planetoid(tmp_path, defaultdict(list))
+    (tmp_path / "ind.toy.allx").write_bytes(pickle.dumps(words, protocol=2))
+    with pytest.raises(ValueError, match=message):
+        read_nodes(tmp_path, "planetoid")
+
+
+def test_planetoid_when_features_are_numbers_then_they_stand_with_their_nodes(tmp_path):
+    write_planetoid(tmp_path, defaultdict(list))
+    words = sparse.csr_matrix(np.array([[0, 0.5, 0], [0, 0, 0], [3, 0, 2]]))
+    (tmp_path / "ind.toy.allx").write_bytes(pickle.dumps(words, protocol=2))
+    nodes = read_nodes(tmp_path, "planetoid")
+    assert nodes.dense.tolist() == [[0, 0.5, 0], [0, 0, 0], [3, 0, 2], [0, 0, 1], [0, 0, 0], [1, 1, 0]]
 
 
 class Harmful:
