@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -52,9 +53,16 @@ def solve(
         time_limit: Seconds after which the solver gives up.
 
     Raises:
+        ImportError: SciPy is not installed (the extra ``[exact]``).
         ValueError: there is no placement for which the memory is enough, or none was proved best in time.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # a third of a second to import
+    if importlib.util.find_spec("scipy") is None:
+        raise ImportError(
+            "operator_placement.method=exact needs the extra [exact]: pip install lightning-recsys[exact]. "
+            "The method greedy needs none."
+        )
+    # An extra, for torchmetrics imports it wherever it is installed: 63 MiB in every process that trains.
+    from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
     program = _Program(graph, machines, dict(pinned or {}))

@@ -43,6 +43,7 @@ def place_operators(
             gives up.
 
     Raises:
+        ImportError: ``exact`` without SciPy (the extra ``[exact]``).
         OperatorRoomError: an operator fits on no group server, or a device has no memory for its share.
         ValueError: the method is unknown, a pinned operator is not there or may not be where it is pinned, or ``exact``
             did not end in time.

@@ -119,12 +119,37 @@ def wrong_imports(path: Path, package: Path) -> list[str]:
     return wrong
 
 
+def imports_when_imported(path: Path) -> set[str]:
+    """The packages that importing a file imports, whatever its functions import later."""
+    found, waiting = set(), [*ast.parse(path.read_text()).body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.partition(".")[0])
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_module_when_parsed_then_it_imports_what_its_room_lists(path):
     assert wrong_imports(path, PACKAGE) == []
+
+
+def test_room_when_imported_then_no_extra_is_but_by_serving():
+    """Each takes memory in every process that trains (SciPy 63 MiB), and a plain installation has none of them."""
+    training = [path for path in MODULES if not path.is_relative_to(PACKAGE / "serving")]
+    imported = {path: imports_when_imported(path) for path in training}
+    assert all("torch" in imported[PACKAGE / name] for name in ("runtime.py", "data/prepared/rows.py"))
+    extras = {"scipy", "matplotlib", "onnx", "onnxscript", "safetensors", "litserve", "torch_geometric", "pandas"}
+    assert not {
+        path.relative_to(PACKAGE).as_posix(): found & extras for path, found in imported.items() if found & extras
+    }
 
 
 def test_rooms_when_listed_then_every_edge_points_down_and_is_used():

@@ -1,5 +1,6 @@
 """Tagging of operators: rules, components, balancing, greedy refinement, and what has no room."""
 
+import importlib.util
 import re
 from dataclasses import replace
 from graphlib import TopologicalSorter
@@ -195,6 +196,13 @@ def test_exact_when_there_is_no_time_then_says_what_to_do():
     operators = [layer(f"a{i}", "x", flops=1e6 * (i % 7 + 1)) for i in range(60)]
     with pytest.raises(ValueError, match=r"operator_placement\.method=greedy"):
         solve(graph_of(operators), replace(GROUP, num_servers=4), time_limit=1e-3)
+
+
+def test_exact_when_scipy_is_not_installed_then_names_the_extra(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "scipy" else find_spec(name))
+    with pytest.raises(ImportError, match=r"pip install lightning-recsys\[exact\]"):
+        place_operators(dlrm(), GROUP, method="exact")
 
 
 # --- Pins and room ----------------------------------------------------------------------------------------------------
