@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from lightning_fabric.strategies.registry import _StrategyRegistry
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.overrides.distributed import _sync_module_states
@@ -491,9 +492,17 @@ class RecsysStrategy(DDPStrategy):
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; one whose run has failed does not."""
-        if not self._has_failed:
-            super().barrier(*args, **kwargs)
+        """Wait for all ranks, which all give the same name; one whose run has failed does not wait."""
+        if self._has_failed:
+            return
+        if args and self.asynchronous and dist.is_initialized():
+            from lightning_recsys.strategies.common.workers.process_group import MeetingGroup
+
+            if isinstance(group := dist.group.WORLD, MeetingGroup):
+                # Ranks that have drifted apart are at different barriers, and each would go on from the other's.
+                group.wait_for(args[0])
+                return
+        super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """What rank ``src`` has; a rank whose run has failed keeps its own."""

@@ -162,6 +162,8 @@ def _schedules(trainer: pl.Trainer, batches: int) -> Iterator[_Schedule]:
     for number, callback in enumerate(trainer.checkpoint_callbacks):
         if isinstance(callback, ModelCheckpoint) and (period := callback._every_n_train_steps):
             yield _Schedule(f"ModelCheckpoint {number}'s every_n_train_steps={period}", steps // period)
+    if trainer.min_steps:  # some have made them at the end of an epoch at which others go on
+        yield _Schedule(f"trainer.min_steps={trainer.min_steps}", 0)
     if trainer.max_steps >= 0:  # stops some within an epoch that others complete
         yield _Schedule(f"trainer.max_steps={trainer.max_steps}", int(steps <= trainer.max_steps))
 

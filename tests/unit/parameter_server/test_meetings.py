@@ -260,6 +260,25 @@ def test_workers_when_each_waits_for_something_else_then_it_is_said_instead_of_w
     assert together(place, first, second, ranks=(0, 1), timeout=1.0) == [None, None]
 
 
+def test_barriers_when_workers_have_drifted_apart_then_one_is_not_taken_for_another(place):
+    here = threading.Event()
+
+    def finished(group):
+        here.set()
+        with pytest.raises(TimeoutError, match="waited for the others at 'all workers have finished'"):
+            group.wait_for("all workers have finished")
+
+    def behind(group):
+        here.wait()
+        threading.Event().wait(0.2)  # for the other one's request
+        with pytest.raises(RequestRefusedError, match="'all workers have finished all'") as refused:
+            group.barrier()
+        (hint,) = refused.value.__notes__
+        assert "trainer.should_stop, max_steps, min_steps" in hint
+
+    assert together(place, finished, behind, ranks=(0, 1), timeout=1.0) == [None, None]
+
+
 def test_leases_when_the_server_is_killed_between_them_then_each_batch_is_dealt_once(place):
     dealers = [iter(ShareDealer(place, rank=rank)(20)) for rank in range(3)]
     seen = []

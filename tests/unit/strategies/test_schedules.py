@@ -22,6 +22,7 @@ def trainer(batches, *, every_n_train_steps=0, val_check_interval=None, **settin
     defaults = {
         "max_epochs": 1000,  # Lightning's
         "max_steps": -1,
+        "min_steps": None,
         "global_step": 0,
         "accumulate_grad_batches": 1,
         "check_val_every_n_epoch": 1,
@@ -56,6 +57,7 @@ def refuse(monkeypatch):
         {"every_n_train_steps": 5, "max_epochs": 1, "accumulate_grad_batches": 3},  # no time: three steps each
         {"val_check_interval": 4},  # two times each, in every epoch
         {"max_steps": 7, "max_epochs": -1, "every_n_train_steps": 3},  # ends before the first rank's first epoch does
+        {"min_steps": 16, "max_epochs": 1},  # both end with their only epoch
     ],
 )
 def test_unequal_batches_when_ranks_stop_equally_often_then_accepted(refuse, settings):
@@ -70,6 +72,7 @@ def test_unequal_batches_when_ranks_stop_equally_often_then_accepted(refuse, set
         ({"every_n_train_steps": 4, "max_epochs": 1, "global_step": 3}, "every_n_train_steps=4 counts"),  # resumed
         ({"val_check_interval": 4, "check_val_every_n_epoch": None}, "trainer.val_check_interval=4 counts"),
         ({"max_steps": 20, "max_epochs": -1}, "trainer.max_steps=20 counts"),
+        ({"min_steps": 16}, "trainer.min_steps=16 counts"),  # one rank may end an epoch before the other
     ],
 )
 def test_unequal_batches_when_a_schedule_counts_over_epochs_then_refused(refuse, settings, setting):

@@ -68,6 +68,7 @@ def _trains_whole_epochs(trainer: pl.Trainer) -> bool:
         and not trainer.overfit_batches  # type: ignore[attr-defined]  # set by a connector
         and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by a connector
         and trainer.max_steps < 0
+        and not trainer.min_steps
         and not counts_steps
         and all(config.interval == "epoch" for config in trainer.lr_scheduler_configs)
         and not validates_within

@@ -30,11 +30,12 @@ from torch._C._distributed_c10d import (
 )
 from torch.futures import Future
 
-from lightning_recsys.errors import WorkerLostError
+from lightning_recsys.errors import RequestRefusedError, WorkerLostError
 from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings
 
 BACKEND = "recsys_meetings"  # its name among torch's backends
 CHUNK_BYTES = 64 << 20  # of one meeting; a server's messages have a limit
+MAX_NAME = 100  # characters of a barrier's name; what a meeting is for has a limit, too
 
 T = TypeVar("T")
 
@@ -110,11 +111,26 @@ class MeetingGroup(dist.ProcessGroup):
         """Meet nobody any more."""
         self._meetings.close()
 
+    def _meet(self, kind: str, brought: Tensor, *, may_miss: bool, combine: str = "all") -> Tensor:
+        try:
+            return self._meetings.meet(kind, brought, combine=combine, may_miss=may_miss)
+        except RequestRefusedError as refused:
+            refused.add_note(
+                "Workers that run free meet only where they stop, validate and save for the same reasons. Look for what"
+                " one of them decides alone or by its own number of steps: trainer.should_stop, max_steps, min_steps,"
+                " callbacks that count steps, collectives in hooks."
+            )
+            raise
+
     # --- Collectives, by torch's names -------------------------------------------------------------------------------
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:  # noqa: D102
-        self._meetings.meet("barrier", torch.empty(0, dtype=torch.uint8), may_miss=self._may_miss)
+        self.wait_for("barrier")
         return _done(None)
+
+    def wait_for(self, what: str) -> None:
+        """A barrier with a name, so that no worker takes it for another one."""
+        self._meet(what[:MAX_NAME], torch.empty(0, dtype=torch.uint8), may_miss=self._may_miss)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:  # noqa: D102
         self._reduce(tensors, ReduceOp.SUM if opts is None else opts.reduceOp)
@@ -139,14 +155,14 @@ class MeetingGroup(dist.ProcessGroup):
             _put(reduced() if len(parts) == 1 else self.among_the_living(reduced), tensor)
 
     def _reduce_parts(self, kind: str, parts: Sequence[Tensor], *, combine: str) -> Tensor:
-        return torch.cat([self._meetings.meet(kind, x, combine=combine, may_miss=self._may_miss) for x in parts])
+        return torch.cat([self._meet(kind, x, combine=combine, may_miss=self._may_miss) for x in parts])
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # noqa: D102
         for tensor in tensors:
             own, nothing = _bytes_of(tensor), torch.empty(0, dtype=torch.uint8)
             is_root = self.rank() == opts.rootRank
             kind = f"broadcast of {tensor.numel()} from {opts.rootRank}"
-            meet = partial(self._meetings.meet, kind, may_miss=self._may_miss)
+            meet = partial(self._meet, kind, may_miss=self._may_miss)
             parts = [meet(part if is_root else nothing) for part in _chunks(own, CHUNK_BYTES)]
             _put(torch.cat(parts), tensor)
         return _done(tensors)
@@ -182,14 +198,14 @@ class MeetingGroup(dist.ProcessGroup):
         parts = []
         for start in range(0, size * num_bytes, CHUNK_BYTES):
             brought = torch.empty(0, dtype=torch.uint8) if whole is None else whole[start : start + CHUNK_BYTES]
-            parts.append(self._meetings.meet(kind, brought, may_miss=False))
+            parts.append(self._meet(kind, brought, may_miss=False))
         _put(torch.cat(parts)[rank * num_bytes : (rank + 1) * num_bytes], outputs[0])
         return _done(outputs)
 
     def _gather(self, kind: str, own: Tensor, size: int) -> list[Tensor]:
         if size != self.size():
             raise ValueError(f"{kind}: there is room for {size} values, and {self.size()} workers live.")
-        meet = partial(self._meetings.meet, f"{kind} of {own.numel()}", may_miss=False)
+        meet = partial(self._meet, f"{kind} of {own.numel()}", may_miss=False)
         parts = [meet(part).chunk(size) for part in _chunks(_bytes_of(own), CHUNK_BYTES // size)]
         return [torch.cat(list(value)) for value in zip(*parts, strict=True)]
 
