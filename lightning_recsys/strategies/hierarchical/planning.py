@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from lightning_recsys.placement.machines import Coding, GroupMachines, Processor
 from lightning_recsys.placement.operators import OperatorGraph
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.placement.plan_file import read_plan, write_plan
+from lightning_recsys.placement.plan_picture import draw_plan
 from lightning_recsys.placement.step_time import StepTime, predict
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
 from lightning_recsys.strategies.hierarchical.eight_bit import FCForward, in_eight_bits
@@ -40,7 +42,8 @@ class OperatorPlacement:
             the shorter predicted step, ``exact``, or ``none``, which deals operators with parameters to the group
             servers in turn.
         plan: A file that says where some operators, or all, are to be; the others are placed.
-        save: Where to write the plan, as such a file.
+        save: Where to write the plan, as such a file; beside it goes a picture of it (``.png``), where matplotlib is
+            installed (the extra ``[plots]``).
         time_limit: Seconds for ``auto``, ``greedy`` and ``exact``.
         machines: What is known of the machines, as arguments of
             :class:`~lightning_recsys.placement.machines.GroupMachines`; by default the processes of a single node share
@@ -134,6 +137,8 @@ def make_plan(
         path = Path(settings.save)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_plan(path, plan, graph, measured)
+        if importlib.util.find_spec("matplotlib"):
+            draw_plan(path.with_suffix(".png"), plan, graph)
     return splits, plan, prediction
 
 

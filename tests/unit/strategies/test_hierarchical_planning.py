@@ -17,6 +17,7 @@ from lightning_recsys.partition.parts import split
 from lightning_recsys.partition.tracing import check_traceable, trace
 from lightning_recsys.placement.machines import Processor
 from lightning_recsys.placement.plan import OperatorPlan
+from lightning_recsys.placement.plan_file import read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
 from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
@@ -31,16 +32,24 @@ def perceptron(width=64):
     return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
 
-def plan(method="auto", *, fc_splits="none", nets=1, rooms=(), batch_size=32, **machines):
+def plan(method="auto", *, fc_splits="none", nets=1, rooms=(), batch_size=32, save=None, **machines):
     return make_plan(
         perceptron(),
         [torch.randn(batch_size, 8)],
-        OperatorPlacement(method, machines=machines),
+        OperatorPlacement(method, save=save, machines=machines),
         fc_splits=fc_splits,
         groups=Groups(1, 1, nets, 2),
         compression=Compression.from_option("none"),
         rooms=rooms,
     )
+
+
+def test_plan_when_saved_then_is_a_file_and_a_picture(tmp_path):
+    font_manager = pytest.importorskip("matplotlib.font_manager")
+    plan("rules", save=tmp_path / "run" / "operators.yaml")
+    font_manager._get_font.cache_clear()  # matplotlib's, which keeps the fonts' files open
+    assert read_plan(tmp_path / "run" / "operators.yaml")
+    assert (tmp_path / "run" / "operators.png").read_bytes().startswith(b"\x89PNG")
 
 
 SLOW = Processor(flops=1e6, memory_bandwidth=1e15, call_seconds=0.0)
