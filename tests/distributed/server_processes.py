@@ -71,11 +71,11 @@ class Trap:
         self.spring("rows made, and not yet named")
         real(index, *rows)
 
-    def average(self, real, store, local, *, alpha, out):
+    def average(self, real, store, local, *, alpha):
         if self.is_at("half applied"):
             store.values[: store.size // 2].lerp_(local[: store.size // 2], alpha)
             die()
-        return real(store, local, alpha=alpha, out=out)
+        return real(store, local, alpha=alpha)
 
     def is_at(self, where: str) -> bool:
         return self.left == 0 and self.where == where

@@ -184,10 +184,9 @@ def watchers(folder: str, terminal: Any) -> tuple[list[pl.Callback], list[Any]]:
     config = OmegaConf.merge(*(OmegaConf.load(_CONF / "callbacks" / f"{file}.yaml") for file in files))
     config["progress_bar"] = OmegaConf.load(_CONF / "callbacks" / f"{bar}.yaml")
     loggers = OmegaConf.load(_CONF / "logger" / "csv.yaml")
-    monitor = OmegaConf.load(_CONF / "train.yaml")["monitor"]
-    whole = OmegaConf.create(
-        {"paths": {"output_dir": folder}, "monitor": monitor, "callbacks": config, "loggers": loggers}
-    )
+    train = OmegaConf.load(_CONF / "train.yaml")
+    named = {name: train[name] for name in ("monitor", "ckpt_path")}
+    whole = OmegaConf.create({"paths": {"output_dir": folder}, **named, "callbacks": config, "loggers": loggers})
     plain: Any = OmegaConf.to_container(whole, resolve=True)
     bar = plain["callbacks"]["progress_bar"]
     bar["console_kwargs"] = {"file": terminal, "force_terminal": True, "width": 80}
