@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_recsys.launchers.folders import PREFIX, remove_abandoned
@@ -50,9 +51,12 @@ def find_runs(parent: Path) -> dict[str, dict[int, Group]]:
     """The groups of each run of this user's whose servers keep their files below a folder; what dead runs left goes."""
     remove_abandoned(parent)
     found: dict[str, dict[int, Group]] = {}
-    for folder in sorted(parent.glob(f"{PREFIX}-*/group-*")):
-        if folder.is_dir() and folder.lstat().st_uid == os.getuid() and (state := GroupState.read(folder)) is not None:
-            found.setdefault(folder.parent.name, {}).setdefault(state.group, {})[folder] = state
+    for run in sorted(parent.glob(f"{PREFIX}-*")):
+        with suppress(FileNotFoundError, NotADirectoryError):  # it ends just now, or is no run's folder
+            for folder in sorted(run.glob("group-*")):
+                state = GroupState.read(folder) if folder.lstat().st_uid == os.getuid() else None
+                if state is not None:
+                    found.setdefault(run.name, {}).setdefault(state.group, {})[folder] = state
     return found
 
 

@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,20 @@ def test_command_when_a_run_was_killed_then_only_those_that_live_are_there(run):
     dead.mkdir(parents=True)
     GroupState(0, 2, True, nets=2).write(dead)
     assert cli.find_runs(run.parent).keys() == {RUN}
+
+
+def test_command_when_another_run_ends_meanwhile_then_goes_on_without_it(run, monkeypatch):
+    other, lstat = run.parent / f"lightning_recsys-{os.getpid()}-abb", Path.lstat
+    shutil.copytree(run.parent / RUN, other)
+
+    def ending(path):
+        if path.parent == other:
+            shutil.rmtree(other)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", ending)
+    assert cli.find_runs(run.parent).keys() == {RUN}
+    assert not other.exists()
 
 
 def test_command_when_the_first_group_is_drained_then_says_that_nothing_is_published(run, capsys):
