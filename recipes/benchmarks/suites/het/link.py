@@ -94,7 +94,7 @@ def measure(
         dim: Width of the rows.
         rows: Examples in memory.
         staleness: Of het.
-        rounds: At each rate.
+        rounds: How many turns each variant has at each rate; medians are taken over them.
         seconds: Of each variant in each round.
         warm_steps: Steps until the cache is full.
     """
@@ -160,7 +160,7 @@ def measure_variants(
         settings: What the module that trains takes, beside the strategy, the server and the interface.
         strategies: By name: arguments of the strategy, and steps before the first turn.
         rates: Of the link, in the words of ``tc``.
-        rounds: At each rate.
+        rounds: How many turns each variant has at each rate; medians are taken over them.
         seconds: Of each variant in each round.
         training: The module that trains; it counts bytes as :class:`benchmarks.suites.het.training.CountedSteps`.
 
@@ -186,7 +186,7 @@ def measure_on_links(
         makes: How each job is made. It counts bytes as :class:`benchmarks.suites.het.training.CountedSteps` does.
         rates: Of the link, in the words of ``tc``.
         batch_size: Examples of a step.
-        rounds: At each rate.
+        rounds: How many turns each variant has at each rate; medians are taken over them.
         seconds: Of each job in each round.
 
     Returns:

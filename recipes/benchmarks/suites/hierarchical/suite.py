@@ -111,7 +111,7 @@ def run(
         batch_sizes: Examples of a step.
         rates: Of the link, in ``mbit`` or ``gbit``.
         num_servers: Group servers.
-        rounds: At each rate.
+        rounds: How many turns each variant has at each rate; medians are taken over them.
         seconds: Of each variant in each round.
         quality: Arguments of :func:`benchmarks.suites.hierarchical.quality.measure`.
         cache: Folder in which that keeps finished runs.
@@ -196,7 +196,7 @@ class Suite:
         model: One of ``benchmarks.harness.ours.MODELS``.
         batch_size: Examples of a step.
         num_servers: Group servers.
-        rounds: At each rate.
+        rounds: How many turns each variant has at each rate; medians are taken over them.
         seconds: Of each variant in each round.
     """
 

@@ -41,7 +41,7 @@ class Asked:
     """What a step asks for, and where.
 
     Args:
-        endpoint: Of the server.
+        endpoint: Where the server listens, ``tcp://HOST:PORT``.
         interface: Of this host, to the server.
         keys: The file with the keys of our server; ``None`` where it is on this machine and needs none.
         work: Whose rows are asked for.
@@ -84,18 +84,18 @@ def ask(
     """Ask until told to stop, and write after each step what :class:`benchmarks.suites.het.training.CountedSteps` does.
 
     Args:
-        folder: As in :class:`benchmarks.harness.job_training.StepTimes`.
-        asker: As in :class:`benchmarks.harness.job_training.StepTimes`.
-        by: One of :data:`WAYS`.
+        folder: Where the times of steps and their bytes are written, and where a file ``stop`` ends this.
+        asker: Process id of the benchmark; when that has ended, so does this.
+        by: Who asks: a name in :data:`WAYS`.
         server: Command of the server to start beside this, on another host.
         interface: Where bytes are counted after each step.
-        keys: As in :class:`Asked`.
-        batch_size: As in :class:`Asked`.
+        keys: Path of the file with the keys of our server.
+        batch_size: Examples of a step.
         dim: Width of the rows.
         rows: Examples held in memory; their batches are asked for again and again.
-        staleness: As in :class:`Asked`.
-        sent: As in :class:`Asked`.
-        received: As in :class:`Asked`.
+        staleness: Of the cache whose exchanges are made; ``None`` for plain lookups.
+        sent: Bytes of a step's requests, for those who only imitate them.
+        received: Bytes of the answers to these.
     """
     work = Workload(rows=rows, dim=dim)
     total = (0.0, 0.0)

@@ -41,7 +41,7 @@ def measure(*, asked: Sequence[str], rates: Sequence[str], rounds: int, seconds:
     Args:
         asked: What is asked for: ``lookups``, and a ``cache``'s exchanges.
         rates: Of the link, in the words of ``tc``.
-        rounds: At each rate.
+        rounds: How many turns each variant has at each rate; medians are taken over them.
         seconds: Of each variant in each round.
         workload: As in :class:`Requests`.
 
