@@ -22,6 +22,7 @@ from lightning_recsys.models import DLRM, DeepFM
 from lightning_recsys.placement.plan_file import read_measured, read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
+from lightning_recsys.strategies.hierarchical.draining import WANTED
 from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
@@ -380,13 +381,14 @@ class Drains(Callback):
         epoch, rank = trainer.current_epoch, trainer.global_rank
         with (self.folder / f"{epoch}-{rank}").open("a") as file:
             file.write(f"{batch_idx}\n")
+        folders = [Path(x.removeprefix("ipc://")).with_suffix("") for x in trainer.strategy.endpoints["group"]]
         if (rank, epoch, batch_idx) == (1, 0, 3):  # it would be through before it looks, once a second
-            while len(self.trained(0, 0)) < 3:
+            while not (folders[2] / WANTED).exists():
                 time.sleep(0.01)
             time.sleep(1.2)
         if rank or batch_idx != 2 or epoch == 1:
             return
-        run = Path(trainer.strategy.endpoints["group"][0].removeprefix("ipc://")).parent.name
+        run = folders[0].parent.name
         others = ["--run", run, "--timeout", "60"]
         assert cli.main(["groups", "rejoin" if epoch else "drain", "1", *others]) == 0
         if epoch == 0:

@@ -35,9 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.command == "list":
             sys.stdout.write(_listed(runs))
             return 0
-        groups = _choose(runs, given.run)
-        if given.group not in groups:
-            raise ValueError(f"name one of the groups {sorted(groups)}, got {given.group}.")
+        run = _choose(runs, given.run)
+        groups = _wait_for_begin(given.store_folder, run, given.group, timeout=given.timeout)
         act = drain if given.command == "drain" else rejoin
         act(groups, given.group, timeout=given.timeout)
     except (OSError, ValueError) as error:
@@ -52,10 +51,9 @@ def find_runs(parent: Path) -> dict[str, dict[int, Group]]:
     remove_abandoned(parent)
     found: dict[str, dict[int, Group]] = {}
     for run in sorted(parent.glob(f"{PREFIX}-*")):
-        with suppress(FileNotFoundError, NotADirectoryError):  # it ends just now, or is no run's folder
-            for folder in sorted(run.glob("group-*")):
-                state = GroupState.read(folder) if folder.lstat().st_uid == os.getuid() else None
-                if state is not None:
+        with suppress(FileNotFoundError):  # it ends just now
+            for folder in sorted(x for x in run.glob("group-*") if x.is_dir() and x.lstat().st_uid == os.getuid()):
+                if (state := GroupState.read(folder)) is not None:
                     found.setdefault(run.name, {}).setdefault(state.group, {})[folder] = state
     return found
 
@@ -112,12 +110,29 @@ def _wait(group: Group, *, drained: bool, timeout: float) -> None:
         time.sleep(0.1)
 
 
-def _choose(runs: dict[str, dict[int, Group]], name: str | None) -> dict[int, Group]:
+def _choose(runs: dict[str, dict[int, Group]], name: str | None) -> str:
     if name is not None and name in runs:
-        return runs[name]
+        return name
     if name is not None or len(runs) != 1:
         raise ValueError(f"name one of the runs of this machine with --run: {sorted(runs)}.")
-    return next(iter(runs.values()))
+    return next(iter(runs))
+
+
+def _wait_for_begin(parent: Path, run: str, number: int, *, timeout: float) -> dict[int, Group]:
+    """The groups of a run, once the given one is among them: its servers tell nothing before its first batch."""
+    deadline = time.monotonic() + timeout
+    while number not in (groups := find_runs(parent).get(run, {})):
+        states = [state for group in groups.values() for state in group.values()]
+        if not states:
+            raise ValueError("the run has ended.")
+        if number not in range(states[0].num_groups):
+            raise ValueError(f"name one of the groups {sorted(groups)}, got {number}.")
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"group {number} has not begun here within {timeout:.0f} s, or its servers run on another machine."
+            )
+        time.sleep(0.1)
+    return groups
 
 
 def _listed(runs: dict[str, dict[int, Group]]) -> str:

@@ -33,12 +33,13 @@ def run(tmp_path):
         folder.mkdir(parents=True)
         GroupState(number // 2, 2, True, drained=number > 1, nets=2, waiting=2 * (number > 1)).write(folder)
         folders[number] = folder
-    (tmp_path / RUN / "group-4").mkdir()  # without parts yet
+        (tmp_path / RUN / f"group-{number}.socket").touch()
+    (tmp_path / RUN / "group-4").mkdir()  # of a server without parts
     return SimpleNamespace(parent=tmp_path, folders=folders)
 
 
 def ask(run, *arguments):
-    return cli.main([*arguments, "--store-folder", str(run.parent), "--timeout", "0.1"])
+    return cli.main(["--store-folder", str(run.parent), "--timeout", "0.1", *arguments])
 
 
 def test_command_when_it_lists_then_each_group_with_its_nets(run, capsys):
@@ -47,6 +48,19 @@ def test_command_when_it_lists_then_each_group_with_its_nets(run, capsys):
         f"{RUN}  group 0  trains  0 of 2 nets wait",
         f"{RUN}  group 1  drained  2 of 2 nets wait",
     ]
+
+
+def test_command_when_a_group_has_not_begun_then_waits_until_its_servers_tell_of_it(run, capsys):
+    for number in (2, 3):
+        (run.folders[number] / "group.json").unlink()
+    assert ask(run, "drain", "1") == 1
+    assert "group 1 has not begun here within 0 s" in capsys.readouterr().err
+    drained = GroupState(1, 2, True, drained=True, nets=1, waiting=1)
+    beginning = threading.Timer(0.3, drained.write, [run.folders[2]])
+    beginning.start()
+    assert ask(run, "drain", "1", "--timeout", "60") == 0
+    beginning.join()
+    assert (run.folders[2] / WANTED).exists()
 
 
 def test_command_when_a_run_was_killed_then_only_those_that_live_are_there(run):
