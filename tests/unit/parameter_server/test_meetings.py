@@ -217,6 +217,63 @@ def test_reduction_in_pieces_when_a_worker_dies_between_two_then_all_of_them_are
     assert given == [([2.0] * 7, (0, 1)), ([2.0] * 7, (0, 1)), None]
 
 
+@pytest.mark.parametrize("pieces_before", [0, 1])
+def test_broadcast_when_its_root_dies_before_its_end_then_all_others_hear_of_the_death(
+    place, monkeypatch, pieces_before
+):
+    monkeypatch.setattr("lightning_recsys.strategies.common.workers.process_group.CHUNK_BYTES", 16)
+
+    def survivor(group):
+        group.barrier()
+        with pytest.raises(WorkerLostError, match="worker 1 died while all workers were at 'broadcast of 7 from 1'"):
+            group.broadcast([torch.zeros(7)], opts(rootRank=1))
+        group.barrier()
+        return group.members
+
+    def root(group):
+        group.barrier()
+        meet, pieces = group._meetings.meet, []
+
+        def some(*args, **options):
+            if len(pieces) == pieces_before:
+                place.lose(1)
+                raise SystemExit
+            pieces.append(meet(*args, **options))
+            return pieces[-1]
+
+        monkeypatch.setattr(group._meetings, "meet", some)
+        group.broadcast([torch.ones(7)], opts(rootRank=1))
+
+    assert together(place, survivor, root, survivor, may_end=(1,)) == [(0, 2), None, (0, 2)]
+
+
+def test_broadcast_in_pieces_when_another_than_its_root_dies_between_two_then_the_others_have_all_of_it(
+    place, monkeypatch
+):
+    monkeypatch.setattr("lightning_recsys.strategies.common.workers.process_group.CHUNK_BYTES", 16)
+
+    def survivor(group):
+        value = torch.full((7,), float(group.rank()))
+        group.broadcast([value], opts(rootRank=1))
+        return value.tolist(), group.members
+
+    def victim(group):
+        meet, pieces = group._meetings.meet, []
+
+        def first(*args, **options):
+            if pieces:
+                place.lose(0)
+                raise SystemExit
+            pieces.append(meet(*args, **options))
+            return pieces[0]
+
+        monkeypatch.setattr(group._meetings, "meet", first)
+        return survivor(group)
+
+    given = together(place, victim, survivor, survivor, may_end=(0,))
+    assert given == [None, ([1.0] * 7, (1, 2)), ([1.0] * 7, (1, 2))]
+
+
 def test_meeting_when_its_values_cannot_be_combined_then_everybody_hears_of_it(place):
     def worker(group):
         group.allreduce([torch.ones(2)], opts())

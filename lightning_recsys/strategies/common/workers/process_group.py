@@ -56,7 +56,8 @@ class MeetingGroup(dist.ProcessGroup):
     A worker that dies leaves the group at the next barrier, broadcast or reduction, and ranks and size are those of the
     living from then on: rank 1 of the group may be worker 2. A mean is one over those whose values came. Collectives
     that gather one value of each rank cannot miss one; after a death they raise
-    :class:`~lightning_recsys.errors.WorkerLostError` on all ranks unless one of the others came before.
+    :class:`~lightning_recsys.errors.WorkerLostError` on all ranks unless one of the others came before. So does a
+    broadcast whose root dies before it has brought all of its tensor.
     :func:`among_the_living` does what consists of several collectives again then.
 
     Tensors travel through the server, so this is for what workers seldom do together, and not for every step.
@@ -160,10 +161,14 @@ class MeetingGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # noqa: D102
         for tensor in tensors:
             own, nothing = _bytes_of(tensor), torch.empty(0, dtype=torch.uint8)
-            is_root = self.rank() == opts.rootRank
+            root = self.members[opts.rootRank]
             kind = f"broadcast of {tensor.numel()} from {opts.rootRank}"
-            meet = partial(self._meet, kind, may_miss=self._may_miss)
-            parts = [meet(part if is_root else nothing) for part in _chunks(own, CHUNK_BYTES)]
+            parts = []
+            for part in _chunks(own, CHUNK_BYTES):
+                brought = part if root == self._meetings.rank else nothing
+                parts.append(self._meet(kind, brought, may_miss=self._may_miss))
+                if root not in self.members:  # the others can be missed
+                    raise WorkerLostError(root, kind)
             _put(torch.cat(parts), tensor)
         return _done(tensors)
 
