@@ -77,9 +77,9 @@ GRACE_SECONDS = 5.0  # an ending thread or process gets this long before it coun
 COLLECTION_SECONDS = 0.5  # between two collections of garbage meanwhile
 
 
-def _after_grace(find: Callable[[], list[str]], seconds: float = GRACE_SECONDS) -> list[str]:
+def _after_grace(find: Callable[[], list[str]], seconds: float | None = None) -> list[str]:
     """What ``find`` still finds once it has had time to go; what waits for garbage collection is collected."""
-    began = time.monotonic()
+    began, seconds = time.monotonic(), GRACE_SECONDS if seconds is None else seconds
     collected = began - COLLECTION_SECONDS + 0.1  # most things that end do so at once, and need no collection
     while (found := find()) and (now := time.monotonic()) < began + seconds:
         if now >= collected + COLLECTION_SECONDS:

@@ -72,7 +72,7 @@ def left_in(temporary: Path) -> list[str]:
 
 def all_end(pids: list[int]) -> bool:
     """Whether these processes end soon."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not any(map(goes_on, pids)):
             return True

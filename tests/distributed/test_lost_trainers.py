@@ -31,10 +31,13 @@ class CountsApart(Counts):
 
 
 class DiesBetweenRounds(Callback):
-    """The second trainer ends in mid-epoch, behind some rounds; the others tell of theirs, and of their dense part."""
+    """The second trainer ends in mid-epoch, behind some rounds; the others tell of theirs, and of their dense part.
+
+    Neither of these takes most of the second epoch before the other one, nor all of it before a round.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.made = folder, 0
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         rounds = trainer.strategy._run.driver.rounds
@@ -45,9 +48,15 @@ class DiesBetweenRounds(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
         while trainer.global_rank != 1 and batch_idx == 25 and not (self.folder / "died").exists():
             time.sleep(0.01)
+        if trainer.current_epoch == 1 and batch_idx == 30:
+            (self.folder / f"far-{trainer.global_rank}").touch()
+        if trainer.current_epoch == 1 and batch_idx == 40:  # some steps behind that, in which a round may be awaited
+            while rounds.count == self.made or len(list(self.folder.glob("far-*"))) < 2:
+                time.sleep(0.01)
 
     def on_train_epoch_end(self, trainer, pl_module):
         rounds = trainer.strategy._run.driver.rounds
+        self.made = rounds.count
         with (self.folder / f"rounds-{trainer.global_rank}").open("a") as file:
             file.write(f"{rounds.count} {rounds.num_trainers}\n")
 

@@ -218,6 +218,16 @@ def test_worker_when_killed_in_validation_or_in_a_checkpoint_then_the_others_do_
 class LeaderDies(Dies):
     """The second trainer's first worker ends; whoever makes its rounds tells of them as the next epoch ends."""
 
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if (trainer.current_epoch, batch_idx) != (1, 2):
+            return
+        driver = trainer.strategy._run.driver
+        while driver is not None and driver.rounds.count == 0:
+            time.sleep(0.01)
+        while not (self.folder / "batches-3-1").exists():  # nobody takes all of the epoch before
+            time.sleep(0.01)
+
     def on_train_epoch_end(self, trainer, pl_module):
         run = trainer.strategy._run
         if trainer.current_epoch == 1 and run.driver is not None:

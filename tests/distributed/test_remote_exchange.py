@@ -15,7 +15,7 @@ from lightning_recsys.parameter_server.wire import Limits
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.exchange import RowExchange
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 NUM_ROWS, DIM = 9, 4
 SHAPES = {"RowSGD": {"weight": (DIM,)}, "RowWiseAdagrad": {"weight": (DIM,), "sum": ()}}

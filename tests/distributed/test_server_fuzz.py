@@ -238,7 +238,7 @@ def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on
                 for message in messages:
                     dealer.send_multipart(message)
                 for _ in messages:
-                    assert dealer.poll(20_000), "no answer"
+                    assert dealer.poll(60_000), "no answer"
                     check(dealer.recv_multipart())
                 sent += len(messages)
 
@@ -265,13 +265,13 @@ def test_server_when_given_what_is_no_message_then_cuts_that_connection_and_goes
             assert not dealer.poll(300)
         with raw_dealer(context, server.endpoint) as dealer:  # no frame but an empty one
             dealer.send(b"")
-            assert dealer.poll(5000)
+            assert dealer.poll(60_000)
             assert "not msgpack" in decode_reply(dealer.recv_multipart(), Limits()).value
         request = request_frames("hello")
         with raw_dealer(context, server.endpoint) as dealer:  # gone before its answer is
             dealer.send_multipart(request)
-        stores = connect(server.endpoint, transport="tcp", timeout=5)
-        deadline = time.monotonic() + 5
+        stores = connect(server.endpoint, transport="tcp", timeout=60)
+        deadline = time.monotonic() + 60
         while (status := stores.status())["requests"] < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert status["refused"] == 1

@@ -34,7 +34,7 @@ class Zmtp:
         host, port = endpoint.removeprefix("tcp://").split(":")
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        self._socket.settimeout(20)
+        self._socket.settimeout(60)
         self._socket.connect((host, int(port)))
         self._socket.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
         ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
@@ -46,7 +46,7 @@ class Zmtp:
     def is_cut(self):
         """Whether the other end ends the connection soon."""
         with suppress(ConnectionResetError):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while time.monotonic() < deadline and self._socket.recv(1 << 20):
                 pass
             return time.monotonic() < deadline
@@ -70,7 +70,7 @@ def test_peer_when_it_never_ends_a_message_then_is_cut_and_others_go_on(tmp_path
             while sent < 100 << 20:  # each frame is within the limit
                 endless.send(bytes(1 << 18), more=True)
                 sent += 1 << 18
-                time.sleep(0.005)
+                time.sleep(0.005 if sent < 8 << 20 else 0.2)  # the server looks twice a second, and may be held up
         assert sent < 100 << 20
         for _ in range(20):  # far more than a message may have, in messages that are whole
             center.assign(center.pull())
@@ -90,9 +90,11 @@ def test_peer_when_it_takes_no_answers_then_is_cut_and_others_go_on(tmp_path):
         center = stores.create_dense_store("center", torch.ones(SIZE))
         for number in range(1, 101):  # 80 MB
             greedy.send(bytes(request_frames("pull", store="center", request_id=number)[0]))
+        pulled = 0
         while len(server._connections) > 1:
             assert center.pull().all()
-        assert server.handler.counts.requests < 100
+            pulled += 1
+        assert server.handler.counts.requests - pulled < 100
         assert stores.connection.traffic.reconnects == 0
         assert greedy.is_cut()
 
@@ -161,7 +163,7 @@ def test_client_when_its_way_is_too_slow_for_all_that_it_asks_then_gets_it_all_a
 
 def said(dealer, operation, **fields):
     dealer.send_multipart(request_frames(operation, **fields))
-    assert dealer.poll(20_000)
+    assert dealer.poll(60_000)
     return decode_reply(dealer.recv_multipart(), Limits())
 
 
@@ -174,7 +176,7 @@ def test_client_when_it_says_hello_in_many_names_then_takes_one_place_until_it_g
             with raw_dealer(context, server.endpoint) as second, raw_dealer(context, server.endpoint) as third:
                 assert said(second, "hello", client=b"b" * 16).status == "ok"
                 assert "all 2 places" in said(third, "hello", client=b"c" * 16).value
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(server._connections) and time.monotonic() < deadline:
             time.sleep(0.01)
         for client in (CLIENT, b"d" * 16):
@@ -203,13 +205,13 @@ def test_goodbye_when_the_connection_is_gone_before_it_is_read_then_counts_all_t
         dealer = raw_dealer(context, server.endpoint)
         with closing(dealer):
             dealer.send_multipart(request_frames("hello"))
-            assert server._router.poll(10_000)
+            assert server._router.poll(60_000)
             assert server._serve_one()
             assert server.handler.status()["clients"] == 1
             dealer.send_multipart(request_frames("goodbye", request_id=2))
-            dealer.linger = 10_000
-        assert server._router.poll(10_000)
-        deadline = time.monotonic() + 10
+            dealer.linger = 60_000
+        assert server._router.poll(60_000)
+        deadline = time.monotonic() + 60
         while len(server._connections) and time.monotonic() < deadline:
             server._connections.look()
             time.sleep(0.01)

@@ -62,7 +62,7 @@ def listens(endpoint):
 
 
 def soon(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     return condition()

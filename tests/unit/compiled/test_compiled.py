@@ -29,7 +29,7 @@ def test_fork_when_another_thread_compiles_then_the_new_process_can_compile_too(
     compiling.wait()
     process = multiprocessing.get_context("fork").Process(target=compile_one)
     process.start()
-    process.join(30)
+    process.join(100)
     process.kill()
     process.join()
     thread.join()

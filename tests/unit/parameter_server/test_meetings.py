@@ -25,6 +25,7 @@ class Served:
     def __init__(self, folder) -> None:
         self.folder = folder
         self.lock = threading.Lock()
+        self.has_come = threading.Event()  # somebody, to a meeting
         self.handler = RequestHandler(folder)
 
     def restart(self):
@@ -37,6 +38,8 @@ class Served:
         frames = [bytearray(x) for x in encode_request(request)]
         with self.lock:
             answer = [bytearray(frame) for frame in self.handler.handle(frames)]
+            if operation == "meet":
+                self.has_come.set()
         reply = decode_reply(answer, Limits())
         if reply.status != Status.OK:
             raise RequestRefusedError("here", operation, reply.value)
@@ -301,39 +304,31 @@ def test_meeting_when_its_end_cannot_be_kept_then_nobody_hears_of_it(place, monk
 
 
 def test_workers_when_each_waits_for_something_else_then_it_is_said_instead_of_waiting_for_ever(place):
-    here = threading.Event()
-
     def first(group):
-        here.set()
         with pytest.raises(TimeoutError, match="worker 0 waited for the others at 'barrier'"):
             group.barrier()
 
     def second(group):
-        here.wait()
-        threading.Event().wait(0.2)  # for the other one's request
+        place.server.has_come.wait()
         with pytest.raises(RequestRefusedError, match="each would wait for the other"):
             group.allreduce([torch.zeros(2)], opts())
 
-    assert together(place, first, second, ranks=(0, 1), timeout=1.0) == [None, None]
+    assert together(place, first, second, ranks=(0, 1), timeout=0.2) == [None, None]
 
 
 def test_barriers_when_workers_have_drifted_apart_then_one_is_not_taken_for_another(place):
-    here = threading.Event()
-
     def finished(group):
-        here.set()
         with pytest.raises(TimeoutError, match="waited for the others at 'all workers have finished'"):
             group.wait_for("all workers have finished")
 
     def behind(group):
-        here.wait()
-        threading.Event().wait(0.2)  # for the other one's request
+        place.server.has_come.wait()
         with pytest.raises(RequestRefusedError, match="'all workers have finished all'") as refused:
             group.barrier()
         (hint,) = refused.value.__notes__
         assert "trainer.should_stop, max_steps, min_steps" in hint
 
-    assert together(place, finished, behind, ranks=(0, 1), timeout=1.0) == [None, None]
+    assert together(place, finished, behind, ranks=(0, 1), timeout=0.2) == [None, None]
 
 
 def test_leases_when_the_server_is_killed_between_them_then_each_batch_is_dealt_once(place):
