@@ -16,6 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 MAX_DEPTH = 20  # of what is looked into for the part that cannot travel
 REMEDY = (
@@ -26,6 +27,10 @@ REMEDY = (
 COMPILED = (
     "A task that was compiled as a whole, by torch.compile(task), does not travel to the worker processes. Compile its"
     " layers in `configure_model`, which the workers call: `self.layers.compile()`."
+)
+PARAMETRIZED = (
+    "Parametrizations (weight_norm, spectral_norm) are registered in `configure_model`, which the workers call;"
+    " strategy=hierarchical trains no parametrized modules."
 )
 
 
@@ -95,10 +100,17 @@ def _describe(error: Exception, parts: Mapping[str, object]) -> str | None:
         elsewhere = everything - {id(part)}
         if not _travels(part, elsewhere):
             where, what = _innermost(name, part, elsewhere)
-            compiled = any(getattr(x, "_compiler_ctx", None) is not None for x in (part, what))
-            remedy = COMPILED if compiled else REMEDY
-            return f"{where} ({type(what).__name__}) cannot travel to the worker processes: {error}. {remedy}"
+            return (
+                f"{where} ({type(what).__name__}) cannot travel to the worker processes: {error}. {_remedy(part, what)}"
+            )
     return None
+
+
+def _remedy(part: object, inner: object) -> str:
+    """What to do about a part of the job that does not travel for the sake of what is in it."""
+    if any(getattr(x, "_compiler_ctx", None) is not None for x in (part, inner)):
+        return COMPILED
+    return PARAMETRIZED if isinstance(inner, nn.Module) and is_parametrized(inner) else REMEDY
 
 
 def _innermost(path: str, thing: object, elsewhere: set[int]) -> tuple[str, object]:

@@ -36,6 +36,7 @@ from lightning_recsys.strategies.common.refusals import (
     refuse_other_namespace,
     refuse_other_namespace_in,
     refuse_tuners,
+    refuse_without_shape,
 )
 from lightning_recsys.strategies.common.run_changes import RunChanges
 from lightning_recsys.strategies.common.run_checkpoints import RunCheckpoints
@@ -379,11 +380,12 @@ class RecsysStrategy(DDPStrategy):
         """Bind backends, then all that Lightning does.
 
         Raises:
-            ValueError: a setting of the trainer makes workers wait for each other that are not to, or a callback
-                averages weights that they would not keep.
+            ValueError: a setting of the trainer makes workers wait for each other that are not to, a callback averages
+                weights that they would not keep, or a lazy module has seen no batch.
             TypeError: a callback trains on trial.
         """
         if trainer.state.fn == TrainerFn.FITTING:
+            refuse_without_shape(trainer.lightning_module)
             if self.asynchronous and self._layer_sync is not None:
                 raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
             if not self.wraps_model or self.server_specs():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from pytorch_lightning.strategies import DDPStrategy
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.common.base import RecsysStrategy
@@ -32,6 +35,24 @@ def refuse_tuners(trainer: pl.Trainer, *, strategy: str) -> None:
             raise TypeError(
                 f"callback {type(callback).__name__} trains on trial and puts weights and optimizers back, which"
                 f" {strategy} cannot. Find the value on one device (strategy=auto) and set it."
+            )
+
+
+def refuse_without_shape(module: nn.Module) -> None:
+    """Refuse lazy modules that have seen no batch: workers start from equal parameters, and these have no numbers yet.
+
+    Args:
+        module: The task, as it is when ``configure_model`` is over.
+
+    Raises:
+        ValueError: a parameter or a buffer has no shape.
+    """
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            raise ValueError(
+                f"{name} has no shape before {owner} has seen a batch, and workers start from equal parameters. Make"
+                " the layer with its sizes, or run one batch through the model before fit."
             )
 
 

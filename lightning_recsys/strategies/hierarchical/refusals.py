@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.plugins.precision import Precision
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from lightning_recsys.strategies.common.averaged_copies import averaging_callbacks
@@ -137,6 +138,22 @@ def refuse_hooked(module: nn.Module) -> None:
             raise ValueError(
                 f"strategy=hierarchical: {name} has hooks (register_hook), which would not run, as its gradient is"
                 " computed and applied on a group server. Leave them out, or use strategy=shadowsync."
+            )
+
+
+def refuse_parametrized(module: nn.Module) -> None:
+    """Refuse parametrizations in a module that is cut: their classes, which torch makes as it goes, do not travel.
+
+    Raises:
+        ValueError: a module has such a one.
+    """
+    for name, inner in module.named_modules():
+        if is_parametrized(inner):
+            parametrized = ", ".join(inner.parametrizations)  # type: ignore[arg-type]  # a ModuleDict
+            raise ValueError(
+                f"strategy=hierarchical: {name or 'the model'} ({type(inner).__name__}) has parametrizations"
+                f" ({parametrized}), with which it cannot be sent to a group server. Take them away with"
+                " torch.nn.utils.parametrize.remove_parametrizations, or use strategy=shadowsync."
             )
 
 

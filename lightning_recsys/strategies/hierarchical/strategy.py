@@ -41,6 +41,7 @@ from lightning_recsys.strategies.hierarchical.refusals import (
     cut_module,
     refuse_hooked,
     refuse_optimizers,
+    refuse_parametrized,
     refuse_trainer,
 )
 from lightning_recsys.strategies.hierarchical.run import NetRun
@@ -237,10 +238,12 @@ class HierarchicalStrategy(ServedStrategy):
             refuse_trainer(trainer, self.precision_plugin)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_optimizers(trainer.lightning_module, self.optimizers, cut=self.module)
+            task = trainer.lightning_module
+            refuse_optimizers(task, self.optimizers, cut=self.module)
+            cut = cut_module(task, self.module)
+            refuse_parametrized(cut)
             if self.is_global_zero:
-                task = trainer.lightning_module
-                self._planned = plan_ahead(self, task, cut_module(task, self.module))
+                self._planned = plan_ahead(self, task, cut)
 
     def on_train_start(self) -> None:
         """Have the model cut at its first forward pass, which shows what goes into it."""

@@ -155,6 +155,16 @@ def test_task_when_compiled_as_a_whole_then_the_remedy_is_to_compile_its_layers(
         save_job(job, tmp_path / "job", parts=parts)
 
 
+def test_module_when_parametrized_then_the_remedy_is_to_do_that_in_the_workers(tmp_path):
+    model = Model()
+    nn.utils.parametrizations.weight_norm(model.layers[0])
+    job, parts = launch(model)
+    with pytest.raises(
+        TypeError, match=r"(?s)^model\.layers\.0 \(ParametrizedLinear\) .* registered in `configure_model`"
+    ):
+        save_job(job, tmp_path / "job", parts=parts)
+
+
 def test_class_when_defined_in_a_function_then_is_named(tmp_path):
     class Local(pl.Callback):
         pass

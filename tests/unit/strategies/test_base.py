@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.strategies import ForkserverDDPStrategy, RecsysStrategy
 from lightning_recsys.strategies.common.own_values import OwnValues
+from lightning_recsys.strategies.common.refusals import refuse_without_shape
 
 
 class Served(RecsysStrategy):
@@ -100,6 +104,20 @@ def test_processes_when_not_as_many_as_the_trainer_was_told_then_refused(monkeyp
     strategy = connected(Served())
     with pytest.raises(ValueError, match=r"3 processes were started, but trainer.num_nodes=1 times trainer.devices=2"):
         strategy.setup_environment()
+
+
+@pytest.mark.parametrize("name", ["ddp_forkserver", "shadowsync", "async_ps", "het", "des"])
+@pytest.mark.parametrize(
+    "make", [partial(nn.LazyLinear, 2), partial(nn.LazyBatchNorm1d, affine=False)], ids=["parameter", "buffer"]
+)
+def test_module_when_it_has_seen_no_batch_then_refused_by_name(name, make):
+    trainer = connected(name).lightning_module.trainer
+    trainer.lightning_module.late = make()
+    trainer.state.fn = TrainerFn.FITTING
+    with pytest.raises(ValueError, match=r"^late\.\w+ has no shape before Lazy\w+ has seen a batch, .* one batch"):
+        trainer.strategy.setup(trainer)
+    trainer.lightning_module.late(torch.randn(4, 3))
+    refuse_without_shape(trainer.lightning_module)
 
 
 def test_kind_when_there_is_none_then_the_error_names_those_that_are():

@@ -28,6 +28,7 @@ from lightning_recsys.strategies.hierarchical.refusals import (
     cut_module,
     refuse_hooked,
     refuse_optimizers,
+    refuse_parametrized,
     refuse_switched,
     refuse_trainer,
     switches,
@@ -235,6 +236,16 @@ def test_parameter_when_it_has_hooks_then_refused_by_name(register):
     getattr(model.top.bias, register)(print)
     with pytest.raises(ValueError, match=r"top.bias has hooks .* would not run"):
         refuse_hooked(model)
+
+
+def test_module_when_parametrized_then_refused_by_name():
+    model = Model()
+    refuse_parametrized(model)
+    nn.utils.parametrizations.weight_norm(model.top)
+    with pytest.raises(ValueError, match=r"top \(ParametrizedLinear\) has parametrizations \(weight\)"):
+        refuse_parametrized(model)
+    nn.utils.parametrize.remove_parametrizations(model.top, "weight")
+    refuse_parametrized(model)
 
 
 def test_server_when_nothing_was_written_or_asked_for_wrongly_then_says_so(tmp_path):
