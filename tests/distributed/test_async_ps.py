@@ -17,6 +17,7 @@ from lightning_recsys.checkpoints import read_checkpoint
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowSWAP, swap
 from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy
+from lightning_recsys.strategies.async_ps.row_tags import load_shares
 from lightning_recsys.sync import StalenessNormalization
 
 pytestmark = [
@@ -184,6 +185,67 @@ def test_one_worker_when_it_trains_or_goes_on_then_equals_a_single_device(tmp_pa
     torch.testing.assert_close((again[0]["change"], again[2]), (tags["change"], changes), rtol=1e-3, atol=1e-6)
     assert tags["version"].max() > 1
     assert set(seen) == set(again[3]) == {1}
+
+
+SWAPPED = {
+    "adagrad": (partial(torch.optim.Adagrad, lr=0.1), RowAdagrad(0.1)),
+    "adam": (partial(torch.optim.Adam, lr=0.1), RowAdam(0.1)),
+}
+PERIODS = {"period": 5, "discount": 0.5}
+
+
+class Alike(Counting):
+    """Every gradient of every push is 1: what comes of the pushes does not depend on whose comes first."""
+
+    def __init__(self, rule: str) -> None:
+        self.dense_rule, row_rule = SWAPPED[rule]
+        super().__init__(rule=RowSWAP(inner=row_rule, **PERIODS))
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.weight.sum()
+
+    def configure_optimizers(self):
+        optimizer = swap([self.bias, self.weight], inner=self.dense_rule, **PERIODS)
+        self.rows.attach_to(optimizer)
+        return optimizer
+
+    def train_dataloader(self):
+        batches = Batches(self.trainer.global_rank)
+        batches.ids = torch.arange(IDS).repeat(STEPS, 1)
+        return batches
+
+
+@pytest.mark.parametrize("rule", SWAPPED)
+def test_swap_when_two_workers_go_on_in_the_midst_of_a_period_then_it_ends_where_it_would_have(tmp_path, rule):
+    """The checkpoint has 6 pushes, one of them after a period's end; the next ends with the tenth push."""
+    expected = nn.Parameter(torch.zeros(1))
+    torchs = swap([expected], inner=SWAPPED[rule][0], **PERIODS)
+    path = None
+    for servers, step in ((2, 3), (1, STEPS)):
+        saving = ModelCheckpoint(tmp_path / str(step), every_n_train_steps=step)
+        strategy = AsyncParameterServerStrategy(num_embedding_servers=servers, transport="tcp")
+        trainer = make_trainer(strategy, saving, max_steps=step, limit_val_batches=0)
+        trainer.fit(model := Alike(rule), ckpt_path=path)
+        assert trainer.callback_metrics["world_size"] == 2
+        saved = read_checkpoint(path := saving.best_model_path)
+        while torchs.param_groups[0].get("swap_step", 0) < 2 * step:
+            expected.grad = torch.ones(1)
+            torchs.step()
+        values, told, optimizer = saved["state_dict"], torchs.state[expected], saved["optimizer_states"][0]
+        for value in (values["bias"], values["weight"], values["rows.embedding_bags.t.weight"], model.counted):
+            torch.testing.assert_close(value, expected.detach().expand_as(value), rtol=1e-5, atol=1e-6)
+        position = {"swap_step": 2 * step, "swap_period": 2 * step // 5}
+        assert position.items() <= optimizer["param_groups"][0].items()
+        for name, value in told.items():
+            states = [state[name] for state in optimizer["state"].values()]
+            states += [] if name == "step" else [values[f"rows.embedding_bags.t.{name}"]]
+            for state in states:
+                torch.testing.assert_close(state, value.expand_as(state), rtol=1e-5, atol=0)
+        assert values["rows.embedding_bags.t.period"].unique().tolist() == [2 * step // 5]
+        assert saved["async_ps"]["versions"] == [2 * step] * 2
+        shares = load_shares(path, rank=0, num_ranks=1, weights_only=True)
+        assert torch.cat([x["rows"]["t"]["version"] for x in shares]).tolist() == [2 * step] * IDS
 
 
 def test_checkpoint_when_of_het_then_goes_on_here_and_back(tmp_path):
