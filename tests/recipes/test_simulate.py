@@ -22,8 +22,13 @@ SMALL = ("data.batch_size=32", "data.val_rows=640", "evaluation.every=3200", "ev
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "cluster").glob("*.yaml")))
-def test_cluster_builds(name, composed):
-    assert isinstance(build(plain(composed("simulate", f"cluster={name}"))["cluster"]), VirtualCluster | HETCluster)
+def test_cluster_builds_and_many_workers_have_low_rates(name, composed):
+    config = plain(composed("simulate", f"cluster={name}"))
+    cluster = build(config["cluster"])
+    assert isinstance(cluster, VirtualCluster | HETCluster)
+    if cluster.num_workers > 100:
+        assert config["optim"]["dense"]["lr"] == 0.0001
+        assert config["optim"]["rows"]["lr"] == 0.001
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "figure").glob("*.yaml")))
