@@ -20,6 +20,7 @@ from recipe_tools.figures import (
     check_panels,
     composed,
     introduce,
+    is_alone,
     report,
     run_all,
     runs_of,
@@ -28,6 +29,7 @@ from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
 from recipe_tools.record import RunRecord, isolated_job, task_overrides
 from recipe_tools.simulated import simulated
+from recipe_tools.sweep import end_with_sweep, optimized_value
 
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.simulation import batches, evaluate
@@ -35,17 +37,19 @@ from lightning_recsys.tasks import CTRTask
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float | None:
     be_quiet()
-    check_complete(cfg)
-    config = plain(cfg)
-    overrides = task_overrides()
-    figure = {**RUN, "series": {config["name"]: []}, **(config.get("figure") or {})}
-    check_overrides(figure, overrides)
-    series = {label: [*added, *overrides] for label, added in runs_of(figure).items()}
-    with isolated_job(), RunRecord.of_job(cfg) as record:
-        record.config = config
+    record = RunRecord.of_job(cfg)
+    if record.sweeping:
+        end_with_sweep()
+    with isolated_job(), record:
+        check_complete(cfg)
+        config = record.config = plain(cfg)
+        overrides = task_overrides()
+        figure = {**RUN, "series": {config["name"]: []}, **(config.get("figure") or {})}
+        check_overrides(figure, overrides)
         check_panels(figure)
+        series = {label: [*added, *overrides] for label, added in runs_of(figure).items()}
         configs = {label: config if each == overrides else composed(label, each) for label, each in series.items()}
 
         def make(label: str) -> dict[str, Any]:
@@ -56,6 +60,9 @@ def main(cfg: DictConfig) -> None:
 
         introduce(figure, list(series))
         report(figure, run_all(figure, list(series), make, record), record)
+        if not record.sweeping or not is_alone(figure):
+            return None
+        return optimized_value(record.metrics, config["optimized_metric"])
 
 
 def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]:

@@ -40,6 +40,11 @@ def runs_of(figure: Config) -> dict[str, list[str]]:
     }
 
 
+def is_alone(figure: Config) -> bool:
+    """Whether the figure has one run only."""
+    return figure["x"] is None and len(figure["series"]) == 1
+
+
 def check_overrides(figure: Config, overrides: Sequence[str]) -> None:
     """Refuse what the command line sets, where series or the x axis set it: all would be alike under other labels.
 
@@ -175,9 +180,10 @@ def run_all(
 
 
 def keep(figure: Config, runs: dict[str, dict[str, Any]], record: RunRecord) -> Path:
-    """Write what came of the runs so far beside the record."""
+    """Write what came of the runs so far beside the record. Where there are several, its metrics have their labels."""
     for label, run in runs.items():
-        record.metrics |= {f"{label}/{name}": value for name, value in run["metrics"].items()}
+        own = "" if is_alone(figure) else f"{label}/"
+        record.metrics |= {f"{own}{name}": value for name, value in run["metrics"].items()}
     path = record.path.parent / "simulation.json"
     temporary = path.with_suffix(".json.part")
     temporary.write_text(json.dumps(finite({"figure": figure, "runs": runs}), indent=1) + "\n")

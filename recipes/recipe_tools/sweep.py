@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,13 @@ class SweepComparison(Callback):
     Writes ``comparison.csv`` and ``comparison.md`` into the sweep's folder and prints the same table; also where the
     sweep was interrupted, or a search gave up. Where a job of a grid failed, the program ends with status 1 after that.
     (A search decides itself about failed trials.)
+
+    Args:
+        metrics: Metrics that the table shows by their own names, beside the usual ones.
     """
+
+    def __init__(self, metrics: Sequence[str] = ()) -> None:
+        self._metrics = tuple(metrics)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Make of a failure what the sweeper can go on with.
@@ -49,7 +56,7 @@ class SweepComparison(Callback):
             if _is_grid(config):
                 job_return.return_value = float("nan")
                 job_return.status = JobStatus.COMPLETED
-        elif not _is_grid(config) and not math.isfinite(value):
+        elif not _is_grid(config) and (value is None or not math.isfinite(value)):
             job_return.return_value = ValueError(f"optimized_metric: {config.optimized_metric} is {value}")
             job_return.status = JobStatus.FAILED
 
@@ -72,7 +79,7 @@ class SweepComparison(Callback):
         if records:
             rows = comparison(records)
             write_csv(folder / "comparison.csv", rows)
-            cells = for_people(rows, optimized_metric=config.optimized_metric)
+            cells = for_people(rows, optimized_metric=config.optimized_metric, own=self._metrics)
             write_markdown(folder / "comparison.md", cells)
             print_comparison(cells, folder)
         return records
@@ -179,12 +186,13 @@ def print_comparison(cells: list[list[str]], folder: Path) -> None:
     )
 
 
-def for_people(rows: list[dict[str, Any]], *, optimized_metric: str) -> list[list[str]]:
-    """Header and body of the table: known metrics and the one that the sweep is about, rounded."""
+def for_people(rows: list[dict[str, Any]], *, optimized_metric: str, own: Sequence[str] = ()) -> list[list[str]]:
+    """Header and body of the table, rounded: the metric that the sweep is about, known ones, and ``own`` ones."""
     columns = list(rows[0])
     settings = columns[1 : columns.index("status")]
     metrics = {optimized_metric: (optimized_metric, ".4f")}
     metrics |= {name: (label.split(" (")[0], form) for label, name, form in METRICS}
+    metrics |= {name: (name, ",.4g") for name in own}
     shown = [name for name in metrics if any(row.get(name) is not None for row in rows)]
     failed = ["error"] if any(row["error"] for row in rows) else []
     header = ["job", *settings, "status", *(metrics[name][0] for name in shown), "seconds", *failed]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 
@@ -46,7 +47,7 @@ def test_figure_then_opens_with_its_command_and_every_series_builds(name, compos
 
 @pytest.mark.slow
 def test_run_when_simulated_then_writes_what_came_out_and_draws_it(run_forked, tmp_path):
-    command = ("cluster=asgd_1k", "cluster.workers_per_replica=20", "examples=6400", *SMALL, "hydra.run.dir=out")
+    command = ("cluster=asgd_1k", "examples=6400", *SMALL, "cluster.workers_per_replica=20", "hydra.run.dir=out")
     done = run_forked("simulate.py", *command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out/metrics.json").read_text())
@@ -58,9 +59,27 @@ def test_run_when_simulated_then_writes_what_came_out_and_draws_it(run_forked, t
     assert run["traffic_bytes"]["dense pulled"] > 0
     assert 0.5 < run["utilization"]["workers"] < 1
     assert (tmp_path / "out/simulation.png").stat().st_size > 10_000
-    done = run_forked("simulate.py", *command[:-1], "hydra.run.dir=again", folder=tmp_path)
-    (again,) = json.loads((tmp_path / "again/simulation.json").read_text())["runs"].values()
+    assert record["metrics"] == run["metrics"]
+    sweep = (
+        "-m",
+        *command[:-2],
+        "cluster.workers_per_replica=20,-1",
+        "hydra.sweep.dir=sweep",
+        "hydra.sweep.subdir=${hydra.job.num}",
+    )
+    done = run_forked("simulate.py", *sweep, folder=tmp_path)
+    (again,) = json.loads((tmp_path / "sweep/0/simulation.json").read_text())["runs"].values()
     assert {**again, "wall": None} == {**run, "wall": None}
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "1 of 2 jobs failed; see above, or error in comparison.csv"
+    with (tmp_path / "sweep/comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["cluster.workers_per_replica"] for row in rows] == ["20", "-1"]
+    assert [row["status"] for row in rows] == ["completed", "failed"]
+    assert float(rows[0]["staleness/dense_mean"]) == run["metrics"]["staleness/dense_mean"]
+    assert "workers_per_replica must be" in rows[1]["error"]
+    header = (tmp_path / "sweep/comparison.md").read_text().splitlines()[0]
+    assert "| val/ne | EPS | Train NE | val/auc | staleness/dense_mean |" in header
 
 
 @pytest.mark.slow
@@ -145,7 +164,7 @@ def test_figure_when_a_run_diverges_and_it_is_interrupted_then_what_is_there_is_
         pytest.raises(KeyboardInterrupt),
         RunRecord(tmp_path, config={}, overrides=[]) as record,
     ):
-        run_all(RUN, ["good", "wild", "last"], make, record)
+        run_all({**RUN, "series": {"good": [], "wild": [], "last": []}}, ["good", "wild", "last"], make, record)
     assert "Warning: wild: val/ne is" in capsys.readouterr().out
     runs = json.loads((tmp_path / "simulation.json").read_text())["runs"]
     assert [("warning" in run) for run in runs.values()] == [False, True]

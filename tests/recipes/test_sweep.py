@@ -115,6 +115,7 @@ def test_isolated_job_undoes_what_a_job_changes(monkeypatch):
         ("BasicSweeper", JobStatus.COMPLETED, float("nan"), JobStatus.COMPLETED),
         ("OptunaSweeper", JobStatus.FAILED, ValueError("wrong"), JobStatus.FAILED),
         ("OptunaSweeper", JobStatus.COMPLETED, float("nan"), JobStatus.FAILED),  # Optuna would end the search over it
+        ("OptunaSweeper", JobStatus.COMPLETED, None, JobStatus.FAILED),  # a figure of several simulations
         ("OptunaSweeper", JobStatus.COMPLETED, 0.8, JobStatus.COMPLETED),
     ],
 )
@@ -125,7 +126,7 @@ def test_sweepers_get_what_they_can_go_on_with(sweeper, status, value, expected)
     SweepComparison().on_job_end(config, job_return)
     assert job_return.status == expected
     if expected == JobStatus.FAILED and status == JobStatus.COMPLETED:
-        with pytest.raises(ValueError, match="optimized_metric: val/ne is nan"):
+        with pytest.raises(ValueError, match=f"optimized_metric: val/ne is {value}"):
             _ = job_return.return_value
 
 
