@@ -119,7 +119,7 @@ class Results:
         for kind, histogram in self.staleness.items():
             found = histogram.to_dict()
             self.metrics |= {
-                f"staleness/{kind}_{name}": found[name] for name in ("mean", "p99", "max") if name in found
+                f"staleness/{kind}_{name}": found[name] for name in ("mean", "variance", "p99", "max") if name in found
             }
 
     def to_dict(self) -> dict[str, Any]:
