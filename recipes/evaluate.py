@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 
 import hydra
-import pytorch_lightning as pl
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ProgressBar
 from recipe_tools.build import (
@@ -19,6 +18,7 @@ from recipe_tools.build import (
     check_calibrate,
     count_parameters,
     plain,
+    seed_everything,
     test_on_one_device,
 )
 from recipe_tools.config_types import check_types
@@ -42,7 +42,7 @@ def main(cfg: DictConfig) -> None:
 def evaluate(config: Config, record: RunRecord) -> None:
     """Test the checkpoint, print; the results stand in ``record``."""
     check_types(config)
-    pl.seed_everything(config["seed"], workers=True, verbose=False)
+    seed_everything(config["seed"])
     configure_worker()
     datamodule = build_datamodule(config, checkpoint=load_checkpoint(config["ckpt_path"]))
     task = build_task(config, datamodule)

@@ -12,11 +12,18 @@ from pathlib import Path
 
 import hydra
 import pyarrow as pa
-import pytorch_lightning as pl
 from hydra.utils import get_object
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import ProgressBar
-from recipe_tools.build import Config, build_callbacks, build_datamodule, build_task, build_trainer, plain
+from recipe_tools.build import (
+    Config,
+    build_callbacks,
+    build_datamodule,
+    build_task,
+    build_trainer,
+    plain,
+    seed_everything,
+)
 from recipe_tools.config_types import check_complete, check_types
 from recipe_tools.overrides import explained_overrides
 from recipe_tools.quiet import be_quiet
@@ -51,7 +58,7 @@ def predict(config: Config) -> PredictionWriter:
     check_types(config)
     if not issubclass(get_object(target := config["task"]["_target_"]), CTRTask):
         raise ValueError(f"checkpoint: predictions are of clicks, but this model was trained by {target}.")
-    pl.seed_everything(config["seed"], workers=True, verbose=False)
+    seed_everything(config["seed"])
     configure_worker()
     if config["rows"] is not None:
         if get_object(config["data"]["_target_"]) is not TabularDataModule:

@@ -8,10 +8,9 @@ from time import monotonic, process_time
 from typing import Any
 
 import hydra
-import pytorch_lightning as pl
 from hydra.utils import get_object
 from omegaconf import DictConfig
-from recipe_tools.build import Config, build, build_datamodule, build_task, count_parameters, plain
+from recipe_tools.build import Config, build, build_datamodule, build_task, count_parameters, plain, seed_everything
 from recipe_tools.config_types import check_complete, check_types
 from recipe_tools.figures import (
     RUN,
@@ -82,7 +81,7 @@ def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
     if not issubclass(get_object(target := config["task"]["_target_"]), CTRTask):
         raise ValueError(f"data: simulations are of clicks, but {config['data']['_target_']} is for {target}.")
-    pl.seed_everything(config["seed"], workers=True, verbose=False)
+    seed_everything(config["seed"])
     configure_worker()
     datamodule = build_datamodule(config)
     task = build_task(config, datamodule)

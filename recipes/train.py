@@ -7,7 +7,6 @@ import signal
 import sys
 
 import hydra
-import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
@@ -23,6 +22,7 @@ from recipe_tools.build import (
     check_checkpoint,
     count_parameters,
     plain,
+    seed_everything,
     test_on_one_device,
     to_floats,
 )
@@ -62,7 +62,7 @@ def train(config: Config, record: RunRecord) -> None:
     """
     check_types(config)
     check_checkpoint(config["ckpt_path"])
-    pl.seed_everything(config["seed"], workers=True, verbose=False)
+    seed_everything(config["seed"])
     configure_worker()
 
     datamodule = build_datamodule(config)

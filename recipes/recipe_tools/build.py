@@ -215,6 +215,17 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return any(x.name == name or x.kind == x.VAR_KEYWORD for x in parameters)
 
 
+def seed_everything(seed: Any) -> None:
+    """Seed Python, NumPy, torch and loader workers with the configuration's ``seed``.
+
+    Raises:
+        ValueError: it is no seed for all of them.
+    """
+    if type(seed) is not int or not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed must be a whole number from 0 to {(1 << 32) - 1}, got {seed!r}.")
+    pl.seed_everything(seed, workers=True, verbose=False)
+
+
 def check_checkpoint(path: str | None) -> None:
     """See that the checkpoint of ``ckpt_path`` is there, unless it is a name or an address that Lightning looks up.
 

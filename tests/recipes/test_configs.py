@@ -23,6 +23,7 @@ from recipe_tools.build import (
     build_task,
     build_trainer,
     check_calibrate,
+    seed_everything,
 )
 from recipe_tools.config_types import check_types
 
@@ -171,7 +172,15 @@ def test_logger_writes(name, composed, tmp_path):
     assert bool(loggers) == any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-@pytest.mark.parametrize(("ckpt_path", "kept"), [("null", ["2"]), ("last.ckpt", ["1", "2"])])
+@pytest.mark.parametrize(
+    ("ckpt_path", "kept"),
+    [
+        ("null", ["2"]),
+        ("last", ["1", "2"]),
+        ("${paths.output_dir}/checkpoints/last.ckpt", ["1", "2"]),
+        ("elsewhere/checkpoints/last.ckpt", ["2"]),
+    ],
+)
 def test_curves_when_a_folder_is_used_again_then_are_the_later_runs_unless_it_goes_on(
     ckpt_path, kept, composed, tmp_path
 ):
@@ -183,6 +192,15 @@ def test_curves_when_a_folder_is_used_again_then_are_the_later_runs_unless_it_go
             later.save()
     with (tmp_path / "curves/metrics.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == [step for step in kept for _ in range(2)]
+    # Nobody knows whose the curves are where the checkpoint is in another folder.
+    aside = [path.name for path in tmp_path.rglob("*.csv") if path.name != "metrics.csv"]
+    assert aside == (["metrics-1.csv"] if ckpt_path.startswith("elsewhere") else [])
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, True, None])
+def test_seed_when_it_is_none_for_all_generators_then_refused_by_its_key(seed):
+    with pytest.raises(ValueError, match=rf"^seed must be a whole number from 0 to 4294967295, got {seed}"):
+        seed_everything(seed)
 
 
 @pytest.mark.parametrize("name", ["shadowsync", "het", "het_hybrid", "async_ps", "hierarchical"])
