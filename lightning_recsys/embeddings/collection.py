@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -350,6 +351,7 @@ class EmbeddingBagCollection(nn.Module):
                 collection._pending.clear()
 
         vars(optimizer)["zero_grad"] = zero_grad
+        _hand_zero_grad_on()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._attached is not None and self._attached() is optimizer:
@@ -399,6 +401,21 @@ class EmbeddingBagCollection(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process or a deep copy follows no optimizer; gradients in flight stay where they are.
         return self.__dict__ | {"_attached": None, "_group_index": None, "_pending": []}
+
+
+def _hand_zero_grad_on() -> None:
+    """Have Lightning's wrappers of optimizers hand ``zero_grad`` on to the optimizer, as they do ``step``.
+
+    What ``self.optimizers()`` returns in manual optimization derives from the optimizer's class, and runs that class's
+    ``zero_grad`` itself: the one that an optimizer object has of its own would not be called.
+    """
+    lightning = sys.modules.get("pytorch_lightning.core.optimizer")  # where it is not imported nobody has a wrapper
+    if lightning is not None:
+        lightning.LightningOptimizer.zero_grad = _zero_grad_of_wrapped
+
+
+def _zero_grad_of_wrapped(wrapper: Any, set_to_none: bool = True) -> None:
+    wrapper.optimizer.zero_grad(set_to_none)
 
 
 def _has_rows(backend: Backend) -> TypeGuard[TableBackend]:

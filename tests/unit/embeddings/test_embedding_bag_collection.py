@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from pytorch_lightning.core.optimizer import LightningOptimizer
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, LocalBackend, SparseFeatures
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowWiseAdagrad
@@ -376,7 +377,9 @@ def test_gradients_when_bound_with_a_scale_then_the_backend_gets_so_much_of_them
     assert collection(sparse).tolist() == [[[-1.25, -1.25]]]
 
 
-def test_zero_grad_when_gradients_wait_for_a_step_then_they_are_dropped_and_later_ones_are_not():
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, LightningOptimizer], ids=["own", "lightning"])
+def test_zero_grad_when_gradients_wait_for_a_step_then_they_are_dropped_and_later_ones_are_not(wrap):
+    """In manual optimization ``self.optimizers()`` gives Lightning's wrapper."""
     dense = torch.nn.Parameter(torch.zeros(1))
     tables = [
         EmbeddingBagCollection([EmbeddingBagConfig(name, 5, 2, ("x",), init_std=0.0)], optimizer=RowSGD(1.0))
@@ -391,12 +394,13 @@ def test_zero_grad_when_gradients_wait_for_a_step_then_they_are_dropped_and_late
         sum(table(ids).sum() for table in tables).backward()
         dense.grad = torch.ones(1)
 
+    given = wrap(optimizer)
     backward()
-    optimizer.zero_grad()
+    given.zero_grad()
     assert dense.grad is None
     backward()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
+    given.zero_grad(set_to_none=False)
     assert dense.grad.item() == 0.0
     assert dense.item() == -1.0
     for table in tables:
