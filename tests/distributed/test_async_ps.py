@@ -16,7 +16,7 @@ from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.checkpoints import read_checkpoint
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowSWAP, swap
-from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy
+from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.async_ps.row_tags import load_shares
 from lightning_recsys.sync import StalenessNormalization
 
@@ -283,6 +283,30 @@ def test_checkpoint_when_saved_after_the_run_by_a_process_that_lives_on_then_has
             assert torch.equal(saved[index][name], value), name
     for name in ("bias", "net.0.weight"):
         assert torch.equal(within["state_dict"][name], after["state_dict"][name])
+
+
+class StepsPast(Counting):
+    """Steps torch's optimizer in manual optimization, past Lightning and the strategy."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [AsyncParameterServerStrategy(), ShadowSyncStrategy(num_trainers=2, rounds="foreground", gap=2)],
+    ids=["async_ps", "shadowsync"],
+)
+def test_step_when_it_goes_past_the_strategy_then_refused_by_what_it_would_not_do(strategy):
+    told = {"async_ps": "trains a copy alone", "shadowsync": "makes no round"}[strategy.strategy_name]
+    trainer = make_trainer(strategy, limit_val_batches=0)
+    with pytest.raises(RuntimeError, match=rf"SGD\.step\(\) was called on the optimizer itself, .*{told}"):
+        trainer.fit(StepsPast(share=1.0))
+    assert trainer.world_size == 2
 
 
 class Momentum(Counting):

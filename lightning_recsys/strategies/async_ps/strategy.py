@@ -16,6 +16,7 @@ from lightning_recsys.stores.versions import StalenessHistogram
 from lightning_recsys.strategies.async_ps import row_tags
 from lightning_recsys.strategies.async_ps.dense_part import Kept, ServedDensePart, ServedStep, refuse_gradient_scaler
 from lightning_recsys.strategies.common.buffers import meet_buffers
+from lightning_recsys.strategies.common.direct_steps import DirectSteps
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy
 from lightning_recsys.strategies.common.settings import require_kind, require_whole
@@ -80,6 +81,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
     def _reset(self) -> None:
         super()._reset()
         self._dense: ServedDensePart | None = None  # while training
+        self._direct_steps: DirectSteps | None = None  # the same
         self._loads: Any = None  # the hook that follows what is loaded meanwhile
         self._restored: Sequence[Kept] = ()  # of the checkpoint that the run goes on from
         self._restored_rows: list[row_tags.Share] = []  # the same of rows: this worker's part
@@ -121,6 +123,9 @@ class AsyncParameterServerStrategy(ServedStrategy):
         if not self.is_global_zero:
             self._dense.open(servers)
         self._dense.pull()
+        self._direct_steps = DirectSteps(
+            self.optimizers, consequence="under strategy=async_ps trains a copy alone: the parameters are on servers"
+        )
         self._follow_loads()
 
     def _follow_loads(self) -> None:
@@ -146,9 +151,11 @@ class AsyncParameterServerStrategy(ServedStrategy):
         **kwargs: Any,
     ) -> Any:
         """Push the gradients, and pull what the servers have."""
-        if self._dense is not None:
-            optimizer = cast(Optimizer, ServedStep(optimizer, self._dense))
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self._dense is not None
+        assert self._direct_steps is not None
+        served = cast(Optimizer, ServedStep(optimizer, self._dense))
+        with self._direct_steps.ours():
+            return super().optimizer_step(served, closure, model, **kwargs)
 
     def settle(self) -> None:
         """Wait until every update of every rank is on the servers, and take the dense part that they have."""
@@ -228,9 +235,10 @@ class AsyncParameterServerStrategy(ServedStrategy):
         return values
 
     def teardown(self) -> None:
-        """Follow loads no more; then all that the base class does."""
-        if self._loads is not None:
-            self._loads.remove()
+        """Follow loads and steps no more; then all that the base class does."""
+        for watched in (self._loads, self._direct_steps):
+            if watched is not None:
+                watched.remove()
         super().teardown()
 
 

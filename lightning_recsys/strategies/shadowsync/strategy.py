@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,6 +22,7 @@ from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.placement import ClusterLayout
 from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.strategies.common.averaged_copies import refuse_averages_in_shared_memory
+from lightning_recsys.strategies.common.direct_steps import DirectSteps
 from lightning_recsys.strategies.common.schedules import (
     refuse_clocks,
     refuse_different_schedules,
@@ -175,6 +177,7 @@ class ShadowSyncStrategy(ServedStrategy):
     def _reset(self) -> None:
         super()._reset()
         self._run: TrainerRun | None = None  # from the model's setup to the teardown of a fit
+        self._direct_steps: DirectSteps | None = None  # while it trains with rounds in the foreground
         self._restored = _Kept()  # of the checkpoint that was read last, for the start of training
         self._saved = _Kept()  # for the checkpoint that is being written, from the model's state to the end of it
 
@@ -266,6 +269,8 @@ class ShadowSyncStrategy(ServedStrategy):
             rounds = self._make_rounds(run.team)
             run.team.restore(self._restored.trainer)
         if self.rounds == "foreground" and run.num_trainers > 1:
+            what = "under strategy=shadowsync makes no round with rounds=foreground: nobody counts it"
+            self._direct_steps = DirectSteps(self.optimizers, consequence=what)
             self.changes.before_train_epoch_end(run.stop_before_others)
             self.changes.before_validation_data(run.stop_before_others)
             if self.algorithm.topology is Topology.ALL_REDUCE:
@@ -345,7 +350,8 @@ class ShadowSyncStrategy(ServedStrategy):
     ) -> Any:
         """Step, count, and run the foreground's round where one is due."""
         assert self._run is not None
-        with self._run.team.update(closure) as compute:
+        ours = nullcontext() if self._direct_steps is None else self._direct_steps.ours()
+        with ours, self._run.team.update(closure) as compute:
             output = super().optimizer_step(optimizer, compute, model, **kwargs)
         self._run.count_step()
         return output
@@ -445,4 +451,6 @@ class ShadowSyncStrategy(ServedStrategy):
         if self._run is not None:
             self._run.close(succeeded=self.succeeded)
             self._run = None
+        if self._direct_steps is not None:
+            self._direct_steps.remove()
         super().teardown()
