@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.parameter_server.keys import ClientKeys, Token
-from lightning_recsys.parameter_server.links import Link, LinkLostError, Patience
+from lightning_recsys.parameter_server.links import Link, LinkLostError
+from lightning_recsys.parameter_server.waiting import Patience
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
     MAX_WINDOW,
@@ -33,6 +34,7 @@ from lightning_recsys.parameter_server.wire import (
 
 FIRST_BACK_OFF_SECONDS = 0.05
 LONGEST_BACK_OFF_SECONDS = 2.0
+LAST_SECONDS = 2.0  # for an answer that nobody wants any more
 GOODBYE_SECONDS = 0.2  # for what is still to be sent when it closes
 
 
@@ -330,7 +332,7 @@ class Connection:
 
     def _next_message(self, seconds: float) -> Sequence[Frame] | None:
         """None where the time is over, or the wait was cancelled."""
-        patience = Patience(seconds, self._cancelled)
+        patience = Patience(seconds, self._cancelled, last_seconds=LAST_SECONDS)
         while True:
             wait = patience.next_wait()
             frames = self._link.receive(wait)

@@ -1,9 +1,8 @@
-"""The way from a client to a server: a ZeroMQ socket, and how long to wait at it."""
+"""The way from a client to a server: a ZeroMQ socket."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -19,34 +18,10 @@ _LOST = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the server speaks another protocol, or has other keys",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake was cut short",
 }
-LOOK_SECONDS = 0.2  # how often a wait looks whether anybody still wants its end,
-LAST_SECONDS = 2.0  # and how long it lasts once nobody does
 
 
 class LinkLostError(Exception):
     """A link that is of no use any more, and why."""
-
-
-class Patience:
-    """How long to wait; not much longer once nobody wants the result.
-
-    Args:
-        seconds: Longest time to wait.
-        cancelled: Tells whether the result is no longer wanted.
-    """
-
-    def __init__(self, seconds: float, cancelled: Callable[[], bool]) -> None:
-        self._deadline = time.monotonic() + seconds
-        self._cancelled = cancelled
-        self._looked = False
-
-    def next_wait(self) -> float:
-        """Seconds to wait before asking again, 0 when the time is over."""
-        now = time.monotonic()
-        if self._looked and self._cancelled():
-            self._deadline = min(self._deadline, now + LAST_SECONDS)
-        self._looked = True
-        return max(0.0, min(self._deadline - now, LOOK_SECONDS))
 
 
 class Link:

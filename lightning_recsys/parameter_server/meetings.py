@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.connect import client_keys
 from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token
 from lightning_recsys.parameter_server.requests.meetings import FAILED, OVER, SEND, WAIT
+from lightning_recsys.parameter_server.waiting import turns
 from lightning_recsys.parameter_server.wire import Reply
 from lightning_recsys.sync.leases import IN_FLIGHT, Lease
-
-PATIENCE_SECONDS = 5.0  # of one who was asked to end
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05  # seconds between two questions of one who waits
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
@@ -108,8 +105,8 @@ class Meetings:
             **{"kind": f"{kind} {combine}", "may_miss": may_miss, "combine": combine},
         }
         # The tensor travels once, or once more where a server that was started anew lacks it; then only questions do.
-        deadline, pause, sends = time.monotonic() + self._timeout, SHORTEST_PAUSE, True
-        while True:
+        sends = True
+        for _ in turns(self._timeout, self._cancelled):
             reply = self._connection.request("meet", arguments=arguments, arrays=[brought] if sends else [])
             state, *numbers = reply.arrays[0].tolist()
             if state == OVER:
@@ -118,13 +115,7 @@ class Meetings:
             if state == FAILED:
                 raise WorkerLostError(numbers[0], kind)
             sends = state == SEND
-            if self._cancelled():  # the others may have ended by the same signal, or come yet
-                deadline = min(deadline, time.monotonic() + PATIENCE_SECONDS)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"worker {self.rank} waited for the others at {kind!r}, and they did not come.")
-            if not sends:
-                time.sleep(pause)
-                pause = min(1.5 * pause, LONGEST_PAUSE)
+        raise TimeoutError(f"worker {self.rank} waited for the others at {kind!r}, and they did not come.")
 
     def close(self) -> None:
         """Meet nobody any more."""
@@ -169,9 +160,11 @@ class ShareDealer:
 
     def _take(self, *, latest: int, **arguments: int) -> Lease | None:
         """The next lease, once there is one; ``None`` where none will come, or this worker was asked to end."""
-        pause, check = SHORTEST_PAUSE, _is_well
+        check: Callable[[], None] | None = None
         with ExitStack() as waiting:
-            while not self._cancelled():
+            for _ in turns():
+                if self._cancelled():
+                    break
                 reply = self._ask("take_share", latest=latest, pauses=self.pauses(), **arguments)
                 state, *numbers = reply.arrays[0].tolist()
                 if state == OVER:
@@ -179,11 +172,9 @@ class ShareDealer:
                     return None
                 if state != WAIT:
                     return Lease(*numbers)
-                if pause == SHORTEST_PAUSE:
+                if check is None:
                     check = waiting.enter_context(self.while_waiting())
                 check()
-                time.sleep(pause)
-                pause = min(1.5 * pause, LONGEST_PAUSE)
         return None
 
     def finish(self, lease: Lease) -> None:

@@ -329,7 +329,7 @@ def test_server_when_there_is_none_then_the_error_says_where_what_and_how_long()
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_wait_when_cancelled_then_ends_before_its_time_and_attempts_are_over(monkeypatch, is_there):
-    monkeypatch.setattr("lightning_recsys.parameter_server.links.LAST_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_recsys.parameter_server.client.LAST_SECONDS", 0.1)
     cancelled = threading.Event()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:  # which never answers
         port = server.bind_to_random_port("tcp://127.0.0.1") if is_there else free_port()
@@ -341,7 +341,7 @@ def test_wait_when_cancelled_then_ends_before_its_time_and_attempts_are_over(mon
 
 
 def test_push_when_cancelled_while_the_server_stands_still_then_ends_soon(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_recsys.parameter_server.links.LAST_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_recsys.parameter_server.client.LAST_SECONDS", 0.1)
     cancelled, go_on = threading.Event(), threading.Event()
     with running(tmp_path) as server:
         stores = connect(server.endpoint, transport="tcp", timeout=600, cancelled=cancelled.is_set)

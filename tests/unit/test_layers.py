@@ -79,7 +79,7 @@ LINES: dict[str, list[str]] = {
         "requests/served requests/operations parts/remote_parts remote",
         "client exchange_wire",
         "connections journal links parts/operator_wire parts/trained_part requests/checks",
-        "keys loopback own_files wire",
+        "keys loopback own_files waiting wire",
     ],
     "stores": [
         "backend mapped",

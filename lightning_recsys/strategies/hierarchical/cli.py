@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from lightning_recsys.launchers.folders import PREFIX, remove_abandoned
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
+from lightning_recsys.parameter_server.waiting import turns
 from lightning_recsys.strategies.hierarchical.draining import WANTED, GroupState
 
 Group = dict[Path, GroupState]
@@ -95,19 +95,16 @@ def rejoin(groups: dict[int, Group], number: int, *, timeout: float) -> None:
 
 
 def _wait(group: Group, *, drained: bool, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while True:
+    for _ in turns(timeout):
         states = [GroupState.read(folder) for folder in group]
         if all(state is not None and (state.is_idle if drained else not state.drained) for state in states):
             return
         if any(state is None for state in states):
             raise ValueError("the run has ended.")
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"the group's nets did not {'come to rest' if drained else 'come back'} within {timeout:.0f} s. They"
-                " will when they next look, which they do between batches; lightning-recsys groups tells."
-            )
-        time.sleep(0.1)
+    raise TimeoutError(
+        f"the group's nets did not {'come to rest' if drained else 'come back'} within {timeout:.0f} s. They will when"
+        " they next look, which they do between batches; lightning-recsys groups tells."
+    )
 
 
 def _choose(runs: dict[str, dict[int, Group]], name: str | None) -> str:
@@ -120,19 +117,18 @@ def _choose(runs: dict[str, dict[int, Group]], name: str | None) -> str:
 
 def _wait_for_begin(parent: Path, run: str, number: int, *, timeout: float) -> dict[int, Group]:
     """The groups of a run, once the given one is among them: its servers tell nothing before its first batch."""
-    deadline = time.monotonic() + timeout
-    while number not in (groups := find_runs(parent).get(run, {})):
+    for _ in turns(timeout):
+        groups = find_runs(parent).get(run, {})
+        if number in groups:
+            return groups
         states = [state for group in groups.values() for state in group.values()]
         if not states:
             raise ValueError("the run has ended.")
         if number not in range(states[0].num_groups):
             raise ValueError(f"name one of the groups {sorted(groups)}, got {number}.")
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"group {number} has not begun here within {timeout:.0f} s, or its servers run on another machine."
-            )
-        time.sleep(0.1)
-    return groups
+    raise TimeoutError(
+        f"group {number} has not begun here within {timeout:.0f} s, or its servers run on another machine."
+    )
 
 
 def _listed(runs: dict[str, dict[int, Group]]) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-LOOK_SECONDS = 1.0  # from one look at who lives to the next
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds between two questions of one who waits
+from lightning_recsys.parameter_server.waiting import turns
 
 
 class News:
@@ -39,17 +37,15 @@ class News:
         Raises:
             RuntimeError: that rank has failed, with its error, or has died.
         """
-        pause, look = SHORTEST_PAUSE, time.monotonic() + LOOK_SECONDS
-        while not self._store.check([name]):
-            if time.monotonic() > look:
-                if by in self._lost() and not self._store.check([name]):
-                    raise RuntimeError(
-                        f"rank {by} died before it had brought the model to its group servers, which others wait for:"
-                        " begin anew, or go on from the last checkpoint."
-                    )
-                look = time.monotonic() + LOOK_SECONDS
-            time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+        for looks in turns():
+            is_lost = looks and by in self._lost()  # first: it may have told the value and died since
+            if self._store.check([name]):
+                break
+            if is_lost:
+                raise RuntimeError(
+                    f"rank {by} died before it had brought the model to its group servers, which others wait for:"
+                    " begin anew, or go on from the last checkpoint."
+                )
         told = json.loads(self._store.get(name))
         if "failed" in told:
             raise RuntimeError(told["failed"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -14,12 +13,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, Store
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lightning_recsys.parameter_server.waiting import turns
 from lightning_recsys.strategies.common.workers.meeting import LOOPBACK, connect_members
 from lightning_recsys.strategies.shadowsync.rounds import MeanRounds
 from lightning_recsys.sync import Decision, Report, SyncAlgorithm, decide
 
-PATIENCE_SECONDS = 5.0  # of one who was asked to end
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.1  # seconds between two questions of one who waits
 GENERATION = "generation"  # the key of the number of the generation that is under way
 
 
@@ -82,7 +80,7 @@ class Council:
             self.store.set(decided, json.dumps(asdict(decision)))
             self._forget(self.generation - 1, expected)
         else:
-            self._wait(lambda: self.store.check([decided]))
+            self._wait(lambda _: self.store.check([decided]))
             plain = json.loads(self.store.get(decided))
             decision = Decision(**plain | {"members": tuple(plain["members"])})
         self.generation += 1
@@ -101,27 +99,17 @@ class Council:
         """Of all that are expected and live, to rank 0."""
         dead: Collection[int] = ()
 
-        def are_here() -> bool:
+        def are_here(looks: bool) -> bool:
+            nonlocal dead
+            dead = self._lost() if looks else dead
             return all(rank in dead or self.store.check([self._key(rank)]) for rank in expected)
 
-        def look_for_the_dead() -> None:
-            nonlocal dead
-            dead = self._lost()
-
-        self._wait(are_here, sometimes=look_for_the_dead)
+        self._wait(are_here)
         return [Report(**json.loads(self.store.get(self._key(x)))) for x in sorted(expected) if x not in dead]
 
-    def _wait(self, is_over: Callable[[], bool], *, sometimes: Callable[[], None] = lambda: None) -> None:
-        pause, deadline = SHORTEST_PAUSE, time.monotonic() + self._timeout.total_seconds()
-        while not is_over():
-            if self._cancelled():  # the others may have ended by the same signal, or come yet
-                deadline = min(deadline, time.monotonic() + PATIENCE_SECONDS)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"worker {self.rank} waited for the other trainers, and they did not come.")
-            time.sleep(pause)
-            if pause == LONGEST_PAUSE:
-                sometimes()
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+    def _wait(self, is_over: Callable[[bool], bool]) -> None:
+        if not any(is_over(looks) for looks in turns(self._timeout.total_seconds(), self._cancelled)):
+            raise TimeoutError(f"worker {self.rank} waited for the other trainers, and they did not come.")
 
     def _forget(self, generation: int, ranks: Collection[int]) -> None:
         for key in (f"{generation}/decided", *(self._key(rank, generation) for rank in ranks)):

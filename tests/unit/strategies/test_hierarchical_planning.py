@@ -211,7 +211,7 @@ def test_graph_model_when_it_is_to_be_cut_then_refused_by_a_sentence():
 
 
 def test_rank_when_it_dies_before_it_has_brought_the_model_then_those_who_wait_for_it_hear_so(monkeypatch):
-    monkeypatch.setattr("lightning_recsys.strategies.hierarchical.news.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("lightning_recsys.parameter_server.waiting.LOOK_SECONDS", 0.01)
     lost = {1}
     news = News(HashStore(), lost=lambda: lost)
     with pytest.raises(RuntimeError, match="rank 1 died before it had brought the model"):
