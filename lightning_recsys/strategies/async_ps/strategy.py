@@ -15,8 +15,8 @@ from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.versions import StalenessHistogram
 from lightning_recsys.strategies.async_ps import row_tags
 from lightning_recsys.strategies.async_ps.dense_part import Kept, ServedDensePart, ServedStep, refuse_gradient_scaler
-from lightning_recsys.strategies.common.buffers import meet_buffers
 from lightning_recsys.strategies.common.direct_steps import DirectSteps
+from lightning_recsys.strategies.common.means import meet_buffers
 from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy
 from lightning_recsys.strategies.common.settings import require_kind, require_whole

@@ -7,15 +7,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
-import torch.distributed as dist
 from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.embeddings.substitution import SubstituteModule
 from lightning_recsys.stores.backend import StoreBackend
+from lightning_recsys.strategies.common.means import take_mean
 from lightning_recsys.strategies.common.stored_rows import rows_left_out
 
 
@@ -58,16 +58,11 @@ class AveragedCopies:
 
         The mean of averages is the average of means: it goes with the mean of the replicas, which validation sees.
 
-        Communication: an all-reduce of each dense tensor.
+        Communication: that of :func:`take_mean`, for each copy.
         """
-        if dist.get_world_size() == 1:
-            return
-        device = self._trainer.strategy.root_device  # where ranks can talk; a copy may be elsewhere
         for copy in averaged_copies(self._trainer):
-            for tensor in _dense_tensors(copy):
-                total = tensor.to(device, copy=True)
-                dist.all_reduce(total)
-                tensor.copy_(total.div_(dist.get_world_size()))
+            dense = (x for x in (*copy.parameters(), *copy.buffers()) if x.is_floating_point() and x.numel())
+            take_mean(dense, device=self._trainer.strategy.root_device)  # where ranks can talk; a copy may be elsewhere
 
     def release(self) -> None:
         """Give the copies the tables that the model has now, whose rows are its own again."""
@@ -142,8 +137,3 @@ def _is_served(module: nn.Module) -> bool:
     if isinstance(module, EmbeddingBagCollection):
         return isinstance(module.embedding_bags, StoreBackend)
     return isinstance(module, SubstituteModule)
-
-
-def _dense_tensors(copy: nn.Module) -> Iterator[Tensor]:
-    """All that is averaged: floating-point parameters and buffers, in the same order on every rank."""
-    yield from (x.data for x in (*copy.parameters(), *copy.buffers()) if x.is_floating_point() and x.numel())

@@ -32,7 +32,7 @@ from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.strategies.common.averaged_copies import averaging_callbacks
 from lightning_recsys.strategies.common.base import RecsysStrategy
-from lightning_recsys.strategies.common.buffers import meet_buffers
+from lightning_recsys.strategies.common.means import meet_buffers
 from lightning_recsys.strategies.common.samples import sample_features
 from lightning_recsys.strategies.common.settings import require_kind, require_paths, require_whole
 from lightning_recsys.strategies.des.cut_model import INSTEAD, CutModel, NewRows, field_costs, partitionable

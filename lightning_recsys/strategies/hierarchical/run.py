@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.placement.operators import TRAINER
-from lightning_recsys.strategies.common.buffers import meet_buffers
+from lightning_recsys.strategies.common.means import meet_buffers, take_mean
 from lightning_recsys.strategies.common.workers.process_group import living_ranks
 from lightning_recsys.strategies.hierarchical.bringing import Bringing, Brought, Planned
 from lightning_recsys.strategies.hierarchical.leader import GroupLeader
@@ -171,8 +171,7 @@ class NetRun:
                 assert self._cut is not None
                 self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
         self._strategy.barrier("no round is under way")
-        with torch.no_grad():
-            self._meet()
+        self._meet()
         if self._is_drained and self.own_replica and self._cut is not None:  # it comes back as the others are then
             self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
         self._shows = True
@@ -233,16 +232,9 @@ class NetRun:
         served = {x for buffers in remote for x in buffers if x.is_floating_point()}
         trained = [x.data for x in self._task.parameters() if x.requires_grad and x.numel()]
         tensors = [*trained, *(x for x in self._task.buffers() if x in served)]
-        leads = self._leader is not None
-        for dtype in dict.fromkeys(x.dtype for x in tensors):
-            own = [x for x in tensors if x.dtype == dtype]
-            mean = _mean(own, counts=leads and not self._is_drained)
-            if mean is None:  # drained groups count where no others are left
-                mean = _mean(own, counts=leads)
-            if mean is None:  # the first rank of each group has died just now: each of the others keeps what it has
-                continue
-            for tensor, values in zip(own, torch.split(mean, [x.numel() for x in own]), strict=True):
-                tensor.copy_(values.view(tensor.shape))
+        # Where the first rank of each group has died just now, each of the others keeps what it has.
+        if not take_mean(tensors, counts=self.leads and not self._is_drained):
+            take_mean(tensors, counts=self.leads)  # drained groups count where no others are left
         meet_buffers(self._task)
 
     def pull_state(self) -> None:
@@ -277,15 +269,3 @@ class NetRun:
         if self._rounds:  # as of the last time that weights were brought together
             values["sync/rounds"] = self._rounds["rounds"] / max(self._rounds["seconds"], 1e-9)
         return values
-
-
-def _mean(tensors: Sequence[Tensor], *, counts: bool) -> Tensor | None:
-    """The mean of tensors of one type over the ranks that count, one behind the other; all ranks call this.
-
-    Of a rank that has died nobody brings anything: so many count as do. ``None`` where none does.
-    """
-    total = torch.zeros(sum(x.numel() for x in tensors) + 1, dtype=tensors[0].dtype)
-    if counts:
-        torch.cat([*(x.reshape(-1) for x in tensors), torch.ones(1, dtype=total.dtype)], out=total)
-    dist.all_reduce(total)
-    return total[:-1].div_(total[-1]) if total[-1] else None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_recsys.strategies.common.buffers import meet_buffers
+from lightning_recsys.strategies.common.means import meet_buffers, take_mean
 from lightning_recsys.strategies.common.workers.process_group import living_ranks
 from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook
 from lightning_recsys.strategies.shadowsync.rounds import CENTER, CenterRounds
@@ -131,14 +131,13 @@ class TrainerRun:
         self._barrier("no round is under way")
         self._elect()
         if self.num_trainers > 1:
-            flat, leads = self.team.replica.flat, torch.tensor([float(self.team.leads)])
-            # Of all ranks, to which each trainer's first worker brings its replica, and how many trainers that makes:
-            # one whose workers have all died brings none.
-            mean = torch.cat([flat * leads, leads])
-            dist.all_reduce(mean)
+            # Each trainer's first worker brings its replica; a trainer whose workers have all died brings none.
+            flat = self.team.replica.flat
+            mean = flat.clone()
+            take_mean([mean], counts=self.team.leads)
             if self.team.leads:
                 self._own_weights = flat.clone()
-                flat.copy_(mean[:-1].div_(mean[-1]))
+                flat.copy_(mean)
         if meet is not None:
             meet()
         meet_buffers(self._module)
