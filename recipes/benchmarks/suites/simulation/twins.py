@@ -10,7 +10,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.bars import Bar, Bars
+from benchmarks.harness.bars import Bar
+from benchmarks.harness.parts import Measured
 from benchmarks.harness.recipe_runs import Metrics, configuration, trained
 from recipe_tools.build import build_datamodule, build_task
 from rich.table import Table
@@ -75,7 +76,7 @@ class Twins:
         return {kind: [dict(metrics) for metrics in getattr(self, kind)] for kind in ("alone", "real", "virtual")}
 
 
-def run(*, common: Sequence[str], interval: float, seeds: Sequence[int], cache: str, data: str) -> list[Twins | Bars]:
+def measure(*, common: Sequence[str], interval: float, seeds: Sequence[int], cache: Path, root: str) -> Measured:
     """Train one and two real trainers, then two virtual ones that are as fast as the one.
 
     Args:
@@ -83,18 +84,18 @@ def run(*, common: Sequence[str], interval: float, seeds: Sequence[int], cache: 
         interval: Seconds between a trainer's rounds.
         seeds: Seeds of start values and the order of rows; a run each.
         cache: Where finished runs are kept.
-        data: ``paths.data``.
+        root: ``paths.data``.
     """
     alone, real, virtual = [], [], []
     for seed in seeds:
         overrides = [*common, f"seed={seed}", "strategy=shadowsync", f"strategy.interval={interval}"]
         for trainers, found in ((1, alone), (2, real)):
             chosen = [*overrides, f"strategy.num_trainers={trainers}"]
-            found.append(trained(f"trainers{trainers}-seed{seed}", chosen, cache=Path(cache), root=data))
-        config = configuration(overrides, folder=Path(cache), root=data)
+            found.append(trained(f"trainers{trainers}-seed{seed}", chosen, cache=cache, root=root))
+        config = configuration(overrides, folder=cache, root=root)
         virtual.append(simulated(config, eps=alone[-1]["eps"], interval=interval))
     twins = Twins(alone, real, virtual)
-    return [twins, Bars(tuple(twins.bars()))]
+    return [twins], twins.bars()
 
 
 def simulated(config: dict[str, Any], *, eps: float, interval: float) -> Metrics:

@@ -1,0 +1,1 @@
+"""Virtual clusters: beside real ones, and how fast they are."""
