@@ -13,6 +13,7 @@ import torch
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.loader import Shuffle
 from lightning_recsys.data.module import CTRDataModule, Split, check_option
+from lightning_recsys.data.prepared.compatibility import check_encoding, describe_encoding
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.rows import PreparedRows
 from lightning_recsys.data.prepared.service import Reader, receive_batches
@@ -158,6 +159,9 @@ class PreparedReader(CTRDataModule):
 class PreparedDataModule(PreparedReader):
     """Rows that ``recipes/prepare.py`` wrote: any number of them, in memory only a window at a time.
 
+    A checkpoint says how the rows that it was trained on were encoded; :meth:`load_state_dict` refuses a folder whose
+    rows are encoded otherwise.
+
     Args:
         root: The folder that ``recipes/prepare.py`` wrote.
         batch_size: Number of rows in the batch of one rank.
@@ -207,6 +211,25 @@ class PreparedDataModule(PreparedReader):
     def fields(self) -> dict[str, int]:
         """Number of embeddings of each categorical feature, in the order of the batches."""
         return self.manifest.num_embeddings
+
+    @cached_property
+    def _encoding(self) -> dict[str, Any]:
+        """What decides how raw values became the ids and numbers of the folder; read once, for all checkpoints."""
+        return describe_encoding(self.root, self.manifest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How the rows are encoded, and the position in the training rows."""
+        return {"encoding": self._encoding, **super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a run was whose rows are encoded as these are.
+
+        Raises:
+            ValueError: they are encoded otherwise. Checkpoints of earlier versions do not tell.
+        """
+        if "encoding" in state_dict:
+            check_encoding(state_dict["encoding"], self.root, self._encoding)
+        super().load_state_dict(state_dict)
 
     def folder(self, split: Split) -> tuple[Path, Manifest]:
         """See the base class."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gzip
 import hashlib
+import io
 import math
 import re
 from collections import Counter
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from raw_rows import criteo_lines, text
 
 from lightning_recsys.data.preparation import ByFile, ByShare, ByTime, Preparation, Preprocessing, split_rule
@@ -410,3 +412,51 @@ def test_vocabulary_when_it_would_be_too_large_then_the_rarest_values_go(tmp_pat
     counter.add({"a": count_values(column), "b": count_values(column)})
     sizes, min_count = counter.write(tmp_path / "vocabulary", min_count={"a": 2, "b": 2}, max_vocabulary=11)
     assert (sizes, min_count) == ({"a": 5, "b": 5}, 16)
+
+
+# --- checkpoints and folders that were prepared otherwise ------------------------------------------------------------
+
+
+def checkpoint_of(folder: Path) -> dict:
+    """The state that a checkpoint holds of a data module, as it comes back from a file."""
+    buffer = io.BytesIO()
+    torch.save(PreparedDataModule(root=folder).state_dict(), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dense": "log_shift"}, "the preprocessing.dense is log_shift here and was log there"),
+        ({"num_ids": 999}, "the number of ids of C1 is 999 here and was 1000 there, and 25 more differ"),
+        ({"dense": "bucket"}, r"the order of the dense features is \[\] here"),
+    ],
+)
+def test_checkpoint_when_its_folder_was_prepared_by_other_rules_then_is_refused(criteo, tmp_path, options, message):
+    prepare(tmp_path / "one", [criteo])
+    prepare(tmp_path / "two", [criteo], preprocessing=Preprocessing(**{"num_ids": 1000, **options}))
+    with pytest.raises(ValueError, match=rf"data.root={tmp_path}/two was prepared otherwise .* {message}"):
+        PreparedDataModule(root=tmp_path / "two").load_state_dict(checkpoint_of(tmp_path / "one"))
+
+
+def test_checkpoint_when_vocabularies_are_as_large_and_have_other_values_then_is_refused(tmp_path):
+    days = {"one": ["aa", "bb", "cc"], "two": ["aa", "cc", "dd"], "three": ["bb", "cc", "aa"]}
+    for day, values in days.items():
+        rows = [f"{i % 2}\t" + "\t".join(["1"] * 13 + [x] * 26) for i, x in enumerate(values * 2)]
+        (tmp_path / f"{day}.txt").write_text("\n".join(rows) + "\n")
+        rules = Preprocessing(ids="vocabulary", min_count=1)
+        prepare(tmp_path / day, [tmp_path / f"{day}.txt"], preprocessing=rules)
+    state = checkpoint_of(tmp_path / "one")
+    with pytest.raises(ValueError, match=r"the vocabulary of C1 is .* here and was .* there, and 25 more differ"):
+        PreparedDataModule(root=tmp_path / "two").load_state_dict(state)
+    PreparedDataModule(root=tmp_path / "three").load_state_dict(state)  # of the same values, which come as often
+
+
+def test_checkpoint_when_other_rows_were_prepared_by_the_same_rules_then_is_taken(criteo, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_bytes(text(criteo_lines(100)))
+    prepare(tmp_path / "one", [criteo])
+    prepare(tmp_path / "two", [other], split=ByShare(0.2, 0.2))
+    PreparedDataModule(root=tmp_path / "two").load_state_dict(checkpoint_of(tmp_path / "one"))
+    PreparedDataModule(root=tmp_path / "two").load_state_dict({})  # of a version that did not tell
