@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
+
+from lightning_recsys.compiled.loops import compile_loop
 
 
 def _atomic_add_call(typing_context, array, position, amount):  # noqa: ANN001, ANN202
@@ -25,7 +26,7 @@ def _atomic_add_call(typing_context, array, position, amount):  # noqa: ANN001, 
 atomic_add: Any = intrinsic(_atomic_add_call)
 
 
-@numba.njit(nogil=True, cache=True)
+@compile_loop
 def _add(counters, position, amount):  # noqa: ANN001, ANN202
     return atomic_add(counters, position, amount) + amount
 

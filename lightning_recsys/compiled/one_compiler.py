@@ -1,0 +1,86 @@
+"""One process compiles a loop where several need it at once; the others load what it has compiled from the cache."""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from numba.core.compiler_lock import global_compiler_lock
+
+PATIENCE_SECONDS = 300.0  # for another process that compiles; one that is stopped must not stop all others
+PAUSE_SECONDS = 0.02  # between two tries to get the lock
+_held: set[Path] = set()  # locks of this process, whose compiler works for one thread at a time
+
+
+def compile_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator like numba's with ``cache=True``, whose functions are compiled by one process at a time.
+
+    Whoever comes second finds what the first one has left in the cache. Without this each process that starts with an
+    empty cache compiles everything, and two that write to one function's index at once may leave it with a loop for
+    other arguments than it says.
+
+    The lock is a file's beside the cache, so it ends with a process that is killed. A function waits for the locks of
+    those that it calls, and never the other way round, so processes do not wait for each other in a circle. Where there
+    can be no lock (a folder that nobody may write to, a file system without locks), every process compiles by itself.
+
+    Args:
+        make: Makes a compiled function of a plain one.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        compiled = make(function)
+        if (folder := getattr(getattr(compiled, "stats", None), "cache_path", None)) is None:
+            return compiled  # NUMBA_DISABLE_JIT leaves functions as they are
+        lock = Path(folder, f"{function.__module__}.{function.__qualname__}.lock".replace("<locals>", "locals"))
+        alone = compiled.compile
+
+        @wraps(alone)
+        def compile_locked(signature):  # noqa: ANN001, ANN202
+            with global_compiler_lock, _locked(lock):
+                return alone(signature)
+
+        compiled.compile = compile_locked
+        return compiled
+
+    return decorate
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock among processes, or none where it cannot be had; who has it already goes on."""
+    if path in _held:
+        yield
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    except OSError:
+        yield
+        return
+    _held.add(path)
+    try:
+        _await(descriptor)
+        yield
+    finally:
+        _held.discard(path)
+        os.close(descriptor)  # with it goes the lock
+
+
+def _await(descriptor: int) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PAUSE_SECONDS)
+        except OSError:  # a file system without locks
+            return
+        else:
+            return
