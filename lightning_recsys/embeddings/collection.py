@@ -297,8 +297,7 @@ class EmbeddingBagCollection(nn.Module):
     @property
     def lr(self) -> float:
         """The step size of the next update: the attached optimizer's groups decide, else the row optimizer."""
-        attached = self._attached() if self._attached else None
-        if attached is None:
+        if (attached := self.attached_to) is None:
             return self.optimizer.lr
         if self._group_index is not None:
             return float(attached.param_groups[self._group_index]["lr"])
@@ -347,20 +346,20 @@ class EmbeddingBagCollection(nn.Module):
                 before(set_to_none)
             else:
                 type(target).zero_grad(target, set_to_none)
-            if collection is not None and collection._attached is not None and collection._attached() is target:
+            if collection is not None and collection.attached_to is target:
                 collection._pending.clear()
 
         vars(optimizer)["zero_grad"] = zero_grad
         _hand_zero_grad_on()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._attached is not None and self._attached() is optimizer:
+        if self.attached_to is optimizer:
             self.apply_pending()
 
     @property
-    def waits_for_step(self) -> bool:
-        """Whether gradients wait for an optimizer's step; otherwise the backward pass updates the rows."""
-        return self._attached is not None and self._attached() is not None
+    def attached_to(self) -> torch.optim.Optimizer | None:
+        """The optimizer for whose step gradients wait; without one the backward pass updates the rows."""
+        return None if self._attached is None else self._attached()
 
     def apply_pending(self) -> None:
         """Update the rows with the gradients that wait for a step; nothing happens where there are none."""
@@ -377,7 +376,7 @@ class EmbeddingBagCollection(nn.Module):
         if self._gradient_scale != 1.0:
             grad_BFD = grad_BFD * self._gradient_scale  # which may be shared with a hook or the graph
         self._pending.append((ticket, grad_BFD))
-        if not self.waits_for_step:
+        if self.attached_to is None:
             self.apply_pending()
 
     def _check_ids(self, sparse: SparseFeatures) -> None:

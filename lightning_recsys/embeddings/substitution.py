@@ -94,13 +94,15 @@ class Substitution:
         self.collections = {path: substitute.collection for path, substitute in substitutes.items()}
         self.placeholders = {substitute.placeholder: path for path, substitute in substitutes.items()}
 
-    def attach_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the rows at this optimizer's steps, at rates that its schedules scale.
+    def attach_to(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Update the rows at the steps of the optimizer that has the module, at rates that its schedules scale.
 
-        Without it an update runs inside each backward pass, once for every time that a module was called.
+        Rows of a module that is in none follow the first one. Without this an update runs inside each backward pass,
+        once for every time that a module was called.
         """
-        for collection in self.collections.values():
-            collection.attach_to(optimizer, own_group=False)
+        owners = {parameter: x for x in optimizers for group in x.param_groups for parameter in group["params"]}
+        for placeholder, path in self.placeholders.items():
+            self.collections[path].attach_to(owners.get(placeholder, optimizers[0]), own_group=False)
 
     def restore(self) -> None:
         """Put the user's modules back; unbind the collections first, which copies the trained rows into them."""

@@ -85,7 +85,7 @@ def test_plain_embedding_when_cut_over_two_servers_then_it_trains_as_torchs(serv
     assert len(backend.stores) == 2
     collection.bind(backend)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (plain, served)]
-    substitution.attach_to(optimizers[1])
+    substitution.attach_to(optimizers[1:])
     for _ in range(5):
         ids = torch.randint(0, 300, (32, 2))
         for module, optimizer in zip((plain, served), optimizers, strict=True):

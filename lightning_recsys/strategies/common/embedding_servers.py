@@ -82,10 +82,10 @@ class ServedTables:
         for name, collection in self.collections.items():
             collection.bind(make_backend(name, collection), copy_rows=first, gradient_scale=gradient_scale)
 
-    def attach_to(self, optimizer: Optimizer) -> None:
-        """Let the rows of plain modules follow an optimizer's steps and schedules."""
+    def attach_to(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the rows of plain modules follow the steps and schedules of the optimizers that they were given to."""
         if self._substitution is not None:
-            self._substitution.attach_to(optimizer)
+            self._substitution.attach_to(optimizers)
 
     def ignored_groups(self, optimizers: Sequence[Optimizer]) -> list[str]:
         """What optimizers say of plain modules in parameter groups of their own, and the rows' rule does otherwise.

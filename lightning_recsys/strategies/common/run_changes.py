@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from types import FrameType
@@ -11,10 +11,14 @@ from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
+
+from lightning_recsys.embeddings import EmbeddingBagCollection
 
 T = TypeVar("T")
 
@@ -132,6 +136,31 @@ class RunChanges:
 
             setattr(owner, name, by_function)
             self._of_classes.append((owner, name, original))
+
+    def follow_toggling(self, collections: Sequence[EmbeddingBagCollection]) -> None:
+        """Let rows train only while the optimizer that they follow may, where a module toggles one of several.
+
+        Lightning toggles by the parameters that ask for a gradient, and rows are none of them.
+        """
+        module = self._trainer.lightning_module
+        toggle, untoggle = module.toggle_optimizer, module.untoggle_optimizer
+        resting: list[EmbeddingBagCollection] = []
+
+        def toggle_rows(optimizer: Optimizer | LightningOptimizer) -> None:
+            toggle(optimizer)
+            own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+            for collection in collections:
+                if collection.trainable and collection.attached_to not in (None, own):
+                    collection.trainable = False
+                    resting.append(collection)
+
+        def untoggle_rows(optimizer: Optimizer | LightningOptimizer) -> None:
+            untoggle(optimizer)
+            while resting:
+                resting.pop().trainable = True
+
+        self._replace(module, "toggle_optimizer", toggle_rows)
+        self._replace(module, "untoggle_optimizer", untoggle_rows)
 
     def show_batches(self, number: int) -> None:
         """Let progress bars show an epoch as this many batches, where Lightning itself is told no number.

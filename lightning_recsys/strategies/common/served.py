@@ -189,7 +189,7 @@ class ServedStrategy(RecsysStrategy):
             )
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Let the rows of plain modules follow the first optimizer's steps and schedules.
+        """Let the rows of plain modules follow the steps and schedules of their optimizer, and all rows its toggling.
 
         It warns of a learning rate or weight decay that a parameter group has for such rows, which nobody takes.
         """
@@ -198,7 +198,9 @@ class ServedStrategy(RecsysStrategy):
             if self.is_global_zero:
                 for sentence in self.tables.ignored_groups(self.optimizers):
                     log.warning(sentence)
-            self.tables.attach_to(self.optimizers[0])
+            self.tables.attach_to(self.optimizers)
+            if self.changes is not None:
+                self.changes.follow_toggling(tuple(self.tables.collections.values()))
 
     # --- One model for all that read it ------------------------------------------------------------------------------
 

@@ -306,7 +306,7 @@ class HETStrategy(ServedStrategy):
         """
         if self.tables is None or not self.in_step:
             return
-        collections = [x for x in self.tables.collections.values() if x.waits_for_step == waited]
+        collections = [x for x in self.tables.collections.values() if (x.attached_to is not None) == waited]
         backends = [cast(CachedBackend, x.embedding_bags) for x in collections]
         if not backends:
             return

@@ -1,6 +1,7 @@
 """Plain embedding modules of somebody's own model, served from stores: results, gradients, keys and refusals."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_recsys.optim import RowAdagrad, RowFTRL, RowSGD
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.backend import StoreBackend
+from lightning_recsys.strategies.common.run_changes import RunChanges
 
 
 class Bound:
@@ -195,7 +197,7 @@ class Served(Rating):
         self.bound = Bound(self, self.folder, **self.choice)
 
     def on_train_start(self):
-        self.bound.substitution.attach_to(self.optimizers().optimizer)
+        self.bound.substitution.attach_to(self.trainer.optimizers)
 
     def teardown(self, stage):
         self.bound.release()
@@ -229,6 +231,60 @@ def test_lightning_module_when_fit_then_it_trains_as_with_its_own_optimizer(tmp_
     assert list(served.state_dict()) == list(expected)
     for key, tensor in served.state_dict().items():
         torch.testing.assert_close(tensor, expected[key], rtol=1e-5, atol=1e-6)
+
+
+class Adversaries(LightningModule):
+    """Two optimizers, the second of which has the embedding and its own schedule; the first trains what judges it."""
+
+    automatic_optimization = False
+
+    def __init__(self, folder=None, *, toggles):
+        super().__init__()
+        self.folder, self.toggles = folder, toggles
+        self.vectors, self.makes, self.judges = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def setup(self, stage):
+        self.bound = None if self.folder is None else Bound(self, self.folder)
+
+    def on_train_start(self):
+        if self.bound is not None:
+            self.bound.substitution.attach_to(self.trainer.optimizers)
+            self.changes = RunChanges(self.trainer)
+            self.changes.follow_toggling(tuple(self.bound.substitution.collections.values()))
+
+    def configure_optimizers(self):
+        judging = torch.optim.SGD(self.judges.parameters(), lr=0.1)
+        making = torch.optim.SGD([*self.makes.parameters(), *self.vectors.parameters()], lr=0.1)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(x, y) for x, y in ((judging, 0.9), (making, 0.5))]
+        return [judging, making], schedules
+
+    def training_step(self, ids, batch_idx):
+        for sign, optimizer in zip((1, -1), self.optimizers(), strict=True):
+            with self.toggled_optimizer(optimizer) if self.toggles else nullcontext():
+                made = self.makes(self.vectors(ids))
+                self.manual_backward(sign * self.judges(made).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def teardown(self, stage):
+        if self.bound is not None:
+            self.changes.undo()
+            self.bound.release()
+            del self.bound
+
+
+@pytest.mark.parametrize("toggles", [False, True])
+def test_second_optimizer_when_it_has_the_embedding_then_rows_follow_its_steps_schedule_and_toggling(tmp_path, toggles):
+    plain, served = Adversaries(toggles=toggles), Adversaries(tmp_path, toggles=toggles)
+    served.load_state_dict(plain.state_dict())
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    for module in (plain, served):
+        trainer = Trainer(accelerator="cpu", max_epochs=1, enable_model_summary=False, **options)
+        trainer.fit(module, DataLoader(torch.arange(8).repeat(3), batch_size=4))
+    for key, tensor in plain.state_dict().items():
+        torch.testing.assert_close(served.state_dict()[key], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_shared_module_when_in_two_places_then_both_get_the_same_substitute(tmp_path):
