@@ -75,7 +75,8 @@ def find_records(
         text: From the start of a row on.
         delimiter: Between values; looked at only where there are quotes.
         quote: Character around values that hold delimiters or line ends, in ASCII.
-        whole: Whether nothing follows, so that what has no line end is a row all the same.
+        whole: Whether nothing follows, so that what has no line end is a row all the same,
+            unless a quote in it is not closed.
 
     Returns:
         The line of each whole row, from 0; the bytes that they take; the lines that they take.
@@ -205,7 +206,7 @@ def _find_records(text, delimiter, quote, whole, lines):  # noqa: ANN001, ANN202
             position += 1
         if done:
             line += 1
-        elif whole:
+        elif whole and not quoted:
             stop, line = position, line + 1
         else:
             break

@@ -88,12 +88,11 @@ class TableFile:
                     if not rest:
                         return
                     text = np.frombuffer(rest, dtype=np.uint8, count=min(size, len(rest)))
-                    lines, end, num_lines = find_records(
-                        text, delimiter=separator, quote=quote, whole=len(rest) <= size
-                    )
+                    whole = len(rest) <= size
+                    lines, end, num_lines = find_records(text, delimiter=separator, quote=quote, whole=whole)
                     if not end:
-                        if size >= _LONGEST_ROW:
-                            raise ValueError(_no_end(path, position))
+                        if whole or size >= _LONGEST_ROW:
+                            raise ValueError(_no_end(path, position, whole=whole))
                         size = min(2 * size, _LONGEST_ROW)
                         continue
                     following = Position(position.offset + end, position.line + num_lines, position.row + len(lines))
@@ -172,10 +171,11 @@ def _at_row(row: int) -> Position:
     return Position(row, 1, row + 1)
 
 
-def _no_end(path: Path, position: Position) -> str:
+def _no_end(path: Path, position: Position, *, whole: bool) -> str:
+    what = "a quote that is never closed" if whole else f"no end within {_LONGEST_ROW >> 20} MiB"
     return (
-        f"{path}: row {position.row} (line {position.line}) has no end within {_LONGEST_ROW >> 20} MiB. Is there a "
-        "quote too many? With quote: null in the schema, quotes are ordinary letters."
+        f"{path}: row {position.row} (line {position.line}) has {what}. Is there a quote too many? With quote: null in"
+        " the schema, quotes are ordinary letters."
     )
 
 

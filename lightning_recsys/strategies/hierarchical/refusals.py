@@ -149,7 +149,7 @@ def refuse_parametrized(module: nn.Module) -> None:
     """
     for name, inner in module.named_modules():
         if is_parametrized(inner):
-            parametrized = ", ".join(inner.parametrizations)  # type: ignore[arg-type]  # a ModuleDict
+            parametrized = ", ".join(inner.parametrizations)
             raise ValueError(
                 f"strategy=hierarchical: {name or 'the model'} ({type(inner).__name__}) has parametrizations"
                 f" ({parametrized}), with which it cannot be sent to a group server. Take them away with"

@@ -421,6 +421,17 @@ def test_row_when_a_quote_is_never_closed_then_says_so_instead_of_reading_on(fol
         prepare(folder)
 
 
+@pytest.mark.parametrize("behind", [0, 1, 300])
+def test_row_when_a_quote_is_not_closed_by_the_end_of_the_file_then_says_so_instead_of_taking_the_rest(folder, behind):
+    rows = values(41 + behind)
+    content = text([HEADER, *rows[:40]]) + '4,2026-01-01,1,1,u,"open,x,\n' + text(rows[41:]).replace('"', "")
+    (folder / "rows.csv").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"rows.csv: row 41 \(line \d+\) has a quote that is never closed.* quote: null"
+    ):
+        prepare(folder)
+
+
 def test_options_when_they_are_for_other_formats_then_are_refused(folder):
     with pytest.raises(ValueError, match="data=tabular needs preprocessing=schema"):
         prepare(folder, preprocessing=Preprocessing())
