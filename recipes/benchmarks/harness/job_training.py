@@ -1,4 +1,7 @@
-"""What processes of a :class:`benchmarks.harness.jobs.Job` share, whatever they train: start, step times, batches."""
+"""What processes of a :class:`benchmarks.harness.jobs.Job` share, whatever they train: start, step times, batches.
+
+Each is ``python -m benchmarks.harness.job_training MODULE '{"folder": ..., ...}'``.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -23,18 +27,19 @@ from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies.common.base import RecsysStrategy
 
 
-def run_job(train: Callable[..., None]) -> None:
-    """Train what the command line asks for, quietly, seeded and set up as a worker, whatever the suite.
+def main(module: str, settings: str) -> None:
+    """Train quietly, seeded and set up as a worker, whatever the suite.
 
     Args:
-        train: Takes what stands in the command line as a JSON object; its ``folder`` comes as a path.
+        module: Whose ``train`` is called. It is imported by its name, so that workers can import its classes.
+        settings: What ``train`` takes, a JSON object; its ``folder`` comes as a path.
     """
     be_quiet()
     warnings.filterwarnings("ignore")
     configure_worker()
     pl.seed_everything(0, verbose=False)
-    settings = json.loads(sys.argv[1])
-    train(**settings | {"folder": Path(settings["folder"])})
+    arguments = json.loads(settings)
+    import_module(module).train(**arguments | {"folder": Path(arguments["folder"])})
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -81,3 +86,7 @@ class Batches:
         ranks = torch.distributed.is_initialized()
         share = torch.distributed.get_rank() / torch.distributed.get_world_size() if ranks else self.start
         return islice(cycle(self.batches), int(share * len(self.batches)), None)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

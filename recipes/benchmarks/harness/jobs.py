@@ -29,9 +29,9 @@ class Job:
 
     Args:
         name: For errors.
-        launchers: What to put before the module that trains, for each process to start.
-        training: That module; it takes its settings as one argument, in JSON.
-        settings: What the module's ``train`` takes, for each process to start.
+        launchers: What to put before ``-m benchmarks.harness.job_training``, for each process to start.
+        training: The module whose ``train`` the processes call.
+        settings: What that takes, for each process to start.
         folder: An empty folder of the job's own.
         workers: Processes that will train.
         environment: Variables on top of this process's own, for each process to start.
@@ -58,8 +58,9 @@ class Job:
         self.folder = folder
         self.workers = workers
         self.telemetry: dict[int, dict[str, float]] = {}
+        told = {"folder": str(folder), "asker": os.getpid()}
         self._commands = [
-            [*launcher, "-m", training, json.dumps({**own, "folder": str(folder), "asker": os.getpid()})]
+            [*launcher, "-m", "benchmarks.harness.job_training", training, json.dumps({**told, **own})]
             for launcher, own in zip(launchers, settings, strict=True)
         ]
         self._environments = [dict(x) for x in environment] * (len(self._commands) // len(environment))

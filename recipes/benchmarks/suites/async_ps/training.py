@@ -1,4 +1,4 @@
-"""What each process of a job trains: ``python -m benchmarks.suites.async_ps.training '{"folder": ..., ...}'``."""
+"""What each process of a job trains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.job_training import Batches, StepTimes, run_job
+from benchmarks.harness.job_training import Batches, StepTimes
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.shadowsync.training import ROWS, make_task
@@ -38,9 +38,3 @@ def train(*, folder: Path, asker: int, batch_size: int, strategy: str, options: 
     )
     loader: Any = Batches(work.batches(batch_size), 0.0)
     trainer.fit(make_task(work), loader)
-
-
-if __name__ == "__main__":
-    from benchmarks.suites.async_ps import training  # whose classes the workers can import
-
-    run_job(training.train)

@@ -1,4 +1,4 @@
-"""What each process of a job trains: ``python -m benchmarks.suites.des.training '{"folder": ..., ...}'``."""
+"""What each process of a job trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from benchmarks.harness.hosts import counted_by
-from benchmarks.harness.job_training import StepTimes, run_job
+from benchmarks.harness.job_training import StepTimes
 from benchmarks.harness.ours import TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.suites.des.rows import ROWS, HeldRows, Rows
@@ -88,9 +88,3 @@ def train(
     network = make_model(model, ROWS[data], device="meta" if arguments.get("num_embedding_servers") else None)
     task = TaskAlone(network, optimizer=partial(torch.optim.Adagrad, lr=0.01, fused=True))
     trainer.fit(task, datamodule=HeldRows(ROWS[data], batch_size=batch_size))
-
-
-if __name__ == "__main__":
-    from benchmarks.suites.des import training  # whose classes the workers can import
-
-    run_job(training.train)

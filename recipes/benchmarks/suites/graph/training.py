@@ -1,4 +1,4 @@
-"""What a job of suite ``graph`` trains: ``python -m benchmarks.suites.graph.training '{"folder": ..., ...}'``."""
+"""What a job of suite ``graph`` trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.harness.job_training import run_job
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.suites.graph.sampling import power_law_graph
 from benchmarks.suites.het.training import CountedSteps, het, running
@@ -66,9 +65,3 @@ def train(
         assert endpoint is not None
         times = CountedSteps(folder, asker=asker, interface=interface)
         quiet_trainer(times, strategy=het(**strategy, servers=[endpoint])).fit(task, data.train_dataloader())
-
-
-if __name__ == "__main__":
-    from benchmarks.suites.graph import training  # whose classes the workers can import
-
-    run_job(training.train)

@@ -1,4 +1,4 @@
-"""What a job of suite ``het`` trains: ``python -m benchmarks.suites.het.training '{"folder": ..., ...}'``."""
+"""What a job of suite ``het`` trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from benchmarks.harness.hosts import counted_by
-from benchmarks.harness.job_training import Batches, StepTimes, run_job
+from benchmarks.harness.job_training import Batches, StepTimes
 from benchmarks.harness.ours import MODELS, TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
@@ -138,9 +138,3 @@ def running(command: Sequence[str] | None) -> Iterator[str | None]:
     finally:
         process.terminate()
         process.wait(60)
-
-
-if __name__ == "__main__":
-    from benchmarks.suites.het import training  # whose classes the workers can import
-
-    run_job(training.train)

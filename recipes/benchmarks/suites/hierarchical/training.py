@@ -1,4 +1,4 @@
-"""What a job of suite ``hierarchical`` trains: ``python -m benchmarks.suites.hierarchical.training '{...}'``."""
+"""What a job of suite ``hierarchical`` trains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.job_training import Batches, StepTimes, run_job
+from benchmarks.harness.job_training import Batches, StepTimes
 from benchmarks.harness.ours import MODELS, TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
@@ -83,9 +83,3 @@ def train(
     )
     loader: Any = Batches(work.batches(batch_size), 0.0)
     trainer.fit(TaskAlone(make_network(work, model), optimizer=make_optimizer), loader)
-
-
-if __name__ == "__main__":
-    from benchmarks.suites.hierarchical import training  # whose classes the workers can import
-
-    run_job(training.train)

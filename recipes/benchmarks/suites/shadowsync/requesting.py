@@ -1,7 +1,4 @@
-"""What a job of part ``requests`` asks for.
-
-``python -m benchmarks.suites.shadowsync.requesting '{"folder": ..., ...}'``.
-"""
+"""What a job of part ``requests`` asks for."""
 
 # Shape suffixes: U rows wanted, V rows pushed, D width of a row.
 
@@ -18,7 +15,6 @@ from pathlib import Path
 
 import torch
 from benchmarks.harness.hosts import counted_by
-from benchmarks.harness.job_training import run_job
 from benchmarks.harness.workload import Workload
 from benchmarks.peers import bare_link, torch_rpc
 from benchmarks.suites.het.cache import CACHED, worker_at
@@ -66,7 +62,7 @@ class Asked:
         return BYTES_PER_NUMBER * self.work.dim
 
 
-def ask(
+def train(
     *,
     folder: Path,
     asker: int,
@@ -81,7 +77,9 @@ def ask(
     sent: int,
     received: int,
 ) -> None:
-    """Ask until told to stop, and write after each step what :class:`benchmarks.suites.het.training.CountedSteps` does.
+    """Ask until told to stop; nothing is trained.
+
+    After each step it writes what :class:`benchmarks.suites.het.training.CountedSteps` does.
 
     Args:
         folder: Where the times of steps and their bytes are written, and where a file ``stop`` ends this.
@@ -189,7 +187,3 @@ WAYS: dict[str, Callable[[Asked], AbstractContextManager[Step]]] = {
     "torch RPC": by_torch_rpc,
     "ours": by_ours,
 }
-
-
-if __name__ == "__main__":
-    run_job(ask)

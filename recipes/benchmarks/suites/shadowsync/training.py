@@ -1,4 +1,4 @@
-"""What each process of a job trains: ``python -m benchmarks.suites.shadowsync.training '{"folder": ..., ...}'``."""
+"""What each process of a job trains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.job_training import Batches, StepTimes, run_job
+from benchmarks.harness.job_training import Batches, StepTimes
 from benchmarks.harness.ours import TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
@@ -104,9 +104,3 @@ def train(
     )
     loader: Any = Batches(work.batches(batch_size), start)
     trainer.fit(make_task(work), loader)
-
-
-if __name__ == "__main__":
-    from benchmarks.suites.shadowsync import training  # whose classes the workers can import
-
-    run_job(training.train)
