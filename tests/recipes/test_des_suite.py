@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from benchmarks.harness import jobs
 from benchmarks.harness.hosts import Host, NoLinkError
 from benchmarks.harness.jobs import Job, processor_seconds
 from benchmarks.suites.des import processors as des_processors
@@ -142,8 +143,8 @@ class Pretended:
 def suite(monkeypatch):
     both = tuple(Host(name, f"10.0.0.{i}", f"link-{name}") for i, name in enumerate("ab"))
     monkeypatch.setattr(des, "linked_hosts", lambda rate: nullcontext(both))
-    monkeypatch.setattr(des, "Job", Pretended)
-    monkeypatch.setattr(des, "run_in_turns", lambda jobs, *, rounds, seconds: None)
+    monkeypatch.setattr(jobs, "Job", Pretended)
+    monkeypatch.setattr(jobs, "run_in_turns", lambda jobs, *, rounds, seconds: None)
     monkeypatch.setattr(des, "ROWS", {"paper": SMALL})
     monkeypatch.setattr(des, "encryption_seconds", lambda: 1e-7)
     return des.Suite(batch_sizes={"paper": 40}, models=["LR"], rounds=1, seconds=0.0)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from benchmarks.harness import hosts, processes
+from benchmarks.harness import hosts, jobs, processes
 from benchmarks.harness.hosts import Host, NoLinkError, linked_hosts
 from benchmarks.harness.jobs import Job, descendants, steps_per_second
 from benchmarks.suites.shadowsync import quality as shadowsync_quality
@@ -257,8 +257,8 @@ class Pretended:
 
 @pytest.fixture
 def suite(monkeypatch):
-    monkeypatch.setattr(shadowsync, "Job", Pretended)
-    monkeypatch.setattr(shadowsync, "run_in_turns", lambda jobs, *, rounds, seconds: None)
+    monkeypatch.setattr(jobs, "Job", Pretended)
+    monkeypatch.setattr(jobs, "run_in_turns", lambda jobs, *, rounds, seconds: None)
     return shadowsync.Suite(batch_size=100, rounds=1, seconds=0.0)
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -217,6 +218,30 @@ def run_in_turns(
                     jobs[name].resume()
                     time.sleep(seconds)
                     jobs[name].pause()
+
+
+@contextmanager
+def ran_in_turns(
+    jobs: Mapping[str, Mapping[str, Any]], *, rounds: int, seconds: float, **common: Any
+) -> Iterator[dict[str, Job]]:
+    """The jobs when they have run, while their folders are there.
+
+    Args:
+        jobs: Name -> arguments of the :class:`Job`, but for its folder.
+        rounds: Those that count.
+        seconds: Of each job in each round.
+        common: Further arguments, which are the same for all of them.
+
+    Raises:
+        RuntimeError: a job failed; has its output.
+    """
+    with ExitStack() as stack:
+        made = {
+            name: Job(name, folder=Path(stack.enter_context(tempfile.TemporaryDirectory())), **common, **own)
+            for name, own in jobs.items()
+        }
+        run_in_turns(made, rounds=rounds, seconds=seconds)
+        yield made
 
 
 def steps_per_second(workers: Sequence[np.ndarray], runs: Sequence[tuple[float, float]]) -> list[float]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.harness.jobs import Job, run_in_turns
+from benchmarks.harness.jobs import ran_in_turns
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
 from benchmarks.harness.report import Result, Row
@@ -48,14 +46,12 @@ def run(
 
 def speed(*, batch_size: int, rounds: int, seconds: float) -> Measured:
     """Two workers of each strategy, in turns: DLRM with a million dense parameters. There is no bar for it."""
-    with ExitStack() as stack:
-        jobs = {}
-        for name, (strategy, options) in VARIANTS.items():
-            settings = {"batch_size": batch_size, "strategy": strategy, "options": dict(options)}
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            training = "benchmarks.suites.async_ps.training"
-            jobs[name] = Job(name, [python()], training=training, settings=[settings], folder=folder, workers=2)
-        run_in_turns(jobs, rounds=rounds, seconds=seconds)
+    variants = {
+        name: {"settings": [{"batch_size": batch_size, "strategy": strategy, "options": dict(options)}]}
+        for name, (strategy, options) in VARIANTS.items()
+    }
+    common = {"launchers": [python()], "training": "benchmarks.suites.async_ps.training", "workers": 2}
+    with ran_in_turns(variants, rounds=rounds, seconds=seconds, **common) as jobs:
         measured = Measurement({name: job.rates(batch_size) for name, job in jobs.items()})
     return [Row(f"two workers, B={batch_size}", measured, base=BASE)], []
 

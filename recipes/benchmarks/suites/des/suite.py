@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +12,7 @@ import numpy as np
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices, check_numbers
 from benchmarks.harness.hosts import HEADERS, Host, NoLinkError, free_port, linked_hosts
-from benchmarks.harness.jobs import Job, run_in_turns
+from benchmarks.harness.jobs import ran_in_turns
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
 from benchmarks.harness.report import Result, Row
@@ -290,21 +288,17 @@ class Suite:
 
     def _measure(self, model: str, rows: str, hosts: tuple[Host, Host]) -> Measure:
         batch_size = self.batch_sizes[rows]
-        with ExitStack() as stack:
-            jobs = {}
-            for name, strategy in STRATEGIES.items():
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                settings = {"model": model, "data": rows, "batch_size": batch_size, "strategy": strategy}
-                jobs[name] = Job(
-                    f"{name}, {self._title(model, rows)}",
-                    [host.command(*python()) for host in hosts],
-                    training="benchmarks.suites.des.training",
-                    settings=[settings] * HOSTS,
-                    folder=folder,
-                    workers=HOSTS,
-                    environment=environments(hosts),
-                )
-            run_in_turns(jobs, rounds=self.rounds, seconds=self.seconds)
+        settings = {"model": model, "data": rows, "batch_size": batch_size}
+        variants = {
+            name: {"settings": [{**settings, "strategy": strategy}] * HOSTS, "environment": environments(hosts)}
+            for name, strategy in STRATEGIES.items()
+        }
+        common: dict[str, Any] = {
+            "launchers": [host.command(*python()) for host in hosts],
+            "training": "benchmarks.suites.des.training",
+            "workers": HOSTS,
+        }
+        with ran_in_turns(variants, rounds=self.rounds, seconds=self.seconds, **common) as jobs:
             rates = {name: job.rates(batch_size // HOSTS) for name, job in jobs.items()}
             sent = {name: sent_per_step(job.folder) for name, job in jobs.items()}
             encrypted = jobs[PS].told_per_step("comm/sent_bytes", "comm/received_bytes")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices
-from benchmarks.harness.jobs import Job, run_in_turns
+from benchmarks.harness.jobs import ran_in_turns
 from benchmarks.harness.ours import MODELS
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
@@ -84,31 +82,14 @@ def measure_overhead(*, model: str, batch_sizes: Sequence[int], dim: int, rounds
     for batch_size in batch_sizes:
         settings = {"model": model, "batch_size": batch_size, "dim": dim, "rows": ROWS}
         variants = {"plain stores": None, "het": {"algorithm": "het", "staleness": 100}}
-        with ExitStack() as stack:
-            jobs = {
-                name: Job(
-                    name,
-                    [python()],
-                    training=TRAINING,
-                    settings=[{**settings, "strategy": strategy}],
-                    folder=Path(stack.enter_context(tempfile.TemporaryDirectory())),
-                    workers=1,
-                    warm_steps=40,
-                )
-                for name, strategy in variants.items()
-            }
-            title = f"one machine, {model}, B={batch_size}, D={dim}"
-            row = _in_turns(title, jobs, rounds=rounds, seconds=seconds)
-        results.append(row)
-        ratio = row.measured.ratio("het", "plain stores")
+        told = {name: {"settings": [{**settings, "strategy": strategy}]} for name, strategy in variants.items()}
+        common = {"launchers": [python()], "training": TRAINING, "workers": 1, "warm_steps": 40}
+        with ran_in_turns(told, rounds=rounds, seconds=seconds, **common) as jobs:
+            measured = Measurement({name: job.rates(batch_size) for name, job in jobs.items()})
+        results.append(Row(f"one machine, {model}, B={batch_size}, D={dim}", measured, base="plain stores"))
+        ratio = measured.ratio("het", "plain stores")
         bars.append(Bar(f"het / plain stores in shared memory, B={batch_size}", ratio, "at least", 0.85))
     return results, bars
-
-
-def _in_turns(title: str, jobs: Mapping[str, Job], *, rounds: int, seconds: float) -> Row:
-    run_in_turns(jobs, rounds=rounds, seconds=seconds)
-    batch_size = int(title.partition("B=")[2].partition(",")[0])
-    return Row(title, Measurement({name: job.rates(batch_size) for name, job in jobs.items()}), base=next(iter(jobs)))
 
 
 def measure_quality(

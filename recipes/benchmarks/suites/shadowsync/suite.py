@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.hosts import NoLinkError, free_port, linked_hosts
-from benchmarks.harness.jobs import Job, run_in_turns
+from benchmarks.harness.jobs import ran_in_turns
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
 from benchmarks.harness.report import Result, Row
@@ -23,6 +21,7 @@ from rich.table import Table
 
 Part = Literal["link", "overhead", "scale", "straggler", "store", "requests", "quality"]
 
+TRAINING = "benchmarks.suites.shadowsync.training"
 NOT_SYNCHRONISED = "not synchronised"
 NEVER = {"rounds": "foreground", "gap": 10**9}  # the same processes and servers, and no round
 LINK_DIM = 4  # of rows, so that it is synchronisation that fills the link
@@ -137,7 +136,7 @@ class Suite:
             "S-MA": self._on_one_machine({**BACKGROUND, "algorithm": "ma"}, slowed=SLOWED),
             "FR-MA-5": self._on_one_machine({"rounds": "foreground", "gap": 5, "algorithm": "ma"}, slowed=SLOWED),
         }
-        with self._run(variants) as jobs:
+        with ran_in_turns(variants, rounds=self.rounds, seconds=self.seconds, training=TRAINING) as jobs:
             first, slowed = (
                 Measurement({name: job.rates(self.batch_size, rank=rank) for name, job in jobs.items()})
                 for rank in (0, SLOWED[0])
@@ -178,23 +177,12 @@ class Suite:
     def _measure(
         self, workload: str, jobs: Mapping[str, Mapping[str, Any]], *, base: str = NOT_SYNCHRONISED
     ) -> tuple[Row, Gaps]:
-        with self._run(jobs) as named:
+        with ran_in_turns(jobs, rounds=self.rounds, seconds=self.seconds, training=TRAINING) as named:
             measured = Measurement({name: job.rates(self.batch_size) for name, job in named.items()})
         title = f"{workload}, B={self.batch_size}"
         told = {name: job.telemetry for name, job in named.items()}
         synchronised = {name: x for name, x in told.items() if any("sync/gap" in each for each in x.values())}
         return Row(title, measured, base=base), Gaps(title, synchronised)
-
-    @contextmanager
-    def _run(self, jobs: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Job]]:
-        """The jobs when they have run, while their folders are there."""
-        with ExitStack() as stack:
-            named = {}
-            for name, arguments in jobs.items():
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                named[name] = Job(name, training="benchmarks.suites.shadowsync.training", folder=folder, **arguments)
-            run_in_turns(named, rounds=self.rounds, seconds=self.seconds)
-            yield named
 
     def _on_one_machine(self, how: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
         settings |= {"batch_size": self.batch_size, "strategy": {"num_trainers": 2, **how}}
