@@ -22,7 +22,7 @@ class RunFolder:
     little where containers with ids of their own share a folder; a lock holds there, too.)
 
     Args:
-        parent: Where it is made; made as well where it is missing.
+        parent: Where it is made; made as well where it is missing. By default the folder of temporary files.
         prefix: What its name begins with, and those of the folders that the next run removes.
 
     Attributes:
@@ -32,7 +32,8 @@ class RunFolder:
         OSError: there is no way to make a folder there.
     """
 
-    def __init__(self, parent: Path, *, prefix: str = PREFIX) -> None:
+    def __init__(self, parent: Path | None = None, *, prefix: str = PREFIX) -> None:
+        parent = Path(tempfile.gettempdir()) if parent is None else parent
         remove_abandoned(parent, prefix=prefix)
         try:
             parent.mkdir(parents=True, exist_ok=True)

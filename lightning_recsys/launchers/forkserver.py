@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -129,7 +128,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         with (
             _sigterm_raises(),
             self._port_held(),
-            RunFolder(Path(tempfile.gettempdir())) as folder,
+            RunFolder() as folder,
             self._serving() as sidecars,
         ):
             self._save_job(job, folder)

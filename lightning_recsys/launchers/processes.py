@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -192,7 +191,7 @@ def _make_folder_for_sockets() -> None:
     live on; if all are killed at once, the next run does.
     """
     if _config().get("tempdir") is None:
-        folder = RunFolder(Path(tempfile.gettempdir()), prefix=SOCKETS)
+        folder = RunFolder(prefix=SOCKETS)
         Finalize(None, folder.remove, exitpriority=-100)  # last of all, as it would be with its own
         _config()["tempdir"] = str(folder.path)
 

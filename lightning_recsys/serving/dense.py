@@ -12,7 +12,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Mapping
@@ -108,7 +107,7 @@ def export_apart(part: DensePart, num_dense: int, target: Path) -> None:
         RuntimeError: the model cannot be exported; the message ends with what torch says.
         TypeError: the model does not travel to another process.
     """
-    with RunFolder(Path(tempfile.gettempdir())) as folder:
+    with RunFolder() as folder:
         job, preparation = folder / "job.pt", folder / "preparation.pkl"
         try:
             save_job({"part": part, "num_dense": num_dense}, job, parts={"model": part.model})

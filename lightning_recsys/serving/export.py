@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -54,7 +53,7 @@ def export_model(
     backends = {path: backend_of(x) for path, x in collections.items()}
     tables = {path: snapshot_of(x.tables, x) for path, x in collections.items()}
     encoder = encoder_of(datamodule, part.features, num_dense)
-    with RunFolder(Path(tempfile.gettempdir())) as temporary, folder.locked(f"run {run}"):
+    with RunFolder() as temporary, folder.locked(f"run {run}"):
         program = temporary / "program.pt2"
         export_apart(part, num_dense, program)
         writer = VersionWriter(folder, run=run, keep=1, keep_runs=keep_runs, compact_share=1.0, max_increments=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Set
@@ -289,7 +288,7 @@ class VersionFolder:
                 self.remove(version)  # the disk may be full of it
                 raise
             return
-        with RunFolder(Path(tempfile.gettempdir())) as folder:
+        with RunFolder() as folder:
             yield folder
             try:
                 for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):  # the manifest last

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import tempfile
 import threading
 import time
 import uuid
@@ -269,7 +268,7 @@ class _Work:
         folder = VersionFolder(publisher.url)
         with ExitStack() as ending:
             ending.enter_context(folder.locked(f"run {publisher._run}"))
-            self._program = ending.enter_context(RunFolder(Path(tempfile.gettempdir()))) / "p"
+            self._program = ending.enter_context(RunFolder()) / "p"
             self._writer = VersionWriter(
                 folder,
                 run=publisher._run,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -209,7 +208,7 @@ class VersionWriter:
         chain = self._chain(before)
         base, version = chain[0], self._next
         with (
-            RunFolder(Path(tempfile.gettempdir())) as downloads,
+            RunFolder() as downloads,
             self.folder.writing(version) as folder,
         ):
             source = VersionFolder(self.folder.url, cache=downloads)  # nobody would clear a cache that lasts
