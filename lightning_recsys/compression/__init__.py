@@ -1,21 +1,18 @@
 """Codecs for tensors on the network: bfloat16, 8 bits with scales, the largest values with error feedback."""
 
 from lightning_recsys.compression.bfloat16 import BFloat16
-from lightning_recsys.compression.codec import ArraySpec, Codec, FrameError
-from lightning_recsys.compression.costs import COSTS, CodecCost, measure_cost
+from lightning_recsys.compression.codec import Codec, FrameError
+from lightning_recsys.compression.costs import COSTS
 from lightning_recsys.compression.ends import CodecTraffic, Receiver, Sender, describe, specs
 from lightning_recsys.compression.int8 import Int8
-from lightning_recsys.compression.options import CODECS, Compression, make_codec
+from lightning_recsys.compression.options import Compression, make_codec
 from lightning_recsys.compression.top_k import TopK
 from lightning_recsys.compression.uncompressed import Uncompressed
 
 __all__ = [
-    "CODECS",
     "COSTS",
-    "ArraySpec",
     "BFloat16",
     "Codec",
-    "CodecCost",
     "CodecTraffic",
     "Compression",
     "FrameError",
@@ -26,6 +23,5 @@ __all__ = [
     "Uncompressed",
     "describe",
     "make_codec",
-    "measure_cost",
     "specs",
 ]

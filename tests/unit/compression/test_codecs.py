@@ -12,7 +12,6 @@ from lightning_recsys.compression import (
     TopK,
     Uncompressed,
     make_codec,
-    measure_cost,
 )
 
 CODECS = [Uncompressed(), BFloat16(), Int8(), TopK(0.1)]
@@ -210,9 +209,3 @@ def test_compression_when_one_name_is_given_then_it_is_for_both_ways():
     assert Compression.from_option("bf16") == Compression(BFloat16(), BFloat16())
     assert Compression.from_option({"gradients": "topk"}, top_k_fraction=0.5) == Compression(Uncompressed(), TopK(0.5))
     assert make_codec("int8", "activations") == Int8()
-
-
-def test_measure_cost_when_asked_then_a_codec_costs_more_than_none():
-    cost = measure_cost(TopK(), rows=64, width=64, repeats=3)
-    assert cost.encode_seconds_per_mb > 0
-    assert cost.seconds(2e6) == pytest.approx(2 * (cost.encode_seconds_per_mb + cost.decode_seconds_per_mb))
