@@ -11,8 +11,6 @@ from typing import IO, Any
 
 from lightning_recsys.serving.manifest import FileEntry
 
-_CHUNK_BYTES = 1 << 22
-
 
 class DigestedFile(io.RawIOBase):
     """A new file that is written from beginning to end, and digested meanwhile."""
@@ -54,12 +52,9 @@ class DigestedFile(io.RawIOBase):
 
 def digest_file(path: Path) -> FileEntry:
     """Size and digest of a file that is there; of a link's target none, which may lie anywhere."""
-    digest, size = hashlib.sha256(), 0
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileEntry(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileEntry(file.tell(), digest.hexdigest())
 
 
 def write_file(folder: Path, name: str, write: Callable[[DigestedFile], object]) -> FileEntry:
