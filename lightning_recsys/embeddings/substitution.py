@@ -104,6 +104,29 @@ class Substitution:
         for placeholder, path in self.placeholders.items():
             self.collections[path].attach_to(owners.get(placeholder, optimizers[0]), own_group=False)
 
+    def row_state(self) -> dict[str, dict[str, Any]]:
+        """The state of the rows' optimizer, which state dicts leave out: by path and name, with the number of updates.
+
+        The latter is ``step``; it belongs into a checkpoint beside the state dict.
+        """
+        return {path: substitute.row_state() for path, substitute in self._substitutes.items()}
+
+    def load_row_state(self, saved: Mapping[str, Mapping[str, Any]], *, writes: bool = True) -> list[str]:
+        """The reverse of :meth:`row_state`; every process that has these modules calls this.
+
+        Args:
+            saved: What :meth:`row_state` returned, perhaps of other modules or another rule.
+            writes: Whether this process is the one that brings the state to the stores.
+
+        Returns:
+            Paths of modules that were saved with no state such as their rows' rule has: theirs stays as it is.
+        """
+        return [
+            path
+            for path, substitute in self._substitutes.items()
+            if not substitute.load_row_state(saved.get(path, {}), writes=writes)
+        ]
+
     def restore(self) -> None:
         """Put the user's modules back; unbind the collections first, which copies the trained rows into them."""
         for paths, substitute in zip(self._paths, self._substitutes.values(), strict=True):
@@ -170,6 +193,27 @@ class SubstituteModule(nn.Module):
         """Freeze the rows, or let them train again."""
         self.collection.requires_grad_(requires_grad)
         return self
+
+    def row_state(self) -> dict[str, Any]:
+        """Each state of the rows' optimizer by its name, and ``step``, the number of updates."""
+        rows = self._rows
+        return {name: rows.read(_TABLE, name) for name in self._state_shapes} | {"step": rows.step}
+
+    def load_row_state(self, saved: Mapping[str, Any], *, writes: bool) -> bool:
+        """The reverse of :meth:`row_state`; returns whether the state is such as the rows' rule has."""
+        rows, expected = self._rows, self._state_shapes
+        if {name: value.shape for name, value in saved.items() if name != "step"} != expected:
+            return False
+        with rows.replacing_rows():
+            for name in expected if writes else ():
+                rows.write(_TABLE, name, saved[name])
+            rows.step = saved.get("step", 0)
+        return True
+
+    @property
+    def _state_shapes(self) -> dict[str, torch.Size]:
+        shapes = self._rows.row_shapes.items()
+        return {name: torch.Size((self.num_embeddings, *shape)) for name, shape in shapes if name != "weight"}
 
     def _refuse_plain_call(self, *_: Any) -> None:
         raise RuntimeError(

@@ -25,7 +25,7 @@ import lightning_recsys
 from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.checkpoints import is_folder, read_checkpoint, to_file
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.optim import RowAdam, RowSGD, RowWiseAdagrad
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowWiseAdagrad
 from lightning_recsys.stores import DynamicRows
 from lightning_recsys.strategies import HETStrategy
 
@@ -359,6 +359,20 @@ def test_plain_embeddings_when_cached_then_train_as_on_a_single_device():
     assert not torch.equal(actual.items.weight, Ratings().items.weight)
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(actual.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_plain_embeddings_when_two_workers_are_resumed_then_the_row_optimizer_goes_on(tmp_path):
+    def train(*callbacks, ckpt_path=None):
+        model = Ratings()
+        strategy = HETStrategy(algorithm="hybrid", embeddings=["items"], row_optimizer=RowAdagrad(0.5))
+        trainer = make_trainer(strategy, *callbacks, max_epochs=2)
+        trainer.fit(model, ckpt_path=ckpt_path)
+        assert trainer.world_size == 2
+        return model.items.weight.detach()
+
+    straight = train(ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
+    resumed = train(ckpt_path=tmp_path / "epoch=0.ckpt")
+    torch.testing.assert_close(resumed, straight, rtol=1e-5, atol=1e-6)
 
 
 class OnTheGPU(Callback):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,6 +87,14 @@ class ServedTables:
         """Let the rows of plain modules follow the steps and schedules of the optimizers that they were given to."""
         if self._substitution is not None:
             self._substitution.attach_to(optimizers)
+
+    def row_state(self) -> dict[str, dict[str, Any]]:
+        """The state of the optimizer of plain modules' rows, which their state dicts leave out, by path."""
+        return {} if self._substitution is None else self._substitution.row_state()
+
+    def load_row_state(self, saved: Mapping[str, Mapping[str, Any]], *, writes: bool) -> list[str]:
+        """Bring such a state back, by one of all ranks; returns the paths of modules for which none was saved."""
+        return [] if self._substitution is None else self._substitution.load_row_state(saved, writes=writes)
 
     def ignored_groups(self, optimizers: Sequence[Optimizer]) -> list[str]:
         """What optimizers say of plain modules in parameter groups of their own, and the rows' rule does otherwise.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.trainer.states import TrainerFn
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, TableBackend
@@ -27,6 +28,8 @@ from lightning_recsys.strategies.common.settings import require_kind, require_on
 from lightning_recsys.sync import StalenessNormalization
 
 EMBEDDING = "embedding"  # the kind of the servers that have the rows
+
+ROW_STATE = "rows_of_plain_modules"  # in a checkpoint: the state of their optimizer, by path
 
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
@@ -92,6 +95,7 @@ class ServedStrategy(RecsysStrategy):
         super()._reset()
         self.tables: ServedTables | None = None
         self._trains = False  # from on_train_start to finish_training
+        self._row_state: Mapping[str, Mapping[str, Any]] | None = None  # of a checkpoint, until its rows are bound
 
     def server_specs(self) -> list[ServerSpec]:
         """Servers for rows."""
@@ -172,6 +176,7 @@ class ServedStrategy(RecsysStrategy):
             assert isinstance(collection.embedding_bags, StoreBackend)
             collection.embedding_bags.meet = partial(self.barrier, "rows are replaced")
         self.barrier("rows are where they belong")
+        self._load_row_state()
 
     def _bind(self, servers: Sequence[Stores], plan: PlacementPlan, *, first: bool) -> None:
         assert self.tables is not None
@@ -242,6 +247,30 @@ class ServedStrategy(RecsysStrategy):
         if self._trains and self.succeeded:
             self.settle()
         return super().lightning_module_state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Save, with the state of the optimizer of plain modules' rows unless it is to be weights only."""
+        if self.tables is not None and self.succeeded and self.is_global_zero and "optimizer_states" in checkpoint:
+            checkpoint[ROW_STATE] = self.tables.row_state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, and the state of the optimizer of plain modules' rows once they are on the servers."""
+        super().load_model_state_dict(checkpoint, strict=strict)
+        self._row_state = checkpoint.get(ROW_STATE, {})
+        self._load_row_state()
+
+    def _load_row_state(self) -> None:
+        if self.tables is None or self._row_state is None:
+            return
+        afresh = self.tables.load_row_state(self._row_state, writes=self.is_global_zero)
+        self._row_state = None
+        if afresh and self.is_global_zero:
+            log.warning(
+                f"The checkpoint has no state of {type(self.row_optimizer).__name__} for the rows of {afresh}, which"
+                " are on servers: it begins afresh. A checkpoint has such a state if it was written while a strategy"
+                " with the same row_optimizer served these modules, and is more than weights."
+            )
 
     # --- The end -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_recsys.embeddings.substitution import substitute_embeddings
-from lightning_recsys.optim import RowAdagrad, RowFTRL, RowSGD
+from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.backend import StoreBackend
@@ -130,6 +130,47 @@ def test_checkpoint_when_saved_while_bound_then_a_plain_module_loads_it_and_back
         served.load_state_dict({})
     with pytest.raises(RuntimeError, match=r"size mismatch for emb.weight: the checkpoint has \[2, 4\]"):
         served.load_state_dict({"emb.weight": torch.zeros(2, 4)})
+    bound.release()
+
+
+def take_steps(served):
+    for _ in range(3):
+        (served(IDS) - 1).square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "rule", [RowAdam(0.1), RowAdagrad(0.5), RowWiseAdagrad(0.5), RowSGD(0.1)], ids=lambda x: type(x).__name__
+)
+def test_row_state_when_saved_and_loaded_then_training_goes_on_as_if_it_had_never_stopped(rule, tmp_path):
+    served = Holder(nn.Embedding(10, 4))
+    bound = Bound(served, tmp_path, rule)
+    take_steps(served)
+    torch.save((served.state_dict(), bound.substitution.row_state()), tmp_path / "saved.pt")
+    take_steps(served)
+    bound.release()
+    weights, state = torch.load(tmp_path / "saved.pt")
+    assert state["emb"]["step"] == 3
+    resumed = Holder(nn.Embedding(10, 4))
+    (tmp_path / "second").mkdir()
+    bound = Bound(resumed, tmp_path / "second", rule)
+    resumed.load_state_dict(weights)
+    assert bound.substitution.load_row_state(state) == []
+    take_steps(resumed)
+    bound.release()
+    torch.testing.assert_close(resumed.emb.weight, served.emb.weight, rtol=0, atol=0)
+
+
+def test_row_state_when_it_is_another_rules_or_lacks_then_the_module_is_named_and_begins_afresh(tmp_path):
+    served = Holder(nn.Embedding(10, 4))
+    bound = Bound(served, tmp_path, RowAdagrad(0.5))
+    take_steps(served)
+    before = bound.substitution.row_state()["emb"]
+    rowwise = {"sum": torch.ones(10), "step": 5}
+    for saved in ({}, {"other": before}, {"emb": rowwise}, {"emb": {"sum": torch.ones(9, 4), "step": 5}}):
+        assert bound.substitution.load_row_state(saved) == ["emb"]
+    after = bound.substitution.row_state()["emb"]
+    assert after["step"] == before["step"] == 3
+    assert torch.equal(after["sum"], before["sum"])
     bound.release()
 
 
