@@ -25,7 +25,7 @@ from lightning_recsys.runtime import configure_worker
 try:
     from lightning_recsys.serving import ModelReader, export_model
     from lightning_recsys.serving.hub import load_pretrained, save_pretrained
-    from lightning_recsys.serving.onnx import export_onnx
+    from lightning_recsys.serving.onnx import check_onnx, export_onnx
 except ModuleNotFoundError as error:
     raise SystemExit(str(error)) from None
 
@@ -41,6 +41,8 @@ def main(cfg: DictConfig) -> None:
 def export(config: Config) -> str:
     """Publish the model as a base, or write it as a folder with a model card; returns what was done."""
     path = config["checkpoint"]
+    if config["onnx"] is not None:
+        check_onnx(config["onnx"])  # before anything is published
     check_file(path)
     checkpoint = load_checkpoint(path, "checkpoint")
     datamodule = build_datamodule(config, checkpoint=checkpoint)

@@ -13,6 +13,22 @@ from lightning_recsys.serving.reader import PublishedModel
 _EXAMPLES = 3  # to trace with: 0 and 1 would be taken for constants
 
 
+def check_onnx(target: str | Path) -> None:
+    """See that a file can be written as ONNX, before the work that comes first.
+
+    Args:
+        target: The file.
+
+    Raises:
+        ImportError: onnx and onnxscript are not installed (the extra ``[onnx]``).
+        FileNotFoundError: there is no such folder.
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
+        raise ImportError("ONNX needs the extra [onnx]: pip install lightning-recsys[onnx].")
+    if not (folder := Path(target).absolute().parent).is_dir():
+        raise FileNotFoundError(f"there is no folder {folder} for {target}.")
+
+
 def export_onnx(model: PublishedModel, target: str | Path) -> None:
     """Write the dense part: ``dense`` ``[B, I]`` and each collection's pooled rows ``[B, F, D]`` to ``logits`` ``[B]``.
 
@@ -26,9 +42,9 @@ def export_onnx(model: PublishedModel, target: str | Path) -> None:
 
     Raises:
         ImportError: onnx and onnxscript are not installed (the extra ``[onnx]``).
+        FileNotFoundError: there is no folder for the target.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript")):
-        raise ImportError("export_onnx needs the extra [onnx]: pip install lightning-recsys[onnx].")
+    check_onnx(target)
     dense = torch.zeros(_EXAMPLES, model.manifest.num_dense)
     pooled = {
         path: torch.zeros(_EXAMPLES, sum(len(x.feature_names) for x in rows.tables), rows.tables[0].embedding_dim)

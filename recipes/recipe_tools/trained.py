@@ -22,6 +22,9 @@ OWN_KEYS = ("ckpt_path", "paths")
 def offer_checkpoint_config(arguments: Sequence[str], *, recipe: str = "evaluate", key: str = "ckpt_path") -> None:
     """Give Hydra the configuration in the checkpoint, so that overrides are checked against what was trained.
 
+    Files of another schema lie where that one is, unless the command line says otherwise: the root in the checkpoint
+    may be the folder of the schema that was trained with.
+
     Args:
         arguments: Of the command line.
         recipe: Which recipe this is, for messages.
@@ -39,6 +42,8 @@ def offer_checkpoint_config(arguments: Sequence[str], *, recipe: str = "evaluate
     if trained is None:
         raise SystemExit(f"{key}: {path} carries no configuration; was it written by {command('train')}?")
     node = {key: value for key, value in trained.items() if key not in OWN_KEYS}
+    if find_value(arguments, "data.schema") is not None and "root" in node.get("data", {}):
+        node["data"] = {**node["data"], "root": None}
     ConfigStore.instance().store("checkpoint", node=OmegaConf.create(node))
 
 

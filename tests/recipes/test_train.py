@@ -8,6 +8,7 @@ import runpy
 import pytest
 import torch
 from evaluate import offer_checkpoint_config
+from export import export
 from lightning_utilities.core.rank_zero import rank_zero_only
 from recipe_helpers import CONF, RECIPES, TINY, plain, run_recipe, train_here
 from recipe_tools.build import build_dense_optimizer, build_trainer
@@ -122,6 +123,32 @@ def test_evaluate_checks_overrides_against_the_checkpoint(run):
     (explained,) = explain(["data.test_row=100", "data.test_rows=100"], config_name="evaluate")
     assert explained.startswith("data.test_row: no such choice. Did you mean data.test_rows")
     assert explain(["strategy=ddp"], config_name="evaluate") == []  # Hydra itself refuses what is no choice here
+
+
+@pytest.mark.parametrize(
+    ("overrides", "root"),
+    [
+        ([], "/trained"),
+        (["data.schema={folder}/new.yaml"], "{folder}"),
+        (["data.schema={folder}/new.yaml", "data.root=/given"], "/given"),
+    ],
+)
+def test_evaluate_finds_the_files_of_another_schema_beside_it(overrides, root, composed, tmp_path):
+    (tmp_path / "new.yaml").write_text("files: new.csv\nlabel: y\n")
+    trained = {"data": {"schema": {"files": "old.csv", "label": "y"}, "root": "/trained"}, "model": {"_target_": "a.B"}}
+    torch.save({"hyper_parameters": {"config": trained}}, tmp_path / "best.ckpt")
+    arguments = [x.format(folder=tmp_path) for x in (f"ckpt_path={tmp_path}/best.ckpt", *overrides)]
+    offer_checkpoint_config(arguments)
+    config = plain(composed("evaluate", *arguments))
+    assert config["data"]["root"] == root.format(folder=tmp_path)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_export_refuses_what_cannot_be_written_as_onnx_before_it_publishes(installed, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    kind, message = (FileNotFoundError, "no folder .*/nowhere for") if installed else (ImportError, r"extra \[onnx\]")
+    with pytest.raises(kind, match=message):
+        export({"checkpoint": "nowhere.ckpt", "onnx": str(tmp_path / "nowhere/dense.onnx")})
 
 
 def test_evaluate_names_a_checkpoint_that_is_not_there():
