@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import torch
 from numpy.typing import NDArray
@@ -24,6 +26,9 @@ from lightning_recsys.data.graph.ranking import Ranking
 from lightning_recsys.data.graph.sampling import NeighborSampler
 from lightning_recsys.data.hashing import key64
 from lightning_recsys.data.module import Split
+from lightning_recsys.data.tables.columns import as_categories
+
+_WHOLE_NUMBER = r"^(0|-?[1-9]\d{0,17})$"  # as integers of 64 bits are written
 
 
 @dataclass(frozen=True)
@@ -60,19 +65,31 @@ class Interactions:
     def read(cls, path: str | Path, *, user: str, item: str, separator: str = ",") -> Interactions:
         """From a delimited file with a header; users and items may be called anything, and each pair counts once.
 
+        Each word is a user or an item of its own, as in a categorical column of a table: ``007`` is not ``7``, and
+        ``7.0`` is. They are numbered in the order of their numbers where all are whole ones, else of their words.
+
         Raises:
-            ValueError: a column is not there.
+            ValueError: a column is not there or stands twice, a row has no value, or a line is damaged.
         """
-        table = pacsv.read_csv(path, parse_options=pacsv.ParseOptions(delimiter=separator))
-        if missing := {user, item} - set(table.column_names):
-            raise ValueError(f"{path} has no column {sorted(missing)}; it has {table.column_names}.")
-        if empty := [name for name in (user, item) if table[name].null_count]:
-            raise ValueError(f"{path} has rows without a value in the columns {empty}.")
-        (_, users), (_, items) = (np.unique(table[name].to_numpy(), return_inverse=True) for name in (user, item))
+        style = pacsv.ParseOptions(delimiter=separator)
+        try:
+            with pacsv.open_csv(path, parse_options=style) as header:
+                columns = header.schema.names
+            if missing := {user, item} - set(columns):
+                raise ValueError(f"it has no column {sorted(missing)}; it has {columns}.")
+            if twice := [name for name in (user, item) if columns.count(name) > 1]:
+                raise ValueError(f"its header has the columns {twice} more than once.")
+            words = {name: pa.string() for name in (user, item)}
+            table = pacsv.read_csv(
+                path,
+                parse_options=style,
+                convert_options=pacsv.ConvertOptions(column_types=words, include_columns=list(words)),
+            )
+            (users, num_users), (items, num_items) = (_numbered(table[name], name) for name in (user, item))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         order = np.lexsort((items, users))
-        return cls(
-            users[order], items[order], int(users.max(initial=-1)) + 1, int(items.max(initial=-1)) + 1
-        ).distinct()
+        return cls(users[order], items[order], num_users, num_items).distinct()
 
     def distinct(self) -> Interactions:
         """Each pair once, in the order in which they first come."""
@@ -87,6 +104,19 @@ class Interactions:
         """Users and items as nodes, each interaction as an edge both ways."""
         edges = np.stack([self.users, self.items + self.num_users])
         return CSRGraph.from_edge_index(edges, num_nodes=self.num_users + self.num_items, undirected=True)
+
+
+def _numbered(column: pa.ChunkedArray, name: str) -> tuple[Ids, int]:
+    """The number of each word of a column, and how many there are."""
+    words = as_categories(column, strip=True, missing=("",))
+    if words.null_count:
+        raise ValueError(f"{words.null_count} rows have no value in the column {name!r}.")
+    distinct = words.dictionary
+    are_whole = pc.all(pc.match_substring_regex(distinct, _WHOLE_NUMBER), min_count=0).as_py()
+    order = pc.sort_indices(distinct.cast(pa.int64()) if are_whole else distinct).to_numpy()
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.arange(len(order))
+    return numbers[words.indices.to_numpy()], len(order)
 
 
 @dataclass(frozen=True)

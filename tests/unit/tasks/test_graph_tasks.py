@@ -231,8 +231,44 @@ def test_interactions_when_read_then_names_become_numbers_and_pairs_count_once(t
     with pytest.raises(ValueError, match=r"no column \['item'\]; it has \['who', 'what'\]"):
         Interactions.read(tmp_path / "a.csv", user="who", item="item")
     (tmp_path / "b.csv").write_text("who,what\n1,9\n,7\n")
-    with pytest.raises(ValueError, match=r"rows without a value in the columns \['who'\]"):
+    with pytest.raises(ValueError, match=r"b.csv: 1 rows have no value in the column 'who'"):
         Interactions.read(tmp_path / "b.csv", user="who", item="what")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([str(12345678901234567000 + i) for i in range(5)], [0, 1, 2, 3, 4]),  # beyond 64 bits with a sign
+        (["007", "7", "07", "7.0"], [0, 2, 1, 2]),
+        (["10", "9", "-1", "0"], [3, 2, 0, 1]),
+        (["1.5", "1.50", "x", "NA"], [0, 1, 3, 2]),
+    ],
+    ids=["long", "zeros", "numbers", "words"],
+)
+def test_interactions_when_ids_are_any_words_then_each_is_a_user_of_its_own(tmp_path, words, expected):
+    path = tmp_path / "a.csv"
+    path.write_text("what,who\n" + "".join(f"{i},{word}\n" for i, word in enumerate(words)))
+    taken = Interactions.read(path, user="who", item="what")
+    assert taken.num_users == len(set(expected))
+    assert dict(zip(taken.items.tolist(), taken.users.tolist(), strict=True)) == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("who,what\nann,1\n,2\nbob,3\n", "1 rows have no value in the column 'who'"),
+        ("who,what\nann,1\nbob\n", "Expected 2 columns, got 1"),
+        ("who,what,who\nann,1,2\n", r"its header has the columns \['who'\] more than once"),
+        ('who,what\nann,1\n"bob,2\ncid,3\n', "CSV parse"),
+        ("", "Empty CSV file"),
+    ],
+    ids=["empty", "ragged", "twice", "quote", "nothing"],
+)
+def test_interactions_when_a_file_is_damaged_then_it_and_the_fault_are_named(tmp_path, content, message):
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"a\.csv: .*{message}"):
+        Interactions.read(path, user="who", item="what")
 
 
 def test_interactions_when_ids_are_narrow_then_pairs_are_told_apart_in_the_order_in_which_they_came():
