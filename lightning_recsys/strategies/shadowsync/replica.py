@@ -38,7 +38,7 @@ class Replica:
     flat: Tensor
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._parameters: list[tuple[nn.Parameter, int]] = []
+        self._parameters: list[tuple[str, nn.Parameter, int]] = []
         self.size = 0
         for name, parameter in named_parameters:
             if parameter.dtype != torch.float32:
@@ -46,30 +46,53 @@ class Replica:
                     f"replicas are kept and averaged in float32, but {name} is {parameter.dtype}. Use"
                     " trainer.precision=32-true, or bf16-mixed, which computes in bfloat16 and leaves parameters alone."
                 )
-            self._parameters.append((parameter, self.size))
+            self._parameters.append((name, parameter, self.size))
             self.size += _whole_lines(4 * parameter.numel()) // 4
 
     def attach(self, flat: Tensor) -> None:
         """Move the parameters into ``flat``, float32 ``[size]``, with their values."""
-        for parameter, start in self._parameters:
+        for _, parameter, start in self._parameters:
             view = flat[start : start + parameter.numel()].view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
         self.flat = flat
 
+    def bring_back(self, *, is_shared: bool) -> None:
+        """Move parameters whose ``data`` was replaced, as SAM and swaps of weights do, into the vector again.
+
+        Args:
+            is_shared: Other workers train in the vector as well, and nobody knows whose values count.
+
+        Raises:
+            ValueError: it is shared, or a parameter has another type or shape than before.
+        """
+        for name, parameter, start in self._parameters:
+            if not parameter.numel() or parameter.data_ptr() == self.flat.data_ptr() + 4 * start:
+                continue
+            view = self.flat[start : start + parameter.numel()]
+            if is_shared or parameter.dtype != torch.float32 or view.numel() != parameter.numel():
+                raise ValueError(
+                    f"{name}.data was replaced while training, by {list(parameter.shape)} of {parameter.dtype}:"
+                    " strategy=shadowsync averages the memory that it had, and with strategy.workers_per_trainer above"
+                    f" 1 other workers train in that. Write to it in place, as {name}.data.copy_(...) does."
+                )
+            view = view.view(parameter.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+
     def detach(self) -> None:
         """Give every parameter memory of its own again."""
-        for parameter, _ in self._parameters:
+        for _, parameter, _ in self._parameters:
             parameter.data = parameter.data.clone()
 
     def assign(self, values: Tensor) -> None:
         """Give every parameter its part of a vector like :attr:`flat`, wherever the parameters lie."""
-        for parameter, start in self._parameters:
+        for _, parameter, start in self._parameters:
             parameter.data.copy_(values[start : start + parameter.numel()].view(parameter.shape))
 
     def merge_changes(self, values: Tensor) -> None:
         """Copy the parameters that differ from :attr:`flat`, detached as they are, into a vector like it."""
-        for parameter, start in self._parameters:
+        for _, parameter, start in self._parameters:
             own, part = parameter.data.flatten().float(), slice(start, start + parameter.numel())
             if not torch.equal(own.view(torch.int32), self.flat[part].view(torch.int32)):  # a NaN equals itself
                 values[part] = own

@@ -84,14 +84,25 @@ class TrainerRun:
             self.driver.check()
             if not self.driver.is_active:  # since the last epoch's end
                 self.driver.start()
+        self.bring_back()
         self.team.begin_batch()
 
     def count_step(self) -> None:
         """This worker has made an update; where a round in the foreground is due it is made now."""
         if self.is_training:
+            self.bring_back()  # before a round
             self.team.count_step()
             if self.driver is not None:
                 self.driver.after_step()
+
+    def bring_back(self) -> None:
+        """Let parameters whose ``data`` was replaced be those of the replica again, unless the average is in place.
+
+        It is for steps and what comes before a validation: a callback that swaps weights for the validation itself has
+        them in its own memory until it swaps back.
+        """
+        if self.is_training and not self.is_averaged:
+            self.team.bring_back()
 
     def stop_before_others(self) -> None:
         """Before this rank waits for others: in the foreground, take part in the rounds of those who still train."""

@@ -262,6 +262,8 @@ class ShadowSyncStrategy(ServedStrategy):
         run = self._run
         assert run is not None
         run.team.share_optimizers(self.optimizers)
+        self.changes.before_train_epoch_end(run.bring_back)
+        self.changes.before_validation_data(run.bring_back)
         rounds = None
         if run.num_trainers > 1:
             # The algorithm, and the centre, start at the average, which is what a checkpoint has as the model's

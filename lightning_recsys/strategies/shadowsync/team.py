@@ -55,6 +55,10 @@ class Team:
         self._others_before: int | None = None  # steps of the others when the gradient under way was begun
         self._staleness: deque[int] = deque(maxlen=STALENESS_WINDOW)  # of this worker's last updates
 
+    def bring_back(self) -> None:
+        """Let parameters whose ``data`` was replaced be those of the replica again; see :meth:`Replica.bring_back`."""
+        self.replica.bring_back(is_shared=self.size > 1)
+
     def elect(self, living: Sequence[int]) -> bool:
         """After a meeting of these ranks: whether this worker leads from now on, and did not before."""
         did, self.leads = self.leads, self._rank in self.leaders_among(living)

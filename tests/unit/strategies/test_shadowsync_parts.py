@@ -203,6 +203,24 @@ def test_replica_when_a_parameter_is_not_float32_then_refused_by_name():
         Replica(nn.Linear(2, 2, dtype=torch.float64).named_parameters())
 
 
+def test_replica_when_a_parameters_data_is_replaced_then_it_comes_back_unless_others_share_it():
+    model = nn.Linear(2, 2)
+    replica = Replica(model.named_parameters())
+    replica.attach(torch.zeros(replica.size))
+    replica.bring_back(is_shared=True)  # all are there
+    model.bias.data = torch.tensor([3.0, 4.0])
+    with pytest.raises(ValueError, match=r"bias\.data was replaced while training, .* bias\.data\.copy_"):
+        replica.bring_back(is_shared=True)
+    replica.bring_back(is_shared=False)
+    assert replica.holds(model.bias.data)
+    assert model.bias.tolist() == [3.0, 4.0]
+    replica.flat.fill_(7.0)
+    assert model.bias.tolist() == [7.0, 7.0]
+    model.weight.data = model.weight.data.double()
+    with pytest.raises(ValueError, match=r"weight\.data was replaced while training, by \[2, 2\] of torch\.float64"):
+        replica.bring_back(is_shared=False)
+
+
 class HeavyBall(torch.optim.Optimizer):
     """Somebody's own optimizer, which makes its state as it steps; ``eager`` adds to it without a gradient, too."""
 
