@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from itertools import groupby, islice
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from lightning_recsys.data.hashing import key64
 from lightning_recsys.sync.leases import Lease
 
 Shuffle = Literal["rows", "batches"]
+
+_TOGETHER = 512  # rows of small batches that are made at once: what one making costs by itself is little then
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,15 @@ class RowSource(Protocol):
         ...
 
 
+@runtime_checkable
+class ManyRowSource(RowSource, Protocol):
+    """A :class:`RowSource` for which several small batches take little more time than one."""
+
+    def take_many(self, rows_KB: Tensor) -> list[Batch]:
+        """The batches of ``K`` times as many rows, each as :meth:`take` makes it, bit for bit."""
+        ...
+
+
 @dataclass(frozen=True)
 class ShuffledRows:
     """A :class:`RowSource` as a :class:`BatchSource`: rows are taken as they are asked for.
@@ -159,16 +171,26 @@ class ShuffledRows:
             whole = replace(request, start=0).steps(len(self))
             last = whole.bounds(len(whole) - 1)
             order = torch.randperm(len(whole) - (last[1] - last[0] != size), generator=generator)  # it stays the last
-        for step in range(len(steps)):
+
+        def rows_of(step: int) -> Tensor:
             start, stop = steps.slice(step, rank=request.rank)
-            number = steps.bounds(step)[0] // size
             if self.shuffle == "rows":
-                rows = order[start:stop]
-            else:
-                moved = int(order[number]) - number if self.shuffle and number < len(order) else 0
-                rows = torch.arange(start, stop) + moved * size
-            batch = self.rows.take(rows)
+                return order[start:stop]
+            number = steps.bounds(step)[0] // size
+            moved = int(order[number]) - number if self.shuffle and number < len(order) else 0
+            return torch.arange(start, stop) + moved * size
+
+        for batch in self._taken(map(rows_of, range(len(steps)))):
             yield batch if self.features is None else batch.select(self.features)
+
+    def _taken(self, coming: Iterator[Tensor]) -> Iterator[Batch]:
+        """A batch of each of these rows; small ones are made together where the source can do so."""
+        if not isinstance(self.rows, ManyRowSource):
+            yield from map(self.rows.take, coming)
+            return
+        for size, alike in groupby(coming, len):
+            while rows := list(islice(alike, max(1, _TOGETHER // size))):
+                yield from [self.rows.take(rows[0])] if len(rows) == 1 else self.rows.take_many(torch.stack(rows))
 
     def order(self, request: Request) -> dict[str, int | str | None]:
         """See the protocol."""

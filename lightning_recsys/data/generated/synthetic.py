@@ -37,6 +37,10 @@ class SyntheticRows:
         """The rows with these numbers, int64 ``[B]``."""
         return self.clicks.take(self.split, rows.numpy())
 
+    def take_many(self, rows_KB: Tensor) -> list[Batch]:
+        """The same as ``K`` batches, int64 ``[K, B]``."""
+        return self.clicks.take_many(self.split, rows_KB.numpy())
+
     def teacher_normalized_entropy(self) -> float:
         """Normalized entropy of the teacher's own probabilities: no model scores lower, up to the labels' luck."""
         metric = NormalizedEntropy(sync_on_compute=False)  # every rank may ask for it, or one alone

@@ -1,6 +1,7 @@
 """Where synthetic clicks come from: hashed features, and a teacher that knows each row's click probability."""
 
-# Shape suffixes: B batch, F single-hot features, N ids of one feature's bags, D dense features, C channels (see below).
+# Shape suffixes: B batch, K batches, F single-hot features, N ids of one feature's bags, D dense features, C channels
+# (see below).
 
 from __future__ import annotations
 
@@ -98,6 +99,19 @@ class SyntheticClicks:
             ),
             labels=torch.from_numpy(clicked.astype(np.float32)),
         )
+
+    def take_many(self, split: str, rows_KB: Ids) -> list[Batch]:
+        """The rows of a split as ``K`` batches, for little more than one of them costs; each as :meth:`take` has it."""
+        if self._multi_hot:
+            return [self.take(split, rows_B) for rows_B in rows_KB]
+        whole, (num_batches, size) = self.take(split, rows_KB.ravel()), rows_KB.shape
+        ids_KN = whole.sparse.values.view(-1, num_batches, size).transpose(0, 1).reshape(num_batches, -1)
+        return [
+            Batch(dense_BD.clone(), SparseFeatures(whole.sparse.keys, ids_N), labels_B)  # dense starts at a cache line
+            for dense_BD, ids_N, labels_B in zip(
+                whole.dense.split(size), ids_KN.unbind(), whole.labels.split(size), strict=True
+            )
+        ]
 
     def probabilities(self, split: str, rows_B: Ids) -> NDArray[np.float64]:
         """The teacher's click probability of each row. No model predicts the labels better."""

@@ -10,7 +10,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_recsys.data import Batch, SyntheticDataModule
+from lightning_recsys.data import Batch, BatchLoader, SyntheticDataModule
+from lightning_recsys.data.generated.teacher import SyntheticClicks
 
 SMALL = {
     "train_rows": 100,
@@ -232,3 +233,42 @@ def test_probabilities_when_labels_are_drawn_then_depend_on_the_row_only():
     several = data.clicks.probabilities("train", np.arange(50))
     alone = [data.clicks.probabilities("train", np.array([row]))[0] for row in range(0, 50, 7)]
     assert alone == several[::7].tolist()
+
+
+class OneByOne:
+    """Rows of which each batch is made by itself."""
+
+    def __init__(self, rows) -> None:
+        self._rows = rows
+
+    def __len__(self):
+        return len(self._rows)
+
+    def take(self, rows):
+        return self._rows.take(rows)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16, 300])
+@pytest.mark.parametrize("options", [{}, {"multi_hot": {"c2": 3}}, {"num_dense": 0}], ids=str)
+@pytest.mark.parametrize("shuffle", ["batches", "rows", None])
+def test_batches_when_small_ones_are_made_together_then_each_is_the_same_bit_for_bit(
+    batch_size, options, shuffle, monkeypatch
+):
+    rows = SyntheticDataModule(**SMALL | options | {"train_rows": 1503}).rows("train")
+    settings = {"batch_size": batch_size, "shuffle": shuffle, "seed": 4, "rank": 1, "world_size": 2}
+    alone, together = BatchLoader(OneByOne(rows), **settings), BatchLoader(rows, **settings)
+    next(iter(alone))
+    together.load_state_dict(alone.state_dict())  # goes on in the midst of an epoch
+    alone.load_state_dict(alone.state_dict())
+    expected, taken, take = list(alone), [], SyntheticClicks.take
+    monkeypatch.setattr(SyntheticClicks, "take", lambda *args: taken.append(len(args[2])) or take(*args))
+    found = list(together)
+    assert len(found) == len(expected) == len(together) - 1
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.dense, other.dense)
+        assert torch.equal(one.labels, other.labels)
+        assert one.sparse.keys == other.sparse.keys
+        assert torch.equal(one.sparse.values, other.sparse.values)
+        assert torch.equal(one.sparse.bag_offsets(), other.sparse.bag_offsets())
+    joint = batch_size < 300 and "multi_hot" not in options
+    assert len(taken) <= 4 if joint else len(taken) == len(found)

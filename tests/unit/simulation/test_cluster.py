@@ -7,7 +7,7 @@ import pytest
 import torch
 from click_module import ClickModule, make_batch
 
-from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.data import BatchLoader, SyntheticDataModule
 from lightning_recsys.models import DeepFM
 from lightning_recsys.optim import RowAdagrad, RowSGD
 from lightning_recsys.simulation import (
@@ -42,6 +42,18 @@ def make_task(data, *, rows=ADAGRAD, optimizer=ADAM, **options):
 def equal(one, other):
     ours, theirs = one.state_dict(), other.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_batches_when_made_together_then_the_cluster_comes_to_the_same_bits():
+    data = SyntheticDataModule(batch_size=5, train_rows=600, cardinalities=(20, 50), num_dense=3)
+    rows, results, tasks = data.rows("train"), [], []
+    one_by_one = [rows.take(torch.arange(start, start + 5)) for start in range(0, 600, 5)]
+    cluster = VirtualCluster(workers_per_replica=7, workers=Workers(compute=Exponential(1.0)))
+    for loader in (one_by_one, BatchLoader(rows, batch_size=5)):
+        tasks.append(make_task(data))
+        results.append(cluster.train(tasks[-1], loader).to_dict())
+    assert equal(*tasks)
+    assert results[0] == results[1]
 
 
 def test_one_worker_then_trains_as_a_plain_loop_does_bit_for_bit():
