@@ -14,7 +14,7 @@ from benchmarks.harness.hosts import NoLinkError
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.report import Result, Row
 from benchmarks.suites.het.cache import Columns
-from benchmarks.suites.het.link import HET, HYBRID, measure_variants
+from benchmarks.suites.het.link import HET, HYBRID, PER_STEP, measure_variants
 
 TRAINING = "benchmarks.suites.graph.training"
 
@@ -71,10 +71,7 @@ def measure(
         bars.append(Bar(title, measured[rate].ratio(HET, HYBRID), "at least", least, " x"))
         for name, told in jobs.items():
             crossed, missed = told.crossed, told.telemetry.get("cache/miss_rate", 1.0)
-            per_step = [f"{x / crossed.steps / 1e6:.3f}" for x in (crossed.counted, crossed.told)]
-            lines.append([f"{where}, {name}", f"{crossed.steps:,}", *per_step, f"{missed:.1%}"])
-            bars.append(
-                Bar(f"bytes on the interface off those told, {where}, {name}", crossed.error, "at most", 2, " %")
-            )
-    header = ("", "steps", "MB a step on the interface", "MB a step told", "rows missed")
+            lines.append([*crossed.line(f"{where}, {name}"), f"{missed:.1%}"])
+            bars.append(crossed.bar(f"{where}, {name}"))
+    header = (*PER_STEP, "rows missed")
     return [*results, Columns("Bytes between worker and server, both ways", header, lines)], bars

@@ -33,6 +33,7 @@ from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.parameter_server.keys import JobKeys
 
 TRAINING = "benchmarks.suites.het.training"
+PER_STEP = ("", "steps", "MB a step on the interface", "MB a step told")
 HYBRID, PREFETCHED, HET = "hybrid", "hybrid, prefetched", "het"
 
 MakeJob = Callable[[tuple[Host, Host], Path], Job]
@@ -65,10 +66,23 @@ class Crossed:
         counted = sent + received - HEADERS * (sent_packets + received_packets)
         return cls(len(readings) - 1, float(counted), float(sum(told)))
 
+    @classmethod
+    def read(cls, folder: Path, *, rank: int = 0) -> Crossed:
+        """From the folder of a job that has run."""
+        return cls.of(np.fromfile(next(folder.glob(f"{TRAFFIC}-{rank}-*"))).reshape(-1, 6))
+
     @property
     def error(self) -> float:
         """Percent by which the interface counted more than was told, or less."""
         return 100 * abs(self.counted / self.told - 1) if self.told else 100.0
+
+    def line(self, name: str) -> list[str]:
+        """Of a table with :data:`PER_STEP` above."""
+        return [name, f"{self.steps:,}", *(f"{x / self.steps / 1e6:.3f}" for x in (self.counted, self.told))]
+
+    def bar(self, name: str, told: str = "told") -> Bar:
+        """What was counted against what was told, or expected."""
+        return Bar(f"bytes on the interface off those {told}, {name}", self.error, "at most", 2, " %")
 
 
 def measure(
@@ -118,14 +132,9 @@ def measure(
             results.append(Row(f"{model}, {rate}, B={batch_size}, D={dim}", measured[rate], base=HYBRID))
             bars.append(_speed_bar(model, rate, measured[rate].ratio(HET, HYBRID), least))
         for name, job in jobs.items():
-            traffic = job.crossed
-            per_step = [f"{x / traffic.steps / 1e6:.3f}" for x in (traffic.counted, traffic.told)]
-            lines.append([f"{model}, {name}", f"{traffic.steps:,}", *per_step])
-            bars.append(
-                Bar(f"bytes on the interface off those told, {model}, {name}", traffic.error, "at most", 2, " %")
-            )
-    header = ("", "steps", "MB a step on the interface", "MB a step told")
-    return [*results, Columns("Bytes between worker and server, both ways", header, lines)], bars
+            lines.append(job.crossed.line(f"{model}, {name}"))
+            bars.append(job.crossed.bar(f"{model}, {name}"))
+    return [*results, Columns("Bytes between worker and server, both ways", PER_STEP, lines)], bars
 
 
 def _speed_bar(model: str, rate: str, ratio: float | None, least: float) -> Bar:
@@ -215,12 +224,7 @@ def measure_on_links(
             rate: Measurement({name: x[i * (rounds + 1) :][:rounds] for name, x in turns.items()})
             for i, rate in enumerate(rates)
         }
-        told = {
-            name: Told(
-                Crossed.of(np.fromfile(next(job.folder.glob(f"{TRAFFIC}-*"))).reshape(-1, 6)), job.telemetry.get(0, {})
-            )
-            for name, job in jobs.items()
-        }
+        told = {name: Told(Crossed.read(job.folder), job.telemetry.get(0, {})) for name, job in jobs.items()}
     return measured, told
 
 

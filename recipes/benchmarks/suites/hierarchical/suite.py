@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.choices import check_choices, check_numbers
 from benchmarks.harness.hosts import Host, NoLinkError, limit_rate, linked_hosts
@@ -30,8 +29,7 @@ from benchmarks.harness.workload import Workload
 from benchmarks.suites.des.processors import encryption_seconds
 from benchmarks.suites.des.suite import environments
 from benchmarks.suites.het.cache import Columns
-from benchmarks.suites.het.link import Crossed
-from benchmarks.suites.het.training import TRAFFIC
+from benchmarks.suites.het.link import PER_STEP, Crossed
 from benchmarks.suites.hierarchical.quality import measure as measure_quality
 from benchmarks.suites.hierarchical.training import PLAN, ROWS, WARM_STEPS, make_network, make_optimizer
 
@@ -222,18 +220,9 @@ class Suite:
             for rate, rates in measured.items()
         ]
         table, bars = self._predictions(graph, planned, measured, costs)
-        results += [table, self._bytes(crossed)]
-        for name, each in crossed.items():
-            bars.append(
-                Bar(
-                    f"bytes on the interface off those told, {name}, B={self.batch_size}",
-                    each.error,
-                    "at most",
-                    2,
-                    " %",
-                )
-            )
-        return results, bars
+        title = f"Bytes between a trainer and its group's servers, both ways, B={self.batch_size}"
+        results += [table, Columns(title, PER_STEP, [each.line(name) for name, each in crossed.items()])]
+        return results, [*bars, *(each.bar(f"{name}, B={self.batch_size}") for name, each in crossed.items())]
 
     def timed_operators(self) -> OperatorGraph:
         """The model's operators with the times that they take here."""
@@ -297,13 +286,11 @@ class Suite:
                 names = {x.variant.name: numbers[x.job] for x in planned if x.rate == rate}
                 found = {name: turns[job][own] for name, job in names.items()}
                 measured[rate] = Measurement({ONE_PROCESS: turns[ONE_PROCESS][own], **found})
-            readings = {
-                name: np.fromfile(next(job.folder.glob(f"{TRAFFIC}-{TRAINER}-*"))).reshape(-1, 6)
-                for name, job in jobs.items()
-                if name != ONE_PROCESS
+            crossed = {
+                name: Crossed.read(job.folder, rank=TRAINER) for name, job in jobs.items() if name != ONE_PROCESS
             }
             costs = {key: read_measured(jobs[name].folder / PLAN) for key, name in numbers.items()}
-        return measured, {name: Crossed.of(x) for name, x in readings.items()}, costs
+        return measured, crossed, costs
 
     def _on_two_hosts(self, name: str, folder: Path, hosts: tuple[Host, Host], plan: Path, variant: Variant) -> Job:
         strategy = {
@@ -376,13 +363,3 @@ class Suite:
     def _error_bar(self, each: Planned, error: float | None) -> Bar:
         name = f"step time foretold off the measured, {each.rate}, {each.variant.name}, B={self.batch_size}"
         return Bar(name, error, "at most", 25, " %")
-
-    def _bytes(self, crossed: Mapping[str, Crossed]) -> Columns:
-        lines = [
-            [name, f"{x.steps:,}", *(f"{y / x.steps / 1e6:.3f}" for y in (x.counted, x.told))]
-            for name, x in crossed.items()
-        ]
-        header = ("", "steps", "MB a step on the interface", "MB a step told")
-        return Columns(
-            f"Bytes between a trainer and its group's servers, both ways, B={self.batch_size}", header, lines
-        )

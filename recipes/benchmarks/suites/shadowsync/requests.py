@@ -25,7 +25,7 @@ from benchmarks.harness.turns import Measurement
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.des.processors import encryption_seconds
 from benchmarks.suites.het.cache import CACHED, Columns, worker
-from benchmarks.suites.het.link import measure_on_links, server_with_keys
+from benchmarks.suites.het.link import PER_STEP, measure_on_links, server_with_keys
 from benchmarks.suites.shadowsync.requesting import BYTES_PER_ID, BYTES_PER_NUMBER, WAYS
 
 BARE, RPC, OURS = WAYS
@@ -70,14 +70,12 @@ def measure(*, asked: Sequence[str], rates: Sequence[str], rounds: int, seconds:
                 seconds_each = [*(batch_size / measured[rate].median(by) for by in WAYS), encrypted]
                 times.append([f"{what}, {rate}", *(f"{1e3 * x:.2f}" for x in seconds_each)])
             for by, job in told.items():
-                per_step = [f"{x / job.crossed.steps / 1e6:.3f}" for x in (job.crossed.counted, job.crossed.told)]
-                lines.append([f"{what}, {by}", f"{job.crossed.steps:,}", *per_step])
-                name = f"bytes on the interface off those expected, {what}, {by}"
-                bars.append(Bar(name, job.crossed.error, "at most", 2, " %"))
+                lines.append(job.crossed.line(f"{what}, {by}"))
+                bars.append(job.crossed.bar(f"{what}, {by}", "expected"))
     except NoLinkError as error:
         log.warning("Requests over a link are left out: %s.", error)
         return results, [_bar(rate, None) for rate in rates if "lookups" in asked]
-    header = ("", "steps", "MB a step on the interface", "MB a step expected")
+    header = (*PER_STEP[:-1], "MB a step expected")
     return [
         *results,
         Columns("Milliseconds a step", ("", *WAYS, "of ours to encrypt and decrypt"), times),
