@@ -47,13 +47,7 @@ class CalibratedLogLoss(LeanCallback):
         self._collected = []
 
     def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Keep the batch's logits and labels."""
         if not trainer.sanity_checking:
@@ -74,13 +68,7 @@ class CalibratedLogLoss(LeanCallback):
         self._log_loss.reset()
 
     def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Add the batch."""
         assert self._scaling is not None

@@ -106,13 +106,7 @@ class NormalizedEntropyMonitor(LeanCallback):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Add the batch."""
         if not trainer.sanity_checking:
@@ -124,13 +118,7 @@ class NormalizedEntropyMonitor(LeanCallback):
             log_epoch(pl_module, {"val/ne": self._evaluation.metric().compute().item()}, prog_bar=["val/ne"])
 
     def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """Add the batch."""
         self._update(self._evaluation, pl_module, outputs, batch, "test_step")
