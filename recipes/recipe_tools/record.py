@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -117,6 +118,18 @@ class RunRecord:
         temporary = self.path.with_suffix(".json.part")
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(self.path)  # whoever reads meanwhile sees a whole file
+
+
+def completed_record(folder: Path) -> dict[str, Any] | None:
+    """What a run wrote that was completed in a folder; ``None`` where there is none, or one was cut off."""
+    path = folder / FILE_NAME
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return record if record.get("status") == "completed" else None
+
+
+def digest(content: Any) -> str:
+    """A few characters that tell apart plain containers, such as configurations, for names of folders."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def task_overrides() -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +11,7 @@ from typing import Any
 from hydra import compose
 from omegaconf import OmegaConf
 from recipe_tools.build import Config, self_contained
-from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
+from recipe_tools.record import RunRecord, completed_record, digest, isolated_job
 from recipe_tools.report import console
 
 Simulate = Callable[..., dict[str, Any]]
@@ -31,14 +29,11 @@ def simulated(simulate: Simulate, label: str, overrides: Sequence[str], *, cache
         root: ``paths.data``, which is no part of the digest.
     """
     config = _configuration(overrides, folder=Path("/"), root="/")
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-    folder = cache.absolute() / f"{re.sub(r'[^A-Za-z0-9._]+', '-', label)}-{digest}"
-    if (path := folder / FILE_NAME).exists():
-        kept = json.loads(path.read_text())
-        if kept["status"] == "completed":
-            metrics = {name: math.nan if value is None else value for name, value in kept["metrics"].items()}
-            console().print(f"{label}: taken from {folder}", markup=False)
-            return {**kept.get("simulation", {}), "metrics": metrics}
+    folder = cache.absolute() / f"{re.sub(r'[^A-Za-z0-9._]+', '-', label)}-{digest(config)}"
+    if (kept := completed_record(folder)) is not None:
+        metrics = {name: math.nan if value is None else value for name, value in kept["metrics"].items()}
+        console().print(f"{label}: taken from {folder}", markup=False)
+        return {**kept.get("simulation", {}), "metrics": metrics}
     config = _configuration(overrides, folder=folder, root=root)
     with isolated_job(), RunRecord(folder, config=config, overrides=list(overrides)) as record:
         found = simulate(config, record, label=label)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
@@ -15,7 +14,7 @@ from typing import Any
 
 from hydra import compose
 from recipe_tools.build import plain
-from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
+from recipe_tools.record import FILE_NAME, RunRecord, completed_record, digest, isolated_job
 
 Metrics = dict[str, float]
 
@@ -30,11 +29,11 @@ def trained(name: str, overrides: Sequence[str], *, cache: Path, root: str) -> M
 
 def run_record(name: str, overrides: Sequence[str], *, cache: Path, root: str) -> dict[str, Any]:
     """What ``metrics.json`` has of a run, from its folder in the cache or by running it."""
-    folder = cache.absolute() / f"{name}-{digest(overrides)}"
-    if (path := folder / FILE_NAME).exists():
-        record = json.loads(path.read_text())
-        if record["status"] == "completed":
-            return dict(record)
+    # Named by all that the run's result depends on: its whole configuration, paths aside.
+    folder = cache.absolute() / f"{name}-{digest(configuration(overrides, folder=Path('/'), root='/'))}"
+    if (record := completed_record(folder)) is not None:
+        return record
+    if folder.exists():
         shutil.rmtree(folder)  # an interrupted run's
     config = configuration(overrides, folder=folder, root=root)
     with isolated_job(), RunRecord(folder, config=config, overrides=list(overrides)) as run:
@@ -44,13 +43,7 @@ def run_record(name: str, overrides: Sequence[str], *, cache: Path, root: str) -
         with redirect_stdout(io.StringIO()):  # its closing table: here it is one of many
             train(config, run)
     log.info("%s: test NE %.5f in %.0f s", name, run.metrics["test/ne"], run.wall_time)
-    return dict(json.loads(path.read_text()))
-
-
-def digest(overrides: Sequence[str]) -> str:
-    """Of all that the run's result depends on: its whole configuration, paths aside."""
-    config = configuration(overrides, folder=Path("/"), root="/")
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+    return dict(json.loads((folder / FILE_NAME).read_text()))
 
 
 def configuration(overrides: Sequence[str], *, folder: Path, root: str) -> dict[str, Any]:

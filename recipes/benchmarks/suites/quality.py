@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import logging
 import shlex
 import shutil
@@ -17,16 +15,15 @@ from typing import Any, Literal
 
 import torch
 from benchmarks.harness.choices import check_choices, check_numbers
+from benchmarks.harness.recipe_runs import Metrics, configuration
 from benchmarks.peers import fuxictr
 from hydra import compose
-from recipe_tools.build import plain
 from recipe_tools.overrides import CONFIG_DIR
-from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
+from recipe_tools.record import RunRecord, completed_record, digest, isolated_job
 from rich.table import Column, Table
 from rich.text import Text
 
 Library = Literal["ours", "fuxictr"]
-Metrics = dict[str, float]
 METRICS = ("auc", "logloss", "ne")
 FUXICTR_RATE = 1e-3  # of its Adam, the default of all its models
 
@@ -63,14 +60,8 @@ class Job:
 
     def config(self, *, folder: Path, data: str) -> dict[str, Any]:
         """The whole configuration of the run, as ``recipes/train.py`` has it."""
-        own = [
-            f"name={self.model}-{self.experiment}-{self.library}",
-            f"paths.output_dir={folder}",
-            f"paths.data={data}",
-        ]
-        quiet = ["callbacks/progress_bar=none", "logger=none"]
-        composed = compose("train", [*self.overrides(), f"seed={self.seed}", *own, *quiet])
-        return plain(composed)
+        own = [f"seed={self.seed}", f"name={self.model}-{self.experiment}-{self.library}"]
+        return configuration([*self.overrides(), *own], folder=folder, root=data)
 
     def key(self, config: dict[str, Any]) -> str:
         """Name of the run's folder: what it is, and a digest of all that its result depends on."""
@@ -80,8 +71,7 @@ class Job:
         parts["trainer"] = {name: value for name, value in config["trainer"].items() if name != "default_root_dir"}
         parts["best"] = [config["callbacks"]["model_checkpoint"][name] for name in ("monitor", "mode")]
         parts["job"] = ["ours"] if self.library == "ours" else [self.library, self.rate_factor]
-        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.experiment}-{self.model}-{self.library}-x{self.rate_factor:g}-seed{self.seed}-{digest}"
+        return f"{self.experiment}-{self.model}-{self.library}-x{self.rate_factor:g}-seed{self.seed}-{digest(parts)}"
 
 
 @dataclass(frozen=True)
@@ -250,10 +240,9 @@ def climb(steps: Sequence[float], height: Callable[[float], float]) -> float:
 def cached(job: Job, cache: Path, *, data: str) -> Metrics:
     """The job's metrics, from its folder in the cache or by running it."""
     folder = cache.absolute() / job.key(job.config(folder=cache, data=data))
-    if (path := folder / FILE_NAME).exists():
-        record = json.loads(path.read_text())
-        if record["status"] == "completed":
-            return dict(record["metrics"])
+    if (kept := completed_record(folder)) is not None:
+        return dict(kept["metrics"])
+    if folder.exists():
         shutil.rmtree(folder)  # an interrupted run's
     config = job.config(folder=folder, data=data)
     with isolated_job(), RunRecord(folder, config=config, overrides=job.overrides()) as record:
