@@ -27,7 +27,7 @@ from lightning_recsys.checkpoints import is_folder, read_checkpoint, to_file
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowWiseAdagrad
 from lightning_recsys.stores import DynamicRows
-from lightning_recsys.strategies import HETStrategy
+from lightning_recsys.strategies import ForkserverDDPStrategy, HETStrategy
 
 pytestmark = [
     pytest.mark.distributed,
@@ -373,6 +373,50 @@ def test_plain_embeddings_when_two_workers_are_resumed_then_the_row_optimizer_go
     straight = train(ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True))
     resumed = train(ckpt_path=tmp_path / "epoch=0.ckpt")
     torch.testing.assert_close(resumed, straight, rtol=1e-5, atol=1e-6)
+
+
+class RowsAlone(pl.LightningModule):
+    """Matrix factorization: no parameter asks for a gradient, and what a buffer counts is rank 0's at each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        tables = [EmbeddingBagConfig(name, 64, 4, (name,), init_std=0.5) for name in ("user", "item")]
+        self.rows = EmbeddingBagCollection(tables, optimizer=RowSGD(0.5))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, users, batch_idx):
+        if self.trainer.world_size > 1:
+            of_rank_0 = self.seen.clone()
+            dist.broadcast(of_rank_0, 0)
+            assert self.seen == of_rank_0
+        self.seen += users.sum()
+        user, item = self.rows(SparseFeatures(("user", "item"), torch.cat([users, 63 - users]))).unbind(1)
+        return nn.functional.mse_loss((user * item).sum(1), users / 64)
+
+    def configure_optimizers(self):
+        return None
+
+    def train_dataloader(self):
+        users = torch.arange(64).view(4, 2, 8)  # of both ranks at each step
+        if self.trainer.world_size == 1:
+            return torch.utils.data.DataLoader(users.flatten(1), batch_size=None)
+        return torch.utils.data.DataLoader(users[:, self.trainer.global_rank], batch_size=None)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("strategy", [ForkserverDDPStrategy(), HETStrategy(staleness=0)], ids=["ddp", "het"])
+def test_model_of_rows_alone_when_two_workers_train_then_equals_a_single_device(strategy):
+    expected, actual = RowsAlone(), RowsAlone()
+    make_trainer("auto", use_distributed_sampler=False, devices=1).fit(expected)
+    trainer = make_trainer(strategy, use_distributed_sampler=False)
+    trainer.fit(actual)
+    assert trainer.world_size == 2
+    assert actual.seen == torch.arange(64).view(4, 2, 8)[:, 0].sum(), "rank 0's"
+    for name in ("user", "item"):
+        trained = actual.rows.embedding_bags.read(name, "weight")
+        torch.testing.assert_close(trained, expected.rows.embedding_bags.read(name, "weight"), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(trained, RowsAlone().rows.embedding_bags.read(name, "weight"))
 
 
 class OnTheGPU(Callback):

@@ -169,6 +169,7 @@ class RecsysStrategy(DDPStrategy):
         self._dealer: ShareDealer | None = None  # of this worker's part of each epoch, while it trains
         self._num_validating = 0  # workers among whom the rows of validation are shared, while a run trains
         self._frozen: list[tuple[str, nn.Parameter]] = []  # parameters that no worker shares, while a run trains
+        self._shared_buffers: list[Tensor] = []  # rank 0's at each batch, where nothing that wraps the model does it
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = type(self).__new__(type(self))
@@ -416,13 +417,17 @@ class RecsysStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Wrap the model, or start all workers from rank 0's.
 
-        A worker that is alone keeps its model as it is: its gradients would only be copied there and back.
+        A worker that is alone keeps its model as it is: its gradients would only be copied there and back. So does one
+        whose model trains embedding rows alone, in which ``DistributedDataParallel`` would find nothing to average.
         """
-        if self.wraps_model and self.world_size > 1:
+        assert self.model is not None
+        wraps = self.wraps_model and self.world_size > 1
+        if wraps and any(x.requires_grad for x in self.model.parameters()):
             super().configure_ddp()
         else:
-            assert self.model is not None
             _sync_module_states(self.model)
+            if wraps and self._ddp_kwargs.get("broadcast_buffers", True):
+                self._shared_buffers = list(self.model.buffers())
         assert self.lightning_module is not None
         if self.world_size > 1:
             dense = dense_parameters(self.lightning_module)
@@ -456,6 +461,8 @@ class RecsysStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stop where a server is gone for good or lent anew, or a frozen parameter is frozen no more.
 
+        Buffers of a model that trains rows alone become rank 0's, as ``DistributedDataParallel`` has them.
+
         Raises:
             ValueError: a parameter is trained that was frozen when workers agreed on what they share.
         """
@@ -468,6 +475,8 @@ class RecsysStrategy(DDPStrategy):
                     " each worker would train it alone. Let it require a gradient from the start, in a parameter"
                     " group with lr=0 for as long as it is to stay, or train it in another fit."
                 )
+        for buffer in self._shared_buffers:
+            dist.broadcast(buffer, 0)
 
     def on_train_end(self) -> None:
         """Wait for workers that are behind: the first one's process holds what lets them find each other."""
