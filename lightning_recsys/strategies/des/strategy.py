@@ -394,8 +394,10 @@ class DESStrategy(RecsysStrategy):
         if len(set(prints)) > 1:
             log.warning(
                 "strategy=des: layers that should be the same on all processes differ, so rank 0's are taken. The"
-                " processors of this run do not round alike, a callback draws random numbers on some ranks only, or"
-                " a method partition(fields, group) of the model leaves out a layer that sees a process's own fields."
+                " processors of this run do not round alike, a callback draws random numbers on some ranks only,"
+                " a method partition(fields, group) of the model leaves out a layer that sees a process's own fields,"
+                " or a step takes a norm of all weights or gradients itself, of which each process has a part: clip by"
+                " trainer.gradient_clip_val or self.clip_gradients(optimizer, ...), which take the whole norm."
             )
             for tensor in shared:
                 dist.broadcast(tensor, src=0)
