@@ -58,6 +58,8 @@ def predict(config: Config) -> PredictionWriter:
     check_types(config)
     if not issubclass(get_object(target := config["task"]["_target_"]), CTRTask):
         raise ValueError(f"checkpoint: predictions are of clicks, but this model was trained by {target}.")
+    if config["id"] is not None and config["rows"] is None:
+        raise ValueError(f"id={config['id']} is a column of the rows that data= names, of which there are none here.")
     seed_everything(config["seed"])
     configure_worker()
     if config["rows"] is not None:

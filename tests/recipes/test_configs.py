@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from recipe_helpers import CONF, plain, train_here
 from recipe_tools.build import (
@@ -170,6 +172,15 @@ def test_logger_writes(name, composed, tmp_path):
         logger.save()
         logger.finalize("success")
     assert bool(loggers) == any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["predict", "export", "serve"])
+def test_recipe_when_it_has_no_folder_of_its_own_then_writes_no_log(name):
+    ConfigStore.instance().store("checkpoint", node={})
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(name, return_hydra_config=True)
+    assert config.hydra.run.dir == "."
+    assert list(config.hydra.job_logging.handlers) == ["console"]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ def test_rows_without_labels_are_predicted_from_the_checkpoint_alone(trained, ru
         predict.main.__wrapped__(
             OmegaConf.create({"out": str(tmp_path / "predictions.csv"), "overwrite": False, "data": {}})
         )
+    with pytest.raises(ValueError, match="id=request is a column of the rows that data= names"):
+        predict.predict({"task": {"_target_": "lightning_recsys.tasks.CTRTask"}, "id": "request", "rows": None})
     again = run_forked("predict.py", *line, "data=[new.csv,nowhere.csv]", "overwrite=true", folder=tmp_path)
     assert again.returncode == 1
     assert "data: there is no file nowhere.csv" in again.stderr
