@@ -15,6 +15,7 @@ from torch import nn
 from lightning_recsys.callbacks import TelemetryMonitor
 from lightning_recsys.checkpoints import read_checkpoint
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
+from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowSGD, RowSWAP, swap
 from lightning_recsys.strategies import AsyncParameterServerStrategy, HETStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.async_ps.row_tags import load_shares
@@ -317,3 +318,19 @@ class Momentum(Counting):
 def test_optimizer_when_stores_have_no_such_rule_then_refused_by_name():
     with pytest.raises(TypeError, match=r"strategy=async_ps trains .* got SGD\(lr=0.1, momentum=0.9\)"):
         make_trainer(AsyncParameterServerStrategy(), devices=1).fit(Momentum(share=1.0))
+
+
+class StopsAlone(Callback):
+    """Worker 1 ends after its first epoch, which only it knows of."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = trainer.global_rank == 1
+
+
+def test_workers_when_one_stops_alone_then_the_run_ends_with_what_each_waits_for():
+    trainer = make_trainer(AsyncParameterServerStrategy(), StopsAlone(), max_epochs=2)
+    with pytest.raises(RequestRefusedError, match="each would wait for the other") as refused:
+        trainer.fit(Counting(share=1.0))
+    assert trainer.world_size == 2
+    assert "'who validates all'" in str(refused.value)
+    assert "'every update is on the servers all'" in str(refused.value)
