@@ -73,6 +73,7 @@ class Replica:
             parameter.data = view
         self.dense_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._parameters)
         self._collections = [part for part in module.modules() if isinstance(part, EmbeddingBagCollection)]
+        self._rows = [_rows(collection) for collection in self._collections]
         self._optimizer, self._scheduler = _optimizer_of(module)
         self._changes = [0.0] * len(self._parameters)  # root mean square of each one's last update
 
@@ -85,7 +86,7 @@ class Replica:
         dense = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        rows = [gradient for collection in self._collections for gradient in _rows(collection).take()]
+        rows = [gradient for part in self._rows for gradient in part.take()]
         return Gradient(batch, output["logits"], dense, rows, self.version)
 
     def apply(self, gradient: Gradient, normalization: StalenessNormalization | None) -> tuple[int, list[Any]]:
@@ -111,7 +112,7 @@ class Replica:
             self._note_changes(before)
         for parameter in self._parameters:
             parameter.grad = None
-        rates = {_rows(collection): collection.lr for collection in self._collections}
+        rates = {rows: collection.lr for rows, collection in zip(self._rows, self._collections, strict=True)}
         rows = [part.push(normalization, lr=rates[part.rows]) for part in gradient.rows]
         if self._scheduler is not None:
             self._scheduler.step()

@@ -144,8 +144,9 @@ class VersionedRows(LocalBackend):
 
     def _rows_of(self, sparse: SparseFeatures) -> NDArray[np.int64]:
         ids_N = sparse.values.numpy()
-        per_feature: Any = len(ids_N) // len(self._starts)
-        if not sparse.is_single_hot:
-            per_feature = np.diff(np.asarray(sparse.feature_bounds()))
-        row_N: NDArray[np.int64] = ids_N + np.repeat(self._starts, per_feature)
+        row_N: NDArray[np.int64]
+        if sparse.is_single_hot:
+            row_N = (ids_N.reshape(len(self._starts), -1) + self._starts[:, None]).ravel()
+        else:
+            row_N = ids_N + np.repeat(self._starts, np.diff(np.asarray(sparse.feature_bounds())))
         return row_N
