@@ -109,7 +109,7 @@ class SyntheticClicks:
         return [
             Batch(dense_BD.clone(), SparseFeatures(whole.sparse.keys, ids_N), labels_B)  # dense starts at a cache line
             for dense_BD, ids_N, labels_B in zip(
-                whole.dense.split(size), ids_KN.unbind(), whole.labels.split(size), strict=True
+                torch.split(whole.dense, size), ids_KN.unbind(), torch.split(whole.labels, size), strict=True
             )
         ]
 
