@@ -166,6 +166,7 @@ def test_lightning_when_its_broadcast_has_another_name_then_the_run_is_refused(m
     monkeypatch.delattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
     trainer = make_trainer(strategy=Free())
     trainer.state.fn = TrainerFn.FITTING
+    trainer.strategy.connect(Model())
     with pytest.raises(RuntimeError, match=r"has no _TrainingEpochLoop\._broadcast_sigterm_tensor"):
         trainer.strategy.setup(trainer)  # in this process, where the name is gone
 
