@@ -42,7 +42,7 @@ def take_mean(
             somebody_counts = False
             continue
         mean = total[:-1].div_(total[-1])
-        for tensor, values in zip(own, mean.split([x.numel() for x in own]), strict=True):
+        for tensor, values in zip(own, torch.split(mean, [x.numel() for x in own]), strict=True):
             tensor.copy_(values.view(tensor.shape))
     return somebody_counts
 
