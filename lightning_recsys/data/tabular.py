@@ -35,7 +35,7 @@ from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.raw.table_reader import OnBadRow
 from lightning_recsys.data.tables.schema import Schema
 
-_VERSION = 4  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
+_VERSION = 5  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
 _ALL = 1 << 31  # values of the vocabularies; more do not fit into their tables
 _PATIENCE = 2.0  # seconds until a progress bar is shown
 

@@ -26,7 +26,7 @@ from lightning_recsys.data.raw.cleaning import as_words, clean
 from lightning_recsys.data.raw.columns import Bags, RawColumns, RowJudge
 from lightning_recsys.data.raw.derived import derive
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values
-from lightning_recsys.data.tables.features import Categorical, Dense, Input, MultiValued, Vector
+from lightning_recsys.data.tables.features import LARGEST, Categorical, Dense, Input, MultiValued, Vector
 from lightning_recsys.data.tables.schema import Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Split
 from lightning_recsys.data.tabular import TabularDataModule
@@ -34,7 +34,6 @@ from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.embeddings.int64_ids import as_int64s
 
 DENSE = "dense"  # the key of numeric features where they have no names of their own
-_MOST = 3.4e38  # what float32 holds
 _LISTS = frozenset((list, tuple))
 _BAGS = pa.list_(pa.string())
 _Timed = TypeVar("_Timed", Dense, Categorical)
@@ -333,7 +332,7 @@ class IdEncoder(RequestEncoder):
             numbers_BI = np.array(dense, dtype=np.float64).reshape(len(dense), self._num_dense)
         except OverflowError:
             return None
-        return numbers_BI.astype(np.float32) if (np.abs(numbers_BI) < _MOST).all() else None
+        return numbers_BI.astype(np.float32) if (np.abs(numbers_BI) <= LARGEST).all() else None
 
     def example(self) -> dict[str, Any]:  # noqa: D102 - inherited
         return {DENSE: [0.0] * self._num_dense, **dict.fromkeys(self._features, 0)}

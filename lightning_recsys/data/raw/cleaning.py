@@ -24,7 +24,7 @@ from lightning_recsys.data.tables.columns import (
     parse_times,
     plain_numbers,
 )
-from lightning_recsys.data.tables.features import Input, MultiValued, TimeUnit, Vector
+from lightning_recsys.data.tables.features import LARGEST, Input, MultiValued, TimeUnit, Vector
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.data.tables.schema_parts import TableFormat
@@ -155,7 +155,9 @@ class _Parser:
             numbers = np.where(missing, np.nan, numbers)
         else:
             numbers, bad = parse_numbers(plain_numbers(self._strings(), self.table))
-        self._flag(bad, "must be a finite number (or listed under `missing`, if it stands for a missing one)")
+        stands_for_one = "(or listed under `missing`, if it stands for a missing one)"
+        self._flag(bad, f"must be a finite number {stands_for_one}")
+        self._flag(_too_large(numbers), f"must be within {LARGEST}, which is what features hold {stands_for_one}")
         return np.where(np.isfinite(numbers), numbers, np.nan)
 
     def _stand_for_missing(self, numbers: Numbers) -> NDArray[np.bool_]:
@@ -260,8 +262,8 @@ class _Parser:
             raise ValueError(f"{self.path}, column {self.name!r} has type {self.values.type}: no numbers.") from error
         rows = np.repeat(np.arange(len(lengths)), lengths)
         wrong = present & (lengths != width)
-        wrong[rows[bad | np.isnan(numbers)]] = True
-        self._flag(wrong, f"must be a list of {width} finite numbers (or missing as a whole)")
+        wrong[rows[bad | np.isnan(numbers) | _too_large(numbers)]] = True
+        self._flag(wrong, f"must be a list of {width} finite numbers within {LARGEST} (or missing as a whole)")
         whole = present & ~wrong
         vectors = np.full((len(lengths), width), np.nan)
         vectors[whole] = numbers[whole[rows]].reshape(-1, width)
@@ -316,6 +318,11 @@ def _finite(numbers: pa.ChunkedArray) -> tuple[Numbers, NDArray[np.bool_]]:
     """As float64, and which are none or not finite."""
     floats: Numbers = pc.cast(numbers, pa.float64(), safe=False).to_numpy()
     return floats, ~np.isfinite(floats)
+
+
+def _too_large(numbers: Numbers) -> NDArray[np.bool_]:
+    """Which numbers features cannot hold; those that are not finite are told otherwise."""
+    return np.isfinite(numbers) & (np.abs(numbers) > LARGEST)
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -18,7 +18,7 @@ _OK, _LABEL, _INDEX, _VALUE, _COUNT, _NOT_ONE = range(6)
 _MESSAGES = {
     _LABEL: ("label", "must be 1, 0 or -1"),
     _INDEX: (None, "an entry must be index:value with an index of at most 18 digits"),
-    _VALUE: (None, "a value must be a number"),
+    _VALUE: (None, "a value must be a number that float32 holds"),
 }
 
 
@@ -147,7 +147,7 @@ def _parse(text, labels, lengths, problems, indices, values):  # noqa: ANN001, A
                 problems[line] = _INDEX
                 break
             value, position, ok = _number(text, position + 1, end)
-            if not ok or not np.isfinite(value) or (position < end and not _is_space(text[position])):
+            if not ok or not np.isfinite(np.float32(value)) or (position < end and not _is_space(text[position])):
                 problems[line] = _VALUE
                 break
             indices[entry], values[entry] = index, value

@@ -9,6 +9,9 @@ from lightning_recsys.data.tables.columns import fixed_time
 from lightning_recsys.data.tables.schema_parts import require
 
 TimeUnit = Literal["s", "ms", "us", "yyyymmdd"]
+LARGEST = 3.4e38
+"""The largest number that a numeric feature can be: they are float32."""
+
 Parse = Literal["label", "time", "key", "number", "moment", "category", "bag", "vector"]
 """``time`` must be there in every row, ``moment`` may be missing; ``key`` refers to another table."""
 
@@ -54,6 +57,10 @@ class Dense:
     def check(self, where: str) -> None:
         """Raise ``ValueError`` about what the types leave open, naming it as a key below ``where``."""
         require(self.unit is None or self.age_at is not None, f"{where}.unit is for times, so it needs age_at.")
+        require(
+            self.fill == "mean" or abs(self.fill) <= LARGEST,
+            f"{where}.fill must be mean or a number within {LARGEST}, which is what features hold, got {self.fill}.",
+        )
 
     def inputs(self, name: str) -> tuple[Input, ...]:
         """What a feature of this name is made from."""

@@ -339,6 +339,7 @@ def test_times_when_several_features_are_made_of_a_column_then_it_is_read_once(t
             {"vectors": {"v": {"width": 2}}},
             r"row 2, column 'v': must be a list of 2 finite.*got '1 x'",
         ),
+        ({"v": [[1.0], [1e39]]}, {"vectors": {"v": {"width": 1}}}, r"row 2, .* finite numbers within .*got \[1e\+39\]"),
         ({"v": [[1.0], [None]]}, {"vectors": {"v": {"width": 1}}}, r"row 2, column 'v': must be a list of 1 finite"),
         (
             {"v": [[["a"]], [["b"]]]},

@@ -250,11 +250,12 @@ def test_libfm_when_lines_have_remarks_tabs_and_windows_ends_then_are_read():
         ("1x 1:1", "label", "must be 1, 0 or -1, got '1x 1:1'"),
         ("1 5", None, "an entry must be index:value with an index of at most 18 digits, got '1 5'"),
         ("1 a:1", None, "an entry must be index:value with an index of at most 18 digits, got '1 a:1'"),
-        ("1 3:1 4:", None, "a value must be a number, got '1 3:1 4:'"),
-        ("1 3:1 4:1e", None, "a value must be a number, got '1 3:1 4:1e'"),
-        ("1 4:nan", None, "a value must be a number, got '1 4:nan'"),
-        ("1 4:1e999", None, "a value must be a number, got '1 4:1e999'"),
-        ("1 1:2:3", None, "a value must be a number, got '1 1:2:3'"),
+        ("1 3:1 4:", None, "a value must be a number that float32 holds, got '1 3:1 4:'"),
+        ("1 3:1 4:1e", None, "a value must be a number that float32 holds, got '1 3:1 4:1e'"),
+        ("1 4:nan", None, "a value must be a number that float32 holds, got '1 4:nan'"),
+        ("1 4:1e999", None, "a value must be a number that float32 holds, got '1 4:1e999'"),
+        ("1 4:1e39", None, "a value must be a number that float32 holds, got '1 4:1e39'"),
+        ("1 1:2:3", None, "a value must be a number that float32 holds, got '1 1:2:3'"),
     ],
 )
 def test_libfm_when_a_line_is_odd_then_it_is_named_and_the_others_are_kept(line, column, message):

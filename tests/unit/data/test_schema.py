@@ -99,6 +99,7 @@ def test_to_yaml_when_names_need_quotes_then_has_them(tmp_path):
         ({"categorical": ["a.b", "a_b"]}, r"two of the columns a_b, a_b have the same name once dots"),
         ({"dense": {"age": {"transform": "sqrt"}}}, r"schema\.dense\.age\.transform must be none or log, got 'sqrt'"),
         ({"dense": {"age": {"standardize": 1}}}, r"schema\.dense\.age\.standardize must be true or false, got 1"),
+        ({"dense": {"age": {"fill": 1e39}}}, r"schema\.dense\.age\.fill must be mean or a number within 3.4e\+38"),
         ({"dense": {"age": {"fill": "zero"}}}, r"schema\.dense\.age\.fill must be mean or a number, got 'zero'"),
         (
             {"defaults": {"label": {}}},

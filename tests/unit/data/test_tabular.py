@@ -379,6 +379,8 @@ def test_join_when_the_side_table_is_wrong_then_says_where(tmp_path, users, mess
         ),
         ("1,nan,a,x", r"row 3 \(line 4\), column 'age': must be a finite number .*, got 'nan'"),
         ("1,-inf,a,x", r"row 3 \(line 4\), column 'age': must be a finite number .*, got '-inf'"),
+        ("1,1e39,a,x", r"row 3 \(line 4\), column 'age': must be within 3.4e\+38, .* \(or listed .*, got '1e39'"),
+        ("1,-1.7976931348623157e308,a,x", r"row 3 \(line 4\), column 'age': must be within 3.4e\+38"),
         ("1,1,a,x", None),
     ],
 )
@@ -439,12 +441,13 @@ def test_bad_rows_when_all_are_bad_then_raises_even_if_skipping(tmp_path):
         load(tmp_path, [LINES[0], "5,1,a,x", "6,1,a,x"], on_bad_row="skip")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
 def test_bad_row_when_a_parquet_number_is_not_finite_then_says_row_and_column(tmp_path, value):
     table = pa.table({"click": [1, 0], "age": [1.0, value], "user": ["a", "b"], "tags": [["x"], ["y"]]})
     parquet.write_table(table, tmp_path / "clicks.parquet")
     with pytest.raises(
-        ValueError, match=r"clicks\.parquet, row 2, column 'age': must be a finite number .*got (nan|inf)"
+        ValueError,
+        match=r"clicks\.parquet, row 2, column 'age': must be (a finite number|within) .*got (nan|inf|1e.300)",
     ):
         load(tmp_path, files="clicks.parquet")
     if np.isnan(value):
