@@ -191,6 +191,34 @@ def test_simulation_when_finished_before_then_taken_with_all_its_numbers(compose
     assert len(list(tmp_path.glob("S-EASGD-5-a-*"))) == 2
 
 
+def test_simulation_when_its_rows_have_changed_since_then_is_made_anew(composed, tmp_path, capsys):
+    rows, schema = tmp_path / "rows.csv", tmp_path / "rows.yaml"
+    rows.write_text("y,c\n" + "0,a\n1,b\n" * 50)
+    schema.write_text("files: rows.csv\nlabel: y\ncategorical: [c]\n")
+    made = []
+
+    def make(config, record, *, label):
+        made.append(label)
+        return {"metrics": {"val/ne": float(len(made))}}
+
+    def found() -> float:
+        overrides = ["data=tabular", f"data.schema={schema}", "name=x"]
+        return simulated(make, "A", overrides, cache=tmp_path / "kept", root="/")["metrics"]["val/ne"]
+
+    composed("simulate")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        assert [found(), found()] == [1.0, 1.0]
+        rows.write_text(rows.read_text() + "0,b\n")
+        assert [found(), found()] == [2.0, 2.0]
+        assert "made anew, since" in capsys.readouterr().out
+        (file,) = tmp_path.glob("kept/*/metrics.json")
+        kept = json.loads(file.read_text())
+        file.write_text(json.dumps(kept | {"inputs": kept["inputs"] | {"version": "0.0.0"}}))
+        assert found() == 3.0
+        rows.unlink()
+        assert found() == 3.0  # a figure can be drawn where the rows are not
+
+
 def test_data_when_they_are_no_clicks_then_refused_before_anything_is_read(composed):
     config = plain(composed("simulate", "data=cora", "model=graphsage"))
     with pytest.raises(ValueError, match=r"simulations are of clicks, but .*NodeDataModule is for .*NodeClass"):
