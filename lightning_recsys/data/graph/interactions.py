@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_recsys.data.graph.batch import NODE_FIELD, GraphBatch, NodeFeatures, SampledRows
 from lightning_recsys.data.graph.csr import CSRGraph, Ids
 from lightning_recsys.data.graph.module import GraphDataModule
-from lightning_recsys.data.graph.nodes import UNLABELED, NodeData, draw_splits
+from lightning_recsys.data.graph.nodes import UNLABELED, NodeData, check_split, draw_splits
 from lightning_recsys.data.graph.ranking import Ranking
 from lightning_recsys.data.graph.sampling import NeighborSampler
 from lightning_recsys.data.hashing import key64
@@ -252,6 +252,7 @@ class InteractionDataModule(GraphDataModule):
                 raise ValueError(f"data.{name} must be at least 1, got {value}.")
         self._given, self._path = interactions, Path(root).expanduser() / file
         self._columns = {"user": user, "item": item, "separator": separator}
+        check_split(split or {})
         self._split = {"validation": 0.1, "test": 0.1, "seed": 0} | dict(split or {})
         self._num_negatives, self._num_candidates = num_negatives, num_candidates
 

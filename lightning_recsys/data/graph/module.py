@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_recsys.data.files import file_identities
 from lightning_recsys.data.graph.batch import NODE_FIELD, GraphBatch, NodeFeatures, SampledBatches, SampledRows
 from lightning_recsys.data.graph.csr import Ids
-from lightning_recsys.data.graph.nodes import NodeData
+from lightning_recsys.data.graph.nodes import NodeData, check_split
 from lightning_recsys.data.graph.readers import Format, read_nodes
 from lightning_recsys.data.graph.sampling import NeighborSampler
 from lightning_recsys.data.loader import Shuffle
@@ -171,6 +171,7 @@ class NodeDataModule(GraphDataModule):
         self._path, self._mapped = Path(root).expanduser() / file, None if mapped is None else Path(mapped).expanduser()
         if self._mapped is not None and self._mapped.resolve().is_relative_to(self._path.resolve()):
             raise ValueError(f"data.mapped={mapped} lies in {self._path}, which is read: name a folder outside it.")
+        check_split(split or {})
         self._split = None if split is None else dict(split)
         self._node_ids, self._features = node_ids, features
 

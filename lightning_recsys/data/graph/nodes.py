@@ -20,6 +20,9 @@ UNLABELED = -1
 """The label of a node that has none: it is in no split, and its neighbours see it like any other."""
 
 
+_MANY_CLASSES = 1 << 16  # that a graph with fewer nodes can have: some of a large graph's labels
+
+
 @dataclass(frozen=True)
 class Bags:
     """A sparse feature: some ids for each node, such as the words of its text.
@@ -84,6 +87,11 @@ class NodeData:
             raise ValueError("dense features of nodes must be finite numbers: fill or leave out what is missing.")
         if len(self.labels) and self.labels.min() < UNLABELED:
             raise ValueError(f"labels must be classes from 0, or {UNLABELED} for none, got {self.labels.min()}.")
+        if self.num_classes > max(num_nodes, _MANY_CLASSES):
+            raise ValueError(
+                f"the label {self.num_classes - 1} of node {self.labels.argmax()} makes {self.num_classes} classes "
+                f"of {num_nodes} nodes. Classes are numbered from 0; nodes that have none have the label {UNLABELED}."
+            )
         for split, nodes in self.splits.items():
             if len(nodes) and not 0 <= nodes.min() <= nodes.max() < num_nodes:
                 raise ValueError(f"the {split} split names nodes outside 0 to {num_nodes - 1}.")
@@ -141,6 +149,12 @@ class NodeData:
             load("dense") if (path / "dense.npy").exists() else None,
             {split: load(f"split_{split}") for split in about["splits"]},
         )
+
+
+def check_split(split: Mapping[str, float]) -> None:
+    """Raise ``ValueError`` about a key of ``data.split`` that nothing would read."""
+    if unknown := set(split) - {"validation", "test", "seed"}:
+        raise ValueError(f"data.split takes validation, test and seed, got {', '.join(sorted(unknown))}.")
 
 
 def draw_splits(count: int, *, validation: float, test: float, seed: int) -> dict[Split, Ids]:

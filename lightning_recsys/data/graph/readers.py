@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.csv as pacsv
 from numpy.typing import NDArray
 
+from lightning_recsys.data.files import DAMAGED
 from lightning_recsys.data.graph.csr import CSRGraph, Ids
 from lightning_recsys.data.graph.nodes import UNLABELED, Bags, NodeData
 from lightning_recsys.data.module import Split
@@ -43,6 +44,10 @@ def read_nodes(path: str | Path, format: Format) -> NodeData:
         raise ValueError(f"data.format must be one of {', '.join(READERS)}, got {format!r}.")
     try:
         return READERS[format](Path(path))
+    except (IsADirectoryError, NotADirectoryError, *DAMAGED) as error:
+        raise ValueError(
+            f"{path} cannot be read as data.format={format}: it is damaged, cut off or of another kind ({error})."
+        ) from error
     except (KeyError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is not in the format {format!r}: {error} is missing or of another kind.") from error
     except ValueError as error:
@@ -52,16 +57,16 @@ def read_nodes(path: str | Path, format: Format) -> NodeData:
 
 def read_npz(path: Path) -> NodeData:
     """A file of the shared sets; rows of neighbours need not be sorted."""
-    with np.load(path) as arrays:
+    with path.open("rb") as file, np.load(file) as arrays:  # NumPy leaves a damaged file open
         num_nodes = _square(arrays["adj_shape"])
         graph = CSRGraph(arrays["adj_indptr"].astype(np.int64), arrays["adj_indices"])
         if graph.num_nodes != num_nodes:
             raise ValueError(f"adj_shape says {num_nodes} nodes, adj_indptr {graph.num_nodes}.")
         if "attr_indptr" not in arrays:
-            return NodeData(graph, arrays["labels"].astype(np.int64))
+            return NodeData(graph, _classes(arrays["labels"]))
         numbers = arrays.get("attr_data", np.ones(len(arrays["attr_indices"]), np.float32))
         entries = _entries(arrays["attr_indptr"], arrays["attr_indices"], arrays["attr_shape"])
-        return NodeData(graph, arrays["labels"].astype(np.int64), **_features(entries, numbers))
+        return NodeData(graph, _classes(arrays["labels"]), **_features(entries, numbers))
 
 
 def read_planetoid(folder: Path) -> NodeData:
@@ -107,7 +112,7 @@ def read_reddit(folder: Path) -> NodeData:
         kinds: dict[Split, int] = {"train": 1, "validation": 2, "test": 3}
         splits = {split: np.flatnonzero(data["node_types"] == kind) for split, kind in kinds.items()}
         dense = data["feature"].astype(np.float32)
-        return NodeData(graph, data["label"].astype(np.int64), dense=dense, splits=splits)
+        return NodeData(graph, _classes(data["label"]), dense=dense, splits=splits)
 
 
 def read_graphsaint(folder: Path) -> NodeData:
@@ -120,7 +125,7 @@ def read_graphsaint(folder: Path) -> NodeData:
     if any(isinstance(label, list) for label in classes.values()):
         raise ValueError("class_map.json has several classes for a node; NodeClassificationTask learns one.")
     labels = np.full(graph.num_nodes, UNLABELED)
-    labels[np.array(list(classes), np.int64)] = list(classes.values())
+    labels[np.array(list(classes), np.int64)] = _classes(np.array(list(classes.values())))
     role = json.loads((folder / "role.json").read_text())
     keys: dict[Split, str] = {"train": "tr", "validation": "va", "test": "te"}
     splits = {split: np.sort(np.array(role[key], np.int64)) for split, key in keys.items()}
@@ -158,8 +163,8 @@ def read_ogb(folder: Path) -> NodeData:
     (scheme,) = (path for path in (folder / "split").iterdir() if path.is_dir())
     names: dict[Split, str] = {"train": "train", "validation": "valid", "test": "test"}
     splits = {split: np.sort(_csv(scheme.joinpath(*own, f"{name}.csv.gz"))[:, 0]) for split, name in names.items()}
-    classes = np.where(np.isnan(labels[:, 0]), UNLABELED, labels[:, 0]).astype(np.int64)
-    return NodeData(graph, classes, bags, dense, splits)
+    classes = np.where(np.isnan(labels[:, 0]), UNLABELED, labels[:, 0])
+    return NodeData(graph, _classes(classes), bags, dense, splits)
 
 
 def _labelled_type(raw: Path) -> str | None:
@@ -174,6 +179,20 @@ def _labelled_type(raw: Path) -> str | None:
 def _csv(path: Path) -> NDArray[Any]:
     table = pacsv.read_csv(path, read_options=pacsv.ReadOptions(autogenerate_column_names=True))
     return np.stack([column.to_numpy() for column in table.columns], 1)
+
+
+def _classes(labels: NDArray[Any]) -> Ids:
+    """The labels of a file as classes, one for each node."""
+    if labels.ndim != 1:
+        raise ValueError(
+            f"labels must be one class for each node, got an array of shape {list(labels.shape)}. Of rows that mark "
+            "the class by a 1, save labels.argmax(1)."
+        )
+    if labels.dtype.kind == "f" and len(wrong := labels[~(np.isfinite(labels) & (np.trunc(labels) == labels))]):
+        raise ValueError(f"labels must be classes, which are whole numbers, got {wrong[0]}.")
+    if labels.dtype.kind not in "biuf":
+        raise ValueError(f"labels must be classes, which are whole numbers, got {labels.dtype}.")
+    return labels.astype(np.int64)
 
 
 def _square(shape: NDArray[Any]) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from lightning_recsys.data.graph import read_nodes
+from lightning_recsys.data.graph import InteractionDataModule, NodeDataModule, read_nodes
 
 
 def write_npz(path, **changes):
@@ -55,6 +55,14 @@ def test_npz_when_features_are_numbers_then_they_are_dense(tmp_path):
         ({"attr_indices": np.array([4, 0, (1 << 32) + 1])}, "must be from 0 to 4, got 0 to 4294967297"),
         ({"attr_indices": np.array([4.0, 0.0, 1.0])}, "indices must be integers"),
         ({"attr_indptr": np.array([0, 3])}, "has 3 rows, and indices of 1"),
+        ({"labels": np.array([1.0, 0.7, 0])}, "labels must be classes, which are whole numbers, got 0.7"),
+        ({"labels": np.array([1.0, 0, np.nan])}, "which are whole numbers, got nan"),
+        ({"labels": np.array(["a", "b", "a"])}, "which are whole numbers, got <U1"),
+        ({"labels": np.eye(3, 2)}, r"one class for each node, got an array of shape \[3, 2\].*argmax"),
+        (
+            {"labels": np.array([1, 10**9, 0])},
+            "the label 1000000000 of node 1 makes 1000000001 classes of 3 nodes",
+        ),
         ({"attr_data": np.array([1, 1])}, r"number for each of its 3 entries, got int64 of shape \[2\]"),
     ],
 )
@@ -62,6 +70,28 @@ def test_npz_when_bad_then_says_what_is_wrong(tmp_path, changes, message):
     write_npz(tmp_path / "bad.npz", **changes)
     with pytest.raises(ValueError, match=message):
         read_nodes(tmp_path / "bad.npz", "npz")
+
+
+def test_npz_when_labels_are_whole_floats_then_are_classes(tmp_path):
+    write_npz(tmp_path / "a.npz", labels=np.array([1.0, 0, -1]))
+    assert read_nodes(tmp_path / "a.npz", "npz").labels.tolist() == [1, 0, -1]
+
+
+def test_npz_when_cut_off_or_no_file_then_is_named(tmp_path):
+    write_npz(tmp_path / "a.npz")
+    whole = (tmp_path / "a.npz").read_bytes()
+    for size in (0, 100, len(whole) - 30):
+        (tmp_path / "a.npz").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"a\.npz cannot be read as data\.format=npz"):
+            read_nodes(tmp_path / "a.npz", "npz")
+    with pytest.raises(ValueError, match=r"cannot be read as data\.format=npz.*directory"):
+        read_nodes(tmp_path, "npz")
+
+
+@pytest.mark.parametrize("module", [NodeDataModule, InteractionDataModule])
+def test_split_when_a_key_is_misspelt_then_is_named(module):
+    with pytest.raises(ValueError, match=r"data\.split takes validation, test and seed, got validaton\."):
+        module(file="a", split={"validaton": 0.2, "test": 0.2})
 
 
 def test_format_when_unknown_then_is_refused(tmp_path):
