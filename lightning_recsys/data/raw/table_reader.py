@@ -125,6 +125,8 @@ class TableReader:
                 raise ValueError(self._unknown_column("joins", column, [path], names))
         sides = self._side_tables
         for column, use in self._uses():
+            if both := [side.path for side in sides if column in side.columns and column in names]:
+                raise ValueError(self._ambiguous(use, column, path, both[0]))
             if not any(column in known for known in (names, *(side.columns for side in sides))):
                 raise ValueError(self._unknown_column(use, column, [path, *(side.path for side in sides)], names))
         for column in carried:
@@ -148,10 +150,10 @@ class TableReader:
             The columns, and for each side table whether any row refers to a row of it.
         """
         joined = {source: column for source, column in columns.items() if source.parse != "key"}
-        own, matched = {source.column for source in joined}, []
+        matched = []
         for side in self._side_tables:
             found, matches = side.look_up(columns[Input(side.join.column, "key")])
-            joined |= {source: column for source, column in found.items() if source.column not in own}
+            joined |= found
             matched.append(matches)
         return joined, matched
 
@@ -168,7 +170,7 @@ class TableReader:
     @cached_property
     def _side_tables(self) -> list[_SideTable]:
         sides = []
-        found: list[str] = []
+        found: dict[str, Path] = {}  # the columns that are read from side tables
         for i, (join, path) in enumerate(zip(self.schema.joins, self.side_paths, strict=True)):
             names = self._header(path, join.table).names
             if join.key not in names:
@@ -176,9 +178,14 @@ class TableReader:
                     f"schema.joins[{i}].key names column {join.key!r}, which is not in {path}. "
                     f"It has {', '.join(names)}."
                 )
-            used = [column for column, _ in self._uses() if column != join.key]
-            columns = [name for name in used if name in names and name not in found]
-            found += columns
+            columns = []
+            for column, use in self._uses():
+                if column == join.key or column not in names or column in columns:
+                    continue
+                if column in found:
+                    raise ValueError(self._ambiguous(use, column, found[column], path))
+                columns.append(column)
+            found |= dict.fromkeys(columns, path)
             side = self._read_side(join, path, columns)
             indices = side.key.indices
             counts = np.bincount(indices.drop_null().to_numpy(), minlength=1)
@@ -215,6 +222,12 @@ class TableReader:
         if path not in self._headers:
             self._headers[path] = read_header(path, table)
         return self._headers[path]
+
+    def _ambiguous(self, use: str, column: str, one: Path, other: Path) -> str:
+        return (
+            f"schema.{use} names column {column!r}, which is in {one} and in {other}: it could be either. Give it "
+            "another name in one of them."
+        )
 
     def _unknown_column(self, use: str, column: str, paths: list[Path], names: Sequence[str]) -> str:
         near = difflib.get_close_matches(column, names, n=1)

@@ -399,12 +399,22 @@ def test_block_when_all_its_rows_are_bad_then_the_others_are_read(folder):
             {"joins": [{"file": "users.csv", "column": "city", "key": "id", "separator": ";"}]},
             r"no value of column 'city'",
         ),
+        (
+            {"joins": [{"file": name, "column": "user", "key": "id"} for name in ("one.csv", "two.csv")]},
+            r"schema.dense names column 'visits', which is in .*one.csv and in .*two.csv: it could be either",
+        ),
+        (
+            {"joins": [{"file": "three.csv", "column": "user", "key": "id"}]},
+            r"schema.dense names column 'age', which is in .*rows.csv and in .*three.csv: it could be either",
+        ),
         ({"categorical": ["tags.x", "tags_x"]}, r"same name once dots become underscores"),
         ({"dense": ["label"]}, r"two columns would be called 'label': .* Rename the column in the file"),
     ],
 )
 def test_input_when_it_does_not_fit_the_schema_then_says_how(folder, change, message):
     (folder / "empty.csv").touch()
+    for name, header in (("one", "id,visits"), ("two", "id,visits"), ("three", "id,age,visits,country,likes")):
+        (folder / f"{name}.csv").write_text(f"{header}\nu1{',1' * header.count(',')}\n")
     (folder / "latin.csv").write_text(text([HEADER, *values(50)]), encoding="latin-1")
     (folder / "cut.csv.gz").write_bytes(gzip.compress((folder / "rows.csv").read_bytes())[:-500])
     with pytest.raises((ValueError, FileNotFoundError), match=message):
