@@ -16,6 +16,7 @@ from recipe_tools.build import (
     build_datamodule,
     build_task,
     check_calibrate,
+    check_test_rows,
     count_parameters,
     plain,
     seed_everything,
@@ -45,6 +46,7 @@ def evaluate(config: Config, record: RunRecord) -> None:
     seed_everything(config["seed"])
     configure_worker()
     datamodule = build_datamodule(config, checkpoint=load_checkpoint(config["ckpt_path"]))
+    check_test_rows(config, datamodule)
     task = build_task(config, datamodule)
     check_calibrate(config, task, datamodule)
     record.details["parameters"] = count_parameters(task.model, datamodule)

@@ -198,8 +198,11 @@ def check_file(path: str | os.PathLike[str]) -> None:
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:
-        if file.read(2) != b"PK":  # it is no archive
-            return
+        begin = file.read(2)
+    if not begin:
+        raise DamagedCheckpointError(os.fspath(path), "the file", "is empty: its writing was cut off")
+    if begin != b"PK":  # it is no archive
+        return
     try:
         with ZipFile(path) as archive:
             has_sums = any(part.CRC for part in archive.infolist())

@@ -261,6 +261,19 @@ def check_calibrate(config: Config, task: Task, datamodule: Any) -> None:
         raise ValueError("calibrate=true learns from validation rows, and there are none: set it to false.")
 
 
+def check_test_rows(config: Config, datamodule: Any) -> None:
+    """See that there is something to evaluate.
+
+    Raises:
+        ValueError: there are no test rows.
+    """
+    if not datamodule.has("test") or config["trainer"].get("limit_test_batches") == 0:
+        raise ValueError(
+            "there are no test rows to evaluate: name files of them, as by +data.schema.files.test=FILE with "
+            "data=tabular, or hold some rows back, and leave trainer.limit_test_batches above 0."
+        )
+
+
 def test_on_one_device(
     config: Config,
     task: Task,

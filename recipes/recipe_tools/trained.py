@@ -51,6 +51,8 @@ def load_checkpoint(path: str, key: str = "ckpt_path") -> dict[str, Any]:
     """The checkpoint; its tensors are left on disk."""
     if is_folder(path):
         return read_description(path)
+    if not Path(path).stat().st_size:
+        raise SystemExit(f"{key}: {path} is empty, and no checkpoint: its writing was cut off")
     try:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, UnpicklingError) as error:

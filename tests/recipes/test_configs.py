@@ -25,12 +25,16 @@ from recipe_tools.build import (
     build_task,
     build_trainer,
     check_calibrate,
+    check_test_rows,
     seed_everything,
 )
 from recipe_tools.config_types import check_types
+from recipe_tools.trained import load_checkpoint
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
+from lightning_recsys.checkpoints import check_file
 from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.errors import DamagedCheckpointError
 from lightning_recsys.tasks import NodeClassificationTask
 
 OWNER = {"suite": "benchmark", "cluster": "simulate", "figure": "simulate"}  # groups of other recipes than train
@@ -398,6 +402,32 @@ def test_experiment_runs_one_batch(name, composed, tmp_path, request):
     metric = plain(composed("train", f"experiment={name}"))["monitor"]["metric"].removeprefix("val/")
     assert f"test/{metric}" in record.metrics
     assert ("test/calibrated_logloss" in record.metrics) == ("calibrate: true" in text or "  - bars_" in text)
+
+
+@pytest.mark.parametrize(("limit", "has_test"), [(0, True), (1.0, False)])
+def test_evaluation_when_there_are_no_test_rows_then_refused(limit, has_test):
+    data = RowsOrNone(has_test=has_test)
+    with pytest.raises(ValueError, match=r"there are no test rows to evaluate: name files of them"):
+        check_test_rows({"trainer": {"limit_test_batches": limit}}, data)
+    check_test_rows({"trainer": {"limit_test_batches": 5}}, RowsOrNone(has_test=True))
+
+
+class RowsOrNone:
+    """A data module of which it is known whether it has test rows."""
+
+    def __init__(self, *, has_test: bool) -> None:
+        self._has_test = has_test
+
+    def has(self, split: str) -> bool:
+        return split != "test" or self._has_test
+
+
+def test_checkpoint_when_it_is_empty_then_every_reader_says_so(tmp_path):
+    (tmp_path / "empty.ckpt").touch()
+    with pytest.raises(DamagedCheckpointError, match=r"empty\.ckpt: the file is empty: its writing was cut off"):
+        check_file(tmp_path / "empty.ckpt")
+    with pytest.raises(SystemExit, match=r"ckpt_path: .*empty\.ckpt is empty, and no checkpoint"):
+        load_checkpoint(str(tmp_path / "empty.ckpt"))
 
 
 def test_calibrate_when_it_could_not_be_told_after_training_then_refused_before(composed, tmp_path):
