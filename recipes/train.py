@@ -20,6 +20,7 @@ from recipe_tools.build import (
     build_trainer,
     check_calibrate,
     check_checkpoint,
+    check_monitored,
     count_parameters,
     plain,
     seed_everything,
@@ -68,6 +69,7 @@ def train(config: Config, record: RunRecord) -> None:
     datamodule = build_datamodule(config)
     task = build_task(config, datamodule)
     check_calibrate(config, task, datamodule)
+    check_monitored(config, datamodule, sweeping=record.sweeping)
     record.details["parameters"] = count_parameters(task.model, datamodule)
 
     loggers = build_all(config["logger"])

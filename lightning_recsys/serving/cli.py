@@ -27,6 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
+    if not manifests:
+        print(f"{parser.prog}: nothing was published in {given.url}", file=sys.stderr)
+        return 1
     for manifest in manifests:
         created = datetime.fromtimestamp(manifest.created, UTC).strftime("%Y-%m-%d %H:%M:%S")
         size = sum(entry.size for entry in manifest.files.values())

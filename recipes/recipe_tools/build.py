@@ -257,8 +257,33 @@ def check_calibrate(config: Config, task: Task, datamodule: Any) -> None:
         return
     if not isinstance(task, CTRTask):
         raise ValueError(f"calibrate=true is for the log loss of clicks, and {type(task).__name__} predicts others.")
-    if not datamodule.has("validation") or config["trainer"].get("limit_val_batches") == 0:
+    if not _is_validated(config, datamodule):
         raise ValueError("calibrate=true learns from validation rows, and there are none: set it to false.")
+
+
+def check_monitored(config: Config, datamodule: Any, *, sweeping: bool) -> None:
+    """See that there will be a metric of validation rows for what goes by one.
+
+    Raises:
+        ValueError: there are no validation rows.
+    """
+    if _is_validated(config, datamodule):
+        return
+    callbacks = config["callbacks"] or {}
+    waiting = {f"callbacks.{x}": y for x, y in callbacks.items() if str(y.get("_target_")).endswith("EarlyStopping")}
+    monitored = {name: callback.get("monitor") for name, callback in waiting.items()}
+    monitored["optim.scheduler_config"] = (config["optim"].get("scheduler_config") or {}).get("monitor")
+    monitored["optimized_metric"] = config["optimized_metric"] if sweeping else None
+    for name, metric in monitored.items():
+        if str(metric).startswith("val/"):
+            raise ValueError(
+                f"{name} goes by {metric}, and there are no validation rows: hold some back, leave"
+                " trainer.limit_val_batches above 0, or choose a metric of training."
+            )
+
+
+def _is_validated(config: Config, datamodule: Any) -> bool:
+    return bool(datamodule.has("validation") and config["trainer"].get("limit_val_batches") != 0)
 
 
 def check_test_rows(config: Config, datamodule: Any) -> None:

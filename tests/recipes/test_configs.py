@@ -438,6 +438,21 @@ def test_calibrate_when_it_could_not_be_told_after_training_then_refused_before(
         check_calibrate({"calibrate": True}, object.__new__(NodeClassificationTask), None)
 
 
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("callbacks=[default,early_stopping]", "callbacks.early_stopping"),
+        ("optim/scheduler=plateau", "optim.scheduler_config"),
+    ],
+)
+def test_validation_when_there_is_none_then_what_goes_by_it_is_refused_before_training(
+    composed, tmp_path, override, name
+):
+    cfg = composed("train", override, "trainer=cpu", "data.train_rows=200", "trainer.limit_val_batches=0")
+    with pytest.raises(ValueError, match=f"{name} goes by val/ne, and there are no validation rows"):
+        train_here(cfg, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["default", "fast", "overfit", "profiler"])
 def test_debug_runs_on_the_main_process_alone(name, composed):
     config = plain(composed("train", f"debug={name}"))

@@ -621,3 +621,8 @@ def test_programs_when_opened_by_several_threads_then_none_disturbs_another(make
     for thread in threads:
         thread.join()
     assert [reader.version for reader in readers] == [1] * 4
+
+
+def test_command_when_nothing_was_published_then_says_so(tmp_path, capsys):
+    assert main([str(tmp_path / "nosuch")]) == 1
+    assert "nothing was published in" in capsys.readouterr().err
