@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.parameter_server.keys import ClientKeys, Token
-from lightning_recsys.parameter_server.links import Link, LinkLostError
-from lightning_recsys.parameter_server.waiting import Patience
+from lightning_recsys.parameter_server.links import Link, LinkLostError, Patience
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
     MAX_WINDOW,

@@ -1,8 +1,9 @@
-"""The way from a client to a server: a ZeroMQ socket."""
+"""The way from a client to a server: a ZeroMQ socket, and how long one waits at it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -12,6 +13,7 @@ from lightning_recsys.parameter_server.loopback import send_unpaced
 from lightning_recsys.parameter_server.wire import Frame, receive_frames, send_frames
 
 PLAIN_USER = b"lightning_recsys"
+CANCEL_SECONDS = 0.2  # how often a long wait asks whether anybody still wants its end
 _LOST = {
     int(zmq.EVENT_DISCONNECTED): "the connection was lost",
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "the server does not accept these keys",
@@ -22,6 +24,29 @@ _LOST = {
 
 class LinkLostError(Exception):
     """A link that is of no use any more, and why."""
+
+
+class Patience:
+    """How long to wait; not much longer once nobody wants the result.
+
+    Args:
+        seconds: Longest time to wait.
+        cancelled: Tells whether the result is no longer wanted.
+        last_seconds: Longest time to wait from then on.
+    """
+
+    def __init__(self, seconds: float, cancelled: Callable[[], bool], *, last_seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._cancelled, self._last_seconds = cancelled, last_seconds
+        self._looked = False
+
+    def next_wait(self) -> float:
+        """Seconds to wait before asking again, 0 when the time is over."""
+        now = time.monotonic()
+        if self._looked and self._cancelled():
+            self._deadline = min(self._deadline, now + self._last_seconds)
+        self._looked = True
+        return max(0.0, min(self._deadline - now, CANCEL_SECONDS))
 
 
 class Link:

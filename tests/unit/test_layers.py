@@ -77,9 +77,9 @@ LINES: dict[str, list[str]] = {
         "requests/clients requests/dense requests/dynamic requests/exchange requests/meetings requests/rows",
         "requests/stores connect lease",
         "requests/served requests/operations parts/remote_parts remote",
-        "client exchange_wire",
+        "client exchange_wire waiting",
         "connections journal links parts/operator_wire parts/trained_part requests/checks",
-        "keys loopback own_files waiting wire",
+        "keys loopback own_files wire",
     ],
     "stores": [
         "backend mapped",
