@@ -59,7 +59,7 @@ def test_id_when_it_is_missing_then_its_feature_and_row_are_named():
         5,
         [1],
         [1, 2, 3],
-        *([1, x] for x in (True, None, "2", [2], math.nan, -math.inf, 3.4e38, 10**400)),
+        *([1, x] for x in (True, None, "2", [2], math.nan, -math.inf, 3.5e38, 10**400)),
     ],
     ids=lambda wrong: repr(wrong)[:20],
 )
