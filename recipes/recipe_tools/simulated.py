@@ -78,8 +78,8 @@ def _inputs(config: Config) -> dict[str, Any] | None:
 
 
 def _configuration(overrides: Sequence[str], *, folder: Path, root: str) -> Config:
-    """What one simulation runs with; the figure that it belongs to changes nothing of it."""
+    """What one simulation runs with; its figure, and what a sweep compares, change nothing of it."""
     composed = compose("simulate", [*overrides, f"paths.output_dir={folder}", f"paths.data={root}"])
     config: Config = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
-    del config["figure"]
+    del config["figure"], config["optimized_metric"]
     return self_contained(config)
