@@ -8,7 +8,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         _held.discard(path)
-        os.close(descriptor)  # with it goes the lock
+        with suppress(OSError):  # a child that was forked meanwhile has the file too, and would keep the lock
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def _await(descriptor: int) -> None:

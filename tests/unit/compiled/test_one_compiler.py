@@ -121,3 +121,20 @@ def test_loop_when_there_can_be_no_lock_then_is_compiled_all_the_same(loops, wha
     else:
         monkeypatch.setattr(fcntl, "flock", refuse)
     assert misses(module_at(loops)) == [1, 1]
+
+
+def test_lock_when_a_child_was_forked_meanwhile_then_the_child_does_not_keep_it(tmp_path):
+    lock, (wait, end) = tmp_path / "loop.lock", os.pipe()
+    with one_compiler._locked(lock):
+        child = os.fork()
+        if not child:
+            os.close(end)
+            os.read(wait, 1)  # until the parent closes its end, or dies
+            os._exit(0)
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(wait)
