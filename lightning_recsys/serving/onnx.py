@@ -17,7 +17,7 @@ def check_onnx(target: str | Path) -> None:
     """See that a file can be written as ONNX, before the work that comes first.
 
     Args:
-        target: The file.
+        target: The file that is to be written.
 
     Raises:
         ImportError: onnx and onnxscript are not installed (the extra ``[onnx]``).

@@ -199,8 +199,8 @@ def run_in_turns(
 
     Args:
         jobs: By name.
-        rounds: Those that count.
-        seconds: Of each job in each round.
+        rounds: How many rounds are measured, behind the one that is not counted.
+        seconds: How long each job runs in each round.
         before: What changes between two measurements of the same jobs; after each of these all rounds are run, the
             uncounted one as well.
 
@@ -228,8 +228,8 @@ def ran_in_turns(
 
     Args:
         jobs: Name -> arguments of the :class:`Job`, but for its folder.
-        rounds: Those that count.
-        seconds: Of each job in each round.
+        rounds: How many rounds are measured, behind the one that is not counted.
+        seconds: How long each job runs in each round.
         common: Further arguments, which are the same for all of them.
 
     Raises:

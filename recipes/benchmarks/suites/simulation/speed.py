@@ -42,8 +42,8 @@ class Run:
     """What a process took.
 
     Args:
-        name: What it was.
-        seconds: From its start to its end.
+        name: What the process did, for the table.
+        seconds: The time from its start to its end.
         gib: The peak of its resident set; ``None`` where the system does not tell.
     """
 
@@ -83,11 +83,11 @@ def measure(
 
     Args:
         common: Overrides of ``recipes/simulate.py`` for the measurements in turns.
-        models: Models of these.
+        models: Names of the models (``model=``) that are measured, one after the other.
         command: Overrides of ``recipes/simulate.py`` for the whole command; none: it is left out.
-        rounds: Rounds that count.
-        seconds: Of a turn.
-        root: ``paths.data``.
+        rounds: How many rounds are measured, behind the one that is not counted.
+        seconds: How long one turn of a variant takes.
+        root: The folder of the data sets, for ``paths.data``.
     """
     rows, runs, bars = [], [], []
     for model in models:
@@ -125,7 +125,7 @@ def watched(name: str, command: Sequence[str]) -> tuple[str, Run]:
     """What a process printed, how long it ran, and the peak of its resident set, which is looked at meanwhile.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the process failed; has what it wrote to its standard error.
     """
     gib: float | None = None
     began = time.perf_counter()

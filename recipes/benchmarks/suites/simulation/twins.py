@@ -84,7 +84,7 @@ def measure(*, common: Sequence[str], interval: float, seeds: Sequence[int], cac
         interval: Seconds between a trainer's rounds.
         seeds: Seeds of start values and the order of rows; a run each.
         cache: Where finished runs are kept.
-        root: ``paths.data``.
+        root: The folder of the data sets, for ``paths.data``.
     """
     alone, real, virtual = [], [], []
     for seed in seeds:
