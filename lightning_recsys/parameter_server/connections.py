@@ -8,10 +8,12 @@ own clients makes a new one, and asks again for what it waits for.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
 import struct
+import termios
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +30,7 @@ _MOST_GONE = 1024  # peers that are remembered after they went
 _ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
 _BYTES_RECEIVED = struct.Struct("<128xQ")  # of the system's struct tcp_info
+_BYTES_QUEUED = struct.Struct("i")  # what TIOCOUTQ tells
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +115,7 @@ class Connections:
         if peer is None:
             return self._gone.get(name)
         peer.was_heard = True
-        if peer.unsent_bytes() > self._max_unsent:
+        if peer.unsent_bytes() > self._max_unsent and _does_not_take(peer):
             self._cut(peer, f"does not take its answers: more than {self._max_unsent:,} bytes wait")
             return None
         return peer
@@ -192,6 +195,21 @@ class Connections:
         with suppress(OSError), _borrowed(peer) as connected:
             connected.shutdown(socket.SHUT_RDWR)
             log.warning("A connection is cut whose other end %s.", why)
+
+
+def _does_not_take(peer: Peer) -> bool:
+    """Whether the system still holds bytes that the peer has not taken.
+
+    ZeroMQ lets go of a frame some time after its last byte has left, and tells a thread of ours, which may have to wait
+    for its turn. A peer whose system has acknowledged every byte is one that reads: it may have asked again because it
+    has the answer that such a frame was a part of.
+    """
+    try:
+        with _borrowed(peer) as connected:
+            queued: int = _BYTES_QUEUED.unpack(fcntl.ioctl(connected, termios.TIOCOUTQ, bytes(_BYTES_QUEUED.size)))[0]
+    except OSError:
+        return False  # it is gone
+    return queued > 0
 
 
 @contextmanager

@@ -99,6 +99,22 @@ def test_peer_when_it_takes_no_answers_then_is_cut_and_others_go_on(tmp_path):
         assert greedy.is_cut()
 
 
+def test_peer_when_frames_of_answers_that_it_took_are_let_go_late_then_is_not_cut(tmp_path):
+    with (
+        running(tmp_path, kind=OpenServer, limits=LIMITS) as server,
+        closing(connect(server.endpoint, transport="tcp", timeout=20)) as stores,
+    ):
+        center = stores.create_dense_store("center", torch.ones(SIZE))
+        (peer,) = server._connections._by_descriptor.values()
+        late = threading.Event()  # as if the thread that takes frames back had no turn
+        peer.unsent.append((zmq.MessageTracker(late), 2 << 20))
+        for _ in range(20):
+            assert center.pull().all()
+        assert peer.unsent_bytes() > LIMITS.message_bytes
+        assert stores.connection.traffic.reconnects == 0
+        assert len(server._connections) == 1
+
+
 @contextmanager
 def slow_way(endpoint):
     """Another endpoint of the same server, over which answers take their time."""
