@@ -8,6 +8,7 @@ import numpy as np
 
 from lightning_recsys.compiled.loops import compile_rule
 
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2 ** 64 over the golden ratio: what a stream of numbers steps by
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 

@@ -97,7 +97,14 @@ class Request:
 
 
 class Dealer(Protocol):
-    """Deals out the epochs of a run whose workers may be slow, or die."""
+    """Deals out the epochs of a run whose workers may be slow, or die.
+
+    Attributes:
+        in_flight: Batches that this rank was given last and may not have trained: gradients of several may make one
+            update.
+    """
+
+    in_flight: int
 
     def __call__(self, num_batches: int) -> Iterator[Lease]:
         """This rank's leases of a new epoch, in which each rank has a share of so many batches."""
@@ -329,7 +336,7 @@ class BatchLoader:
                 begin = steps.bounds(lease.first)[0] if lease.first else start
                 share = self._source.batches(replace(self._request, epoch=epoch, start=begin, rank=lease.owner))
             for number in range(lease.first, lease.last):
-                if before is not None and number == lease.first + 2:  # both that were under way are trained
+                if before is not None and number == lease.first + dealer.in_flight:  # those under way are trained
                     dealer.finish(before)
                     before = None
                 batch = next(share)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,21 +21,19 @@ from pytorch_lightning.trainer.states import TrainerFn
 from rich.console import Console
 
 from lightning_recsys.__about__ import __version__
-from lightning_recsys.data.files import file_identities
-from lightning_recsys.data.module import Split
+from lightning_recsys.data.files import check_md5, file_identities
+from lightning_recsys.data.module import Split, check_option
 from lightning_recsys.data.preparation import ByFile, BySchema, Preparation, SchemaRules, SplitRule
 from lightning_recsys.data.preparation.cache import Lease, RowCache
-from lightning_recsys.data.preparation.encoding import Encoding
+from lightning_recsys.data.preparation.encoding import Encoding, check_features, describe_features
 from lightning_recsys.data.preparation.progress import progress_bar
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.module import PreparedReader
 from lightning_recsys.data.raw import TabularFormat
-from lightning_recsys.data.raw.checksums import check_md5
-from lightning_recsys.data.raw.columns import SkippedRows
-from lightning_recsys.data.raw.table_reader import OnBadRow
+from lightning_recsys.data.raw.columns import OnBadRow, SkippedRows
 from lightning_recsys.data.tables.schema import Schema
 
-_VERSION = 5  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
+_VERSION = 6  # of what a schema makes of a file: another one where ids, numbers or splits come out otherwise
 _ALL = 1 << 31  # values of the vocabularies; more do not fit into their tables
 _PATIENCE = 2.0  # seconds until a progress bar is shown
 
@@ -103,13 +101,10 @@ class TabularDataModule(PreparedReader):
             seed=seed,
             drop_last=drop_last,
         )
-        if on_bad_row not in get_args(OnBadRow):
-            raise ValueError(f"data.on_bad_row must be {' or '.join(get_args(OnBadRow))}, got {on_bad_row!r}.")
+        check_option("data.on_bad_row", on_bad_row, "error or skip", ok=on_bad_row in ("error", "skip"))
         self._cache = RowCache(cache, max_bytes=1e9 * cache_gigabytes)
-        if root is None and isinstance(schema, str | Path):
-            root = Path(schema).parent
-        self._root = Path(root or "").expanduser().absolute()
-        self.schema = TabularFormat(schema=schema, root=self._root).schema
+        raw_format = TabularFormat(schema=schema, root=root)
+        self.schema, self._root = raw_format.schema, raw_format.root
         self._on_bad_row: OnBadRow = on_bad_row
         self._checksums = dict(checksums or {})
         self.skipped_rows: dict[str, int] = {}
@@ -144,9 +139,12 @@ class TabularDataModule(PreparedReader):
             FileNotFoundError: a file is not there.
             ValueError: one is not what the schema says; the message names it.
         """
+        trained_on = set(map(Path.resolve, self._format("train").files("train")))
         for split in self.schema.files.keys() - {"train"}:  # which is read at once
             raw_format = self._format(split)
             for path in raw_format.files(split):
+                if path.resolve() in trained_on and split != "predict":
+                    log.warning("%s is under files.train and under files.%s: its rows are trained on.", path, split)
                 raw_format.check_file(path, on_bad_row=self._on_bad_row)
 
     def setup(self, stage: str | None = None) -> None:
@@ -227,16 +225,19 @@ class TabularDataModule(PreparedReader):
         """What was learned from the training rows, and the position in them."""
         if self._encoding is None and "train" not in self._folders:
             return {}
-        return {"encoder": self.encoding.state_dict(), **super().state_dict()}
+        features = describe_features(self.schema)
+        return {"encoder": self.encoding.state_dict(), "features": features, **super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Encode rows, from now on, as the run did that this state is from, and go on where it was.
 
         Raises:
-            ValueError: that run had other columns.
+            ValueError: that run had other columns, or made other features of them.
         """
         super().load_state_dict(state_dict)
         encoding = Encoding.from_state_dict(self.schema, state_dict["encoder"])
+        if "features" in state_dict:  # checkpoints of earlier versions do not tell
+            check_features(state_dict["features"], self.schema)
         known = self._encoding is not None or "train" in self._folders
         if not known or encoding != self.encoding:
             self._encoding, self._given = encoding, True
@@ -303,7 +304,7 @@ class TabularDataModule(PreparedReader):
         for path, skipped in manifest.details["skipped"].items():
             rows = SkippedRows(**skipped)
             self.skipped_rows[path] = rows.bad
-            _log_once(rows.describe(path))
+            rank_zero_only(log.info)(rows.describe(path))
 
     def _look_up(
         self, content: Mapping[str, Any], given: Encoding | None, prepare: Callable[[Path], None]
@@ -329,8 +330,3 @@ class TabularDataModule(PreparedReader):
                 f"all {num_rows} training rows have the label {min(positives, 1)}{rule} on column "
                 f"{self.schema.label.column!r}. There is nothing to learn; check schema.label."
             )
-
-
-@rank_zero_only
-def _log_once(message: str) -> None:
-    log.info(message)

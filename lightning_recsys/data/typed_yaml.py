@@ -38,6 +38,7 @@ class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
 
 def load_yaml(path: Path) -> Any:
     """The content of a schema file."""
+    path = path.expanduser()
     if not path.is_file():
         raise FileNotFoundError(
             f"there is no schema file {path}. `lightning-recsys prepare schema` writes one from your data."
@@ -90,7 +91,9 @@ def _as(value: Any, kind: Any) -> Any:
             whole = isinstance(numbers, list | tuple) and all(_as(number, int) is not None for number in numbers)
             return tuple(numbers) if whole else None
         words = [value] if isinstance(value, str) else value
-        simple = isinstance(words, list | tuple) and all(isinstance(w, str | int | float) for w in words)
+        simple = isinstance(words, list | tuple) and all(
+            isinstance(w, str | int | float) and not isinstance(w, bool) for w in words
+        )
         return tuple(str(word) for word in words) if simple else None
     if kind is float:
         return float(value) if is_number else None

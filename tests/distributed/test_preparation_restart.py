@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_recsys.data.prepared import Manifest, PreparedDataModule
+from lightning_recsys.data import PreparedDataModule
+from lightning_recsys.data.prepared import Manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

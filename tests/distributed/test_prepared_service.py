@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +22,11 @@ import torch
 from forked import run_processes
 from pytorch_lightning import LightningModule, Trainer
 
+from lightning_recsys.data import PreparedDataModule
 from lightning_recsys.data.preparation.shards import GROUP_ROWS, Rows, ShardWriter, shard_schema
-from lightning_recsys.data.prepared import Feature, Manifest, PreparedDataModule
+from lightning_recsys.data.prepared import Feature, Manifest
 from lightning_recsys.data.prepared.service import Reader, receive_batches
-from lightning_recsys.data.prepared.stream import StreamRequest, read_batches
+from lightning_recsys.data.prepared.stream import StreamRequest, read_packs
 from lightning_recsys.data.raw.columns import Bags
 from lightning_recsys.launchers.processes import fork_server_context
 from lightning_recsys.strategies import ForkserverDDPStrategy
@@ -76,8 +78,8 @@ def contents(batches) -> list[list]:
     ]
 
 
-def module(folder, *, batch_size: int = 16, **options) -> PreparedDataModule:
-    data = PreparedDataModule(root=folder, batch_size=batch_size, shuffle_window=64, **options)
+def module(folder, *, batch_size: int = 16, shuffle_window: int = 64, **options) -> PreparedDataModule:
+    data = PreparedDataModule(root=folder, batch_size=batch_size, shuffle_window=shuffle_window, **options)
     data.setup()
     return data
 
@@ -111,12 +113,14 @@ def test_shared_reader_when_workers_ask_at_any_pace_then_each_gets_what_it_would
         for thread in threads:
             thread.join()
         for rank in range(3):
-            assert found[rank, epoch] == contents(read_batches(wanted(rank, epoch), rows))
+            assert found[rank, epoch] == contents(chain.from_iterable(read_packs(wanted(rank, epoch), rows)))
     # A worker that leaves early disturbs nobody.
     early = receive_batches(reader.address, request(), slots=1)
     next(early)
     early.close()
-    assert contents(receive_batches(reader.address, request(), slots=1)) == contents(read_batches(request(), rows))
+    assert contents(receive_batches(reader.address, request(), slots=1)) == contents(
+        chain.from_iterable(read_packs(request(), rows))
+    )
 
 
 def test_shared_reader_when_a_shard_is_damaged_then_the_worker_is_told(folder):
@@ -131,13 +135,55 @@ def test_shared_reader_when_a_shard_is_damaged_then_the_worker_is_told(folder):
 
 
 def test_shared_reader_when_killed_then_the_worker_is_told(folder):
-    data = module(folder, batch_size=1, reader="shared", prefetch_batches=1)  # more packs than wait in memory
+    # A pack for each shard, in order. The fourth is smaller than the third, so it waits for the third's place.
+    data = module(folder, batch_size=1, shuffle_window=0, reader="shared", prefetch_batches=1)
     batches = iter(data.train_dataloader())
     next(batches)
     next(iter(data._readers.values()))._process.kill()
     with pytest.raises(RuntimeError, match=r"the reader process \(data.reader=shared\) has ended"):
         list(batches)
     data.teardown()
+
+
+def become_another_user_and_listen(address: str, listens: Connection, end: Connection) -> None:
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen()
+        listens.send(True)
+        end.recv()
+
+
+def become_another_user_and_ask(address: str, told: Connection) -> None:
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.connect(address)
+        told.send(asking.recv(1))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_shared_reader_when_another_user_takes_its_name_or_asks_it_then_neither_is_answered(reader):
+    fork = multiprocessing.get_context("fork")
+    (told, tell), (wait, end) = fork.Pipe(duplex=False), fork.Pipe(duplex=False)
+    address = f"\0lightning-recsys-test-{os.getpid()}"
+    other = fork.Process(target=become_another_user_and_listen, args=(address, tell, wait))
+    other.start()
+    try:
+        assert told.poll(30)
+        assert told.recv()
+        with pytest.raises(RuntimeError, match="has ended"):
+            next(receive_batches(address, request(), slots=1))
+    finally:
+        end.send(None)
+        other.join()
+    stranger = fork.Process(target=become_another_user_and_ask, args=(reader.address, tell))
+    stranger.start()
+    assert told.poll(30)
+    assert told.recv() == b""  # the reader has hung up
+    stranger.join()
+    assert next(receive_batches(reader.address, request(), slots=1)) is not None
+    for connection in (told, tell, wait, end):
+        connection.close()
 
 
 def test_shared_reader_when_its_owner_has_forked_then_ends_at_once_all_the_same(folder):

@@ -54,13 +54,7 @@ class CSRGraph:
             raise ValueError(
                 f"graph.indptr must not fall, as it does behind node {fall[0]}: the rows are not in order."
             )
-        if (
-            num_edges
-            and not 0 <= (low := int(self.indices.min())) <= (high := int(self.indices.max())) < self.num_nodes
-        ):
-            raise ValueError(
-                f"edges must be between nodes 0 to {self.num_nodes - 1}, got node {low if low < 0 else high}."
-            )
+        _check_nodes(self.indices, self.num_nodes)
 
     @property
     def num_nodes(self) -> int:
@@ -97,8 +91,7 @@ class CSRGraph:
         if edges.ndim != 2 or edges.shape[0] != 2 or (edges.size and edges.dtype.kind not in "iu"):
             raise ValueError(f"edge_index must be integers of shape [2, E], got {edges.dtype} of {list(edges.shape)}.")
         source, target = edges.astype(np.int64, copy=False)
-        if edges.size and not 0 <= (low := int(edges.min())) <= (high := int(edges.max())) < num_nodes:
-            raise ValueError(f"edges must be between nodes 0 to {num_nodes - 1}, got node {low if low < 0 else high}.")
+        _check_nodes(edges, num_nodes)
         if undirected:
             keys = np.unique(np.concatenate([target * num_nodes + source, source * num_nodes + target]))
             target, source = np.divmod(keys, num_nodes)
@@ -128,6 +121,12 @@ class CSRGraph:
         return cls(
             np.load(Path(folder) / "indptr.npy", mmap_mode="c"), np.load(Path(folder) / "indices.npy", mmap_mode="r")
         )
+
+
+def _check_nodes(ends: NDArray[Any], num_nodes: int) -> None:
+    """Raise ``ValueError`` if an end of an edge is no node."""
+    if ends.size and not 0 <= (low := int(ends.min())) <= (high := int(ends.max())) < num_nodes:
+        raise ValueError(f"edges must be between nodes 0 to {num_nodes - 1}, got node {low if low < 0 else high}.")
 
 
 def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]]) -> None:

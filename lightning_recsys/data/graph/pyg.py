@@ -12,6 +12,7 @@ from lightning_recsys.data.graph.batch import NODE_FIELD
 from lightning_recsys.data.graph.csr import CSRGraph, Ids
 from lightning_recsys.data.graph.interactions import Interactions
 from lightning_recsys.data.graph.nodes import UNLABELED, Bags, NodeData
+from lightning_recsys.data.graph.readers import as_classes
 from lightning_recsys.data.module import Split
 from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 
@@ -52,13 +53,22 @@ def from_pyg(data: Any, *, target: str | None = None) -> NodeData:
     given: Any = np.full(num_nodes, UNLABELED) if y is None else _array(y)
     if given.size != num_nodes:
         raise ValueError(f"y must have one label for each of {num_nodes} nodes, got the shape {list(given.shape)}.")
-    labels = np.where(np.isnan(given), UNLABELED, given).reshape(-1).astype(np.int64)
-    splits: dict[Split, Ids] = {
-        split: np.flatnonzero(_array(mask) & (labels != UNLABELED))
-        for split, name in _MASKS.items()
-        if (mask := getattr(nodes, name, None)) is not None
-    }
-    return NodeData(graph, labels, bags, None if x is None else _array(x).astype(np.float32), splits)
+    labels = as_classes(np.where(np.isnan(given), UNLABELED, given).reshape(-1))
+    return NodeData(graph, labels, bags, None if x is None else _array(x).astype(np.float32), _splits(nodes, labels))
+
+
+def _splits(nodes: Any, labels: Ids) -> dict[Split, Ids]:
+    """The labelled nodes that masks mark."""
+    splits: dict[Split, Ids] = {}
+    for split, name in _MASKS.items():
+        if (mask := getattr(nodes, name, None)) is not None:
+            marked = _array(mask)
+            if marked.shape != labels.shape:
+                raise ValueError(
+                    f"{name} must mark each of {len(labels)} nodes once, got the shape {list(marked.shape)}."
+                )
+            splits[split] = np.flatnonzero(marked & (labels != UNLABELED))
+    return splits
 
 
 def interactions_from_pyg(data: Any, edge_type: tuple[str, str, str]) -> Interactions:

@@ -11,13 +11,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_recsys.compiled.hashing import mix
+from lightning_recsys.compiled.hashing import GOLDEN, mix
 from lightning_recsys.compiled.loops import compile_rule
 from lightning_recsys.data.graph.csr import Ids
 from lightning_recsys.data.graph.sampling import draw_positions
 from lightning_recsys.data.hashing import key64
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @compile_rule
@@ -25,7 +23,7 @@ def _draw(key, numbers, bounds, starts, distinct, positions):  # noqa: ANN001, A
     """Fill the positions from ``starts[i]`` to ``starts[i + 1]`` with draws below ``bounds[i]``."""
     marks = np.zeros((bounds.max() if distinct else np.int64(0)) + 1, np.int64)
     for i in range(numbers.shape[0]):
-        state = mix(key ^ (np.uint64(numbers[i]) * _GOLDEN))
+        state = mix(key ^ (np.uint64(numbers[i]) * GOLDEN))
         chosen = positions[starts[i] : starts[i + 1]]
         draw_positions(state, bounds[i], chosen.shape[0], not distinct, marks, chosen)
 

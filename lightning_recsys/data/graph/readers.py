@@ -58,15 +58,12 @@ def read_nodes(path: str | Path, format: Format) -> NodeData:
 def read_npz(path: Path) -> NodeData:
     """A file of the shared sets; rows of neighbours need not be sorted."""
     with path.open("rb") as file, np.load(file) as arrays:  # NumPy leaves a damaged file open
-        num_nodes = _square(arrays["adj_shape"])
-        graph = CSRGraph(arrays["adj_indptr"].astype(np.int64), arrays["adj_indices"])
-        if graph.num_nodes != num_nodes:
-            raise ValueError(f"adj_shape says {num_nodes} nodes, adj_indptr {graph.num_nodes}.")
+        graph = _graph(arrays, "adj_")
         if "attr_indptr" not in arrays:
-            return NodeData(graph, _classes(arrays["labels"]))
+            return NodeData(graph, as_classes(arrays["labels"]))
         numbers = arrays.get("attr_data", np.ones(len(arrays["attr_indices"]), np.float32))
-        entries = _entries(arrays["attr_indptr"], arrays["attr_indices"], arrays["attr_shape"])
-        return NodeData(graph, _classes(arrays["labels"]), **_features(entries, numbers))
+        entries = _entries(arrays["attr_indptr"], arrays["attr_indices"], arrays["attr_shape"], numbers)
+        return NodeData(graph, as_classes(arrays["labels"]), **_features(*entries))
 
 
 def read_planetoid(folder: Path) -> NodeData:
@@ -112,20 +109,18 @@ def read_reddit(folder: Path) -> NodeData:
         kinds: dict[Split, int] = {"train": 1, "validation": 2, "test": 3}
         splits = {split: np.flatnonzero(data["node_types"] == kind) for split, kind in kinds.items()}
         dense = data["feature"].astype(np.float32)
-        return NodeData(graph, _classes(data["label"]), dense=dense, splits=splits)
+        return NodeData(graph, as_classes(data["label"]), dense=dense, splits=splits)
 
 
 def read_graphsaint(folder: Path) -> NodeData:
     """A folder of GraphSAINT, with the edges of all nodes (``adj_full.npz``) in training, too."""
     with np.load(folder / "adj_full.npz") as adjacency:
-        graph = CSRGraph(adjacency["indptr"].astype(np.int64), adjacency["indices"])
-        if graph.num_nodes != _square(adjacency["shape"]):
-            raise ValueError(f"adj_full.npz says {adjacency['shape'][0]} nodes, its indptr {graph.num_nodes}.")
+        graph = _graph(adjacency)
     classes = json.loads((folder / "class_map.json").read_text())
     if any(isinstance(label, list) for label in classes.values()):
         raise ValueError("class_map.json has several classes for a node; NodeClassificationTask learns one.")
     labels = np.full(graph.num_nodes, UNLABELED)
-    labels[np.array(list(classes), np.int64)] = _classes(np.array(list(classes.values())))
+    labels[np.array(list(classes), np.int64)] = as_classes(np.array(list(classes.values())))
     role = json.loads((folder / "role.json").read_text())
     keys: dict[Split, str] = {"train": "tr", "validation": "va", "test": "te"}
     splits = {split: np.sort(np.array(role[key], np.int64)) for split, key in keys.items()}
@@ -164,7 +159,7 @@ def read_ogb(folder: Path) -> NodeData:
     names: dict[Split, str] = {"train": "train", "validation": "valid", "test": "test"}
     splits = {split: np.sort(_csv(scheme.joinpath(*own, f"{name}.csv.gz"))[:, 0]) for split, name in names.items()}
     classes = np.where(np.isnan(labels[:, 0]), UNLABELED, labels[:, 0])
-    return NodeData(graph, _classes(classes), bags, dense, splits)
+    return NodeData(graph, as_classes(classes), bags, dense, splits)
 
 
 def _labelled_type(raw: Path) -> str | None:
@@ -181,7 +176,7 @@ def _csv(path: Path) -> NDArray[Any]:
     return np.stack([column.to_numpy() for column in table.columns], 1)
 
 
-def _classes(labels: NDArray[Any]) -> Ids:
+def as_classes(labels: NDArray[Any]) -> Ids:
     """The labels of a file as classes, one for each node."""
     if labels.ndim != 1:
         raise ValueError(
@@ -195,14 +190,22 @@ def _classes(labels: NDArray[Any]) -> Ids:
     return labels.astype(np.int64)
 
 
+def _graph(arrays: Any, prefix: str = "") -> CSRGraph:
+    """The graph of a matrix that a file has in compressed rows."""
+    graph = CSRGraph(arrays[f"{prefix}indptr"].astype(np.int64), arrays[f"{prefix}indices"])
+    if graph.num_nodes != (num_nodes := _square(arrays[f"{prefix}shape"])):
+        raise ValueError(f"{prefix}shape says {num_nodes} nodes, {prefix}indptr {graph.num_nodes}.")
+    return graph
+
+
 def _square(shape: NDArray[Any]) -> int:
     if len(shape) != 2 or shape[0] != shape[1]:
         raise ValueError(f"the matrix of a graph must be square, got {list(shape)}.")
     return int(shape[0])
 
 
-def _entries(indptr: Any, indices: Any, shape: Any) -> Bags:
-    """The columns of each row of a matrix in compressed rows, as files have them."""
+def _entries(indptr: Any, indices: Any, shape: Any, numbers: NDArray[Any]) -> tuple[Bags, NDArray[Any]]:
+    """The columns of each row of a matrix in compressed rows, as files have them, and the numbers there."""
     starts, columns = np.asarray(indptr), np.asarray(indices)
     if len(shape) != 2 or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in (starts, columns)):
         raise ValueError("a matrix of features must have two dimensions, and its indices must be integers.")
@@ -210,16 +213,16 @@ def _entries(indptr: Any, indices: Any, shape: Any) -> Bags:
     if len(starts) != num_rows + 1:
         raise ValueError(f"a matrix of features has {num_rows} rows, and indices of {len(starts) - 1}.")
     bags = Bags(starts.astype(np.int64), columns, num_columns)  # before a column that is too large could be cut to fit
-    return replace(bags, ids=columns.astype(np.int32 if num_columns <= 1 << 31 else np.int64, copy=False))
+    if numbers.shape != columns.shape or numbers.dtype.kind not in "biuf":
+        raise ValueError(
+            f"a matrix of features must have a number for each of its {len(columns)} entries, got {numbers.dtype} of "
+            f"shape {list(numbers.shape)}."
+        )
+    return replace(bags, ids=columns.astype(np.int32 if num_columns <= 1 << 31 else np.int64, copy=False)), numbers
 
 
 def _features(entries: Bags, numbers: NDArray[Any]) -> dict[str, Any]:
     """From a matrix with a row for each node: sparse features where every number is 1, else dense ones."""
-    if numbers.shape != entries.ids.shape or numbers.dtype.kind not in "biuf":
-        raise ValueError(
-            f"a matrix of features must have a number for each of its {len(entries.ids)} entries, got {numbers.dtype} "
-            f"of shape {list(numbers.shape)}."
-        )
     if (numbers == 1).all():
         return {"bags": {WORDS: entries}}
     dense = np.zeros((len(entries.offsets) - 1, entries.num_embeddings), np.float32)
@@ -237,10 +240,7 @@ def _matrix(found: Any) -> tuple[Bags, NDArray[Any]]:
     if not isinstance(found, _Matrix):
         raise ValueError(f"features must be a matrix of SciPy's in compressed rows, got {type(found).__name__}.")
     state = vars(found)
-    entries, numbers = _entries(state["indptr"], state["indices"], state["_shape"]), np.asarray(state["data"])
-    if numbers.shape != entries.ids.shape:
-        raise ValueError(f"a matrix of features has {len(entries.ids)} entries, and {len(numbers)} numbers.")
-    return entries, numbers
+    return _entries(state["indptr"], state["indices"], state["_shape"], np.asarray(state["data"]))
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_recsys.compiled.hashing import mix
+from lightning_recsys.compiled.hashing import GOLDEN, mix
 from lightning_recsys.compiled.loops import AHEAD, SOON, compile_rule, prefetch
 from lightning_recsys.data.graph.csr import CSRGraph
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _11, _TO_UNIT = np.uint64(11), 2.0**-53
 ALL = -1
 """The fan-out that takes every neighbour."""
@@ -33,7 +32,7 @@ def draw_positions(state, degree, fan_out, replacement, marks, chosen):  # noqa:
     """
     marks[-1] += 1
     for i in range(fan_out):
-        state += _GOLDEN
+        state += GOLDEN
         bound = degree if replacement else degree - fan_out + i + 1
         position = np.int64((mix(state) >> _11) * _TO_UNIT * bound)
         if not replacement:
@@ -74,7 +73,7 @@ def _sample_hop(first, stop, graph, draw, scratch, sample, num_edges):  # noqa: 
         if num_edges + taken > neighbors.shape[0] or num_nodes + taken > n_id.shape[0]:
             return np.int64(-1), num_edges
         if draws:
-            draw_positions(mix(key ^ (np.uint64(node) * _GOLDEN)), degree, taken, replacement, marks, chosen)
+            draw_positions(mix(key ^ (np.uint64(node) * GOLDEN)), degree, taken, replacement, marks, chosen)
         for i in range(taken):
             source = np.int64(indices[start + (chosen[i] if draws else i)])
             neighbors[num_edges + i] = source

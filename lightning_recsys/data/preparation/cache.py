@@ -14,6 +14,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from lightning_recsys.data.prepared.manifest import MANIFEST, Manifest
 
 _LEASE = ".lease"
 _LOCK = ".lock"
+_KEY = re.compile("[0-9a-f]{32}")  # as those of tables are
 _PRIVATE = 0o700  # the raw file may be one that only its owner reads
 _OF_THE_DISK = (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
@@ -113,6 +115,7 @@ class RowCache:
                 if made:
                     self._make_room()
                     folder.mkdir(_PRIVATE, exist_ok=True)
+                    (folder / _LEASE).touch()  # which tells that it is ours
                     (folder / MANIFEST).unlink(missing_ok=True)  # of a damaged one
                     self._prepare(folder, prepare)
                 lease = self._lease(folder)
@@ -149,7 +152,7 @@ class RowCache:
         keys: list[str] = []
         with suppress(FileNotFoundError, NotADirectoryError):
             keys = [name.removesuffix(_LOCK) for name in os.listdir(self.folder) if name.endswith(_LOCK)]
-        return sorted(map(self._entry, keys), key=lambda entry: entry.used)
+        return sorted(map(self._entry, filter(self._is_entry, keys)), key=lambda entry: entry.used)
 
     def shrink(self, max_bytes: float | None = None) -> list[Entry]:
         """Remove entries that no process uses until all take at most so many bytes.
@@ -199,6 +202,14 @@ class RowCache:
                     shutil.rmtree(folder)
             lock.unlink()  # whoever waits for it looks whether it is still there
             return True
+        return False
+
+    def _is_entry(self, key: str) -> bool:
+        """Whether a lock file and a folder of one name are ours: others have such in the folder that a user names."""
+        folder = self.folder / key
+        with suppress(OSError):
+            named = _KEY.fullmatch(key) is not None or not folder.exists()
+            return (named or _LEASE in os.listdir(folder)) and self._lock(key).stat().st_size == 0
         return False
 
     def _entry(self, key: str) -> Entry:

@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
 from lightning_recsys.data.preparation.vocabulary import vocabulary_file
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.tables.features import Categorical, MultiValued
-from lightning_recsys.data.tables.schema import Schema, feature_name
+from lightning_recsys.data.tables.schema import FEATURES, Schema, feature_name
 
 FIRST_ID = 2
 """Id of the first value of a vocabulary, the most frequent one; 0 is for unknown values."""
@@ -120,6 +121,40 @@ class Encoding:
 def embedded(schema: Schema) -> dict[str, Categorical | MultiValued]:
     """The features that have ids, by name, in the order of the batches."""
     return {**schema.categorical, **schema.multi_valued}
+
+
+def describe_features(schema: Schema) -> dict[str, dict[str, Any]]:
+    """How columns become ids and numbers, by kind and name in the order of the batches; in plain containers."""
+    plain = yaml.safe_load(schema.to_yaml())
+    return {
+        kind: {
+            name: {key: value for key, value in options.items() if key != "min_count"}  # which vocabularies tell
+            for name, options in plain.get(kind, {}).items()
+        }
+        for kind in FEATURES
+    }
+
+
+def check_features(trained: Mapping[str, Mapping[str, Any]], schema: Schema) -> None:
+    """Compare the features of a checkpoint with those of a schema.
+
+    Args:
+        trained: What :func:`describe_features` said of the schema that was trained with.
+        schema: By which rows are to be read.
+
+    Raises:
+        ValueError: a feature is made in another way, or their order is another one.
+    """
+    for kind, found in describe_features(schema).items():
+        before = trained[kind]
+        pairs: list[tuple[str, Any, Any]] = [(f"schema.{kind}", list(found), list(before))]
+        pairs += [(f"schema.{kind}.{name}", found[name], before.get(name)) for name in found]
+        for where, here, there in pairs:
+            if here != there:
+                raise ValueError(
+                    f"{where} is {here}, and was {there} where the checkpoint was trained: the model would take ids "
+                    "and numbers for others. Use the schema that it was trained with."
+                )
 
 
 def _as_tensors(strings: pa.Array) -> dict[str, Tensor]:

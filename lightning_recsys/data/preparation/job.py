@@ -7,9 +7,8 @@ import json
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from itertools import chain, islice
@@ -24,40 +23,21 @@ from lightning_recsys.__about__ import __version__
 from lightning_recsys.data.files import InputFile
 from lightning_recsys.data.module import Split, check_option
 from lightning_recsys.data.preparation.learning import learn
-from lightning_recsys.data.preparation.parallel import ordered_map
 from lightning_recsys.data.preparation.preprocessing import ColumnRules, Learned, Summary
 from lightning_recsys.data.preparation.schema_split import BySchema, survey_rows
 from lightning_recsys.data.preparation.segments import Records, Segment
 from lightning_recsys.data.preparation.shards import GROUP_ROWS, Ids, Rows, shard_schema
-from lightning_recsys.data.preparation.source import ParsedBlock, RawSource
-from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Survey
+from lightning_recsys.data.preparation.source import Progress, RawSource
+from lightning_recsys.data.preparation.splits import SPLITS, SplitRule
 from lightning_recsys.data.preparation.vocabulary import load_table, vocabulary_file
 from lightning_recsys.data.prepared.manifest import MANIFEST, Feature, Manifest, write_atomically
 from lightning_recsys.data.raw import Block, Position, RawColumns, RawFormat
+from lightning_recsys.data.raw.columns import OnBadRow
 from lightning_recsys.data.raw.kernels import KeyTable
 
 BLOCK_BYTES = 4 << 20
 WORK = ".work"  # what a restart needs; removed at the end
 VOCABULARY = "vocabulary"
-Phase = Literal["survey", "learn", "write"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the work is.
-
-    Args:
-        phase: ``survey`` while all rows are read to know how they are split, where that is needed; ``learn`` while the
-            training rows are read for statistics and vocabularies; then ``write``.
-        rows: Rows that this process has read in this phase.
-        bytes: Bytes of raw files that are done in this phase, by earlier runs too.
-        total_bytes: Bytes of raw files that this phase reads.
-    """
-
-    phase: Phase
-    rows: int
-    bytes: int
-    total_bytes: int
 
 
 class Preparation:
@@ -94,7 +74,7 @@ class Preparation:
         files: Sequence[Path],
         split: SplitRule,
         preprocessing: ColumnRules,
-        on_bad_row: Literal["error", "skip"] = "error",
+        on_bad_row: OnBadRow = "error",
         shard_bytes: int = 256 << 20,
         compression: Literal["none", "zstd"] = "none",
         num_threads: int = 2,
@@ -112,12 +92,18 @@ class Preparation:
         block_bytes = min(BLOCK_BYTES, shard_bytes)
         self._blocks_per_segment = max(1, shard_bytes // block_bytes)  # how many make a shard of each split
         self._compression = compression  # of the shards
-        self._num_threads = num_threads  # that parse
-        self._on_progress = on_progress or (lambda _: None)
         self._check_inputs = check  # before the rows count as whole
         self._format = raw_format
-        # Reads the files in blocks, and says which split each row is in.
-        self._source = RawSource(raw_format, files=files, split=split, on_bad_row=on_bad_row, block_bytes=block_bytes)
+        # Reads the files in passes over blocks, and says which split each row is in.
+        self._source = RawSource(
+            raw_format,
+            files=files,
+            split=split,
+            on_bad_row=on_bad_row,
+            block_bytes=block_bytes,
+            num_threads=num_threads,
+            on_progress=on_progress or (lambda _: None),
+        )
         # What a preparation that goes on must have in common with the one that began: it is refused otherwise.
         self._plan = {
             "options": {
@@ -144,17 +130,13 @@ class Preparation:
             shutil.rmtree(self._work, ignore_errors=True)  # where a run was killed at the very end
             return manifest
         self._work.mkdir(parents=True, exist_ok=True)
-        with self._lock(), ThreadPoolExecutor(self._num_threads) as pool:
-            self._begin()
-            self._survey(pool)
-            learned = (
-                self._learn(pool)
-                if self._rules.learns(self._format)
-                else self._rules.known(self._out / VOCABULARY, self._format)
-            )
+        with self._lock(), self._source.threads():
+            self._compare(self._once("plan", lambda: self._plan))
+            self._survey()
+            learned = self._rules.known(self._out / VOCABULARY, self._format) or self._learn()
             records = Records(self._work)
             features = self._features(learned)
-            self._write(pool, learned, records, features)
+            self._write(learned, records, features)
             manifest = self._manifest(learned, records, features)
             if None in self._source.splits and not manifest.splits["train"]:
                 raise ValueError(f"{self._out}: no row is left for training. See split and on_bad_row.")
@@ -174,12 +156,13 @@ class Preparation:
                 raise ValueError(f"{self._out}: another process is preparing rows in this folder.") from None
             yield
 
-    def _begin(self) -> None:
-        path = self._work / "plan.json"
-        if path.is_file():
-            self._compare(json.loads(path.read_text(encoding="utf-8")))
-        else:
-            write_atomically(path, json.dumps(self._plan))
+    def _once(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What an earlier run has written down under a name; else it is made and written down now."""
+        path = self._work / f"{name}.json"
+        if not path.is_file():
+            write_atomically(path, json.dumps(make()))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
 
     def _compare(self, begun: Mapping[str, Any]) -> None:
         plan = json.loads(json.dumps(self._plan))
@@ -202,87 +185,52 @@ class Preparation:
 
     # --- the passes --------------------------------------------------------------------------------------------------
 
-    def _survey(self, pool: ThreadPoolExecutor) -> None:
+    def _survey(self) -> None:
         """Look at all rows, if the split needs that."""
-        rule, path = self._source.split, self._work / "survey.json"
-        if not isinstance(rule, BySchema) or not rule.surveys:
-            return
-        if path.is_file():
-            survey = Survey.from_json(path.read_text(encoding="utf-8"))
-        else:
-            survey = survey_rows(
-                self._source,
-                rule,
-                spill=self._work / "times",
-                pool=pool,
-                ahead=self._num_threads + 1,
-                report=self._reporter("survey", self._bytes(lambda split: split is None)),
-            )
-            write_atomically(path, survey.to_json())
-        self._source.survey, rule.bounds = survey, survey.bounds
+        rule = self._source.split
+        if isinstance(rule, BySchema) and rule.surveys:
+            found = self._once("rows-before", lambda: survey_rows(self._source, rule, spill=self._work / "times"))
+            self._source.rows_before, rule.bounds = found["rows_before"], tuple(found["bounds"])
 
-    def _learn(self, pool: ThreadPoolExecutor) -> Learned:
-        path = self._work / "learned.json"
-        if path.is_file():
-            return Learned.load(path)
-        learned = learn(
-            self._source,
-            self._rules,
-            folder=self._out / VOCABULARY,
-            spill=self._work / "counts",
-            pool=pool,
-            ahead=self._num_threads + 1,
-            report=self._reporter("learn", self._bytes(lambda split: split in (None, "train"))),
-        )
-        learned.save(path)
-        return learned
+    def _learn(self) -> Learned:
+        folder, spill = self._out / VOCABULARY, self._work / "counts"
+        learned = self._once("learned", lambda: asdict(learn(self._source, self._rules, folder=folder, spill=spill)))
+        return Learned(**learned)
 
-    def _write(
-        self, pool: ThreadPoolExecutor, learned: Learned, records: Records, features: Mapping[str, Feature]
-    ) -> None:
+    def _write(self, learned: Learned, records: Records, features: Mapping[str, Feature]) -> None:
         """Write the segments that have no record yet."""
         folder = self._out / VOCABULARY
         tables = {name: load_table(folder / vocabulary_file(name)) for name in learned.vocabulary_sizes}
         schema = shard_schema(self._rules.dense_names(self._format), features)
-        summary_IK = learned.summary_IK
+        source, work = self._source, partial(self._transform, tables, learned.summary_IK)
         file, position = records.position
         whole = not len(records)  # else this process does not see all rows
-        self._source.begin_pass(last=True)
-        report = self._reporter("write", sum(x.bytes for x in self._source.files))
-        report(0, sum(x.bytes for x in self._source.files[:file]))
-        while file < len(self._source.files):
-            consumed = 0
-            blocks = self._source.read(file, position)
-            work = partial(self._transform, file, tables, summary_IK)
+        source.begin_pass("write", range(len(source.files)), first=file)
+        while file < len(source.files):
+            path, blocks = Path(source.files[file].path), source.read(file, position)
             for first in blocks:
                 segment = islice(chain([first], blocks), self._blocks_per_segment)
-                path = Path(self._source.files[file].path)
                 with Segment(self._out, len(records), path, schema=schema, compression=self._compression) as shards:
-                    for parsed, rows, missing in ordered_map(pool, work, segment, ahead=self._num_threads + 1):
-                        self._source.count(file, parsed.rows)
-                        shards.write(parsed, rows, missing)
-                        block = parsed.block
-                        report(len(parsed.rows), block.consumed - consumed)
-                        consumed = block.consumed
-                    records.append({"position": (file, *block.next_position), **shards.finish()})
+                    for block, rows, (parts, missing) in source.through(file, segment, partial(work, file)):
+                        shards.write(rows, parts, missing)
+                        position = block.next_position
+                    records.append({"position": (file, *position), **shards.finish()})
             file, position = file + 1, Position()
         if whole:
-            self._source.end_pass(range(len(self._source.files)))
+            source.end_pass()
 
     def _transform(
-        self, file: int, tables: Mapping[str, KeyTable], summary_IK: Summary, block: Block
-    ) -> tuple[ParsedBlock, dict[Split, Rows], dict[str, int]]:
-        """Parse a block; its rows by split as they are stored, and how many values each column lacks."""
-        parsed = self._source.parse(file, block)
-        rows = parsed.rows
+        self, tables: Mapping[str, KeyTable], summary_IK: Summary, file: int, block: Block, rows: RawColumns
+    ) -> tuple[dict[Split, Rows], dict[str, int]]:
+        """The rows of a block by split as they are stored, and how many values each column lacks."""
         missing = dict(zip(self._format.dense, np.isnan(rows.dense_IN).sum(axis=1).tolist(), strict=True))
         missing |= {name: _num_missing(values) for name, values in rows.categories.items()}
+        split_N = self._source.assign(file, block, rows)
         parts: dict[Split, Rows] = {}
         for position, split in enumerate(SPLITS):
-            mask = parsed.split_N == position
-            if mask.any():
-                parts[split] = self._stored(rows.keep(mask), tables, summary_IK)
-        return parsed, parts, missing
+            if (mask_N := split_N == position).any():
+                parts[split] = self._stored(rows.keep(mask_N), tables, summary_IK)
+        return parts, missing
 
     def _stored(self, rows: RawColumns, tables: Mapping[str, KeyTable], summary_IK: Summary) -> Rows:
         def ids(name: str, values: pa.Array) -> Ids:
@@ -294,23 +242,6 @@ class Preparation:
             {name: ids(name, values) for name, values in self._rules.categories(rows, self._format).items()},
             {name: replace(bags, values=ids(name, bags.values)) for name, bags in rows.bags.items()},
         )
-
-    def _bytes(self, wanted: Callable[[Split | None], bool]) -> int:
-        """Size of the raw files whose rows are of a split, or are split."""
-        files, splits = self._source.files, self._source.splits
-        return sum(file.bytes for file, split in zip(files, splits, strict=True) if wanted(split))
-
-    def _reporter(self, phase: Phase, total: int) -> Callable[[int, int], None]:
-        rows = done = 0
-
-        def report(more_rows: int, more_bytes: int) -> None:
-            nonlocal rows, done
-            rows += more_rows
-            done += more_bytes
-            self._on_progress(Progress(phase, rows, done, total))
-
-        report(0, 0)  # a phase begins before its first block is done, which rates count from
-        return report
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 

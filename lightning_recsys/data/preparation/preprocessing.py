@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lightning_recsys.data.preparation.shards import Ids
-from lightning_recsys.data.prepared.manifest import write_atomically
 from lightning_recsys.data.raw import RawColumns, RawFormat, TabularFormat
 from lightning_recsys.data.raw.kernels import KeyTable, hash_values, parse_keys
 
@@ -40,15 +38,6 @@ class Learned:
     vocabulary_sizes: Mapping[str, int] = field(default_factory=dict)
     min_count: int = 0
     raised: bool = False
-
-    @classmethod
-    def load(cls, path: Path) -> Learned:
-        """What :meth:`save` wrote."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
-
-    def save(self, path: Path) -> None:
-        """Write it whole or not at all."""
-        write_atomically(path, json.dumps(asdict(self)))
 
     @property
     def summary_IK(self) -> Summary:
@@ -76,17 +65,15 @@ class ColumnRules(ABC):
         """What the rules were told, for the manifest."""
 
     @abstractmethod
-    def learns(self, raw_format: RawFormat) -> bool:
-        """Whether the training rows have to be read once before any row can be written."""
+    def known(self, folder: Path, raw_format: RawFormat) -> Learned | None:
+        """What is known before any row is read; ``None`` where the training rows have to be read once for it.
 
-    def known(self, folder: Path, raw_format: RawFormat) -> Learned:
-        """What is known where nothing is learned; writes the vocabularies, if there are any.
+        Vocabularies are written, if there are any that are known.
 
         Args:
             folder: The folder that vocabularies are written to; it is made if it is not there.
             raw_format: The format of the raw files, which gives the order of the dense features.
         """
-        return Learned()
 
     def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
         """Names of the dense features that come out."""
@@ -113,8 +100,8 @@ class ColumnRules(ABC):
         """What is to be known of the dense features of some training rows, shape ``[I, K]``."""
 
     @abstractmethod
-    def merged(self, summaries: Sequence[Summary]) -> Summary:
-        """The summary of all rows from those of some; of none, too."""
+    def merge(self, a_IK: Summary, b_IK: Summary) -> Summary:
+        """The summary of some training rows and others, from those of both."""
 
     @abstractmethod
     def describe(self, summary_IK: Summary, raw_format: RawFormat) -> dict[str, object]:
@@ -187,9 +174,9 @@ class Preprocessing(ColumnRules):
         """See the base class."""
         return asdict(self)
 
-    def learns(self, raw_format: RawFormat) -> bool:
+    def known(self, folder: Path, raw_format: RawFormat) -> Learned | None:
         """See the base class."""
-        return self.ids == "vocabulary" or self.dense == "log_shift"
+        return None if self.ids == "vocabulary" or self.dense == "log_shift" else Learned()
 
     def dense_names(self, raw_format: RawFormat) -> tuple[str, ...]:
         """See the base class."""
@@ -215,14 +202,14 @@ class Preprocessing(ColumnRules):
         return {**buckets, **rows.categories}
 
     def summary(self, rows: RawColumns, raw_format: RawFormat) -> Summary:
-        """The smallest values, shape ``[I, 1]``."""
+        """The smallest values, shape ``[I, 1]``; infinity of no rows."""
         smallest: Summary = np.nan_to_num(rows.dense_IN).min(axis=1, initial=np.inf, keepdims=True)
         return smallest
 
-    def merged(self, summaries: Sequence[Summary]) -> Summary:
+    def merge(self, a_IK: Summary, b_IK: Summary) -> Summary:
         """See the base class."""
-        smallest: Summary = np.minimum.reduce(summaries) if summaries else np.empty((0, 1))
-        return np.where(np.isfinite(smallest), smallest, 0)
+        smallest: Summary = np.minimum(a_IK, b_IK)
+        return smallest
 
     def describe(self, summary_IK: Summary, raw_format: RawFormat) -> dict[str, object]:
         """See the base class."""

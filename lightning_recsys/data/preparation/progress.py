@@ -11,7 +11,7 @@ from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemai
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from lightning_recsys.data.preparation.job import Progress
+from lightning_recsys.data.preparation.source import Progress
 
 _PHASES = {"survey": "Counting rows", "learn": "Reading the training rows", "write": "Writing shards"}
 

@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import ClassVar
 
@@ -62,14 +60,10 @@ class SchemaRules(ColumnRules):
         given = None if self.given is None else self.given.digest
         return {"by": "schema", "max_vocabulary": self.max_vocabulary, "given": given}
 
-    def learns(self, raw_format: RawFormat) -> bool:
-        """See the base class."""
-        return self.given is None and bool(raw_format.dense or self.vocabularies(raw_format))
-
-    def known(self, folder: Path, raw_format: RawFormat) -> Learned:
+    def known(self, folder: Path, raw_format: RawFormat) -> Learned | None:
         """See the base class."""
         if self.given is None:
-            return Learned()
+            return None if raw_format.dense or self.vocabularies(raw_format) else Learned()
         for name, values in self.given.vocabularies.items():
             write_values(folder, feature_name(name), values)
         sizes = {feature_name(name): len(values) for name, values in self.given.vocabularies.items()}
@@ -95,9 +89,14 @@ class SchemaRules(ColumnRules):
                 summary[i] = len(known), known.mean(), known.var() * len(known)
         return summary
 
-    def merged(self, summaries: Sequence[Summary]) -> Summary:
-        """See the base class."""
-        return reduce(_merge, summaries) if summaries else np.empty((0, 3))
+    def merge(self, a_IK: Summary, b_IK: Summary) -> Summary:
+        """Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances"."""
+        (n_a, mean_a, squares_a), (n_b, mean_b, squares_b) = a_IK.T, b_IK.T
+        n = n_a + n_b
+        share_b = n_b / np.maximum(n, 1)
+        difference = mean_b - mean_a
+        mean = mean_a + difference * share_b
+        return np.stack([n, mean, squares_a + squares_b + difference**2 * n_a * share_b], axis=1)
 
     def describe(self, summary_IK: Summary, raw_format: RawFormat) -> dict[str, object]:
         """See the base class."""
@@ -157,16 +156,6 @@ def _standardize(numbers: NDArray[np.float64], feature: Dense, *, mean: float, s
     numbers = _transform(numbers, feature)
     numbers = np.where(np.isnan(numbers), mean, numbers)
     return (numbers - mean) / std if feature.standardize else numbers
-
-
-def _merge(a_IK: Summary, b_IK: Summary) -> Summary:
-    """Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances"."""
-    (n_a, mean_a, squares_a), (n_b, mean_b, squares_b) = a_IK.T, b_IK.T
-    n = n_a + n_b
-    share_b = n_b / np.maximum(n, 1)
-    difference = mean_b - mean_a
-    mean = mean_a + difference * share_b
-    return np.stack([n, mean, squares_a + squares_b + difference**2 * n_a * share_b], axis=1)
 
 
 def _moments(summary_IK: Summary) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_recsys.data.hashing import key64, mix64
 from lightning_recsys.data.module import Split
-from lightning_recsys.data.preparation.parallel import ordered_map
 from lightning_recsys.data.preparation.source import RawSource
-from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Survey, Times
-from lightning_recsys.data.raw import Block, RawColumns, RawFormat, TabularFormat
+from lightning_recsys.data.preparation.splits import SPLITS, SplitRule, Times, parted
+from lightning_recsys.data.raw import RawFormat, TabularFormat
 
 _CHUNK = 1 << 20
 
@@ -31,11 +30,18 @@ class BySchema(SplitRule):
     Args:
         raw_format: The format whose schema says how rows are split.
         own_files: Whether splits that have files of their own are prepared together with the training files.
+
+    Raises:
+        ValueError: the format has no schema.
     """
 
     by = "schema"
 
-    def __init__(self, raw_format: TabularFormat, *, own_files: bool = True) -> None:
+    def __init__(self, raw_format: RawFormat, *, own_files: bool = True) -> None:
+        if not isinstance(raw_format, TabularFormat):
+            raise ValueError(
+                f"split.by=schema is for data=tabular; data={raw_format.name} has no schema. Use share, time or file."
+            )
         self._format = raw_format
         self._own_files = own_files
         self._schema = raw_format.schema
@@ -97,50 +103,29 @@ class BySchema(SplitRule):
         return mix64(numbers + key64(self._schema.split.seed, "split"))
 
 
-def survey_rows(
-    source: RawSource,
-    rule: BySchema,
-    *,
-    spill: Path,
-    pool: ThreadPoolExecutor,
-    ahead: int,
-    report: Callable[[int, int], None],
-) -> Survey:
+def survey_rows(source: RawSource, rule: BySchema, *, spill: Path) -> dict[str, Any]:
     """Look at all rows that are split.
 
     Args:
         source: The raw files.
         rule: The rule by which their rows are split.
         spill: A file for the times of the rows, if they are needed: eight bytes each.
-        pool: The threads that parse.
-        ahead: How many blocks may be in work.
-        report: Called after each block that was read.
+
+    Returns:
+        ``rows_before`` each block in all files, as :attr:`RawSource.rows_before` has them; and the rule's ``bounds``.
 
     Raises:
         ValueError: a row is bad (unless bad ones are skipped), or a split is left without rows.
     """
-    counts: dict[int, list[tuple[int, int]]] = {}
+    rows_before: dict[str, int] = {}
     num_rows = 0
-
-    def look(task: tuple[int, Block]) -> tuple[Block, RawColumns]:
-        return task[1], source.rows(*task)
-
     surveyed = [i for i, split in enumerate(source.splits) if split is None]
-    source.begin_pass()
     with spill.open("wb") as times:
-        for file in surveyed:
-            consumed, counts[file] = 0, []
-            tasks = ((file, block) for block in source.read(file))
-            for block, rows in ordered_map(pool, look, tasks, ahead=ahead):
-                source.count(file, rows)
-                counts[file].append((block.position.offset, num_rows))
-                num_rows += len(rows)
-                if rule.by_time and rows.time_N is not None:
-                    rows.time_N.astype(np.float64).tofile(times)
-                report(len(rows), block.consumed - consumed)
-                consumed = block.consumed
-
-    source.end_pass(surveyed)
+        for file, block, rows, _ in source.pass_over("survey", surveyed, lambda *_: None):
+            rows_before[f"{file}:{block.position.offset}"] = num_rows
+            num_rows += len(rows)
+            if rule.by_time and rows.time_N is not None:
+                rows.time_N.astype(np.float64).tofile(times)
 
     def chunks() -> Iterator[Times]:
         with spill.open("rb") as file:
@@ -149,7 +134,7 @@ def survey_rows(
 
     bounds = rule.find_bounds(num_rows, chunks)
     spill.unlink()
-    return Survey(counts, num_rows=num_rows, bounds=bounds)
+    return {"rows_before": rows_before, "bounds": bounds}
 
 
 def sortable(numbers: Times) -> Keys:
@@ -183,22 +168,5 @@ def smallest(chunks: Callable[[], Iterable[Keys]], k: int) -> int:
     return found
 
 
-def split_by_schema(raw_format: RawFormat) -> BySchema:
-    """The rule ``split.by=schema``.
-
-    Raises:
-        ValueError: the format has no schema.
-    """
-    if not isinstance(raw_format, TabularFormat):
-        raise ValueError(
-            f"split.by=schema is for data=tabular; data={raw_format.name} has no schema. Use share, time or file."
-        )
-    return BySchema(raw_format)
-
-
 def _assign(key_N: Keys, bounds: Iterable[int | None]) -> NDArray[np.int8]:
-    split = np.zeros(len(key_N), dtype=np.int8)
-    for position, bound in enumerate(bounds, 1):
-        if bound is not None:
-            split[key_N >= np.uint64(bound)] = position
-    return split
+    return parted(key_N, (None if bound is None else np.uint64(bound) for bound in bounds))

@@ -14,10 +14,9 @@ import pyarrow as pa
 
 from lightning_recsys.data.module import Split
 from lightning_recsys.data.preparation.shards import Rows, ShardWriter
-from lightning_recsys.data.preparation.source import ParsedBlock
 from lightning_recsys.data.preparation.splits import SPLITS
 from lightning_recsys.data.prepared.manifest import Shard, write_atomically
-from lightning_recsys.data.raw import Position
+from lightning_recsys.data.raw import Position, RawColumns
 from lightning_recsys.data.raw.columns import SkippedRows
 
 
@@ -51,22 +50,22 @@ class Segment:
         for writer in self._writers.values():
             writer.abandon()
 
-    def write(self, parsed: ParsedBlock, rows: Mapping[Split, Rows], missing: Mapping[str, int]) -> None:
+    def write(self, rows: RawColumns, parts: Mapping[Split, Rows], missing: Mapping[str, int]) -> None:
         """Append the rows of a block.
 
         Args:
-            parsed: The parsed block, whose bad rows are counted.
-            rows: Its rows by split, as they are to be stored.
+            rows: The rows of the block, whose bad ones are counted.
+            parts: They by split, as they are to be stored.
             missing: Number of missing values in each column.
         """
-        for split, part in rows.items():
+        for split, part in parts.items():
             if split not in self._writers:
                 path = f"{split}/{self._number:06d}.parquet"
                 self._writers[split] = ShardWriter(self._root, path, schema=self._schema, compression=self._compression)
             self._writers[split].write(part)
             self._statistics[f"positives/{split}"] += int(part.labels_N.sum())
         self._statistics.update({f"missing/{name}": count for name, count in missing.items() if count})
-        self._skipped.add(self._file, len(parsed.rows), parsed.rows.bad, on_bad_row="skip")
+        self._skipped.add(self._file, len(rows), rows.bad, on_bad_row="skip")
 
     def finish(self) -> dict[str, Any]:
         """Complete the shards; what a record holds about them."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,44 +14,11 @@ from numpy.typing import NDArray
 from lightning_recsys.data.files import find_files
 from lightning_recsys.data.hashing import key64, mix64, uniform
 from lightning_recsys.data.module import Split
-from lightning_recsys.data.raw import Position, RawFormat
+from lightning_recsys.data.raw import RawFormat
 from lightning_recsys.data.typed_yaml import make
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Times = NDArray[np.int64] | NDArray[np.float64]
-
-
-class Survey:
-    """What one look at all rows told: how many there are, where each block's begin, where the splits begin.
-
-    Args:
-        counts: For each file whose rows are split, by its number: offset of each block, and good rows before it.
-        num_rows: Number of good rows in all files together.
-        bounds: The keys of :meth:`BySchema.find_bounds` from which on rows are held back, and tested.
-    """
-
-    def __init__(
-        self, counts: Mapping[int, Sequence[tuple[int, int]]], *, num_rows: int, bounds: Sequence[int | None]
-    ) -> None:
-        self.num_rows = num_rows
-        self.bounds = tuple(bounds)
-        self._counts = {file: dict(blocks) for file, blocks in counts.items()}
-
-    def rows_before(self, file: int, position: Position) -> int:
-        """Good rows before a block, in files before its own too."""
-        return self._counts[file][position.offset]
-
-    def to_json(self) -> str:
-        """As text."""
-        counts = {file: list(blocks.items()) for file, blocks in self._counts.items()}
-        return json.dumps({"counts": counts, "num_rows": self.num_rows, "bounds": self.bounds})
-
-    @classmethod
-    def from_json(cls, text: str) -> Survey:
-        """What :meth:`to_json` wrote."""
-        content = json.loads(text)
-        counts = {int(file): blocks for file, blocks in content["counts"].items()}
-        return cls(counts, num_rows=content["num_rows"], bounds=content["bounds"])
 
 
 class SplitRule(ABC):
@@ -153,11 +119,7 @@ class ByTime(SplitRule):
     ) -> NDArray[np.int8]:
         """See the base class."""
         assert time_N is not None
-        split = np.zeros(len(line_N), dtype=np.int8)
-        for position, start in ((1, self.validation), (2, self.test)):
-            if start is not None:
-                split[time_N >= start] = position
-        return split
+        return parted(time_N, (self.validation, self.test))
 
 
 @dataclass(frozen=True)
@@ -186,6 +148,18 @@ class ByFile(SplitRule):
     ) -> NDArray[np.int8]:
         """See the base class."""
         return np.zeros(len(line_N), dtype=np.int8)
+
+
+def parted(numbers_N: NDArray[Any], starts: Iterable[Any]) -> NDArray[np.int8]:
+    """Positions in :data:`SPLITS` of rows that are in order: each split behind the first has those from a number on.
+
+    A split that starts nowhere, at ``None``, has none.
+    """
+    split = np.zeros(len(numbers_N), dtype=np.int8)
+    for position, start in enumerate(starts, 1):
+        if start is not None:
+            split[numbers_N >= start] = position
+    return split
 
 
 def split_rule(*, by: str, validation: object = None, test: object = None, seed: int = 0) -> SplitRule:

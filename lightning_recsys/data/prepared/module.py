@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from lightning_recsys.data.prepared.compatibility import check_encoding, describ
 from lightning_recsys.data.prepared.manifest import Manifest
 from lightning_recsys.data.prepared.rows import PreparedRows
 from lightning_recsys.data.prepared.service import Reader, receive_batches
-from lightning_recsys.data.prepared.stream import PreparedSource, StreamRequest, read_batches, stream_batches
+from lightning_recsys.data.prepared.stream import PreparedSource, StreamRequest, stream_batches
 
 _SPLITS: dict[str | None, tuple[Split, ...]] = {
     "fit": ("train", "validation"),
@@ -87,12 +86,6 @@ class PreparedReader(CTRDataModule):
             root, manifest = self.folder(split)
             self._rows[split] = PreparedRows(root, manifest, manifest.splits[self._place(split)])
         return self._rows[split]
-
-    def sample_batches(self, count: int) -> list[Batch]:
-        """The first rows of the first shard, read in this process."""
-        if (rows := self.rows("train")) is None:
-            return []
-        return list(islice(read_batches(StreamRequest(self.batch_size, seed=self.seed), rows), count))
 
     def _source(self, split: Split, shuffle: Shuffle | None) -> PreparedSource | None:
         if (rows := self.rows(split)) is None:

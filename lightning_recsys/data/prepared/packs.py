@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import pickle
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,110 +14,53 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.data.batch import Batch
-from lightning_recsys.embeddings import SparseFeatures
-
-_PACK_BYTES = 1 << 19
-_MOST_BATCHES = 64
 
 
-def packs(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-    """The batches in packs of half a megabyte; one with an error behind it comes before the error."""
-    pack: list[Batch] = []
-    size = 0
-    try:
-        for batch in batches:
-            pack.append(batch)
-            size += sum(tensor.nbytes for tensor in _tensors(batch))
-            if size >= _PACK_BYTES or len(pack) == _MOST_BATCHES:
-                yield pack
-                pack, size = [], 0
-    except ValueError:
-        if pack:
-            yield pack
-        raise
-    if pack:
-        yield pack
+def take_apart(batches: Sequence[Batch]) -> tuple[bytes, list[memoryview]]:
+    """A pickle of batches without the numbers in their tensors, and these, one piece for each tensor.
+
+    >>> from lightning_recsys.embeddings import SparseFeatures
+    >>> batch = Batch(torch.ones(2, 3), SparseFeatures(("a", "b"), torch.arange(4)), torch.zeros(2))
+    >>> head, pieces = take_apart([batch, batch])
+    >>> sizes = [piece.nbytes for piece in pieces]
+    >>> with mmap.mmap(-1, padded(sizes)) as memory:
+    ...     write(pieces, memory, 0)
+    ...     _, copy = put_together(head, sizes, np.frombuffer(bytes(memory), dtype=np.uint8).copy())
+    >>> copy.sparse.keys, copy.sparse.values.tolist(), copy.dense.shape
+    (('a', 'b'), [0, 1, 2, 3], torch.Size([2, 3]))
+    """
+    head, pieces = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickler = pickle.Pickler(head, protocol=5, buffer_callback=pieces.append)
+    pickler.dispatch_table = {Tensor: lambda tensor: (_tensor, (tensor.numpy(),))}  # numbers of arrays are left out
+    pickler.dump(batches)
+    return head.getvalue(), [piece.raw() for piece in pieces]
 
 
-@dataclass(frozen=True)
-class PackLayout:
-    """How batches lie in memory: number of batches, rows and ids of each, then their numbers, eight bytes aligned.
+def put_together(head: bytes, sizes: Sequence[int], memory: NDArray[np.uint8]) -> list[Batch]:
+    """The batches that were taken apart, which share the memory that their numbers were written to.
 
     Args:
-        keys: Names of the features.
-        num_dense: Dense features.
-        has_lengths: Whether features are bags.
-        has_weights: Whether their ids have weights.
-
-    >>> sparse = SparseFeatures(("a",), torch.tensor([7, 8, 9]), lengths=torch.tensor([1, 2]))
-    >>> batch = Batch(torch.ones(2, 3), sparse, torch.zeros(2))
-    >>> layout = PackLayout.of(batch)
-    >>> with mmap.mmap(-1, layout.size([batch, batch])) as memory:
-    ...     layout.write([batch, batch], memory, 0)
-    ...     _, copy = layout.unpack(np.frombuffer(bytes(memory), dtype=np.uint8).copy())
-    >>> copy.sparse.values.tolist(), copy.sparse.lengths.tolist(), copy.dense.shape
-    ([7, 8, 9], [1, 2], torch.Size([2, 3]))
+        head: The pickle of :func:`take_apart`.
+        sizes: Number of bytes of each piece.
+        memory: The numbers, as :func:`write` laid them out: each piece begins at a multiple of eight.
     """
-
-    keys: Sequence[str]
-    num_dense: int
-    has_lengths: bool
-    has_weights: bool
-
-    @classmethod
-    def of(cls, batch: Batch) -> PackLayout:
-        """That of batches like this one."""
-        sparse = batch.sparse
-        return cls(sparse.keys, batch.dense.shape[1], sparse.lengths is not None, sparse.weights is not None)
-
-    def size(self, pack: Sequence[Batch]) -> int:
-        """Bytes that a pack takes."""
-        return 8 * (1 + 2 * len(pack)) + sum(_padded(x.nbytes) for batch in pack for x in _tensors(batch))
-
-    def write(self, pack: Sequence[Batch], memory: mmap.mmap, start: int) -> None:
-        """Write a pack into memory, from an offset on that is a multiple of eight."""
-        head = [len(pack), *(count for batch in pack for count in (len(batch), len(batch.sparse.values)))]
-        place = np.frombuffer(memory, np.uint8, self.size(pack), start)
-        place[: 8 * len(head)].view(np.int64)[:] = head
-        end = 8 * len(head)
-        for batch in pack:
-            for tensor in _tensors(batch):
-                numbers = tensor.numpy()
-                place[end : end + numbers.nbytes].view(numbers.dtype)[:] = numbers.reshape(-1)
-                end += _padded(numbers.nbytes)
-
-    def unpack(self, pack: NDArray[np.uint8]) -> Iterator[Batch]:
-        """The batches of a pack, which share its memory."""
-        buffer = torch.from_numpy(pack)
-        integers, floats = buffer.view(torch.int64), buffer.view(torch.float32)
-        num_batches = int(integers[0])
-        counts = integers[1 : 1 + 2 * num_batches].tolist()
-        end = 1 + 2 * num_batches  # in units of eight bytes
-        keys, width = tuple(self.keys), self.num_dense
-
-        def take(count: int, *, wide: bool) -> Tensor:
-            nonlocal end
-            start = end
-            if wide:
-                end += count
-                return integers[start:end]
-            end += (count + 1) // 2
-            return floats[2 * start : 2 * start + count]
-
-        for rows, ids in zip(counts[::2], counts[1::2], strict=True):
-            dense = take(rows * width, wide=False).view(rows, width)
-            labels = take(rows, wide=False)
-            values = take(ids, wide=True)
-            lengths = take(rows * len(keys), wide=True) if self.has_lengths else None
-            weights = take(ids, wide=False) if self.has_weights else None
-            yield Batch(dense, SparseFeatures(keys, values, lengths=lengths, weights=weights), labels)
+    starts = accumulate((padded([size]) for size in sizes), initial=0)
+    pieces = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    batches: list[Batch] = pickle.loads(head, buffers=pieces)  # noqa: S301 - of a process that this one has started
+    return batches
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    """In the order in which they lie in memory."""
-    sparse = batch.sparse
-    return [x for x in (batch.dense, batch.labels, sparse.values, sparse.lengths, sparse.weights) if x is not None]
+def write(pieces: Sequence[memoryview], memory: mmap.mmap, start: int) -> None:
+    """Write pieces into memory, one after the other, from an offset on that is a multiple of eight."""
+    for piece in pieces:
+        memory[start : start + piece.nbytes] = piece
+        start += padded([piece.nbytes])
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // 8) * 8
+def padded(sizes: Sequence[int]) -> int:
+    """Bytes that pieces of these sizes take, each of which begins at a multiple of eight."""
+    return sum(-(-size // 8) * 8 for size in sizes)
+
+
+def _tensor(array: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(array)

@@ -140,12 +140,10 @@ class PreparedRows:
                     f"{path} has {path.stat().st_size} bytes where {shard.bytes} were written: it is truncated or was "
                     "changed. Prepare the rows again."
                 )
-        groups = [
-            (shard, group, rows) for shard, about in enumerate(self._shards) for group, rows in self._groups(about)
-        ]
-        self._group_shard = [shard for shard, _, _ in groups]
-        self._group_number = [group for _, group, _ in groups]
-        self.group_rows = np.array([rows for *_, rows in groups], dtype=np.int64)
+        size = manifest.group_rows
+        starts = [(shard, start) for shard in self._shards for start in range(0, shard.rows, size)]
+        self._groups = [(shard, start // size) for shard, start in starts]  # the shard of each, and its number there
+        self.group_rows = np.array([min(size, shard.rows - start) for shard, start in starts], dtype=np.int64)
         """Rows of each row group, in the order of the shards."""
 
     def __len__(self) -> int:
@@ -208,28 +206,22 @@ class PreparedRows:
         pa.default_memory_pool().release_unused()  # what decoding took, which Arrow would keep for later
         return Window(labels_W, dense_WI, ids_FW, bags, tuple(features))
 
-    def _groups(self, shard: Shard) -> Iterator[tuple[int, int]]:
-        """Number and rows of each row group of a shard."""
-        size = self._manifest.group_rows
-        for group, start in enumerate(range(0, shard.rows, size)):
-            yield group, min(size, shard.rows - start)
-
     def _read(self, group: int) -> Iterator[pa.Table]:
         """A row group, a few columns at a time.
 
         Pages of a file count as this process's memory for as long as it is mapped, so it is for one row group only.
         """
-        shard = self._shards[self._group_shard[group]]
+        shard, number = self._groups[group]
         path = self._root / shard.path
         try:
             file = pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
             with closing(file):
                 for first in range(0, len(self._columns), _COLUMNS_AT_ONCE):
                     columns = self._columns[first : first + _COLUMNS_AT_ONCE]
-                    table = file.read_row_group(self._group_number[group], columns=columns, use_threads=False)
+                    table = file.read_row_group(number, columns=columns, use_threads=False)
                     if len(table) != self.group_rows[group]:
                         raise ValueError(
-                            f"{path} is damaged: row group {self._group_number[group]} has {len(table)} rows where "
+                            f"{path} is damaged: row group {number} has {len(table)} rows where "
                             f"the manifest expects {self.group_rows[group]}. Prepare the rows again."
                         )
                     yield table

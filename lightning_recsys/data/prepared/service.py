@@ -3,13 +3,16 @@
 The reader listens on a socket that its owner (one of the workers) has opened. A worker connects, says which batches it
 wants, and gets a file descriptor of anonymous shared memory, cut into slots. The reader fills a slot with a pack of
 batches, many where they are small, and says so over the connection; the worker copies the pack out and gives the slot
-back. So what an exchange costs (four system calls, two changes of process) is paid once in half a megabyte. Windows of
+back. So what an exchange costs (four system calls, two changes of process) is paid once in some 2,048 rows. Windows of
 rows are read once, however many workers take rows from them.
 
 Nothing has a name: not the memory (``memfd_create``), not the socket (Linux's abstract namespace). So nothing can be
 left behind, whoever is killed. A side that dies closes its connections, which the other side sees. The reader ends
 when its owner has closed, or died, and the last worker has gone. Processes that a side has forked have copies of all
 that it had open: so who leaves says so, by a byte or by shutting its connection down, and does not rely on closing.
+
+Names in that namespace have no owner: where a reader has ended, another user's process could take its name. A worker
+unpickles what its reader sends, and a reader hands out the rows; so each side asks the system whose the other one is.
 """
 
 from __future__ import annotations
@@ -28,22 +31,21 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_recsys.data.batch import Batch
 from lightning_recsys.data.prepared.manifest import Manifest
-from lightning_recsys.data.prepared.order import EpochOrder
-from lightning_recsys.data.prepared.packs import PackLayout, packs
+from lightning_recsys.data.prepared.packs import padded, put_together, take_apart, write
 from lightning_recsys.data.prepared.rows import PreparedRows
-from lightning_recsys.data.prepared.stream import StreamRequest, Windows, prefetched, read_batches
+from lightning_recsys.data.prepared.stream import StreamRequest, Windows, prefetched, read_packs
 from lightning_recsys.runtime import process_end
 
-_HEADER = struct.Struct("<BIQQ")
-_REQUEST, _LAYOUT, _MEMORY, _PACK, _FREE, _END, _ERROR = range(7)
 _PROGRAM = "from lightning_recsys.data.prepared.service import main; main()"
 _WINDOWS = 3  # of an epoch that are held in memory: workers need not be in step
 
@@ -101,57 +103,65 @@ def receive_batches(address: str, request: StreamRequest, *, slots: int) -> Iter
         ValueError: the reader found a damaged shard.
         RuntimeError: the reader has ended.
     """
-    with _own_connection() as connection:
-        try:
-            connection.connect(address)
-            _send_text(connection, _REQUEST, {**asdict(request), "slots": slots})
+    try:
+        with _own_connection(address) as connection:
+            _tell(connection, "request", slots=slots, request=asdict(request))
             yield from _receive(connection)
-        except (ConnectionError, EOFError) as error:
-            raise RuntimeError(
-                "the reader process (data.reader=shared) has ended: it was killed, or the worker that owns it ended "
-                "early. Its own output says more."
-            ) from error
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError(
+            "the reader process (data.reader=shared) has ended: it was killed, or the worker that owns it ended "
+            "early. Its own output says more."
+        ) from error
 
 
 @contextmanager
-def _own_connection() -> Iterator[socket.socket]:
+def _own_connection(address: str) -> Iterator[Connection]:
     """A connection that this process ends, whoever has forked from it meanwhile; their copies end nothing."""
     own = os.getpid()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.connect(address)
+        if _user_at(end) != os.geteuid():
+            raise ConnectionRefusedError(f"{address!r} is another user's")
         try:
-            yield connection
+            with Connection(os.dup(end.fileno())) as connection:
+                yield connection
         finally:
             if os.getpid() == own:
-                with suppress(OSError):  # never connected, or broken
-                    connection.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):  # it is broken
+                    end.shutdown(socket.SHUT_RDWR)
 
 
-def _receive(connection: socket.socket) -> Iterator[Batch]:
+def _user_at(end: socket.socket) -> int:
+    """Whose process connected, or listened, at the other end: its effective user id at that moment."""
+    credentials = struct.Struct("3i")  # process, user, group
+    user: int = credentials.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1]
+    return user
+
+
+def _receive(connection: Connection) -> Iterator[Batch]:
     memory: mmap.mmap | None = None
-    layout: PackLayout | None = None
     try:
-        while (message := _read(connection)).kind != _END:
-            if message.kind == _ERROR:
-                raise ValueError(_read_text(connection, message)["error"])
-            if message.kind == _LAYOUT:
-                layout = PackLayout(**_read_text(connection, message))
-            elif message.kind == _MEMORY:
-                if memory is not None:
-                    memory.close()
-                memory = _receive_memory(connection, message.size)
-            else:
-                assert memory is not None
-                assert layout is not None
-                pack = np.frombuffer(memory, np.uint8, message.size, message.start).copy()
-                _send(connection, _Message(_FREE, message.memory, message.start, 0))
-                yield from layout.unpack(pack)
+        while (message := _hear(connection))["kind"] != "end":
+            match message["kind"]:
+                case "error":
+                    raise ValueError(message["error"])
+                case "memory":
+                    if memory is not None:
+                        memory.close()
+                    memory = _receive_memory(connection, message["size"])
+                case "pack":
+                    assert memory is not None
+                    head, sizes = connection.recv_bytes(), message["sizes"]
+                    pack = np.frombuffer(memory, np.uint8, padded(sizes), message["start"]).copy()
+                    _tell(connection, "free", memory=message["memory"], start=message["start"])
+                    yield from put_together(head, sizes, pack)
     finally:
         if memory is not None:
             memory.close()
 
 
-def _receive_memory(connection: socket.socket, size: int) -> mmap.mmap:
-    _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
+def _receive_memory(connection: Connection, size: int) -> mmap.mmap:
+    descriptor = recv_handle(connection)
     try:
         return mmap.mmap(descriptor, size)
     finally:
@@ -183,24 +193,28 @@ class _Service:
             readable, _, _ = select.select(sources, [], [])
             if listener not in readable:
                 break
-            thread = threading.Thread(target=self._serve, args=(listener.accept()[0],), daemon=True)
+            end = listener.accept()[0]
+            if _user_at(end) != os.geteuid():
+                end.close()
+                continue
+            connection = Connection(end.detach())
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             thread.start()
             threads = [*(x for x in threads if x.is_alive()), thread]
         listener.close()
         for thread in threads:
             thread.join()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: Connection) -> None:
         with connection, suppress(ConnectionError, EOFError):  # the worker has gone
             try:
-                options = _read_text(connection, _read(connection))
-                slots = options.pop("slots")
-                request = StreamRequest(**options)
+                asked = _hear(connection)
+                request = StreamRequest(**asked["request"])
                 rows, windows = self._share(request)
-                with closing(prefetched(packs(read_batches(request, rows, windows)), depth=1)) as made:
-                    _serve_packs(connection, made, slots)
+                with closing(prefetched(read_packs(request, rows, windows), depth=1)) as made:
+                    _serve_packs(connection, made, asked["slots"])
             except ValueError as error:
-                _send_text(connection, _ERROR, {"error": str(error)})
+                _tell(connection, "error", error=str(error))
                 _wait_for_the_end(connection)
 
     def _share(self, request: StreamRequest) -> tuple[PreparedRows, Windows]:
@@ -214,106 +228,77 @@ class _Service:
             if key not in self._windows:
                 for old in [x for x in self._windows if x[0] == request.split]:
                     del self._windows[old]
-                order = EpochOrder(rows.group_rows, seed=request.seed, epoch=request.epoch, window=request.window)
-                self._windows[key] = Windows(rows, order, keep=_WINDOWS)
+                self._windows[key] = Windows(rows, request, keep=_WINDOWS)
             return rows, self._windows[key]
 
 
-def _serve_packs(connection: socket.socket, made: Iterator[list[Batch]], num_slots: int) -> None:
+def _serve_packs(connection: Connection, made: Iterator[list[Batch]], num_slots: int) -> None:
     """Send packs through slots of shared memory; where one needs a larger slot, through new memory."""
     memory: mmap.mmap | None = None
-    layout: PackLayout | None = None
     slot_bytes = number = 0
     free: list[int] = []
     try:
         for pack in made:
-            if layout is None:
-                layout = PackLayout.of(pack[0])
-                _send_text(connection, _LAYOUT, asdict(layout))
-            size = layout.size(pack)
-            if size > slot_bytes:
+            head, pieces = take_apart(pack)
+            sizes = [piece.nbytes for piece in pieces]
+            if padded(sizes) > slot_bytes:
                 if memory is not None:
                     memory.close()  # what the worker has not read yet is mapped by itself
-                slot_bytes, number = -(-size // 64) * 72, number + 1  # an eighth more: packs of bags differ
+                slot_bytes, number = -(-padded(sizes) // 64) * 72, number + 1  # an eighth more: packs of bags differ
                 memory = _send_memory(connection, slot_bytes * num_slots)
                 free = [slot_bytes * i for i in range(num_slots)]
             assert memory is not None
             while not free:
-                message = _read(connection)
-                if message.memory == number:
-                    free.append(message.start)
+                message = _hear(connection)
+                if message["memory"] == number:
+                    free.append(message["start"])
             start = free.pop()
-            layout.write(pack, memory, start)
-            _send(connection, _Message(_PACK, number, start, size))
-        _send(connection, _Message(_END, 0, 0, 0))
+            write(pieces, memory, start)
+            _tell(connection, "pack", memory=number, start=start, sizes=sizes)
+            connection.send_bytes(head)
+        _tell(connection, "end")
         _wait_for_the_end(connection)
     finally:
         if memory is not None:
             memory.close()
 
 
-def _wait_for_the_end(connection: socket.socket) -> None:
+def _wait_for_the_end(connection: Connection) -> None:
     """Until the worker has read everything and goes; closed earlier, the connection would break while it sends."""
-    while connection.recv(1 << 16):
-        pass
+    with suppress(EOFError):
+        while True:
+            _hear(connection)
 
 
-def _send_memory(connection: socket.socket, size: int) -> mmap.mmap:
+def _send_memory(connection: Connection, size: int) -> mmap.mmap:
     descriptor = os.memfd_create("lightning-recsys")
     try:
         os.ftruncate(descriptor, size)
-        _send(connection, _Message(_MEMORY, 0, 0, size))
-        socket.send_fds(connection, [b"m"], [descriptor])
+        _tell(connection, "memory", size=size)
+        send_handle(connection, descriptor, 0)  # the last is for Windows
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
 
 
-# --- messages on the connection --------------------------------------------------------------------------------------
+# --- messages on the connection: JSON, since whoever can connect to the reader must not make it unpickle anything -
 
 
-class _Message(NamedTuple):
-    """What goes over the connection; after ``_REQUEST``, ``_LAYOUT`` and ``_ERROR`` comes text of ``size`` bytes.
+def _tell(connection: Connection, kind: str, **content: Any) -> None:
+    connection.send_bytes(json.dumps({"kind": kind, **content}).encode())
 
-    Args:
-        kind: The kind of message: ``_REQUEST`` or another of the constants above.
-        memory: Number of the piece of shared memory that is meant.
-        start: Position in that memory where the pack begins.
-        size: Bytes of the pack, of the shared memory, or of the text.
+
+def _hear(connection: Connection) -> dict[str, Any]:
+    """The next message.
+
+    Raises:
+        EOFError: the other side has gone.
     """
-
-    kind: int
-    memory: int
-    start: int
-    size: int
-
-
-def _send(connection: socket.socket, message: _Message) -> None:
-    connection.sendall(_HEADER.pack(*message))
-
-
-def _send_text(connection: socket.socket, kind: int, content: dict[str, Any]) -> None:
-    text = json.dumps(content).encode()
-    connection.sendall(_HEADER.pack(kind, 0, 0, len(text)) + text)
-
-
-def _read(connection: socket.socket) -> _Message:
-    return _Message(*_HEADER.unpack(_read_exactly(connection, _HEADER.size)))
-
-
-def _read_text(connection: socket.socket, message: _Message) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(_read_exactly(connection, message.size))
-    return content
-
-
-def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        more = connection.recv(size - len(content))
-        if not more:
-            raise EOFError
-        content += more
-    return content
+    try:
+        message: dict[str, Any] = json.loads(connection.recv_bytes())
+    except OSError as error:  # in the midst of a message
+        raise EOFError from error
+    return message
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import TypeVar
 
 import numpy as np
@@ -76,13 +76,13 @@ class Windows:
 
     Args:
         rows: The rows of the split.
-        order: The order of the epoch.
+        request: Says which epoch, and how its rows are shuffled.
         keep: How many windows to hold in memory.
     """
 
-    def __init__(self, rows: PreparedRows, order: EpochOrder, *, keep: int = 1) -> None:
+    def __init__(self, rows: PreparedRows, request: StreamRequest, *, keep: int = 1) -> None:
         self._rows = rows
-        self._order = order
+        self._order = EpochOrder(rows.group_rows, seed=request.seed, epoch=request.epoch, window=request.window)
         self._keep = keep
         self._held: OrderedDict[int, tuple[Window, Positions]] = OrderedDict()
         self._lock = threading.Lock()
@@ -133,8 +133,7 @@ def read_packs(request: StreamRequest, rows: PreparedRows, windows: Windows | No
         windows: The epoch's windows, where others read them too; of all features then.
     """
     if windows is None:
-        order = EpochOrder(rows.group_rows, seed=request.seed, epoch=request.epoch, window=request.window)
-        windows = Windows(rows if request.features is None else rows.select(request.features), order)
+        windows = Windows(rows if request.features is None else rows.select(request.features), request)
     steps = request.steps(len(rows))
     step, most = 0, _batches_of_a_pack(request)
     while step < len(steps):
@@ -144,13 +143,8 @@ def read_packs(request: StreamRequest, rows: PreparedRows, windows: Windows | No
         step += len(pack)
 
 
-def read_batches(request: StreamRequest, rows: PreparedRows, windows: Windows | None = None) -> Iterator[Batch]:
-    """The same, one by one."""
-    return chain.from_iterable(read_packs(request, rows, windows))
-
-
 def stream_batches(request: StreamRequest, rows: PreparedRows, *, ahead: int) -> Generator[Batch, None, None]:
-    """The same, made ahead in a thread: so many batches, or the pack that they are in."""
+    """The batches of a request one by one, made ahead in a thread: so many, or the pack that they are in."""
     depth = max(ahead // _batches_of_a_pack(request), 1)
     with closing(prefetched(read_packs(request, rows), depth=depth)) as made:
         for pack in made:

@@ -15,8 +15,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from lightning_recsys.data.raw.columns import Bags, RowJudge
+from lightning_recsys.data.raw.kernels import one_chunk
 from lightning_recsys.data.raw.ngrams import ngram_bags
 from lightning_recsys.data.tables.columns import (
+    GROUPED_BY_DOTS,
     as_categories,
     date_numbers,
     float_words,
@@ -31,9 +33,9 @@ from lightning_recsys.data.tables.schema_parts import TableFormat
 from lightning_recsys.data.tables.sniffing import is_number
 
 Numbers: TypeAlias = NDArray[np.float64]
-Column: TypeAlias = Numbers | pa.DictionaryArray | Bags
-"""Numbers with NaN where one is missing (of vectors all of them, shape ``[rows, width]``), categories with null, or
-bags."""
+Column: TypeAlias = Numbers | pa.DictionaryArray | pa.StringArray | Bags
+"""Numbers with NaN where one is missing (of vectors all of them, shape ``[rows, width]``), categories with null, texts,
+or bags."""
 
 _SECONDS = {None: 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 _YEAR_2200 = 7_258_118_400.0
@@ -47,6 +49,7 @@ def clean(
     judge: RowJudge,
     *,
     keys: Sequence[str] = (),
+    texts: Sequence[str] = (),
 ) -> dict[Input, Column]:
     """Parse the columns of some rows, and drop the rows that make no sense.
 
@@ -57,10 +60,12 @@ def clean(
         table: The format in which the file is written.
         judge: Collects the rows that are bad, and why they are.
         keys: Columns that refer to another table or are referred to: also kept as categories.
+        texts: Columns that are also kept as they stand in the file.
     """
     asked = [source for source, _ in schema.inputs()]
     parsers = {name: _Parser(path, table, judge, name, column) for name, column in values.items()}
-    sources = dict.fromkeys([*asked, *(Input(name, "key") for name in keys)])
+    also = [Input(name, "key") for name in keys] + [Input(name, "text") for name in texts]
+    sources = dict.fromkeys([*asked, *also])
     columns = {source: parsers[source.column].parse(source, schema) for source in sources if source.column in parsers}
     if judge.good.all():
         return columns
@@ -130,6 +135,8 @@ class _Parser:
                 return self.label(LabelRule(schema.label.rule), strip=schema.label.strip)
             case "number", _:
                 return self.numbers()
+            case "text", _:
+                return self.text()
             case "time", _:
                 return self.times()
             case "moment", ("s" | "ms" | "us" | "yyyymmdd" | None) as unit:
@@ -154,7 +161,11 @@ class _Parser:
             bad = ~np.isfinite(numbers) & ~missing
             numbers = np.where(missing, np.nan, numbers)
         else:
-            numbers, bad = parse_numbers(plain_numbers(self._strings(), self.table))
+            words = self._strings()
+            if self.table.decimal == "," and self.table.thousands != ".":
+                problem = "is a thousand or a fraction, where decimal is a comma: write thousands: '.' in the schema"
+                self._flag(np.asarray(pc.fill_null(pc.match_substring_regex(words, GROUPED_BY_DOTS), False)), problem)
+            numbers, bad = parse_numbers(plain_numbers(words, self.table))
         stands_for_one = "(or listed under `missing`, if it stands for a missing one)"
         self._flag(bad, f"must be a finite number {stands_for_one}")
         self._flag(_too_large(numbers), f"must be within {LARGEST}, which is what features hold {stands_for_one}")
@@ -229,6 +240,12 @@ class _Parser:
         with self._fitting():
             words = as_words(self.values)
         return as_categories(words, strip=self.table.strip, missing=self.table.missing)
+
+    def text(self) -> pa.StringArray:
+        """Strings as they stand in the file, but for white space around them; null where a Parquet file has none."""
+        with self._fitting():
+            words = pc.cast(as_words(self.values), pa.string())
+        return one_chunk(pc.utf8_trim_whitespace(words) if self.table.strip else words)
 
     def bags(self, feature: MultiValued) -> Bags:
         strip, missing = self.table.strip, self.table.missing

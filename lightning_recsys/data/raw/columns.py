@@ -8,13 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from lightning_recsys.data.raw.text import Block, Position, text_blocks
+
+OnBadRow: TypeAlias = Literal["error", "skip"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class SkippedRows:
         """Bad rows."""
         return sum(count for _, count in self.examples.values())
 
-    def add(self, path: Path, good: int, bad: Sequence[BadLine], *, on_bad_row: Literal["error", "skip"]) -> None:
+    def add(self, path: Path, good: int, bad: Sequence[BadLine], *, on_bad_row: OnBadRow) -> None:
         """Count some rows of the file.
 
         Raises:
@@ -257,7 +259,7 @@ class RawFormat(ABC):
             ValueError: the header is wrong.
         """
 
-    def check_file(self, path: Path, *, on_bad_row: Literal["error", "skip"]) -> None:  # noqa: B027 - most do not
+    def check_file(self, path: Path, *, on_bad_row: OnBadRow) -> None:  # noqa: B027 - most do not
         """Raise an error if a file cannot be read, or its beginning is not what the format says."""
 
     def check_read(self) -> None:  # noqa: B027 - most formats have nothing to say

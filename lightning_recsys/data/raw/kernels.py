@@ -9,10 +9,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lightning_recsys.compiled.hash_table import EMPTY, find, make_table, put, value_at
-from lightning_recsys.compiled.hashing import mix
+from lightning_recsys.compiled.hashing import GOLDEN, mix
 from lightning_recsys.compiled.loops import compile_rule
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def text_of(values: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
@@ -154,10 +152,10 @@ def _parse_keys(text, starts, base, keys, wrong):  # noqa: ANN001, ANN202
 def _hash_strings(text, starts, hashes):  # noqa: ANN001, ANN202
     for i in range(len(hashes)):
         total = np.uint64(starts[i + 1] - starts[i])
-        power = _GOLDEN
+        power = GOLDEN
         for j in range(starts[i], starts[i + 1]):
             total += (np.uint64(text[j]) + np.uint64(1)) * power
-            power *= _GOLDEN
+            power *= GOLDEN
         hashes[i] = mix(total)
 
 

@@ -15,10 +15,12 @@ from lightning_recsys.data.raw.columns import BadLine, Bags, LineFormat, RawColu
 
 _BAG = "features"
 _OK, _LABEL, _INDEX, _VALUE, _COUNT, _NOT_ONE = range(6)
-_MESSAGES = {
-    _LABEL: ("label", "must be 1, 0 or -1"),
-    _INDEX: (None, "an entry must be index:value with an index of at most 18 digits"),
-    _VALUE: (None, "a value must be a number that float32 holds"),
+_PROBLEMS = {  # the column, and what is wrong there
+    _LABEL: ("label", "must be 1, 0 or -1, got {line}"),
+    _INDEX: (None, "an entry must be index:value with an index of at most 18 digits, got {line}"),
+    _VALUE: (None, "a value must be a number that float32 holds, got {line}"),
+    _COUNT: (None, "{width} entries expected, got {length}: {line}"),
+    _NOT_ONE: (None, "the value of a categorical feature must be 1, got {line}"),
 }
 
 
@@ -105,12 +107,8 @@ class LibfmFormat(LineFormat):
         text = block.split(b"\n", line + 1)[line].decode("utf-8", "backslashreplace")
         shown = repr(text if len(text) <= 60 else f"{text[:60]}...")
         width = self._num_dense + (self._num_fields or 0)
-        if problem == _COUNT:
-            return BadLine(line, None, f"{width} entries expected, got {length}: {shown}")
-        if problem == _NOT_ONE:
-            return BadLine(line, None, f"the value of a categorical feature must be 1, got {shown}")
-        column, message = _MESSAGES[problem]
-        return BadLine(line, column, f"{message}, got {shown}")
+        column, message = _PROBLEMS[problem]
+        return BadLine(line, column, message.format(line=shown, width=width, length=length))
 
 
 def _texts(indices: NDArray[np.int64]) -> pa.Array:

@@ -20,7 +20,6 @@ from lightning_recsys.data.tables.features import Input
 from lightning_recsys.data.tables.reading import (
     BLOCK_BYTES,
     Header,
-    MisshapenRow,
     explain,
     is_parquet,
     leaf,
@@ -32,6 +31,7 @@ from lightning_recsys.data.tables.schema_parts import TableFormat
 
 _LONGEST_ROW = BLOCK_BYTES
 _ROW_BYTES = 64  # of a Parquet file, for want of knowing
+_NUMERIC = {"number", "time", "moment", "vector"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -44,18 +44,33 @@ class TableFile:
         path: The file of the table.
         table: The format in which the file is written.
         header: What was learned from the beginning of the file.
+        schema: Says what the columns mean.
         columns: Columns to read; all are in the file.
-        plain: Those of them that are mostly distinct, so that storing distinct values once is no use.
+        keys: Those of them that are also kept as categories; see :func:`~lightning_recsys.data.raw.cleaning.clean`.
+        texts: Those of them that are also kept as they stand in the file.
     """
 
     def __init__(
-        self, path: Path, table: TableFormat, header: Header, *, columns: Sequence[str], plain: Sequence[str]
+        self,
+        path: Path,
+        table: TableFormat,
+        header: Header,
+        schema: Schema,
+        *,
+        columns: Sequence[str],
+        keys: Sequence[str],
+        texts: Sequence[str] = (),
     ) -> None:
         self.path = path
         self._table = table
         self._header = header
+        self._schema = schema
         self._columns = columns
-        self._plain = plain
+        self._keys = keys
+        self._texts = texts
+        # Columns of numbers alone are mostly distinct, so that storing distinct values once is no use.
+        uses = {name: {source.parse for source, _ in schema.inputs() if source.column == name} for name in columns}
+        self._plain = [name for name, parses in uses.items() if parses and parses <= _NUMERIC]
 
     # --- from the file to blocks -------------------------------------------------------------------------------------
 
@@ -126,20 +141,16 @@ class TableFile:
 
     # --- from blocks to rows -----------------------------------------------------------------------------------------
 
-    def rows(
-        self, block: Block, schema: Schema, *, keys: Sequence[str]
-    ) -> tuple[dict[Input, Column], NDArray[np.int64], list[BadLine]]:
+    def rows(self, block: Block) -> tuple[dict[Input, Column], NDArray[np.int64], list[BadLine]]:
         """The good rows of a block, the number of each in the file, and the bad ones.
 
         Args:
             block: A block of rows of this file.
-            schema: The schema that says what the columns mean.
-            keys: Columns that are also kept as categories; see :func:`~lightning_recsys.data.raw.cleaning.clean`.
 
         Raises:
             ValueError: a column has a type that does not fit, or the text is in another encoding.
         """
-        misshapen: list[MisshapenRow] = []
+        misshapen: dict[int, str] = {}
         values: Mapping[str, pa.ChunkedArray]
         if isinstance(block.data, bytes):
             values, misshapen = parse_block(
@@ -160,10 +171,10 @@ class TableFile:
         def place(row: int) -> str:
             return f"row {start.row + row}{'' if lines is None else f' (line {start.line + lines[row]})'}"
 
-        bad = [BadLine(row.row - 1, None, row.problem, place(row.row - 1)) for row in misshapen]
+        bad = [BadLine(row - 1, None, problem, place(row - 1)) for row, problem in misshapen.items()]
         rows_N = np.setdiff1d(np.arange(num_rows), [line.line for line in bad], assume_unique=True)
         judge = RowJudge(rows_N, bad, place)
-        columns = clean(self.path, values, schema, self._table, judge, keys=keys)
+        columns = clean(self.path, values, self._schema, self._table, judge, keys=self._keys, texts=self._texts)
         return columns, rows_N[judge.good] + start.row, judge.bad
 
 

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,17 @@ import pyarrow as pa
 import yaml  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
+from lightning_recsys.data.files import find_files
 from lightning_recsys.data.module import Split
-from lightning_recsys.data.raw.columns import BadLine, Bags, RawColumns, RawFormat, SkippedRows
+from lightning_recsys.data.raw.columns import BadLine, Bags, OnBadRow, RawColumns, RawFormat, RowJudge, SkippedRows
 from lightning_recsys.data.raw.derived import derive
+from lightning_recsys.data.raw.side_tables import SideTables, ambiguous
 from lightning_recsys.data.raw.table_file import TableFile
-from lightning_recsys.data.raw.table_reader import OnBadRow, TableReader
 from lightning_recsys.data.raw.text import Block, Position
 from lightning_recsys.data.tables.features import Input
+from lightning_recsys.data.tables.reading import read_header
 from lightning_recsys.data.tables.schema import Schema, feature_name
-from lightning_recsys.data.tables.schema_parts import Label, TableFormat
+from lightning_recsys.data.tables.schema_parts import Label, TableFormat, require
 from lightning_recsys.data.tables.schema_parts import Split as SchemaSplit
 
 _GLANCE = 1 << 16  # bytes of a file that are read to see whether it is what the schema says
@@ -61,14 +66,20 @@ class TabularFormat(RawFormat):
             folder = Path(schema).parent
             schema = Schema.from_yaml(schema)
         self.schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
-        root = (folder if root is None else Path(root)).expanduser().absolute()
-        self._reader = TableReader(self.schema, root=root, on_bad_row=on_bad_row, labelled=labelled)
+        self.root = (folder if root is None else Path(root)).expanduser().absolute()
         self._labelled = labelled
         # What the columns mean; where there are no labels, their column is one like any other.
         meaning = replace(self.schema, label=Label(column="\0"), time=None, split=SchemaSplit())
         self._meaning = self.schema if labelled else meaning
-        self._files: dict[Path, TableFile] = {}
-        self._matched: dict[Path, list[bool]] = {}
+        # The columns that rows are made of, each with the key of the schema that names it; and those that refer to
+        # side tables.
+        unused = {"ignore"} if labelled else {"ignore", "label"}
+        self._uses = [(column, use) for column, use in self._meaning.uses() if use not in unused]
+        self._keys = [join.column for join in self.schema.joins]
+        self._sides = SideTables(self.schema, root=self.root, on_bad_row=on_bad_row, uses=self._uses)
+        self._tables: dict[Path, TableFormat] = {}  # how each file that was found is written
+        self._files: dict[Path, TableFile] = {}  # those that are read
+        self._matched: dict[Path, list[bool]] = {}  # whether any of its rows refers to a row of each side table
         self.dense = tuple(feature_name(name) for name in self.schema.numeric)
         self.categories = tuple(feature_name(name) for name in self.schema.categorical)
         self.bags = {feature_name(name): False for name in self.schema.multi_valued}
@@ -92,25 +103,54 @@ class TabularFormat(RawFormat):
             FileNotFoundError: a file is not there.
             ValueError: it names none for training, or for prediction.
         """
-        needed = split in ("train", "predict")
-        return self._reader.paths(split) if needed or split in self.schema.files else []
+        patterns = self.schema.files.get(split, ())
+        if not patterns and split in ("train", "predict"):
+            raise ValueError(f"schema.files has no {split}, so there are no rows for it. Name their file there.")
+        found: dict[Path, TableFormat] = {}
+        for pattern in patterns:
+            for path in find_files(pattern, name=f"schema.files.{split}", root=self.root):
+                require(path not in found, f"schema.files.{split} names {path} twice.")
+                if split == "predict" and pattern not in self.schema.formats:
+                    found[path] = self.format_of(path)
+                else:
+                    found[path] = self.schema.formats.get(pattern, self.schema.table)
+        self._tables |= found
+        return list(found)
 
     def format_of(self, path: Path) -> TableFormat:
-        """How a file of rows is written; see :meth:`TableReader.format_of`."""
-        return self._reader.format_of(path)
+        """How a file of rows is written, however its path is spelt; as those of training, if no split names it.
+
+        Raises:
+            ValueError: no split names it, and the files of training are written in several ways.
+        """
+        if path not in self._tables:
+            named = self._named.get(path.resolve())
+            self._tables[path] = self.schema.usual_format(str(path)) if named is None else named
+        return self._tables[path]
+
+    @cached_property
+    def _named(self) -> dict[Path, TableFormat]:
+        """How the files are written that the schema names for training and evaluation, as far as they are there."""
+        schema, found = self.schema, dict[Path, TableFormat]()
+        patterns = [pattern for split, all_of in schema.files.items() if split != "predict" for pattern in all_of]
+        for pattern in patterns if schema.formats else []:
+            with suppress(FileNotFoundError, ValueError):  # told where they are read
+                table = schema.formats.get(pattern, schema.table)
+                found |= {path.resolve(): table for path in find_files(pattern, root=self.root)}
+        return found
 
     def side_files(self) -> Sequence[Path]:
         """See the base class."""
-        return self._reader.side_paths
+        return self._sides.paths
 
     def skipped(self) -> Mapping[Path, SkippedRows]:
         """See the base class."""
-        return self._reader.skipped
+        return {side.path: side.skipped for side in self._sides.tables if side.skipped.bad}
 
     def check_read(self) -> None:
         """Raise ``ValueError`` if no row of a file refers to any row of some side table."""
         for path, matched in self._matched.items():
-            self._reader.check_joins(matched, path)
+            self._sides.check(matched, path)
 
     def check_file(self, path: Path, *, on_bad_row: OnBadRow = "error") -> None:
         """Open a file and read its first rows.
@@ -120,31 +160,30 @@ class TabularFormat(RawFormat):
             ValueError: a column of the schema is missing, the file has no rows, or it cannot be read; or a row is bad,
                 and such rows are errors.
         """
-        file = self._reader.file(path)
+        file = self._known_file(path)
         if (block := next(file.blocks(block_bytes=_GLANCE), None)) is None:
             raise ValueError(f"{path} has a header and no rows.")
-        _, rows_N, bad = file.rows(block, self._meaning, keys=self._reader.keys)
+        _, rows_N, bad = file.rows(block)
         SkippedRows().add(path, len(rows_N), bad, on_bad_row=on_bad_row)
 
     def good_rows(self, path: Path, column: str | None) -> Iterator[pa.Array]:
         """A column of the good rows of a file as strings, a block at a time, or their numbers from 1.
 
         Args:
-            path: The file.
+            path: One of the format's files of rows.
             column: The column; ``None`` for the numbers, int64.
 
         Raises:
             ValueError: the file has no such column.
         """
-        carried = [] if column is None else [column]
-        file = self._reader.file(path, carried=carried)
+        file = self._file(path, carried=[] if column is None else [column])
         for block in file.blocks():
-            columns, rows_N, _ = file.rows(block, self._meaning, keys=[*self._reader.keys, *carried])
-            yield pa.array(rows_N) if column is None else columns[Input(column, "key")].cast(pa.string())  # type: ignore[union-attr]
+            columns, rows_N, _ = file.rows(block)
+            yield pa.array(rows_N) if column is None else columns[Input(column, "text")]
 
     def blocks(self, path: Path, *, block_bytes: int, position: Position) -> Iterator[Block]:
         """See the base class; :meth:`TableFile.blocks` says more."""
-        return self._file(path).blocks(block_bytes=block_bytes, position=position)
+        return self._known_file(path).blocks(block_bytes=block_bytes, position=position)
 
     def parse_block(self, path: Path, block: Block) -> RawColumns:
         """See the base class.
@@ -152,13 +191,13 @@ class TabularFormat(RawFormat):
         Raises:
             ValueError: a column is missing or has a type that does not fit, or the text is in another encoding.
         """
-        reader = self._reader
-        columns, rows_N, bad = self._file(path).rows(block, self._meaning, keys=reader.keys)
-        joined, matched = reader.join(columns)
+        columns, rows_N, bad = self._known_file(path).rows(block)
+        joined, matched = self._sides.join(columns)
         if len(rows_N):
             before = self._matched.get(path, [False] * len(matched))
             self._matched[path] = [a or b for a, b in zip(before, matched, strict=True)]
-        return self._columns(joined, rows_N, bad)
+        rows = self._columns(joined, rows_N, bad)
+        return self._complete(rows) if self.schema.joins else rows
 
     def _columns(self, columns: Mapping[Input, Any], rows_N: NDArray[np.int64], bad: Sequence[BadLine]) -> RawColumns:
         schema = self.schema
@@ -178,10 +217,58 @@ class TabularFormat(RawFormat):
             bad,
         )
 
-    def _file(self, path: Path) -> TableFile:
+    def _complete(self, rows: RawColumns) -> RawColumns:
+        """The rows that have a label and a time: where those stand in a side table, it may have no row for some."""
+        judge = RowJudge(rows.lines_N, rows.bad, lambda row: f"row {row}")
+        for column, values_N in ((self.schema.label.column, rows.labels_N), (self.schema.time, rows.time_N)):
+            if column is not None and values_N is not None:
+                problem = "must have a value, and its side table has no row for this one"
+                judge.flag(np.isnan(values_N), column=column, problem=problem, values=pa.array(values_N))
+        return replace(rows.keep(judge.good), bad=judge.bad)
+
+    def _known_file(self, path: Path) -> TableFile:
         if path not in self._files:
-            self._files[path] = self._reader.file(path)
+            self._files[path] = self._file(path)
         return self._files[path]
+
+    def _file(self, path: Path, *, carried: Sequence[str] = ()) -> TableFile:
+        """A file of rows, of which the columns are read that the schema speaks of and no side table has alone.
+
+        Args:
+            path: Path of the file, or of one in an archive.
+            carried: Further columns to read.
+
+        Raises:
+            ValueError: a column of the schema is in none of them, or the file has not what is to be carried.
+        """
+        table = self.format_of(path)
+        header = read_header(path, table)
+        names = header.names
+        for column in self._keys:
+            if column not in names:
+                raise ValueError(self._unknown_column("joins", column, [path], names))
+        sides = self._sides.tables
+        for column, use in self._uses:
+            if both := [side.path for side in sides if column in side.columns and column in names]:
+                raise ValueError(ambiguous(use, column, path, both[0]))
+            if not any(column in known for known in (names, *(side.columns for side in sides))):
+                raise ValueError(self._unknown_column(use, column, [path, *(side.path for side in sides)], names))
+        for column in carried:
+            if column not in names:
+                raise ValueError(f"{path} has no column {column!r}. It has {', '.join(names)}.")
+        asked = dict.fromkeys([*(column for column, _ in self._uses), *self._keys, *carried])
+        own = [name for name in asked if name in names]
+        return TableFile(path, table, header, self._meaning, columns=own, keys=self._keys, texts=carried)
+
+    def _unknown_column(self, use: str, column: str, paths: list[Path], names: Sequence[str]) -> str:
+        near = difflib.get_close_matches(column, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        places = " or ".join(map(str, paths))
+        header = " If its first line is no header, list the names of its columns under schema.column_names."
+        return (
+            f"schema.{use} names column {column!r}, which is not in {places}.{hint} {paths[0].name} has "
+            f"{', '.join(names)}.{'' if self.schema.table.column_names else header}"
+        )
 
 
 def _binary(column: pa.DictionaryArray) -> pa.DictionaryArray:

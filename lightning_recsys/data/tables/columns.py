@@ -24,6 +24,7 @@ _CLOCK = (
     r"(?: ?(?:Z|UTC|(?P<sign>[+-])(?P<hours>\d\d):?(?P<minutes>\d\d)))?)?"
 )
 _WHOLE = r"^([+-]?\d+)\.0$"
+GROUPED_BY_DOTS = r"^[+-]?[1-9]\d{0,2}(\.\d{3})+$"  # a fraction, unless dots stand between thousands
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
 

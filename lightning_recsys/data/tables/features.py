@@ -12,8 +12,9 @@ TimeUnit = Literal["s", "ms", "us", "yyyymmdd"]
 LARGEST = 3.4e38
 """The largest number that a numeric feature can be: they are float32."""
 
-Parse = Literal["label", "time", "key", "number", "moment", "category", "bag", "vector"]
-"""``time`` must be there in every row, ``moment`` may be missing; ``key`` refers to another table."""
+Parse = Literal["label", "time", "key", "number", "moment", "category", "bag", "vector", "text"]
+"""``time`` must be there in every row, ``moment`` may be missing; ``key`` refers to another table; ``text`` is carried
+along."""
 
 
 @dataclass(frozen=True)

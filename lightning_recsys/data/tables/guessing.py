@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from lightning_recsys.data.files import find_files
-from lightning_recsys.data.tables.columns import date_numbers, parse_times
+from lightning_recsys.data.tables.columns import GROUPED_BY_DOTS, date_numbers, parse_times
 from lightning_recsys.data.tables.features import Categorical, Dense, MultiValued, Vector
 from lightning_recsys.data.tables.label import LabelRule
 from lightning_recsys.data.tables.reading import read_header
-from lightning_recsys.data.tables.schema import Schema
+from lightning_recsys.data.tables.schema import FEATURES, Schema, feature_name
 from lightning_recsys.data.tables.schema_parts import Label, TableFormat
-from lightning_recsys.data.tables.sniffing import is_number, sniff
+from lightning_recsys.data.tables.sniffing import is_number, sniff, told_apart
 
 DateOrder: TypeAlias = Literal["day_first", "month_first"]
 
@@ -50,6 +50,7 @@ class _Sample:
 
     name: str
     values: list[str]
+    num_missing: int
     kind: pa.DataType | None = None
     dates: DateOrder | None = None
 
@@ -139,11 +140,18 @@ def guess_schema(
     strays = [word for name, guess in guesses.items() if guess.key == "dense" for word in samples[name].strays]
     fitting = {chosen: clicks.share(~np.isnan(LabelRule(rule).apply(pa.array(clicks.counts))))}
 
+    names = _feature_names(guesses, chosen)
+
     def of_kind(key: str) -> dict[str, Any]:
-        return {name: guess.options for name, guess in guesses.items() if guess.key == key}
+        return {
+            names[column]: guess.options if names[column] == column else replace(guess.options, column=column)
+            for column, guess in guesses.items()
+            if guess.key == key
+        }
 
     if not of_kind("categorical") and not of_kind("multi_valued"):
-        few = sorted(of_kind("dense"), key=lambda name: len(samples[name].counts))[:3]
+        dense = [column for column, guess in guesses.items() if guess.key == "dense"]
+        few = sorted(dense, key=lambda column: len(samples[column].counts))[:3]
         hint = (
             f" Of its numbers {', '.join(few)} have the fewest values: write a schema that has one under" if few else ""
         )
@@ -165,8 +173,9 @@ def guess_schema(
         present={name: len(sample.values) / max(len(columns[name]), 1) for name, sample in samples.items()}
         | {chosen: len(clicks.values) / max(len(columns[chosen]), 1)},
         fitting=fitting | _fitting(samples, guesses),
-        comments={name: guess.reason for name, guess in guesses.items()}
-        | {"label": reason, **_remarks(first, has_time=time is not None)},
+        comments={name: guess.reason for column, guess in guesses.items() for name in (column, names[column])}
+        | {f"schema.{key}": remark for key, remark in _remarks(first, has_time=time is not None).items()}
+        | {"schema.label": reason},
     )
 
 
@@ -179,8 +188,9 @@ def _samples(
         ValueError: dates can be read in two ways.
     """
     samples = {
-        name: _Sample(name, [x for x in column if x is not None and x not in _MISSING], kinds.get(name))
+        name: _Sample(name, values, len(column) - len(values), kinds.get(name))
         for name, column in columns.items()
+        for values in [[x for x in column if x is not None and x not in _MISSING]]
     }
     dates = dates or _date_order(list(samples.values()))
     return {name: replace(sample, dates=dates) for name, sample in samples.items()}
@@ -206,6 +216,18 @@ def _guess_columns(samples: Mapping[str, _Sample]) -> dict[str, _Guess]:
         }
     times = [name for name, guess in guesses.items() if guess.key == "time"]
     return guesses | {name: _Guess("ignore", None, "a second time") for name in times[1:]}
+
+
+def _feature_names(guesses: Mapping[str, _Guess], label: str) -> dict[str, str]:
+    """A name for each column, as which it stands in the schema: its own, where no other feature has that already.
+
+    No feature can be called ``label``, and dots in names become underscores.
+    """
+    features = [column for column, guess in guesses.items() if guess.key in FEATURES]
+    others = list(dict.fromkeys(["label", label, *(column for column in guesses if column not in features)]))
+    named = told_apart([*others, *map(feature_name, features)])[len(others) :]
+    unchanged = [column if name == feature_name(column) else name for column, name in zip(features, named, strict=True)]
+    return {column: column for column in guesses} | dict(zip(features, unchanged, strict=True))
 
 
 def _numbered_together(samples: Mapping[str, _Sample]) -> list[str]:
@@ -302,8 +324,9 @@ def _plain_numbers(
     marks: dict[str, Any] = {}
     for pattern, found in ((_DECIMAL_COMMA, {"decimal": ","}), (_THOUSANDS, {"thousands": ","})):
         chosen = [name for name, column in columns.items() if _has_marks(column, pattern)]
-        if not chosen or marks:
-            continue
+        others = (value for name in columns if name not in chosen for value in columns[name] if value is not None)
+        if not chosen or marks or ("decimal" in found and any(re.fullmatch(GROUPED_BY_DOTS, x) for x in others)):
+            continue  # where the marks are not those of all columns, numbers with a comma are words
         marks = dict(found)
         if "decimal" in marks and any("." in (value or "") for name in chosen for value in columns[name]):
             marks["thousands"] = "."
@@ -371,10 +394,8 @@ def _guess(sample: _Sample) -> _Guess:
     values = f"{num_values} different values in the sample"
     if sample.kind is not None and pa.types.is_nested(sample.kind):
         return _guess_nested(sample, sample.kind)
-    if num_values < 2:
-        return _Guess("ignore", None, "the same in every row of the sample" if num_values else "empty in the sample")
-    if _INDEX_NAME.fullmatch(sample.name) and _counts_rows(sample):
-        return _Guess("ignore", None, "counts the rows, as pandas writes its index")
+    if (why := _useless(sample)) is not None:
+        return _Guess("ignore", None, why)
     if _is_time(sample):
         return _Guess("time", None, f"looks like the time of the row{_features_of_time(sample)}")
     if (sample.is_numeric or sample.strays) and num_values > _FEW_NUMBERS and not _ID_NAME.search(sample.name):
@@ -391,6 +412,20 @@ def _guess(sample: _Sample) -> _Guess:
     if num_values > 0.3 * len(sample.values) and len(sample.values) >= _LARGE_SAMPLE:
         return _Guess("categorical", Categorical(min_count=2), f"{values}: the rare ones share an id")
     return _Guess("categorical", Categorical(), values)
+
+
+def _useless(sample: _Sample) -> str | None:
+    """Why no feature is made of a column, if that can be told without a look at its values one by one."""
+    num_values = len(sample.counts)
+    if not sample.name:
+        return "it has no name"
+    if num_values < 2 and not (num_values and sample.num_missing):
+        return "the same in every row of the sample" if num_values else "empty in the sample"
+    if _INDEX_NAME.fullmatch(sample.name) and _counts_rows(sample):
+        return "counts the rows, as pandas writes its index"
+    if sample.num_missing and _is_time(sample):
+        return f"a time that some rows lack{_features_of_time(sample)}"
+    return None
 
 
 def _guess_nested(sample: _Sample, kind: pa.DataType) -> _Guess:

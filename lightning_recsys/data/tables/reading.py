@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -21,19 +22,6 @@ _UNIT_SEPARATOR = b"\x1f"  # stands in for separators of several characters, whi
 _QUOTED_CHARACTERS = 80
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # what a file in UTF-16 starts with
 _HEADER_BYTES = 1 << 14
-
-
-@dataclass(frozen=True)
-class MisshapenRow:
-    """A row with the wrong number of columns.
-
-    Args:
-        row: Its number in the file, from 1; empty lines are no rows.
-        problem: What is wrong with the row, in words.
-    """
-
-    row: int
-    problem: str
 
 
 @dataclass(frozen=True)
@@ -104,9 +92,18 @@ def separator_of(path: Path, table: TableFormat) -> str:
     return "\t" if {".tsv", ".tab"} & {suffix.lower() for suffix in path.suffixes} else ","
 
 
+def lines_of(text: str) -> list[str]:
+    r"""Text without its line ends; other characters that Python takes for line ends are letters, as they are to Arrow.
+
+    >>> lines_of("a\u2028b\r\nc\rd")
+    ['a\u2028b', 'c', 'd']
+    """
+    return re.split(r"\r\n|\n|\r", text)
+
+
 def parse_block(
     block: bytes, path: Path, table: TableFormat, *, names: Sequence[str], columns: Sequence[str], plain: Sequence[str]
-) -> tuple[Mapping[str, pa.ChunkedArray], list[MisshapenRow]]:
+) -> tuple[Mapping[str, pa.ChunkedArray], dict[int, str]]:
     """Read some columns of some whole rows of a text file: in UTF-8, without its first lines.
 
     Args:
@@ -118,7 +115,8 @@ def parse_block(
         plain: Those of them that are mostly distinct, so that storing distinct values once is no use.
 
     Returns:
-        The columns, without the rows that have the wrong number of columns, and those rows.
+        The columns, without the rows that have the wrong number of columns; and what is wrong with each of those rows,
+        by its number, from 1. Empty lines are no rows.
 
     Raises:
         ValueError: the text is in another encoding.
@@ -126,14 +124,12 @@ def parse_block(
     separator = separator_of(path, table)
     quote: str | bool = (table.quote or False) if len(separator) == 1 else False
     text, coded = pa.string(), pa.dictionary(pa.int32(), pa.string())
-    bad: list[MisshapenRow] = []
+    bad: dict[int, str] = {}
 
     def note(row: arrow_csv.InvalidRow) -> str:
         shown = row.text if len(row.text) <= _QUOTED_CHARACTERS else row.text[:_QUOTED_CHARACTERS] + "..."
         shown = shown.replace("\x1f", separator)
-        bad.append(
-            MisshapenRow(row.number, f"{row.expected_columns} columns expected, got {row.actual_columns}: {shown!r}")
-        )
+        bad[row.number] = f"{row.expected_columns} columns expected, got {row.actual_columns}: {shown!r}"
         return "skip"
 
     try:
@@ -176,7 +172,7 @@ def _first_line(path: Path, table: TableFormat) -> tuple[int, str]:
                 start += (more := stream.read(size))
             except OSError as error:
                 raise ValueError(f"{path}: the file is damaged ({error}).") from error
-            lines = start.decode(encoding, errors="replace").splitlines()
+            lines = lines_of(start.decode(encoding, errors="replace"))
             num_comments = len(list(takewhile(lambda line: not line or (comment and line.startswith(comment)), lines)))
             if num_comments + 1 < len(lines) or not more:
                 break

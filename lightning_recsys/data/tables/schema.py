@@ -48,7 +48,7 @@ class Schema:
         ignore: Columns that are known and not used.
         joins: The side tables whose columns are appended to the rows.
         split: How evaluation rows are parted from training rows.
-        comments: Remarks for :meth:`to_yaml`, by column or key.
+        comments: Remarks for :meth:`to_yaml`, by feature or column; ``schema.<key>`` for a key, ``schema.`` for all.
         present: Share of the rows that have a value, by column; of a guessed schema.
         fitting: Share of those that are what the column was taken for; of a guessed schema.
 
@@ -340,15 +340,17 @@ def _lines(schema: Schema) -> Iterator[str]:
 
     def section(key: str, items: list[tuple[str, str]]) -> Iterator[str]:
         if items:
-            yield f"{key}:{remark(key)}"
+            yield f"{key}:"
             yield from (f"  {text}{remark(name)}" for name, text in items)
 
-    yield from (f"# {line}" for line in schema.comments.get("", "").splitlines())
+    yield from (f"# {line}" for line in schema.comments.get("schema.", "").splitlines())
     entries = {split: [_entry(schema, path) for path in paths] for split, paths in schema.files.items()}
     files = {split: paths if len(paths) > 1 else paths[0] for split, paths in entries.items()}
-    yield from section("files", [(split, f"{split}: {_flow(paths)}") for split, paths in files.items()])
-    yield from (f"{key}: {_flow(value)}{remark(key)}" for key, value in _changed(schema.table).items())
-    yield f"label: {_flow(_changed(schema.label))}{remark('label')}"
+    yield from section(
+        "files", [(f"schema.files.{split}", f"{split}: {_flow(paths)}") for split, paths in files.items()]
+    )
+    yield from (f"{key}: {_flow(value)}{remark(f'schema.{key}')}" for key, value in _changed(schema.table).items())
+    yield f"label: {_flow(_changed(schema.label))}{remark('schema.label')}"
     for key in FEATURES:
         columns = getattr(schema, key).items()
         yield from section(key, [(name, f"{_flow(name)}: {_flow(_changed(column))}") for name, column in columns])
@@ -356,8 +358,8 @@ def _lines(schema: Schema) -> Iterator[str]:
         yield f"time: {_flow(schema.time)}{remark(schema.time)}"
     yield from section("ignore", [(name, f"- {_flow(name)}") for name in schema.ignore])
     joins = [{"file": j.file, "column": j.column, "key": j.key, **_changed(j.table)} for j in schema.joins]
-    yield from section("joins", [("joins", f"- {_flow(join)}") for join in joins])
-    yield f"split: {_flow(_changed(schema.split))}{remark('split')}"
+    yield from section("joins", [("schema.joins", f"- {_flow(join)}") for join in joins])
+    yield f"split: {_flow(_changed(schema.split))}{remark('schema.split')}"
 
 
 def _entry(schema: Schema, path: str) -> Any:

@@ -11,13 +11,14 @@ import pyarrow as pa
 
 from lightning_recsys.data.files import ByteSource, open_parquet
 from lightning_recsys.data.tables.columns import NUMBER
-from lightning_recsys.data.tables.reading import is_parquet, leaf, read_header, separator_of
+from lightning_recsys.data.tables.reading import is_parquet, leaf, lines_of, read_header, separator_of
 from lightning_recsys.data.tables.schema_parts import TableFormat
 
 _SEPARATORS = ("\t", "::", ",", ";", "|")
 _SAMPLE_BYTES = 16_000_000
 _SAMPLE_ROWS = 50_000
 _STEADY = 0.9  # share of lines that must have the same number of columns
+_TELLING = 20  # rows with as many columns as each other are no chance, however many lines each has
 
 
 def sniff(path: Path) -> tuple[TableFormat, dict[str, list[str | None]], dict[str, pa.DataType]]:
@@ -30,11 +31,11 @@ def sniff(path: Path) -> tuple[TableFormat, dict[str, list[str | None]], dict[st
     if is_parquet(path, TableFormat()):
         return TableFormat(), *_sample_parquet(path)
     text, encoding = _decode(path)
-    lines = [line for line in text.splitlines() if line.strip()][:_SAMPLE_ROWS]
+    lines = [line for line in lines_of(text) if line.strip()][:_SAMPLE_ROWS]
     if not lines:
         raise ValueError(f"{path} is empty.")
     separator, num_columns = _separator(path, lines)
-    rows = _split(lines, separator)
+    rows, quoted = _split(lines, separator)
     comment = None
     header: list[str] | None = None  # where it is not one that the file's own would be
     if _lacks_a_separator(rows, num_columns):  # all other lines end in one
@@ -46,13 +47,14 @@ def sniff(path: Path) -> tuple[TableFormat, dict[str, list[str | None]], dict[st
     named = header is None and _is_header(rows)
     if named and len(set(rows[0])) < len(rows[0]):  # the line is passed over, and its names are told apart
         named, comment, header, rows = False, lines[0] if comment is None else comment, rows[0], rows[1:]
-    names = rows[0] if named else _told_apart(header) if header else [f"column_{i + 1}" for i in range(num_columns)]
+    names = rows[0] if named else told_apart(header) if header else [f"column_{i + 1}" for i in range(num_columns)]
+    opens = any(line.startswith('"') for line in lines)
     table = TableFormat(
         separator=None if separator == separator_of(path, TableFormat()) else separator,
         column_names=None if named else tuple(names),
         comment=comment,
         encoding=encoding,
-        quote='"' if separator in (",", ";") or f'{separator}"' in text else None,
+        quote='"' if quoted and (separator in (",", ";") or f'{separator}"' in text or opens) else None,
     )
     if not rows[named:]:
         raise ValueError(f"{path} has a header and no rows.")
@@ -86,8 +88,10 @@ def _separator(path: Path, lines: list[str]) -> tuple[str, int]:
     """The separator that cuts most lines into the same number of columns, and that number."""
     found = []
     for separator in _SEPARATORS:
-        (num_columns, count), *_ = Counter(map(len, _split(lines, separator))).most_common(1)
-        if num_columns > 1 and count >= _STEADY * (len(lines) - 1):  # one line may be a remark
+        rows, _ = _split(lines, separator)
+        num_columns, count = _usual_width(rows)
+        told = len(rows) == len(lines) or count >= _TELLING  # few rows of many lines may be what a stray quote makes
+        if told and num_columns > 1 and count >= _STEADY * (len(rows) - 1):  # one line may be a remark
             found.append((num_columns, separator))
     if not found:
         raise ValueError(
@@ -98,10 +102,23 @@ def _separator(path: Path, lines: list[str]) -> tuple[str, int]:
     return separator, num_columns
 
 
-def _split(lines: list[str], separator: str) -> list[list[str]]:
+def _split(lines: list[str], separator: str) -> tuple[list[list[str]], bool]:
+    """The rows, and whether quotes stand around values: letters are those that would take many lines for one value."""
     if len(separator) > 1:
-        return [line.split(separator) for line in lines]
-    return list(csv.reader(lines, delimiter=separator))
+        return [line.split(separator) for line in lines], False
+    plain = list(csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE))
+    try:
+        rows = list(csv.reader(lines, delimiter=separator))
+    except csv.Error:  # a value without end
+        return plain, False
+    _, whole_lines = _usual_width(plain)
+    letters = whole_lines >= _STEADY * len(lines) and whole_lines > _usual_width(rows)[1]
+    return (plain, False) if letters else (rows, True)
+
+
+def _usual_width(rows: list[list[str]]) -> tuple[int, int]:
+    """The number of columns that most rows have, and how many do."""
+    return Counter(map(len, rows)).most_common(1)[0]
 
 
 def _is_header(rows: list[list[str]]) -> bool:
@@ -126,10 +143,10 @@ def _lacks_a_separator(rows: list[list[str]], num_columns: int) -> bool:
     return len(rows[0]) == num_columns - 1 and ends and not any(map(is_number, rows[0]))
 
 
-def _told_apart(names: list[str]) -> list[str]:
+def told_apart(names: list[str]) -> list[str]:
     """Names with numbers behind those that were there before.
 
-    >>> _told_apart(["a", "b", "a", ""])
+    >>> told_apart(["a", "b", "a", ""])
     ['a', 'b', 'a_2', 'column_4']
     """
     found: list[str] = []

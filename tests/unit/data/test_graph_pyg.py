@@ -88,3 +88,20 @@ def test_stores_when_handed_to_pyg_then_give_edges_and_rows():
     assert torch.equal(torch.stack([sources[edge].long(), targets[edge]]), graph.edge_index())
     with pytest.raises(KeyError):
         store.get_edge_index(("node", "other", "node"), "csc")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"y": torch.tensor([0.5, 1.7, 2.0])}, "labels must be classes, which are whole numbers, got 0.5"),
+        (
+            {"train_mask": torch.ones(3, 2, dtype=torch.bool)},
+            r"train_mask must mark each of 3 nodes once, got .*\[3, 2\]",
+        ),
+    ],
+)
+def test_data_when_labels_or_masks_are_none_then_says_so(change, message):
+    data = pyg.Data(y=torch.tensor([0, 1, 2]), edge_index=torch.tensor([[1], [0]]), num_nodes=3)
+    data.update(change)
+    with pytest.raises(ValueError, match=message):
+        from_pyg(data)

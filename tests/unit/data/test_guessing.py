@@ -279,3 +279,62 @@ def test_guess_then_tells_in_how_many_rows_a_column_has_a_value(tmp_path):
         tmp_path, "click,user", [f"{i % 2},{'' if i % 4 else 'u'}{i % 3 if not i % 4 else ''}" for i in range(200)]
     )
     assert schema.present == {"click": 1.0, "user": 0.25}
+
+
+def test_guess_when_names_cannot_be_those_of_features_then_features_have_others(tmp_path):
+    schema = guess_of(
+        tmp_path, "click,label,a.b,a_b,", [f"{i % 2},l{i % 5},u{i % 7},v{i % 6},w{i % 4}" for i in range(200)]
+    )
+    assert {name: feature.column for name, feature in schema.categorical.items()} == {
+        "label_2": "label",
+        "a.b": None,
+        "a_b_2": "a_b",
+    }
+    assert schema.ignore == ("",)
+    assert "  label_2: {column: label}  # 5 different values in the sample\n" in schema.to_yaml()
+
+
+def test_guess_when_columns_are_called_like_keys_then_each_has_its_own_remark(tmp_path):
+    text = guess_of(tmp_path, "click,split,train", [f"{i % 2},u{i % 7},v{i % 5}" for i in range(200)]).to_yaml()
+    assert "  split: {}  # 7 different values in the sample\n" in text
+    assert "split: {}  # a tenth of the rows" in text
+    assert text.count("5 different values") == 1
+
+
+def test_guess_when_some_rows_lack_a_value_then_times_are_ignored_and_flags_are_not(tmp_path):
+    rows = [f"{i % 2},{'1' if i % 3 else ''},{'2026-01-' + str(10 + i % 9) if i % 4 else ''},x" for i in range(200)]
+    schema = guess_of(tmp_path, "click,flag,login,same", rows)
+    assert (schema.time, schema.ignore, list(schema.categorical)) == (None, ("login", "same"), ["flag"])
+    assert "a time that some rows lack; its hour as a feature" in schema.comments["login"]
+
+
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_guess_when_a_quote_opens_a_value_and_is_never_closed_then_quotes_are_letters(tmp_path, separator):
+    rows = [
+        separator.join([str(i % 2), f"u{i % 7}", f"{'' if i % 900 - 50 else chr(34)}a title of some length {i % 40}"])
+        for i in range(6000)
+    ]
+    schema = guess_of(tmp_path, separator.join(["click", "user", "title"]), rows)
+    assert schema.table.quote is None
+    assert len(schema.present) == 3
+
+
+def test_guess_when_values_hold_line_ends_then_they_are_read(tmp_path):
+    schema = guess_of(
+        tmp_path, "click,user,title", [f'{i % 2},u{i % 7},"two, or\nthree\nlines {i % 4}"' for i in range(200)]
+    )
+    assert schema.table.quote == '"'
+    assert set(schema.categorical) == {"user", "title"}
+
+
+def test_guess_when_some_columns_have_commas_and_others_dots_then_every_row_is_read(tmp_path):
+    rows = [f"{i % 2};u{i % 7};{i % 9},{i % 10}5;{1 + i % 9}.{100 + i};0.{10 + i % 90}" for i in range(200)]
+    schema = guess_of(tmp_path, "click;user;size;price;share", rows)
+    assert (schema.table.decimal, "price" in schema.dense) == (".", True)
+    schema = guess_of(tmp_path, "click;user;size;share", [row.replace(row.split(";")[3] + ";", "") for row in rows])
+    assert (schema.table.decimal, list(schema.dense)) == (",", ["size", "share"])
+
+
+def test_guess_when_the_first_column_alone_has_quotes_then_they_are_no_letters(tmp_path):
+    rows = [f"{'red' if i % 3 else chr(34) + 'dark' + chr(9) + 'red' + chr(34)}\t{i % 2}" for i in range(200)]
+    assert guess_of(tmp_path, "color\tclick", rows).table.quote == '"'

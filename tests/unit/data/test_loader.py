@@ -213,7 +213,8 @@ def test_loader_when_the_batch_size_is_not_positive_then_raises():
 class Deals:
     """Deals out what it was told to, and hears what is trained."""
 
-    def __init__(self, *leases) -> None:
+    def __init__(self, *leases, in_flight=2) -> None:
+        self.in_flight = in_flight
         self.leases, self.finished, self.asked = [Lease(n + 1, *x) for n, x in enumerate(leases)], [], []
 
     def __call__(self, num_batches):
@@ -241,6 +242,15 @@ def test_batches_when_shares_are_dealt_then_a_lease_has_what_its_owner_would_hav
     again = make(rank=1)
     again.load_state_dict(loader.state_dict())
     assert list(again) != shares[1] or shuffle is None  # the next epoch
+
+
+def test_lease_when_gradients_are_accumulated_then_is_finished_once_they_are_pushed():
+    """Of a lease's last batches the gradients may wait for three more batches, and then for the batch under way."""
+    loader = BatchLoader(Numbers(40), batch_size=2, world_size=2)
+    dealer = Deals((0, 0, 5), (0, 5, 10), in_flight=4)
+    loader.deal(dealer, rank=0, num_shares=2)
+    finished = [list(dealer.finished) for _ in loader]
+    assert finished == [[]] * 9 + [[1]]
 
 
 def test_position_when_shares_are_dealt_then_it_is_that_of_the_batch_that_is_trained():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
 import pytest
@@ -91,6 +92,12 @@ def test_id_column_when_it_is_that_of_the_labels_or_a_feature_then_is_carried_to
         assert [x for part in data.predicted_rows(column) for x in part.to_pylist()] == values
 
 
+def test_id_column_then_stands_as_it_does_in_the_file(tmp_path):
+    new = ["request,user,age", "1.0,u1,5", "-1,u1,5", ",u1,old", " NA ,u2,6", ",u2,6"]
+    data = load(tmp_path, new, missing=["", "NA", -1])
+    assert [x for part in data.predicted_rows("request") for x in part.to_pylist()] == ["1.0", "-1", "NA", ""]
+
+
 def test_prediction_when_no_file_is_named_for_it_then_is_of_the_test_rows(tmp_path):
     data = load(tmp_path, files={"train": "train.csv"})
     assert data.predicted_split == "test"
@@ -106,3 +113,8 @@ def test_writer_when_it_cannot_then_says_so_and_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"new\.csv has no column 'requests'\. It has request, user, age"):
         predicted(data, tmp_path / "out.csv", "requests")
     assert not list(tmp_path.glob("out.csv*"))
+    writer = PredictionWriter(tmp_path / "few.csv", [pa.array(range(9))])
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[writer], logger=False, enable_progress_bar=False)
+    with pytest.raises(ValueError, match="more predictions than the 9 rows"):
+        trainer.predict(CTRTask(LogisticRegression(data.num_dense, data.fields)), datamodule=data)
+    assert not list(tmp_path.glob("few.csv*"))

@@ -18,9 +18,10 @@ import pytest
 import torch
 from raw_rows import criteo_lines, text
 
+from lightning_recsys.data import PreparedDataModule
 from lightning_recsys.data.preparation import ByFile, ByShare, ByTime, Preparation, Preprocessing, split_rule
 from lightning_recsys.data.preparation.vocabulary import ValueCounter, count_values, load_table, vocabulary_file
-from lightning_recsys.data.prepared import Manifest, PreparedDataModule
+from lightning_recsys.data.prepared import Manifest
 from lightning_recsys.data.raw import AvazuFormat, CriteoFormat, LibfmFormat
 from lightning_recsys.data.raw.kernels import hash_values
 
@@ -89,6 +90,18 @@ def test_torchrec_when_prepared_then_the_smallest_training_value_is_shifted_to_t
             assert rows[f"I{j}"] == pytest.approx(
                 [math.log(max(int(line[j] or 0), smallest) - smallest + 2) for line in mine], rel=1e-6
             )
+
+
+def test_torchrec_when_blocks_have_no_training_rows_then_they_shift_nothing(tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_text("".join("\t".join(["1", *[str(7 + n)] * 13, *["a"] * 26]) + "\n" for n in range(20)))
+    split = ByShare(0.3, 0.3, seed=1)
+    rules = Preprocessing(dense="log_shift")
+    prepare(tmp_path / "out", [path], split=split, preprocessing=rules, shard_bytes=1)  # a block for each line
+    parts = split.assign(file=0, line_N=np.arange(1, 21), time_N=None)
+    assert parts[0] != 0
+    values = 7 + np.flatnonzero(parts == 0)
+    assert read(tmp_path / "out")["I1"] == pytest.approx(np.log(values - values.min() + 2).tolist(), rel=1e-6)
 
 
 def test_bars_when_prepared_then_vocabularies_come_from_the_training_rows_only(criteo, tmp_path):

@@ -17,13 +17,13 @@ import pytest
 import torch
 from table_oracle import Table, split_of
 
-from lightning_recsys.data import Batch, Schema, TabularDataModule
+from lightning_recsys.data import Batch, PreparedDataModule, Schema, TabularDataModule
 from lightning_recsys.data.preparation import BySchema, ByShare, ByTime, Preparation, Preprocessing, SchemaRules
 from lightning_recsys.data.preparation.encoding import Encoding
 from lightning_recsys.data.preparation.preprocessing import ColumnRules
 from lightning_recsys.data.preparation.schema_split import smallest, sortable
 from lightning_recsys.data.preparation.splits import SplitRule
-from lightning_recsys.data.prepared import Manifest, PreparedDataModule
+from lightning_recsys.data.prepared import Manifest
 from lightning_recsys.data.raw import CriteoFormat, Position, TabularFormat
 from lightning_recsys.data.raw.kernels import find_records
 
@@ -445,6 +445,8 @@ def test_row_when_a_quote_is_not_closed_by_the_end_of_the_file_then_says_so_inst
 def test_options_when_they_are_for_other_formats_then_are_refused(folder):
     with pytest.raises(ValueError, match="data=tabular needs preprocessing=schema"):
         prepare(folder, preprocessing=Preprocessing())
+    with pytest.raises(ValueError, match=r"split\.by=schema is for data=tabular; data=criteo has no schema"):
+        BySchema(CriteoFormat())
     with pytest.raises(ValueError, match="preprocessing=schema is for data=tabular; data=criteo has no schema"):
         SchemaRules().check(CriteoFormat())
     with pytest.raises(ValueError, match=r"preprocessing.max_vocabulary must be at least 1, got 0"):

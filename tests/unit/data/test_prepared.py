@@ -14,8 +14,8 @@ import torch
 from prepared_folder import write_folder
 from torch.utils.data import SequentialSampler
 
-from lightning_recsys.data import BatchLoader
-from lightning_recsys.data.prepared import Manifest, PreparedDataModule
+from lightning_recsys.data import BatchLoader, PreparedDataModule
+from lightning_recsys.data.prepared import Manifest
 from lightning_recsys.data.prepared.stream import StreamRequest, prefetched, read_packs
 
 UNEVEN = [5, 1, 17, 2, 30, 9]  # rows of the shards, 64 in all

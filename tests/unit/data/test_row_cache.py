@@ -443,3 +443,17 @@ def test_cache_when_it_is_no_folder_or_too_small_then_says_what_to_do():
         TabularDataModule(schema=SCHEMA, cache=False)
     with pytest.raises(ValueError, match=r"data.cache_gigabytes must be at least 0, got -1"):
         TabularDataModule(schema=SCHEMA, cache_gigabytes=-1)
+
+
+def test_folder_when_it_has_locks_and_folders_of_others_then_they_are_no_entries(tmp_path):
+    for name, content in (("uv", "version = 1"), ("download", "")):
+        (tmp_path / f"{name}.lock").write_text(content)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").touch()
+    (tmp_path / "poetry.lock").write_text("[[package]]")
+    cache = RowCache(tmp_path)
+    use(cache, "a", [])
+    assert [entry.key for entry in cache.entries()] == ["a"]
+    assert [entry.key for entry in cache.shrink(0)] == ["a"]
+    kept = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert kept == {"uv.lock", "uv/data", "download.lock", "download/data", "poetry.lock"}

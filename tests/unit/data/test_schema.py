@@ -95,6 +95,7 @@ def test_to_yaml_when_names_need_quotes_then_has_them(tmp_path):
         ({"categorical": {"user": {"min_count": 2.5}}}, r"user\.min_count must be a whole number, got 2\.5"),
         ({"categorical": {"user": {"hash_buckets": 0}}}, r"user\.hash_buckets must be at least 1, got 0"),
         ({"categorical": {"user": {"hash_buckets": 9, "min_count": 2}}}, r"user has both min_count and hash_buckets"),
+        ({"missing": ["", False]}, r"schema\.missing must be a list of strings, got \['', False\]"),
         ({"categorical": {1: None}}, r"schema\.categorical: the column name 1 is no string"),
         ({"categorical": ["a.b", "a_b"]}, r"two of the columns a_b, a_b have the same name once dots"),
         ({"dense": {"age": {"transform": "sqrt"}}}, r"schema\.dense\.age\.transform must be none or log, got 'sqrt'"),
@@ -154,7 +155,10 @@ def test_from_yaml_when_it_is_no_yaml_then_says_so(tmp_path):
 def test_yaml_when_comments_are_there_then_they_change_nothing():
     schema = Schema.from_dict(MINIMAL)
     commented = Schema(
-        **{**vars(schema), "comments": {"": "two\nlines", "user": "who", "label": "why", "split": "how"}}
+        **{
+            **vars(schema),
+            "comments": {"schema.": "two\nlines", "user": "who", "schema.label": "why", "schema.split": "how"},
+        }
     )
     text = commented.to_yaml()
     assert text.startswith("# two\n# lines\n")

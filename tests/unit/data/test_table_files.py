@@ -19,9 +19,8 @@ import torch
 import yaml
 
 from lightning_recsys.data import Batch, Schema, TabularDataModule, guess_schema
-from lightning_recsys.data.files import ByteSource, InputFile, find_files, members
+from lightning_recsys.data.files import ByteSource, InputFile, check_md5, find_files, members
 from lightning_recsys.data.raw import Position, TabularFormat
-from lightning_recsys.data.raw.checksums import check_md5
 from lightning_recsys.data.raw.text import text_blocks
 from lightning_recsys.data.tables import sniffing
 from lightning_recsys.serving.encoders import SchemaEncoder, encoder_from, encoder_of

@@ -332,6 +332,23 @@ def test_join_when_rows_refer_to_a_side_table_then_get_its_columns(tmp_path):
     assert batch.dense[:, 0].tolist() == [3, 3, 3, 3, 3]  # the mean of the training rows that have one
 
 
+def test_join_when_label_or_time_have_no_row_there_then_the_row_is_bad(tmp_path):
+    write(tmp_path, ["id,when,bought", *(f"u{i},{i},{i % 2}" for i in range(1, 40))], "orders.csv")
+    lines = ["user", *(f"u{i}" for i in range(40))]
+    change = {"dense": [], "multi_valued": {}, "joins": [{"file": "orders.csv", "column": "user", "key": "id"}]}
+    for own in ({"label": "bought"}, {"time": "when", "label": "click"}):
+        here = (
+            lines if "click" not in own.values() else ["user,click", *(f"{x},{i % 2}" for i, x in enumerate(lines[1:]))]
+        )
+        with pytest.raises(
+            ValueError, match=r"clicks\.csv, row 1, column '(bought|when)': must have a value, and its side"
+        ):
+            load(tmp_path, here, **change | own)
+        data = load(tmp_path, here, on_bad_row="skip", **change | own)
+        assert len(data.rows("train")) == 39
+        assert not all_rows(data).labels.isnan().any()
+
+
 def test_join_when_the_key_is_no_feature_then_is_only_looked_up(tmp_path):
     write(tmp_path, USERS, "users.csv")
     data = load(tmp_path, LINES, **JOIN | {"categorical": ["country"]})
@@ -614,6 +631,36 @@ def test_checkpoint_when_the_columns_are_in_another_order_then_raises(tmp_path):
         other.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"multi_valued": {"tags": {"hash_buckets": 9, "separator": "|"}}}, None),
+        (
+            {"multi_valued": {"tags": {"hash_buckets": 9, "separator": ","}}},
+            r"schema\.multi_valued\.tags is .*separator.*, and was",
+        ),
+        (
+            {"categorical": {"user": {"hash_buckets": 9, "column": "tags"}}},
+            r"schema\.categorical\.user is .*tags.*, and was",
+        ),
+        ({"dense": {"age": {"transform": "log"}}}, r"schema\.dense\.age is .*log.*, and was {} where the checkpoint"),
+        (
+            {"categorical": {"tags": {"hash_buckets": 9}, "user": {"hash_buckets": 9}}, "multi_valued": {}},
+            r"schema\.categorical is \['tags', 'user'\], and was \['user'\]",
+        ),
+    ],
+)
+def test_checkpoint_when_features_are_made_otherwise_then_raises(tmp_path, change, message):
+    hashed = {"categorical": {"user": {"hash_buckets": 9}}, "multi_valued": {"tags": {"hash_buckets": 9}}}
+    state = load(tmp_path, LINES, **hashed).state_dict()
+    other = TabularDataModule(schema=SCHEMA | hashed | change, root=tmp_path)
+    if message is None:
+        other.load_state_dict(state)
+        return
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(state)
+
+
 def test_state_when_nothing_was_read_yet_then_is_empty(tmp_path):
     assert TabularDataModule(schema=SCHEMA, root=tmp_path).state_dict() == {}
 
@@ -672,6 +719,16 @@ def test_numbers_when_written_with_commas_then_are_read_by_the_schema(tmp_path):
     batch = all_rows(data)
     assert sorted(batch.dense.flatten().tolist()) == [7.0, 1234.5]
     assert ids_of(batch, "user") == [[2], [2]]  # 3 and 3.0 are one user
+    with pytest.raises(ValueError, match=r"column 'age': is a thousand or a fraction, where decimal is a comma"):
+        load(tmp_path, [lines[0], lines[2], "1;1.500;3;y"], separator=";", decimal=",", dense=["age"])
+
+
+def test_files_when_they_are_of_training_and_of_an_evaluation_then_a_warning_names_them(tmp_path, caplog):
+    write(tmp_path, LINES)
+    files = {"train": "*.csv", "validation": "clicks.csv", "predict": "clicks.csv"}
+    TabularDataModule(schema=SCHEMA | {"files": files, "split": {"test": 0}}, root=tmp_path).prepare_data()
+    (warning,) = [line for line in caplog.messages if "is under files.train" in line]
+    assert warning == f"{tmp_path}/clicks.csv is under files.train and under files.validation: its rows are trained on."
 
 
 def test_unknown_ids_then_their_share_is_told_by_column(tmp_path):
