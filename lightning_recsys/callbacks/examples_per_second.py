@@ -110,19 +110,14 @@ class ExamplesPerSecond(LeanCallback):
             self._measured_seconds += seconds
             self._window.append((examples, seconds))
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """Stop the clock."""
-        self._stop()
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Stop the clock."""
-        self._stop()
-
-    def _stop(self) -> None:
         self._last_time = None
         self.on_train_batch_start = self._go_on  # a hook of one step: at all others it would find nothing to do
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        """Stop the clock."""
+        self.on_validation_start()
 
     def _go_on(self, *_: Any) -> None:
         if self._last_time is None:

@@ -75,7 +75,12 @@ class PredictionWriter(Callback):
 
     def _take(self, count: int) -> pa.ChunkedArray:
         while len(self._waiting) < count:
-            part = next(self._rows)
+            if (
+                part := next(self._rows, None)
+            ) is None:  # an exception of its own would end the loop as a loader's end does
+                raise ValueError(
+                    f"there are more predictions than the {self.num_rows + len(self._waiting)} rows to tell apart."
+                )
             self._waiting = pa.chunked_array([*self._waiting.chunks, part], part.type)
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         return taken

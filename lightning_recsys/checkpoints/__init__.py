@@ -7,8 +7,11 @@ from lightning_recsys.checkpoints.folder import (
     read_description,
     read_extras,
     read_stored,
+    refuse_url,
     save_folder,
+    version_of,
 )
+from lightning_recsys.checkpoints.manifest import Version
 from lightning_recsys.checkpoints.module import ReadsFolders
 from lightning_recsys.checkpoints.plugin import FolderCheckpointIO
 from lightning_recsys.checkpoints.saved_rows import SavedRows
@@ -21,13 +24,16 @@ __all__ = [
     "SavedRows",
     "StoredRows",
     "StoredTensor",
+    "Version",
     "check_file",
     "is_folder",
     "read_checkpoint",
     "read_description",
     "read_extras",
     "read_stored",
+    "refuse_url",
     "save_folder",
     "to_file",
     "to_folder",
+    "version_of",
 ]

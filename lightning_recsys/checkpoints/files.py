@@ -19,6 +19,8 @@ from typing_extensions import Buffer
 
 from lightning_recsys.errors import DamagedCheckpointError
 
+PIECE_BYTES = 1 << 20  # that are read at a time to be summed
+
 
 @dataclass(frozen=True)
 class Stretch:
@@ -148,42 +150,57 @@ def write_object(path: Path, value: Any) -> Stretch:
     return file.stretches[0]
 
 
-def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
-    """Bytes of a file, as far as there are so many; of a link's target none, which may lie anywhere.
+def open_own_file(path: Path) -> BinaryIO:
+    """A file to be read, but for a link, whose target may lie anywhere.
 
     Raises:
         OSError: the file cannot be read, or is a link.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        file.seek(start)
-        return file.read(length)
+    return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+
+
+def read_pieces(folder: Path, stretch: Stretch, *, checkpoint: Path) -> Iterator[bytes]:
+    """The bytes of a stretch, a piece at a time; once all were taken, they are those that were written.
+
+    Args:
+        folder: The folder of the stretch's file.
+        stretch: The file's name, which of its bytes to read, and their sum.
+        checkpoint: The checkpoint that an error names.
+
+    Raises:
+        DamagedCheckpointError: the file is missing, too short, a link, or other bytes than were written.
+    """
+    crc32, left = 0, stretch.length
+    end = stretch.start + stretch.length
+    try:
+        with open_own_file(folder / stretch.file) as file:
+            file.seek(stretch.start)
+            while left and (piece := file.read(min(PIECE_BYTES, left))):
+                crc32 = zlib.crc32(piece, crc32)
+                left -= len(piece)
+                yield piece
+    except OSError as error:
+        raise DamagedCheckpointError(str(checkpoint), stretch.file, f"cannot be read ({error.strerror})") from error
+    if left:
+        raise DamagedCheckpointError(str(checkpoint), stretch.file, f"ends after {end - left} bytes, of {end} at least")
+    if crc32 != stretch.crc32:
+        place = f"bytes {stretch.start} to {end} are not those that were written"
+        raise DamagedCheckpointError(str(checkpoint), stretch.file, f"is damaged: {place}")
 
 
 def read_object(folder: Path, stretch: Stretch, *, checkpoint: Path, weights_only: bool = True) -> Any:
     """Read what :func:`torch.save` wrote to a stretch, onto the CPU.
 
     Args:
-        folder: The folder of the stretch's file.
-        stretch: The file's name, which of its bytes to read, and their sum.
-        checkpoint: The checkpoint that an error names.
-        weights_only: As for :func:`torch.load`.
-
-    Raises:
-        DamagedCheckpointError: the file is missing, too short, a link, or other bytes than were written.
+        folder: The folder that the file is in. Errors are those of :func:`read_pieces`.
+        stretch: Which bytes of which file, and their sum.
+        checkpoint: The checkpoint, as errors name it.
+        weights_only: Whether everything but tensors and plain containers is refused, as by :func:`torch.load`.
     """
-    try:
-        data = read_bytes(folder / stretch.file, stretch.start, stretch.length)
-    except OSError as error:
-        raise DamagedCheckpointError(str(checkpoint), stretch.file, f"cannot be read ({error.strerror})") from error
-    if len(data) < stretch.length:
-        found = stretch.start + len(data)
-        raise DamagedCheckpointError(
-            str(checkpoint), stretch.file, f"ends after {found} bytes, of {stretch.start + stretch.length} at least"
-        )
-    if zlib.crc32(data) != stretch.crc32:
-        place = f"bytes {stretch.start} to {stretch.start + stretch.length} are not those that were written"
-        raise DamagedCheckpointError(str(checkpoint), stretch.file, f"is damaged: {place}")
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+    data = io.BytesIO()
+    data.writelines(read_pieces(folder, stretch, checkpoint=checkpoint))
+    data.seek(0)
+    return torch.load(data, map_location="cpu", weights_only=weights_only)
 
 
 def check_file(path: str | os.PathLike[str]) -> None:

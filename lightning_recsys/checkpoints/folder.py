@@ -22,8 +22,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,12 +68,13 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
         extras: What this rank adds; nothing if ``None``.
 
     Raises:
-        ValueError: the folder exists and holds something else.
+        ValueError: the folder exists and holds something else, or the path is a URL.
         CheckpointNotWrittenError: a file cannot be written, as where the disk is full; on every rank. What was begun is
             removed, and what was there before still counts.
 
     Communication: torch's plan of who writes what, and a small object of each rank three times.
     """
+    refuse_url(path)
     rank, folder = _rank(), Path(path)
     version = folder.parent / _agree_on(_new_version(folder, checkpoint) if rank == 0 else None)
     at = partial(_on_all_ranks, folder, version)
@@ -85,6 +85,19 @@ def save_folder(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], *, 
         files = at(lambda: _write(writer, own, checkpoint, extras))
     manifest = Manifest(writer.tensors, {file.file: file for some in files for file in some})
     at(lambda: _make_it_count(folder, version, manifest))
+
+
+def refuse_url(path: str | os.PathLike[str]) -> None:
+    """Refuse a URL, such as that of a bucket: as a path it would name a folder of this machine.
+
+    Raises:
+        ValueError: the path is a URL.
+    """
+    if "://" in os.fspath(path):
+        raise ValueError(
+            f"{path}: a checkpoint of rows in stores is a folder, which all workers write at once into a file system of"
+            " theirs: give a path, such as ModelCheckpoint's dirpath=/shared/run, and copy what is finished."
+        )
 
 
 def _begin(version: Path, state: Mapping[str, Any]) -> dict[str, Tensor | StoredTensor]:
@@ -103,7 +116,8 @@ def _write(
 ) -> list[Stretch]:
     """Write this rank's files; returns those that torch's list does not have."""
     version, files = Path(writer.path), []
-    with _without_warning():
+    with warnings.catch_warnings():  # torch warns where one process writes alone, which is what we ask for then
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         save({_STATE: dict(own)}, storage_writer=writer, planner=_Shares(), no_dist=not _is_distributed())
     if extras is not None:
         files.append(write_object(version / f"{_EXTRAS}{_rank():05}.pt", extras))
@@ -126,12 +140,12 @@ def _make_it_count(folder: Path, version: Path, manifest: Manifest) -> None:
 
 
 def read_checkpoint(
-    path: str | os.PathLike[str], *, without: Container[str] = (), weights_only: bool = True
+    path: str | os.PathLike[str] | Version, *, without: Container[str] = (), weights_only: bool = True
 ) -> dict[str, Any]:
     """Lightning's dict, with the state dict in memory.
 
     Args:
-        path: The folder.
+        path: The folder; or a version of it, so that what is read in several calls is of one version.
         without: Keys of the state dict to leave out, because :func:`read_stored` fetches them.
         weights_only: As for :func:`torch.load`: refuse everything but tensors and plain containers.
 
@@ -182,11 +196,11 @@ def _describe(version: Version, *, weights_only: bool) -> dict[str, Any]:
     return description
 
 
-def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor | StoredRows]) -> None:
+def read_stored(path: str | os.PathLike[str] | Version, targets: Mapping[str, StoredTensor | StoredRows]) -> None:
     """Write saved rows into their stores, each process its share, a block at a time.
 
     Args:
-        path: The folder.
+        path: The folder, or a version of it.
         targets: Where each key of the state dict goes.
 
     Raises:
@@ -201,11 +215,14 @@ def read_stored(path: str | os.PathLike[str], targets: Mapping[str, StoredTensor
         whole |= _rows_to_load(version, key, value) if isinstance(value, StoredRows) else {key: value}
     for key, target in whole.items():
         saved = version.manifest.tensors.get(key)
+        if saved is None and target.optional:
+            continue
         if saved is None:
-            raise KeyError(f"{path} has no {key!r}.")
+            raise KeyError(f"{version.checkpoint} has no {key!r}.")
         if saved.shape != tuple(target.shape):
             raise ValueError(
-                f"{path}: {key!r} has the shape {list(saved.shape)}, the model's has {list(target.shape)}."
+                f"{version.checkpoint}: {key!r} has the shape {list(saved.shape)}, the model's has"
+                f" {list(target.shape)}."
             )
         for first, block in version.read_blocks(saved, target.blocks()):
             target.write(first, block.to(target.dtype))
@@ -227,7 +244,9 @@ def _rows_to_load(version: Version, prefix: str, rows: StoredRows) -> dict[str, 
 
 
 def read_extras(path: str | os.PathLike[str], index: int, *, weights_only: bool = True) -> Any:
-    """What the ``index``-th of the ranks that added something did add; ``None`` where fewer did."""
+    """What the ``index``-th of the ranks that added something did add; ``None`` where fewer did, or no folder is."""
+    if not is_folder(path):
+        return None
     version = version_of(path)
     names = sorted(name for name in version.manifest.files if name.startswith(_EXTRAS))
     return None if index >= len(names) else version.read_file(names[index], weights_only=weights_only)
@@ -316,8 +335,13 @@ def _versions(folder: Path) -> list[Path]:
     return [child for child in folder.iterdir() if _NAME.fullmatch(child.name)]
 
 
-def version_of(path: str | os.PathLike[str]) -> Version:
-    """The version that counts. It lies in the checkpoint's own folder, whatever the pointer says."""
+def version_of(path: str | os.PathLike[str] | Version) -> Version:
+    """The version that counts; one that was found stays itself, though another may count by now.
+
+    It lies in the checkpoint's own folder, whatever the pointer says.
+    """
+    if isinstance(path, Version):
+        return path
     if not is_folder(path):
         raise FileNotFoundError(
             f"{path} holds no folder checkpoint (its file {POINTER!r} is missing)."
@@ -330,14 +354,6 @@ def version_of(path: str | os.PathLike[str]) -> Version:
     if (folder / name).is_symlink() or not (folder / name).is_dir():
         raise DamagedCheckpointError(str(path), POINTER, f"names {name}, which is no folder in the checkpoint's own")
     return Version(folder, folder / name)
-
-
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    """Torch warns where one process reads or writes alone, which is what we ask for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
 
 
 def _is_distributed() -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_recsys.checkpoints.files import Stretch, read_bytes, read_object, summed_file
+from lightning_recsys.checkpoints.files import Stretch, open_own_file, read_object, summed_file
 from lightning_recsys.errors import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
@@ -163,7 +163,8 @@ def read_manifest(checkpoint: Path, folder: Path) -> Manifest:
         DamagedCheckpointError: it is missing, damaged, or names what cannot be in a version.
     """
     try:
-        plain = json.loads(read_bytes(folder / MANIFEST))
+        with open_own_file(folder / MANIFEST) as file:
+            plain = json.load(file)
         if plain["crc32"] != _sum_of(plain["content"]):
             raise ValueError("its sum is another")
         content = plain["content"]

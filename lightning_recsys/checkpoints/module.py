@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Self
@@ -34,43 +33,24 @@ class ReadsFolders(pl.LightningModule):
             strategy.checkpoint_io = FolderCheckpointIO()
 
     @classmethod
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: str | Path | IO[bytes],
-        map_location: Any = None,
-        hparams_file: str | Path | None = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
-    ) -> Self:
+    def load_from_checkpoint(cls, checkpoint_path: str | Path | IO[bytes], *args: Any, **kwargs: Any) -> Self:
         """As Lightning's; a folder becomes a file first, in the folder for temporary files and for as long as it takes.
 
         Args:
             checkpoint_path: A file, a folder, or an open file.
-            map_location: The device that tensors are loaded to, as Lightning's ``load_from_checkpoint`` takes it.
-            hparams_file: A file with hyperparameters, as Lightning's ``load_from_checkpoint`` takes it.
-            strict: Whether all keys must fit, as Lightning's ``load_from_checkpoint`` takes it.
-            weights_only: Whether only tensors and plain values are unpickled, as in :func:`torch.load`; ``None`` is
-                ``True`` for a folder.
-            **kwargs: Arguments of the class, which replace the saved hyperparameters.
+            *args: Further arguments of Lightning's ``load_from_checkpoint``.
+            **kwargs: The same by name. ``weights_only`` is ``True`` for a folder, unless it is given.
 
         Raises:
             DamagedCheckpointError: the checkpoint is not what was written.
         """
-        load: Callable[..., Self] = partial(
-            super().load_from_checkpoint,
-            map_location=map_location,
-            hparams_file=hparams_file,
-            strict=strict,
-            weights_only=weights_only,
-            **kwargs,
-        )
+        load: Callable[..., Self] = super().load_from_checkpoint
         if not isinstance(checkpoint_path, str | Path):
-            return load(checkpoint_path)
+            return load(checkpoint_path, *args, **kwargs)
         if not is_folder(checkpoint_path):
             check_file(checkpoint_path)
-            return load(checkpoint_path)
+            return load(checkpoint_path, *args, **kwargs)
         with TemporaryDirectory() as folder:
             file = Path(folder) / "model.ckpt"
-            to_file(checkpoint_path, file, weights_only=weights_only is not False)
-            return load(file)
+            to_file(checkpoint_path, file, weights_only=kwargs.get("weights_only") is not False)
+            return load(file, *args, **kwargs)

@@ -7,7 +7,6 @@ import mmap
 import os
 import struct
 import zipfile
-import zlib
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -15,11 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recsys.checkpoints.files import read_pieces
 from lightning_recsys.checkpoints.folder import version_of
-from lightning_recsys.checkpoints.manifest import SavedChunk
-from lightning_recsys.errors import DamagedCheckpointError
+from lightning_recsys.checkpoints.manifest import SavedChunk, Version
 
-_PIECE = 1 << 20  # bytes that are read at a time to be summed
 _NAME_LENGTHS = 26  # where the header of an entry of a ZIP file says how long its name and its extra field are
 _HEADER_BYTES = 30
 
@@ -32,7 +30,7 @@ class SavedRows:
     room.
 
     Args:
-        path: The folder of the checkpoint.
+        path: The folder of the checkpoint, or a version of it.
         key: The tensor's key in the state dict.
 
     Raises:
@@ -42,17 +40,20 @@ class SavedRows:
         DamagedCheckpointError: the list of its tensors is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str], key: str) -> None:
+    def __init__(self, path: str | os.PathLike[str] | Version, key: str) -> None:
         self._version = version_of(path)
         if (saved := self._version.manifest.tensors.get(key)) is None:
-            raise KeyError(f"{path} has no {key!r}.")
+            raise KeyError(f"{self._version.checkpoint} has no {key!r}.")
         self._saved = saved
         self.shape = torch.Size(saved.shape)
         self._chunks = sorted(saved.chunks, key=lambda chunk: chunk.offsets)
         self._starts = np.array([chunk.offsets[0] for chunk in self._chunks])
         self._mapped: dict[int, NDArray[np.float32]] = {}
         if saved.dtype != torch.float32 or any(chunk.shape[1:] != saved.shape[1:] for chunk in self._chunks):
-            raise ValueError(f"{path}: {key!r} is {saved.dtype} in chunks that are not whole rows, not float32 rows.")
+            raise ValueError(
+                f"{self._version.checkpoint}: {key!r} is {saved.dtype} in chunks that are not whole rows, not float32"
+                " rows."
+            )
 
     def take(self, rows: Tensor) -> Tensor:
         """The rows with these numbers (int64, shape ``[U]``), in that order.
@@ -72,30 +73,14 @@ class SavedRows:
     def _map(self, number: int) -> NDArray[np.float32]:
         if number not in self._mapped:
             chunk = self._chunks[number]
-            self._check(chunk)
+            for _ in read_pieces(self._version.folder, chunk.stretch, checkpoint=self._version.checkpoint):
+                pass  # they are compared with their sum
             with (self._version.folder / chunk.stretch.file).open("rb") as file:
                 end = chunk.stretch.start + chunk.stretch.length
                 mapped = mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ)
             values = np.frombuffer(mapped, np.float32, math.prod(chunk.shape), _start_of_values(mapped, chunk))
             self._mapped[number] = values.reshape(chunk.shape)
         return self._mapped[number]
-
-    def _check(self, chunk: SavedChunk) -> None:
-        """Compare the bytes of a chunk with their sum."""
-        stretch, total, left = chunk.stretch, 0, chunk.stretch.length
-        checkpoint = str(self._version.checkpoint)
-        try:
-            descriptor = os.open(self._version.folder / stretch.file, os.O_RDONLY | os.O_NOFOLLOW)
-            with open(descriptor, "rb") as file:
-                file.seek(stretch.start)
-                while left and (piece := file.read(min(_PIECE, left))):
-                    total = zlib.crc32(piece, total)
-                    left -= len(piece)
-        except OSError as error:
-            raise DamagedCheckpointError(checkpoint, stretch.file, f"cannot be read ({error.strerror})") from error
-        if left or total != stretch.crc32:
-            place = f"bytes {stretch.start} to {stretch.start + stretch.length} are not those that were written"
-            raise DamagedCheckpointError(checkpoint, stretch.file, f"is damaged: {place}")
 
 
 def _start_of_values(mapped: mmap.mmap, chunk: SavedChunk) -> int:

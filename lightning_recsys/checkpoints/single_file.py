@@ -43,6 +43,13 @@ def to_folder(file: str | os.PathLike[str], folder: str | os.PathLike[str], *, w
 
     Raises:
         DamagedCheckpointError: the file is not what was written.
+        ValueError: the file is no checkpoint.
     """
     check_file(file)
-    save_folder(folder, torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only))
+    try:
+        checkpoint = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
+    except RuntimeError as error:
+        raise ValueError(f"{file} cannot be read as a checkpoint ({str(error).splitlines()[0]})") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(f"{file} is no checkpoint of Lightning's: it has no state_dict")
+    save_folder(folder, checkpoint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -28,6 +28,7 @@ class StoredTensor:
         write: ``write(first_row, values)`` overwrites a stretch.
         rank: The number of this process among those that share the work, from 0.
         world_size: The number of processes that share the work; each saves and loads blocks of its own.
+        optional: A checkpoint may lack it, and loading that changes nothing.
     """
 
     shape: torch.Size
@@ -36,6 +37,7 @@ class StoredTensor:
     write: Callable[[int, Tensor], None] = field(repr=False)
     rank: int = 0
     world_size: int = 1
+    optional: bool = False
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """First row and number of rows of each block that this process saves or loads."""
@@ -85,6 +87,7 @@ class StoredRows:
         clear: ``clear()`` lets no row exist, before those of a checkpoint are written.
         rank: The number of this process among those that share the work, from 0.
         world_size: The number of processes that share the work.
+        optional: The states that a checkpoint may lack; they are then those of new rows.
     """
 
     tables: tuple[str, ...]
@@ -95,6 +98,7 @@ class StoredRows:
     clear: Callable[[], None] = field(repr=False)
     rank: int = 0
     world_size: int = 1
+    optional: Set[str] = frozenset()
 
     def to_save(self, prefix: str) -> dict[str, Tensor | StoredTensor]:
         """What this process saves, by keys of the state dict."""
@@ -118,6 +122,7 @@ class StoredRows:
                 write=partial(self._write_stretch, table, name, ids),
                 rank=rank,
                 world_size=world_size,
+                optional=name in self.optional,
             )
             for name, shape in self.row_shapes.items()
         }

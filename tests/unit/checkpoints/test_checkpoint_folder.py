@@ -120,8 +120,13 @@ def test_rows_when_chunks_are_larger_than_blocks_then_every_byte_is_read_and_sum
     save_folder(tmp_path / "last.ckpt", {"state_dict": {"table.weight": in_store(ROWS)}})
     monkeypatch.setattr(stored, "BLOCK_BYTES", 12)
     reads = []
-    read_bytes = files.read_bytes
-    monkeypatch.setattr(files, "read_bytes", lambda path, *place: reads.append(place) or read_bytes(path, *place))
+    read_pieces = files.read_pieces
+
+    def noted(folder, stretch, **options):
+        reads.append(stretch)
+        return read_pieces(folder, stretch, **options)
+
+    monkeypatch.setattr(files, "read_pieces", noted)
     for rank in (0, 1):
         found = torch.zeros_like(ROWS)
         read_stored(tmp_path / "last.ckpt", {"table.weight": in_store(found, rank=rank, world_size=2)})
@@ -235,6 +240,15 @@ def test_command_when_the_source_is_missing_then_says_so(tmp_path, capsys):
     assert main(["to-file", str(tmp_path / "none"), str(tmp_path / "one.ckpt")]) == 1
     assert "holds no folder checkpoint" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"no checkpoint", b"PK\x05\x06" + bytes(18), torch.ones(3)])
+def test_command_when_the_source_is_no_checkpoint_then_says_so(tmp_path, capsys, content):
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    assert main(["to-folder", str(path), str(tmp_path / "folder")]) == 1
+    assert f"lightning-recsys-checkpoint: {path} " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_command_when_the_disk_is_full_then_says_so_and_leaves_what_was_there(saved, tmp_path, capsys):
@@ -463,3 +477,20 @@ def test_single_file_when_a_byte_changes_or_it_is_cut_short_then_it_is_refused_o
         with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt"):
             ReadsFolders.load_from_checkpoint(file)
     assert not target.exists()
+
+
+def test_path_when_it_is_a_url_then_is_refused_and_no_folder_of_that_name_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for url in ("s3://bucket/last.ckpt", f"file://{tmp_path}/last.ckpt"):
+        with pytest.raises(ValueError, match=r"is a folder, which all workers write .* give a path"):
+            save_folder(url, {"state_dict": {"w": torch.ones(2)}, "global_step": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version_when_another_one_counts_by_now_then_is_not_read_as_that_one(saved):
+    version = folder.version_of(saved)
+    first = read_checkpoint(version, without={"table.weight"})
+    save_folder(saved, {"state_dict": {"table.weight": ROWS + 1}, "global_step": first["global_step"] + 1})
+    assert torch.equal(read_checkpoint(saved)["state_dict"]["table.weight"], ROWS + 1)
+    with pytest.raises(DamagedCheckpointError, match=r"cannot be read .* Take a copy of the checkpoint"):
+        read_stored(version, {"table.weight": in_store(torch.empty_like(ROWS))})

@@ -1,11 +1,13 @@
 """Folder checkpoints of tables of which only some rows exist."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lightning_recsys.checkpoints import read_checkpoint, read_stored, save_folder, stored
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
-from lightning_recsys.optim import RowAdam
+from lightning_recsys.optim import RowAdam, RowSGD, RowSWAP
 from lightning_recsys.placement import PlacementPlan, TablePart
 from lightning_recsys.stores import DynamicRows, MappedStores, StoreBackend
 from lightning_recsys.strategies.common.stored_rows import row_keys, rows_left_out, stored_tensors
@@ -89,11 +91,41 @@ def test_checkpoint_when_it_lacks_a_table_then_the_error_names_it(tmp_path, serv
         read_stored(tmp_path / "last.ckpt", stored_tensors(model_on(servers[:1]), rank=0, world_size=1))
 
 
-def test_checkpoint_when_it_has_all_rows_then_they_become_dynamic_ones(tmp_path, servers):
+@pytest.mark.parametrize("dynamic", [DynamicRows(), None])
+def test_checkpoint_when_it_has_all_rows_and_no_periods_then_they_become_dynamic_ones_with_swap(
+    tmp_path, servers, dynamic
+):
     weight = torch.randn(200, 4)
     state = {f"net.items.{name}": weight * factor for factor, name in enumerate(("weight", "exp_avg", "exp_avg_sq"), 1)}
     save_folder(tmp_path / "last.ckpt", {"state_dict": state, "global_step": 0})
-    collection = EmbeddingBagCollection(TABLES[1:2], optimizer=RowAdam(0.1), device="meta")
-    backend = StoreBackend.create("net", collection.layout, RowAdam(0.1), servers=servers[:1], dynamic=DynamicRows())
+    rule = RowSWAP(inner=RowAdam(0.1), period=3, discount=0.5)
+    collection = EmbeddingBagCollection(TABLES[1:2], optimizer=rule, device="meta")
+    backend = StoreBackend.create("net", collection.layout, rule, servers=servers[:1], dynamic=dynamic)
     read_stored(tmp_path / "last.ckpt", stored_tensors(torch.nn.ModuleDict({"net": backend}), rank=0, world_size=1))
     assert torch.equal(backend.read("items", "exp_avg"), weight * 2)
+    assert not backend.read("items", "period").any()
+    fresh = StoreBackend.create("fresh", collection.layout, rule, servers=servers[:1], dynamic=dynamic)
+    fresh.load_state_dict({key.removeprefix("net."): value for key, value in state.items()}, strict=True)
+    assert torch.equal(fresh.read("items", "exp_avg"), weight * 2)
+
+
+@pytest.mark.parametrize("saved_ids", [[3, 170], None], ids=["some rows", "all rows"])
+def test_checkpoint_when_its_table_is_larger_then_is_refused_and_no_other_table_gets_its_rows(
+    tmp_path, servers, saved_ids
+):
+    ids = torch.arange(200) if saved_ids is None else torch.tensor(saved_ids)
+    state = {"net.items.weight": torch.ones(len(ids), 4), "net.users.weight": torch.ones(1, 4)}
+    state |= {"net.users.ids": torch.tensor([5])} | ({} if saved_ids is None else {"net.items.ids": ids})
+    save_folder(tmp_path / "last.ckpt", {"state_dict": state, "global_step": 0})
+    tables = [replace(TABLES[1], num_embeddings=100), TABLES[0]]
+    layout = EmbeddingBagCollection(tables, device="meta").layout
+    backend = StoreBackend.create("net", layout, RowSGD(), servers=servers[:1], dynamic=DynamicRows())
+    model = torch.nn.ModuleDict({"net": backend})
+    with pytest.raises(IndexError, match=r"table 'items' has 100 ids, and the rows of .* others were given"):
+        read_stored(tmp_path / "last.ckpt", stored_tensors(model, rank=0, world_size=1))
+    backend.dynamic.clear()
+    with pytest.raises(RuntimeError, match=r"table 'items' has 100 ids|size mismatch for net.items.weight"):
+        model.load_state_dict(state)
+    assert [ids.numel() for ids in backend.dynamic.live_ids().values()] == [0, 0]
+    with pytest.raises(IndexError, match="such as 100"):
+        backend.dynamic.read("items", "weight", torch.tensor([99, 100]))
