@@ -21,6 +21,7 @@ from lightning_recsys.embeddings.replication import gather_over_ranks, num_repli
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.embeddings.ticket import Ticket
 from lightning_recsys.optim import RowOptimizer
+from lightning_recsys.optim.swap import PERIOD
 
 
 class Backend(nn.Module, ABC):
@@ -182,6 +183,8 @@ class TableBackend(Backend):
             for table in self.layout.tables:
                 key, expected = f"{prefix}{table.name}.{name}", [table.num_embeddings, *row_shape]
                 saved = state_dict.get(key)
+                if saved is None and name == PERIOD:
+                    continue  # a checkpoint of another rule, after which periods begin
                 if saved is None:
                     missing_keys.append(key)
                 elif list(saved.shape) != expected:

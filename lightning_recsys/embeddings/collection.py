@@ -380,15 +380,18 @@ class EmbeddingBagCollection(nn.Module):
             self.apply_pending()
 
     def _check_ids(self, sparse: SparseFeatures) -> None:
-        if not sparse.is_single_hot:
-            _check_offsets(sparse)
+        if not sparse.is_single_hot and not bags_cover_ids(sparse):
+            num_ids = sparse.values.numel()
+            raise ValueError(
+                f"the bags of {list(sparse.keys)} do not cover their {num_ids} ids: offsets must rise from 0 to"
+                f" {num_ids}, lengths must not be negative and add up to {num_ids}."
+            )
         if not ids_are_inside(sparse, self._limits):
             self._raise_wrong_id(sparse)
 
     def _raise_wrong_id(self, sparse: SparseFeatures) -> None:
         bounds = sparse.feature_bounds()
-        feature_tables = [table for table in self.tables for _ in table.feature_names]
-        for f, (feature, table) in enumerate(zip(self.feature_names, feature_tables, strict=True)):
+        for f, (feature, table) in enumerate(zip(self.feature_names, self.layout.feature_tables, strict=True)):
             ids = sparse.values[bounds[f] : bounds[f + 1]]
             wrong = ids[~are_below(ids, torch.tensor(as_int64(table.num_embeddings)))]
             if wrong.numel():
@@ -419,15 +422,6 @@ def _zero_grad_of_wrapped(wrapper: Any, set_to_none: bool = True) -> None:
 
 def _has_rows(backend: Backend) -> TypeGuard[TableBackend]:
     return isinstance(backend, TableBackend) and not backend.is_meta
-
-
-def _check_offsets(sparse: SparseFeatures) -> None:
-    if not bags_cover_ids(sparse):
-        num_ids = sparse.values.numel()
-        raise ValueError(
-            f"the bags of {list(sparse.keys)} do not cover their {num_ids} ids: offsets must rise from 0 to {num_ids}, "
-            f"lengths must not be negative and add up to {num_ids}."
-        )
 
 
 def _check_tables(tables: Sequence[EmbeddingBagConfig]) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_recsys.embeddings.backend import TableBackend
 from lightning_recsys.embeddings.kernels import TableLayout
+from lightning_recsys.embeddings.kernels.torch_kernel import pool_rows
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.embeddings.ticket import Ticket
 from lightning_recsys.optim import RowOptimizer
@@ -50,13 +50,7 @@ class ReadOnlyRows(TableBackend):
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         rows_U, place_N = torch.unique(self.layout.rows_of(sparse).cpu(), return_inverse=True)
         values_UD = torch.cat([self._rows_of(table.name, rows_U) for table in self.layout.tables])
-        values_UD, place_N = values_UD.to(sparse.device), place_N.to(sparse.device)
-        num_features, dim = len(sparse.keys), self.layout.embedding_dim
-        if sparse.is_single_hot and sparse.weights is None:
-            return values_UD[place_N.view(num_features, -1).t()]
-        offsets = sparse.bag_offsets()[:-1]
-        pooled = F.embedding_bag(place_N, values_UD, offsets, mode="sum", per_sample_weights=sparse.weights)
-        return pooled.view(num_features, -1, dim).transpose(0, 1).contiguous()
+        return pool_rows(values_UD.to(sparse.device), place_N.to(sparse.device), sparse)
 
     def _rows_of(self, table: str, rows_U: Tensor) -> Tensor:
         first, stop = self.layout.row_range(table)

@@ -125,7 +125,7 @@ class SparseFeatures:
     def bag_offsets(self) -> Tensor:
         """Offsets of all bags, int64 ``[F * B + 1]``, built where the batch does not carry them."""
         if self.offsets is not None:
-            return self.offsets
+            return self.offsets.long()
         if self.lengths is None:
             return torch.arange(self.values.numel() + 1, device=self.device)
         offsets = torch.zeros(self.lengths.numel() + 1, dtype=torch.int64, device=self.device)
@@ -182,22 +182,13 @@ class SparseFeatures:
             raise ValueError(f"cat needs parts with the same features, got {[list(part.keys) for part in parts]}.")
         if len(parts) == 1 or not parts[0].keys:
             return parts[0]
-        num_features = len(parts[0].keys)
-        weighted = any(part.weights is not None for part in parts)
-        lengths = None
-        if all(part.is_single_hot for part in parts):
-            slices = [list(part.values.view(num_features, -1)) for part in parts]
-            weight_slices = [list(part._weights_or_ones().view(num_features, -1)) for part in parts if weighted]
-        else:
-            slices = [part._per_feature(part.values) for part in parts]
-            weight_slices = [part._per_feature(part._weights_or_ones()) for part in parts if weighted]
-            lengths = torch.cat([part.bag_lengths().view(num_features, -1) for part in parts], 1).reshape(-1)
-        return cls(
-            parts[0].keys,
-            _interleave(slices),
-            lengths=lengths,
-            weights=_interleave(weight_slices) if weighted else None,
-        )
+        lengths = weights = None
+        if not all(part.is_single_hot for part in parts):
+            lengths = torch.cat([part.bag_lengths().view(len(part.keys), -1) for part in parts], 1).reshape(-1)
+        if any(part.weights is not None for part in parts):
+            weights = _interleave([part._per_feature(part._weights_or_ones()) for part in parts])
+        values = _interleave([part._per_feature(part.values) for part in parts])
+        return cls(parts[0].keys, values, lengths=lengths, weights=weights)
 
     def select(self, keys: Sequence[str]) -> SparseFeatures:
         """The given features only, in the given order. Returns ``self`` where nothing changes.
@@ -227,6 +218,7 @@ class SparseFeatures:
         Args:
             starts_F: That number, int64 ``[F]``: the first row of the feature's table where several lie in one tensor.
         """
+        starts_F = starts_F.to(self.device)
         if self.is_single_hot:
             return (self.values.view(len(self.keys), -1) + starts_F.unsqueeze(1)).view(-1)
         per_feature = self.bag_lengths().view(len(self.keys), -1).sum(1)
@@ -260,8 +252,12 @@ class SparseFeatures:
         )
         return SparseFeatures(self.keys, function(self.values), lengths, offsets, weights)
 
-    def _per_feature(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor[start:end] for start, end in pairwise(self.feature_bounds())]
+    def _per_feature(self, tensor: Tensor) -> Sequence[Tensor]:
+        if self.is_single_hot:
+            return tensor.reshape(len(self.keys), -1).unbind()
+        sizes = [end - start for start, end in pairwise(self.feature_bounds())]
+        parts: Sequence[Tensor] = tensor.split(sizes)
+        return parts
 
     def _weights_or_ones(self) -> Tensor:
         return torch.ones(self.values.shape, device=self.device) if self.weights is None else self.weights

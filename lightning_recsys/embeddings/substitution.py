@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -258,7 +258,7 @@ class SubstituteModule(nn.Module):
         else:
             # A plain state dict has no state of the rows' optimizer: it starts afresh, as that of new rows does.
             with self._rows.replacing_rows():
-                for name, values in _with_fresh_state(saved, self.collection.optimizer):
+                for name, values in _with_fresh_state(saved, self.collection.optimizer).items():
                     self._rows.write(_TABLE, name, values)
                 self._rows.step = 0
             self._keep_padding_row(saved)
@@ -371,7 +371,7 @@ class _PlainRows(TableBackend):
         self.lookup(tickets[0].sparse)
 
     def read(self, table: str, name: str) -> Tensor:
-        return dict(_with_fresh_state(self._hidden[0].weight.data, self.optimizer))[name]
+        return _with_fresh_state(self._hidden[0].weight.data, self.optimizer)[name]
 
     def write(self, table: str, name: str, values: Tensor) -> None:
         if name == "weight":  # the user's module has no place for more
@@ -381,9 +381,8 @@ class _PlainRows(TableBackend):
         self.write(_TABLE, "weight", other.read(_TABLE, "weight"))
 
 
-def _with_fresh_state(weight: Tensor, optimizer: RowOptimizer) -> Iterator[tuple[str, Tensor]]:
-    yield "weight", weight
-    yield from optimizer.initial_state(weight).items()
+def _with_fresh_state(weight: Tensor, optimizer: RowOptimizer) -> dict[str, Tensor]:
+    return {"weight": weight, **optimizer.initial_state(weight)}
 
 
 def _refusal(module: nn.Module, plain: Any, paths: Sequence[str]) -> str | None:

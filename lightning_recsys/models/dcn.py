@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import (
@@ -19,6 +18,7 @@ from lightning_recsys.models.layers import (
     check_dense,
     field_embeddings,
     flatten_inputs,
+    partition_parts,
 )
 
 
@@ -87,14 +87,7 @@ class DCN(nn.Module):
             normalization=normalization,
         )
 
-    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
-        """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
-        self.embeddings.partition(fields)
-        if self.drop is not None:
-            self.drop.partition(fields, group)
-        self.cross.partition(fields, group)
-        self.cross_output.partition(fields, group)
-        self.deep.partition(fields, group)
+    partition = partition_parts
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""

@@ -7,7 +7,6 @@ from typing import Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import (
@@ -18,6 +17,7 @@ from lightning_recsys.models.layers import (
     Normalization,
     check_dense,
     field_embeddings,
+    partition_parts,
 )
 
 Interaction = Literal["dot", "concatenation"]
@@ -101,15 +101,8 @@ class DLRM(nn.Module):
             normalization=normalization,
         )
 
-    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
-        """Keep the embeddings of some fields only; as :meth:`FieldLayer.partition`.
-
-        Each process gathers the pooled embeddings of all fields: dot products have no partial result that is smaller.
-        """
-        self.embeddings.partition(fields)
-        if self.drop is not None:
-            self.drop.partition(fields, group)
-        self.gather.partition(fields, group)
+    # Each process gathers the pooled embeddings of all fields: dot products have no partial result that is smaller.
+    partition = partition_parts
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""

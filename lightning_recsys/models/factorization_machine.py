@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Unpack
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import FirstOrder, FMSecondOrder, field_embeddings
+from lightning_recsys.models.layers import FirstOrder, FMSecondOrder, field_embeddings, partition_parts
 
 
 class FactorizationMachine(nn.Module):
@@ -45,11 +44,7 @@ class FactorizationMachine(nn.Module):
         self.embeddings = field_embeddings(fields, embedding_dim, **options)
         self.second_order = FMSecondOrder(num_dense, embedding_dim=embedding_dim)
 
-    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
-        """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
-        self.first_order.partition(fields, group)
-        self.embeddings.partition(fields)
-        self.second_order.partition(fields, group)
+    partition = partition_parts
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""

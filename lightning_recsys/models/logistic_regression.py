@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Unpack
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
-from lightning_recsys.models.layers import FirstOrder
+from lightning_recsys.models.layers import FirstOrder, partition_parts
 
 
 class LogisticRegression(nn.Module):
@@ -42,9 +41,7 @@ class LogisticRegression(nn.Module):
         super().__init__()
         self.first_order = FirstOrder(num_dense, fields, **options)
 
-    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
-        """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
-        self.first_order.partition(fields, group)
+    partition = partition_parts
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lightning_recsys.embeddings import EmbeddingOptions, SparseFeatures
 from lightning_recsys.models.layers import (
@@ -16,6 +15,7 @@ from lightning_recsys.models.layers import (
     Normalization,
     begin,
     field_embeddings,
+    partition_parts,
 )
 
 
@@ -76,13 +76,7 @@ class WideDeep(nn.Module):
             normalization=normalization,
         )
 
-    def partition(self, fields: Sequence[int], group: ProcessGroup) -> None:
-        """Keep the weights of some fields only; as :meth:`FieldLayer.partition`."""
-        self.first_order.partition(fields, group)
-        self.embeddings.partition(fields)
-        if self.drop is not None:
-            self.drop.partition(fields, group)
-        self.deep.partition(fields, group)
+    partition = partition_parts
 
     def forward(self, dense: Tensor, sparse: SparseFeatures) -> Tensor:
         """Logits; see the class for shapes."""

@@ -84,7 +84,7 @@ LINES: dict[str, list[str]] = {
     "stores": [
         "backend mapped",
         "dense_store dynamic/hash_store dynamic/tables embedding_store",
-        "row_files",
+        "row_files tables",
         "interfaces",
         "dynamic/rows exchange versions",
         "checks counters digests dynamic/drawing dynamic/key_index exchange_loops locality mapped_arrays plain stripes",

@@ -181,11 +181,8 @@ class FbgemmModuleKernel(Kernel):
             getattr(self._module, f"momentum1_{side}").data = state["sum"].view(-1)
         return self._module
 
+    @without_chatter()
     def _make(self, device: torch.device) -> Any:
-        with without_chatter():
-            return self._make_module(device)
-
-    def _make_module(self, device: torch.device) -> Any:
         ops: ModuleType = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
         on_cpu = device.type == "cpu"
         location = ops.EmbeddingLocation.HOST if on_cpu else ops.EmbeddingLocation.DEVICE

@@ -13,6 +13,22 @@ from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 
 
+def pool_rows(rows: Tensor, rows_N: Tensor, sparse: SparseFeatures) -> Tensor:
+    """Sum each bag's (weighted) rows: float32 ``[B, F, D]``.
+
+    Args:
+        rows: Rows to look up in, float32 ``[R, D]``.
+        rows_N: Which of them each id has, int64 ``[N]``.
+        sparse: Resolved features, whose bags and weights say what is summed.
+    """
+    num_features, dim = len(sparse.keys), rows.shape[1]
+    if sparse.is_single_hot and sparse.weights is None:
+        return rows.index_select(0, rows_N.view(num_features, -1).t().reshape(-1)).view(-1, num_features, dim)
+    offsets = sparse.bag_offsets()[:-1]
+    pooled = F.embedding_bag(rows_N, rows, offsets, mode="sum", per_sample_weights=sparse.weights)
+    return pooled.view(num_features, -1, dim).transpose(0, 1).contiguous()
+
+
 class TorchKernel(Kernel):
     """Index select and ``embedding_bag`` for the lookup; unique, index add and scatter for the update."""
 
@@ -22,21 +38,8 @@ class TorchKernel(Kernel):
     def refusal(cls, layout: TableLayout, optimizer: RowOptimizer, device: torch.device) -> str | None:  # noqa: D102
         return None
 
-    def _row_indices(self, sparse: SparseFeatures) -> Tensor:
-        starts = torch.tensor(self.layout.feature_starts, device=sparse.device)
-        if sparse.is_single_hot:
-            return (sparse.values.view(len(starts), -1) + starts.unsqueeze(1)).view(-1)
-        bag_starts = starts.repeat_interleave(sparse.batch_size)
-        return sparse.values + bag_starts.repeat_interleave(sparse.bag_lengths())
-
     def lookup(self, rows: Tensor, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
-        indices, shape_FBD = self._row_indices(sparse), (len(sparse.keys), -1, rows.shape[1])
-        if sparse.is_single_hot and sparse.weights is None:
-            indices_BF = indices.view(len(sparse.keys), -1).t()
-            return rows.index_select(0, indices_BF.reshape(-1)).view(-1, len(sparse.keys), rows.shape[1])
-        offsets = sparse.bag_offsets()[:-1]
-        pooled = F.embedding_bag(indices, rows, offsets, mode="sum", per_sample_weights=sparse.weights)
-        return pooled.view(shape_FBD).transpose(0, 1).contiguous()
+        return pool_rows(rows, self.layout.rows_of(sparse), sparse)
 
     def apply_gradients(  # noqa: D102 - inherited
         self,
@@ -54,9 +57,9 @@ class TorchKernel(Kernel):
         if sparse.weights is not None:
             per_id = per_id * sparse.weights.unsqueeze(1)
         if self.optimizer.decay_all_rows:
-            touched, slots = torch.arange(len(rows), device=rows.device), self._row_indices(sparse)
+            touched, slots = torch.arange(len(rows), device=rows.device), self.layout.rows_of(sparse)
         else:
-            touched, slots = torch.unique(self._row_indices(sparse), return_inverse=True)
+            touched, slots = torch.unique(self.layout.rows_of(sparse), return_inverse=True)
         grads = per_id.new_zeros(touched.numel(), rows.shape[1]).index_add_(0, slots, per_id)
         touched_rows = rows.index_select(0, touched)
         touched_state = {name: tensor.index_select(0, touched) for name, tensor in state.items()}

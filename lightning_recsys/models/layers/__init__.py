@@ -16,8 +16,8 @@ from lightning_recsys.models.layers.inputs import check_dense
 from lightning_recsys.models.layers.interaction import DotInteraction
 from lightning_recsys.models.layers.mlp import MLP, DeepTower, begin
 from lightning_recsys.models.layers.normalization import LocalNormalization, Normalization
-from lightning_recsys.models.layers.tables import field_embeddings, first_order_weights
-from lightning_recsys.partition.field_layer import FieldGather, FieldLayer
+from lightning_recsys.models.layers.tables import field_embeddings
+from lightning_recsys.partition.field_layer import FieldGather, FieldLayer, partition_parts
 from lightning_recsys.partition.pieces import Cut, Sends, Share
 
 __all__ = [
@@ -43,6 +43,6 @@ __all__ = [
     "begin",
     "check_dense",
     "field_embeddings",
-    "first_order_weights",
     "flatten_inputs",
+    "partition_parts",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.distributed import ProcessGroup
 
 from lightning_recsys.models.layers.linear import affine
-from lightning_recsys.partition.field_layer import FieldLayer, input_columns
+from lightning_recsys.partition.field_layer import FieldLayer
 from lightning_recsys.partition.pieces import Sends
 
 
@@ -39,11 +39,17 @@ class InputLayer(FieldLayer):
     def __init__(self, in_features: int, *, embedding_dim: int = 1, num_dense: int = 0) -> None:
         super().__init__()
         self.in_features = in_features
-        self._columns = {"embedding_dim": embedding_dim, "num_dense": num_dense}
+        self._embedding_dim, self._num_dense = embedding_dim, num_dense
 
     def columns_of(self, fields: Sequence[int]) -> Tensor:
-        """Positions of some fields' columns."""
-        return input_columns(fields, in_features=self.in_features, **self._columns)
+        """Positions of some fields' columns, and of the numeric ones where field 0 is among them.
+
+        >>> InputLayer(7, embedding_dim=2, num_dense=1).columns_of((0, 2)).tolist()
+        [0, 1, 4, 5, 6]
+        """
+        embedded = self.in_features - self._num_dense
+        columns = torch.arange(embedded).view(-1, self._embedding_dim)[list(fields)].flatten()
+        return torch.cat([columns, torch.arange(embedded, self.in_features)]) if 0 in fields else columns
 
 
 class InputWeights(InputLayer):

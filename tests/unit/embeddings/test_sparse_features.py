@@ -130,3 +130,10 @@ def test_kjt_there_and_back_then_equal():
 def test_wrong_input_then_a_sentence_says_what_is_allowed(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_offsets_when_of_fewer_bits_then_are_taken_as_int64(dtype):
+    sparse = SparseFeatures(("a",), torch.tensor([3, 1, 2]), offsets=torch.tensor([0, 2, 3], dtype=dtype))
+    assert sparse.bag_offsets().dtype == torch.int64
+    assert sparse.bag_lengths().tolist() == [2, 1]
