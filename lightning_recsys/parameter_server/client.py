@@ -31,6 +31,7 @@ from lightning_recsys.parameter_server.wire import (
     encode_request,
 )
 
+WINDOW_BYTES = 256 << 20  # of pushes on their way, at most
 FIRST_BACK_OFF_SECONDS = 0.05
 LONGEST_BACK_OFF_SECONDS = 2.0
 LAST_SECONDS = 2.0  # for an answer that nobody wants any more
@@ -72,21 +73,6 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class _Attempts:
-    """How the wait for one answer goes.
-
-    Args:
-        started: Time at which the wait began, in seconds of the monotonic clock.
-        deadline: Time at which this attempt has failed, on the same clock.
-        count: Number of attempts so far, this one included.
-    """
-
-    started: float
-    deadline: float
-    count: int = 1
-
-
-@dataclass(slots=True)
 class _Unacknowledged:
     """Pushes that the server has not acknowledged, and refusals that nobody was told of, by request id."""
 
@@ -111,9 +97,8 @@ class Connection:
         keys: The client's keys or the server's token; ``None`` for a server that asks for neither.
         timeout: Seconds without any answer after which an attempt has failed.
         retries: Attempts after the first, with growing pauses between them, before it gives up.
-        window: Pushes on their way, at most; the next one waits. At most 64, of which a server remembers which it has
-            refused.
-        window_bytes: Bytes of the pushes on their way, at most; the next one waits.
+        window: Pushes on their way, at most, and of :data:`WINDOW_BYTES`; the next one waits. At most 64, of which a
+            server remembers which it has refused.
         limits: What one reply may take, and one exchange, which is cut where it is larger; a server's are the same.
         cancelled: Asked while it waits; once ``True``, this attempt is the last and ends within two seconds.
 
@@ -129,19 +114,18 @@ class Connection:
         timeout: float = 10.0,
         retries: int = 5,
         window: int = 32,
-        window_bytes: int = 256 << 20,
         limits: Limits | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        if not timeout > 0 or retries < 0 or not 1 <= window <= MAX_WINDOW or window_bytes < 1:
+        if not timeout > 0 or retries < 0 or not 1 <= window <= MAX_WINDOW:
             raise ValueError(
-                f"timeout and window_bytes must be above 0, window from 1 to {MAX_WINDOW} and retries at least 0, got "
-                f"timeout={timeout}, window={window}, window_bytes={window_bytes}, retries={retries}."
+                f"timeout must be above 0, window from 1 to {MAX_WINDOW} and retries at least 0, got "
+                f"timeout={timeout}, window={window}, retries={retries}."
             )
         self.endpoint = endpoint
         self.traffic = Traffic()
         self._keys, self._timeout, self._retries = keys, timeout, retries  # as given; for each new link and attempt
-        self._max_pushes, self._max_bytes = window, window_bytes  # that may be unacknowledged before a push waits
+        self._max_pushes = window  # that may be unacknowledged before a push waits
         self.limits = limits or Limits()
         self._cancelled = cancelled  # asked while this client waits, by whichever thread does
         self._id = os.urandom(CLIENT_ID_BYTES)  # the server knows this client by it, over all its connections
@@ -191,7 +175,7 @@ class Connection:
             self._check_usable()
             # A full window waits for its oldest push: the server answers pushes in their order.
             while self._window.pushes and (
-                self._window.pushes >= self._max_pushes or self._window.num_bytes + size > self._max_bytes
+                self._window.pushes >= self._max_pushes or self._window.num_bytes + size > WINDOW_BYTES
             ):
                 oldest = next(pending for pending in self._pending.values() if pending.request.sequence)
                 self._await(oldest)
@@ -217,7 +201,10 @@ class Connection:
                 if not pending.request.sequence:
                     self._pending.pop(pending.request.id, None)
             self._window.refusals.pop(pending.request.id, None)  # it is raised here
-            self._raise_if_refused(pending.request.operation, reply)
+            if reply.status == Status.MISSING:
+                raise KeyError(f"{self.endpoint}: {reply.value}")
+            if reply.status != Status.OK:
+                raise RequestRefusedError(self.endpoint, pending.request.operation, str(reply.value))
             return reply
 
     def flush(self) -> None:
@@ -301,17 +288,18 @@ class Connection:
         self.traffic.sent_bytes += pending.num_bytes
 
     def _await(self, pending: Pending) -> Reply:
-        now = time.monotonic()
-        attempts = _Attempts(now, now + self._timeout)
         if pending.is_held and not self._lost:
             pending.is_held = False
             self._send(pending, encode_request(pending.request))
+        started, attempts = time.monotonic(), 1
+        deadline = started + self._timeout  # of this attempt
         while pending.reply is None:
-            if not self._lost and self._receive(max(0.0, attempts.deadline - time.monotonic())):
-                # The server is there and works; what it has answered is not asked again.
-                attempts = _Attempts(attempts.started, time.monotonic() + self._timeout)
+            if not self._lost and self._receive(max(0.0, deadline - time.monotonic())):
+                attempts = 1  # the server is there and works; what it has answered is not asked again
             else:
-                self._try_again(pending, attempts)
+                self._try_again(pending, attempts, started)
+                attempts += 1
+            deadline = time.monotonic() + self._timeout
         return pending.reply
 
     def _receive(self, seconds: float) -> bool:
@@ -374,12 +362,6 @@ class Connection:
             also = "".join(f"; and {other.operation!r}: {other.reason}" for other in others)
             raise RequestRefusedError(first.endpoint, first.operation, f"{first.reason}{also}")
 
-    def _raise_if_refused(self, operation: str, reply: Reply) -> None:
-        if reply.status == Status.MISSING:
-            raise KeyError(f"{self.endpoint}: {reply.value}")
-        if reply.status != Status.OK:
-            raise RequestRefusedError(self.endpoint, operation, str(reply.value))
-
     # --- Connecting --------------------------------------------------------------------------------------------------
 
     def _new_link(self) -> Link:
@@ -396,18 +378,15 @@ class Connection:
         self._link.send(encode_request(Request(operation, self._next_id, self._id)))
         self._next_id += 1
 
-    def _try_again(self, awaited: Pending, attempts: _Attempts) -> None:
+    def _try_again(self, awaited: Pending, attempts: int, started: float) -> None:
         """After a pause, send again what has no answer, over a new connection and in its order; or give up."""
-        if attempts.count > self._retries or self._cancelled():
-            seconds = time.monotonic() - attempts.started
-            self._gave_up = attempts.count, seconds, self._detail
+        if attempts > self._retries or self._cancelled():
+            self._gave_up = attempts, time.monotonic() - started, self._detail
             self._reopen(awaited)
             raise ServerUnreachableError(self.endpoint, awaited.request.operation, *self._gave_up)
-        pause = min(FIRST_BACK_OFF_SECONDS * 2 ** (attempts.count - 1), LONGEST_BACK_OFF_SECONDS)
+        pause = min(FIRST_BACK_OFF_SECONDS * 2 ** (attempts - 1), LONGEST_BACK_OFF_SECONDS)
         time.sleep(pause * self._random.uniform(0.5, 1.5))
         self._reopen(awaited)
-        attempts.count += 1
-        attempts.deadline = time.monotonic() + self._timeout
 
     def _reopen(self, awaited: Pending) -> None:
         """Send again all pushes, and of what changes nothing only what is waited for.

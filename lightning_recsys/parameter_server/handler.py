@@ -188,8 +188,13 @@ class RequestHandler:
         return self._outcome(request.id, partial(self._answer, request))
 
     def _refuse_message(self, error: MessageError) -> object:
+        """Raise; a push that cannot even be read is counted, in its place among the client's."""
+
+        def check(_: Request) -> Push:
+            raise error
+
         if error.push is not None:
-            self._refuse(error.push, error)
+            self._once(error.push, check)
         raise error
 
     def _outcome(self, request_id: int, work: Callable[[], object]) -> Reply | Unfinished:
@@ -238,14 +243,6 @@ class RequestHandler:
     def _unknown(self, request: Request) -> MessageError:
         known = sorted({*self._operations.reads, *self._operations.pushes})
         return MessageError(f"there is no operation {request.operation!r}; there are {known}")
-
-    def _refuse(self, push: Request, error: Exception) -> None:
-        """Count a push that cannot even be read, in its place among the client's; always raises."""
-
-        def check(_: Request) -> Push:
-            raise error
-
-        self._once(push, check)
 
     def _once(self, request: Request, check: Callable[[Request], Push]) -> object:
         """Apply a push if it is the client's next one; one that was applied before is acknowledged again.

@@ -14,11 +14,6 @@ import zmq
 from zmq.utils import z85
 
 
-def _new_pair() -> tuple[bytes, bytes]:
-    public, secret = zmq.curve_keypair()
-    return public, secret
-
-
 @dataclass(frozen=True)
 class ServerKeys:
     """What a server needs: its own pair, and whom it lets in.
@@ -68,7 +63,7 @@ class JobKeys:
     @classmethod
     def generate(cls) -> JobKeys:
         """New keys from the system's random generator."""
-        return cls._from_pairs(_new_pair(), _new_pair())
+        return cls._from_pairs(zmq.curve_keypair(), zmq.curve_keypair())
 
     @classmethod
     def _from_pairs(cls, server: tuple[bytes, bytes], client: tuple[bytes, bytes]) -> JobKeys:
@@ -167,7 +162,7 @@ class Token:
         """
         try:
             secret = json.loads(_read_secret(path))["token"]
-        except (TypeError, KeyError, json.JSONDecodeError):
+        except (TypeError, KeyError, json.JSONDecodeError, UnicodeDecodeError):
             secret = None
         if not isinstance(secret, str) or not 32 <= len(secret) <= 255:
             raise ValueError(f"key file {path}: this is no token of a server. Remove it, and start the server again.")
@@ -187,7 +182,7 @@ def load_client_keys(path: Path) -> ClientKeys | Token:
     """
     try:
         is_token = "token" in json.loads(_read_secret(path))
-    except (TypeError, json.JSONDecodeError):
+    except (TypeError, json.JSONDecodeError, UnicodeDecodeError):
         is_token = False
     return Token.load(path) if is_token else JobKeys.load(path).client
 

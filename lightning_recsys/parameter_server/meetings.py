@@ -128,21 +128,31 @@ class ShareDealer:
     Args:
         place: The server where the workers of the run meet.
         rank: Rank of this worker in the run.
+        accumulated: Batches whose gradients make one update.
         cancelled: Asked while it waits for other workers; once ``True`` it waits no longer.
 
     Attributes:
+        in_flight: Batches that this worker was given last and may not have trained.
         dealt_again: Batches of all passes so far that were leased again because their worker had died.
         pauses: Asked before each lease: whether this worker leaves its share to the others for now.
         while_waiting: Entered when there is no lease at the moment, and left when there is one, or none will come.
             Gives what is called again and again meanwhile; what that raises ends the wait.
     """
 
-    def __init__(self, place: MeetingPlace, *, rank: int, cancelled: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        place: MeetingPlace,
+        *,
+        rank: int,
+        accumulated: int = 1,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._place, self._rank, self._cancelled = place, rank, cancelled
         self._connection = place.connect(cancelled)
+        self.in_flight = IN_FLIGHT + accumulated - 1
         self.dealt_again = 0
         self.pauses: Callable[[], bool] = lambda: False
-        self.while_waiting: Callable[[], AbstractContextManager[Callable[[], None]]] = lambda: nullcontext(_is_well)
+        self.while_waiting: Callable[[], AbstractContextManager[Callable[[], None]]] = lambda: nullcontext(lambda: None)
         self._pass = 0  # number of the pass that is under way
 
     def __call__(self, num_batches: int) -> Iterator[Lease]:
@@ -152,7 +162,8 @@ class ShareDealer:
         until nobody else may die with batches of a lease, which would then be its own.
         """
         self._pass += 1
-        arguments = {"number": self._pass, "shard": num_batches, "lease": lease_size(num_batches)}
+        size = lease_size(num_batches, in_flight=self.in_flight)
+        arguments = {"number": self._pass, "shard": num_batches, "lease": size, "in_flight": self.in_flight}
         latest = 0
         while (lease := self._take(latest=latest, **arguments)) is not None:
             latest = lease.number
@@ -195,14 +206,10 @@ class ShareDealer:
         self._connection.close()
 
 
-def _is_well() -> None:
-    """What a wait with nothing beside it calls."""
-
-
-def lease_size(num_batches: int) -> int:
+def lease_size(num_batches: int, *, in_flight: int = IN_FLIGHT) -> int:
     """Batches of a lease, of which a share has so many: few enough that a death costs little, and worth the asking.
 
     >>> lease_size(10), lease_size(6400)
     (8, 100)
     """
-    return max(4 * IN_FLIGHT, -(-num_batches // 64))
+    return max(4 * in_flight, -(-num_batches // 64))

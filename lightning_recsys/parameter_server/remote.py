@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -20,13 +20,14 @@ from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.parameter_server.client import Connection, Pending
 from lightning_recsys.parameter_server.exchange_wire import cut_exchange, join_answers, pack_request, unpack_reply
 from lightning_recsys.parameter_server.requests.checks import GENERATION
-from lightning_recsys.parameter_server.wire import Limits, Reply
-from lightning_recsys.stores.dynamic.rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
+from lightning_recsys.parameter_server.wire import Reply
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
-from lightning_recsys.stores.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Stores
+from lightning_recsys.stores.interfaces import DenseStore, DynamicEmbeddingStore, EmbeddingStore, Rows, Stores
 from lightning_recsys.stores.plain import (
-    normalization_to_plain,
+    from_plain,
     optimizer_to_plain,
+    optional_to_plain,
     rows_from_plain,
     rows_to_plain,
 )
@@ -39,95 +40,54 @@ CHUNK_BYTES = 8 << 20  # of a long read or write, so that other requests get the
 _CHUNKS_IN_FLIGHT = 4
 
 
-class _OneStore:
-    """A connection, as far as it is about one store of one generation: another of its name is not meant.
+class _Remote:
+    """What every store on a server has: requests that name it, and what the server says of its pushes' staleness.
 
     Args:
         connection: The connection to the store's server.
         name: Name of the store on its server.
-        generation: Number that tells this store from others that had its name earlier.
-    """
-
-    def __init__(self, connection: Connection, name: str, generation: int) -> None:
-        self._connection = connection
-        self._name, self._generation = name, {GENERATION: generation}
-        self.wait, self.flush = connection.wait, connection.flush
-
-    @property
-    def limits(self) -> Limits:
-        """The connection's."""
-        return self._connection.limits
-
-    def request(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Reply:
-        """As the connection's."""
-        return self.wait(self.begin(operation, arguments, arrays))
-
-    def begin(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Pending:
-        """As the connection's."""
-        own = {**arguments, **self._generation}
-        return self._connection.begin(operation, store=self._name, arguments=own, arrays=arrays)
-
-    def push(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Pending:
-        """As the connection's."""
-        own = {**arguments, **self._generation}
-        return self._connection.push(operation, store=self._name, arguments=own, arrays=arrays)
-
-    def in_turn(self, operation: str, parts: Iterable[tuple[Arguments, Sequence[Tensor]]]) -> Tensor:
-        """The arrays of several reads, joined; a few of them are on their way at a time."""
-        pending: deque[Pending] = deque()
-        chunks = []
-        for arguments, arrays in parts:
-            pending.append(self.begin(operation, arguments, arrays))
-            if len(pending) == _CHUNKS_IN_FLIGHT:
-                chunks.append(self.wait(pending.popleft()).arrays[0])
-        chunks += [self.wait(x).arrays[0] for x in pending]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-
-
-class _Reports:
-    """What the server says of the staleness of pushes, one answer after another."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Pending] = deque()  # pushes whose answers have not been read, in the order of sending
-        self._observed = StalenessHistogram()
-
-    def expect(self, push: Pending) -> None:
-        """Read its answer once it is there."""
-        self._waiting.append(push)
-        self.observed  # noqa: B018 - forgets those that are answered
-
-    @property
-    def observed(self) -> StalenessHistogram:
-        """What the answers that are there have said; nothing is asked or waited for."""
-        while self._waiting and (reply := self._waiting[0].reply) is not None:
-            self._waiting.popleft()
-            for counts in reply.arrays:  # none of a push that was sent twice, or refused
-                self._observed.add(counts)
-        return self._observed
-
-
-class _Remote:
-    """What every store on a server has: its part of a connection, and what the server says of pushes' staleness.
-
-    Args:
-        connection: To the server.
-        name: The store's name there.
-        description: What the server said of it.
+        description: What the server said of it. Its generation is a part of every request: another store that has got
+            this name meanwhile is not meant.
     """
 
     def __init__(self, connection: Connection, name: str, description: dict[str, Any]) -> None:
         self.name = name
-        self._store = _OneStore(connection, name, description["generation"])
-        self._reports = _Reports()
+        self._connection = connection
+        self._generation = {GENERATION: description["generation"]}
+        self._unread: deque[Pending] = deque()  # pushes whose answers have not been read, in the order of sending
+        self._observed = StalenessHistogram()
+
+    def _request(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Reply:
+        return self._connection.wait(self._begin(operation, arguments, arrays))
+
+    def _begin(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Pending:
+        own = {**arguments, **self._generation}
+        return self._connection.begin(operation, store=self.name, arguments=own, arrays=arrays)
+
+    def _push(self, operation: str, arguments: Arguments = NONE, arrays: Sequence[Tensor] = ()) -> Pending:
+        own = {**arguments, **self._generation}
+        return self._connection.push(operation, store=self.name, arguments=own, arrays=arrays)
+
+    def _push_gradients(self, operation: str, arguments: Arguments, arrays: Sequence[Tensor]) -> None:
+        """Push what the answer tells the staleness of."""
+        self._unread.append(self._push(operation, arguments, arrays))
+        self._read_answers()
+
+    def _read_answers(self) -> None:
+        while self._unread and (reply := self._unread[0].reply) is not None:
+            self._unread.popleft()
+            for counts in reply.arrays:  # none of a push that was sent twice, or refused
+                self._observed.add(counts)
 
     @property
     def observed(self) -> StalenessHistogram:
-        """How stale pushes were, as far as answers have said it."""
-        return self._reports.observed
+        """How stale pushes were, as far as answers that are there have said it; nothing is asked or waited for."""
+        self._read_answers()
+        return self._observed
 
     def flush(self) -> None:
         """Wait until the server has applied every push."""
-        self._store.flush()
+        self._connection.flush()
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
         return self  # a copy in this process is the same store
@@ -156,24 +116,24 @@ class RemoteEmbeddingStore(_Remote, EmbeddingStore):
         self._row_shapes = row_shapes(self.layout, self.optimizer)
 
     def lookup(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        arrays = self._store.request("lookup", self._compressed, [_ready(rows_U)]).arrays
+        arrays = self._request("lookup", self._compressed, [_ready(rows_U)]).arrays
         return self._codec.decode(arrays, (rows_U.numel(), self.layout.embedding_dim))
 
     def pooled_lookup(self, sparse: SparseFeatures) -> Tensor:  # noqa: D102 - inherited
         return self.begin_pooled_lookup(sparse)()
 
     def begin_pooled_lookup(self, sparse: SparseFeatures) -> Callable[[], Tensor]:  # noqa: D102 - inherited
-        store, (arguments, arrays) = self._store, _sparse(sparse)
-        pending = store.begin("pooled_lookup", arguments | self._compressed, arrays)
-        return lambda: self._codec.decode(store.wait(pending).arrays, self._pooled(sparse))
+        arguments, arrays = _sparse(sparse)
+        pending = self._begin("pooled_lookup", arguments | self._compressed, arrays)
+        return lambda: self._codec.decode(self._connection.wait(pending).arrays, self._pooled(sparse))
 
     def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102
-        store, (arguments, arrays) = self._store, _sparse(sparse)
+        arguments, arrays = _sparse(sparse)
         arguments |= {"versioned": True, **self._compressed}
-        pending = store.begin("pooled_lookup", arguments=arguments, arrays=arrays)
+        pending = self._begin("pooled_lookup", arguments, arrays)
 
         def answer() -> tuple[Tensor, Tensor]:
-            pooled_BFD, versions_N = store.wait(pending).arrays
+            pooled_BFD, versions_N = self._connection.wait(pending).arrays
             return self._codec.decode([pooled_BFD], self._pooled(sparse)), versions_N
 
         return answer
@@ -185,7 +145,7 @@ class RemoteEmbeddingStore(_Remote, EmbeddingStore):
         arguments, arrays = _sparse(sparse)
         arguments |= {"lr": float(lr), **_flags(versioned=versions), **self._compressed}
         arrays = [*map(_own, arrays), *_given(versions), *self._gradients(grad_BFD)]
-        self._reports.expect(self._store.push("apply_gradients", arguments=arguments, arrays=arrays))
+        self._push_gradients("apply_gradients", arguments, arrays)
 
     def apply_row_gradients(  # noqa: D102 - inherited
         self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
@@ -193,7 +153,7 @@ class RemoteEmbeddingStore(_Remote, EmbeddingStore):
         check_versions(self.normalization, versions, rows_U.numel())
         arguments = {"lr": float(lr), **_flags(versioned=versions), **self._compressed}
         arrays = [_own(rows_U), *_given(versions), *self._gradients(grads_UD)]
-        self._reports.expect(self._store.push("apply_row_gradients", arguments=arguments, arrays=arrays))
+        self._push_gradients("apply_row_gradients", arguments, arrays)
 
     def _pooled(self, sparse: SparseFeatures) -> tuple[int, ...]:
         return sparse.batch_size, len(sparse.keys), self.layout.embedding_dim
@@ -205,51 +165,51 @@ class RemoteEmbeddingStore(_Remote, EmbeddingStore):
 
     def begin_exchange(self, request: RowExchange) -> Callable[[], RowValues]:  # noqa: D102 - inherited
         request.check(self.layout.num_rows, self._row_shapes)
-        *first, last = cut_exchange(request, self._row_shapes, self._store.limits)
+        *first, last = cut_exchange(request, self._row_shapes, self._connection.limits)
         done = [self._send_exchange(part)() for part in first]  # one at a time: a server keeps few such answers
         answer = self._send_exchange(last)
         return (lambda: join_answers([*done, answer()])) if done else answer
 
     def _send_exchange(self, request: RowExchange) -> Callable[[], RowValues]:
-        store = self._store
         arguments, arrays = pack_request(request, self.layout.num_rows, self._row_shapes, self._codec)
-        send = store.push if request.changes_rows else store.begin
-        pending = send("exchange", arguments=arguments, arrays=arrays)
-        return lambda: unpack_reply(store.wait(pending).arrays, request, self._row_shapes, self._codec)
+        pending = (self._push if request.changes_rows else self._begin)("exchange", arguments, arrays)
+        return lambda: unpack_reply(self._connection.wait(pending).arrays, request, self._row_shapes, self._codec)
 
-    def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
-        return self._store.in_turn("read", self._stretches(first_row, num_rows, array=name))
+    def read_rows(self, name: str, rows: Rows) -> Tensor:  # noqa: D102 - inherited
+        chunks: list[Tensor] = []
+        pending: deque[Pending] = deque()  # few at a time
+        for arguments, arrays in self._pieces(rows):
+            pending.append(self._begin("read", {"array": name, **arguments}, arrays))
+            if len(pending) == _CHUNKS_IN_FLIGHT:
+                chunks.append(self._connection.wait(pending.popleft()).arrays[0])
+        chunks += [self._connection.wait(x).arrays[0] for x in pending]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
-    def digests(self, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
-        return self._store.in_turn("digests", self._stretches(first_row, num_rows))
+    def write_rows(self, name: str, rows: Rows, values: Tensor) -> None:  # noqa: D102 - inherited
+        chunks = torch.split(values, self._piece_rows)
+        for (arguments, arrays), chunk in zip(self._pieces(rows), chunks, strict=True):
+            self._push("write", {"array": name, **arguments}, [*map(_own, arrays), _own(chunk)])
+        self.flush()
 
-    def _stretches(
-        self, first_row: int, num_rows: int, **arguments: str
-    ) -> Iterator[tuple[Arguments, Sequence[Tensor]]]:
-        """Arguments of the requests that read a stretch of rows; of one, where it has none."""
-        step = self._chunk_rows()
-        for start in range(first_row, first_row + max(num_rows, 1), step):
-            rows = min(step, first_row + num_rows - start)
-            yield {**arguments, "first_row": start, "num_rows": rows}, ()
+    def _pieces(self, rows: Rows) -> Iterator[tuple[Arguments, Sequence[Tensor]]]:
+        """What names rows in requests, a piece in each; in one, where there are none."""
+        if not isinstance(rows, slice):
+            yield from (({}, [_ready(piece)]) for piece in torch.split(rows, self._piece_rows))
+            return
+        for first in range(rows.start, max(rows.stop, rows.start + 1), self._piece_rows):
+            yield {"first_row": first, "num_rows": min(self._piece_rows, rows.stop - first)}, []
 
-    def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
-        step = self._chunk_rows()
-        for position in range(0, max(values.shape[0], 1), step):
-            arguments = {"array": name, "first_row": first_row + position}
-            chunk = _own(values[position : position + step])
-            self._store.push("write", arguments=arguments, arrays=[chunk])
-        self._store.flush()
-
-    def _chunk_rows(self) -> int:
+    @property
+    def _piece_rows(self) -> int:
         return max(1, CHUNK_BYTES // (4 * self.layout.embedding_dim))
 
     @property
     def step(self) -> int:  # noqa: D102 - inherited
-        return int(self._store.request("counter").value)
+        return int(self._request("counter").value)
 
     @step.setter
     def step(self, value: int) -> None:
-        self._store.wait(self._store.push("set_step", arguments={"step": int(value)}))
+        self._connection.wait(self._push("set_step", {"step": int(value)}))
 
 
 class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
@@ -257,50 +217,28 @@ class RemoteDynamicStore(RemoteEmbeddingStore, DynamicEmbeddingStore):
 
     def __init__(self, connection: Connection, name: str, description: dict[str, Any], codec: Codec) -> None:
         super().__init__(connection, name, description, codec)
-        dynamic = dynamic_from_plain(description["dynamic"])
-        assert dynamic is not None
-        self.dynamic = dynamic
-        self._seed = int(description["seed"])
-
-    @property
-    def seed(self) -> int:  # noqa: D102 - inherited
-        return self._seed
+        self.dynamic = from_plain(DynamicRows, description["dynamic"])
+        self.seed = int(description["seed"])
 
     def live_rows(self) -> Tensor:  # noqa: D102 - inherited
         step, parts = CHUNK_BYTES // 8, []
         for first in range(0, self._size()[1], step):
             arguments = {"first_slot": first, "num_slots": step}
-            parts.append(self._store.request("live_rows", arguments=arguments).arrays[0])
+            parts.append(self._request("live_rows", arguments).arrays[0])
         return in_order(torch.cat(parts)) if parts else torch.empty(0, dtype=torch.int64)
 
-    def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        return self._store.in_turn("read_rows", self._pieces(rows_U, array=name))
-
-    def row_digests(self, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        return self._store.in_turn("row_digests", self._pieces(rows_U))
-
-    def _pieces(self, rows_U: Tensor, **arguments: str) -> Iterator[tuple[Arguments, Sequence[Tensor]]]:
-        return ((arguments, [_ready(rows)]) for rows in torch.split(rows_U, self._chunk_rows()))
-
-    def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:  # noqa: D102 - inherited
-        step = self._chunk_rows()
-        for rows, chunk in zip(torch.split(rows_U, step), torch.split(values, step), strict=True):
-            arrays = [_own(rows), _own(chunk)]
-            self._store.push("write_rows", arguments={"array": name}, arrays=arrays)
-        self._store.flush()
-
     def insert(self, rows_U: Tensor) -> None:  # noqa: D102 - inherited
-        self._store.push("insert", arrays=[_own(rows_U)])
+        self._push("insert", arrays=[_own(rows_U)])
 
     def clear(self) -> None:  # noqa: D102 - inherited
-        self._store.wait(self._store.push("clear"))
+        self._connection.wait(self._push("clear"))
 
     @property
     def num_live(self) -> int:  # noqa: D102 - inherited
         return self._size()[0]
 
     def _size(self) -> tuple[int, int]:
-        live, slots = self._store.request("size").value
+        live, slots = self._request("size").value
         return int(live), int(slots)
 
 
@@ -318,29 +256,21 @@ class RemoteDenseStore(_Remote, DenseStore):
         self.parts = tuple(description["parts"])
         self.size = sum(self.parts)
 
-    def pull(self) -> Tensor:  # noqa: D102 - inherited
-        return self._store.request("pull").arrays[0]
-
     def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:  # noqa: D102 - inherited
-        store = self._store
-        pending = store.begin("pull", arguments={"versioned": True})
+        pending = self._begin("pull")
 
         def answer() -> tuple[Tensor, Tensor, int]:
-            values, versions, step = store.wait(pending).arrays
+            values, versions, step = self._connection.wait(pending).arrays
             return values, versions, int(step)
 
         return answer
-
-    def assign(self, values: Tensor) -> None:  # noqa: D102 - inherited
-        self._store.wait(self._store.push("assign", arrays=[_ready(values)]))
 
     def elastic_average(self, local: Tensor, *, alpha: float) -> Tensor:  # noqa: D102 - inherited
         return self.begin_elastic_average(local, alpha=alpha)()
 
     def begin_elastic_average(self, local: Tensor, *, alpha: float) -> Callable[[], Tensor]:  # noqa: D102 - inherited
-        store, arguments = self._store, {"alpha": float(alpha)}
-        pending = store.push("elastic_average", arguments=arguments, arrays=[_ready(local)])
-        return lambda: store.wait(pending).arrays[0]
+        pending = self._push("elastic_average", {"alpha": float(alpha)}, [_ready(local)])
+        return lambda: self._connection.wait(pending).arrays[0]
 
     def push_gradient(  # noqa: D102 - inherited
         self,
@@ -354,17 +284,13 @@ class RemoteDenseStore(_Remote, DenseStore):
         arguments = {"lr": float(lr), "step": int(step), **_flags(versioned=versions, masked=trained)}
         marks = None if trained is None else trained.to(torch.uint8)
         arrays = [_own(gradient), *_given(versions), *_given(marks)]
-        self._reports.expect(self._store.push("push_gradient", arguments=arguments, arrays=arrays))
+        self._push_gradients("push_gradient", arguments, arrays)
 
     def read(self, name: str) -> Tensor:  # noqa: D102 - inherited
-        return self._store.request("read_dense", arguments={"array": name}).arrays[0]
+        return self._request("read_dense", {"array": name}).arrays[0]
 
     def write(self, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
-        self._store.wait(self._store.push("write_dense", arguments={"array": name}, arrays=[_own(values)]))
-
-    @property
-    def version(self) -> int:  # noqa: D102 - inherited
-        return int(self._store.request("counter").value)
+        self._connection.wait(self._push("write_dense", {"array": name}, [_own(values)]))
 
 
 class RemoteStores(Stores):
@@ -397,11 +323,8 @@ class RemoteStores(Stores):
         normalization: StalenessNormalization | None = None,
     ) -> RemoteEmbeddingStore:
         arguments = {"seed": int(seed), **rows_to_plain(layout, optimizer, normalization)}
-        if dynamic is None:
-            created = self._create("embedding", name, arguments)
-            return RemoteEmbeddingStore(self.connection, name, created, self._rows)
-        arguments["dynamic"] = dynamic_to_plain(dynamic)
-        return RemoteDynamicStore(self.connection, name, self._create("dynamic", name, arguments), self._rows)
+        self._create("embedding", name, arguments | {"dynamic": optional_to_plain(dynamic)})
+        return self.embedding_store(name)
 
     def create_dense_store(  # noqa: D102 - inherited
         self,
@@ -412,14 +335,14 @@ class RemoteStores(Stores):
         normalization: StalenessNormalization | None = None,
         parts: Sequence[int] = (),
     ) -> RemoteDenseStore:
-        rule, plain = optimizer and optimizer_to_plain(optimizer), normalization_to_plain(normalization)
+        rule, plain = optimizer and optimizer_to_plain(optimizer), optional_to_plain(normalization)
         arguments: dict[str, Any] = {"optimizer": rule, "normalization": plain, "parts": list(parts)}
-        return RemoteDenseStore(self.connection, name, self._create("dense", name, arguments, _ready(initial)))
+        self._create("dense", name, arguments, _ready(initial))
+        return self.dense_store(name)
 
-    def _create(self, kind: str, name: str, arguments: dict[str, Any], *arrays: Tensor) -> dict[str, Any]:
+    def _create(self, kind: str, name: str, arguments: dict[str, Any], *arrays: Tensor) -> None:
         push = self.connection.push(f"create_{kind}_store", store=name, arguments=arguments, arrays=arrays)
         self.connection.wait(push)
-        return self._describe(kind, name)
 
     def embedding_store(self, name: str) -> RemoteEmbeddingStore:  # noqa: D102 - inherited
         description = self._describe("embedding", name, "dynamic")

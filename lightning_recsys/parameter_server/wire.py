@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_recsys.compression.dtypes import CODES, DTYPES
 from lightning_recsys.stores.mapped_arrays import check_name
 
-VERSION = 9  # raised with every change of a message
+VERSION = 10  # raised with every change of a message
 CLIENT_ID_BYTES = 16
 MAX_SEQUENCE = 2**62
 MAX_WINDOW = 64  # pushes that a client may have on their way: of so many a server knows which it has refused

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -17,27 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures, TableBackend, Ticket
-from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.placement import PlacementPlan, TableCost, TablePart, rows_in_stripe
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.dynamic.tables import IDS, DynamicTables, keep_keys
-from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
+from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, EmbeddingStore, Stores
+from lightning_recsys.stores.row_files import row_bytes
 from lightning_recsys.stores.stripes import keep_stripes, stripe_rows
-from lightning_recsys.stores.versions import ROW_DTYPES, StalenessHistogram, tag_arrays
+from lightning_recsys.stores.tables import StoredTables
+from lightning_recsys.stores.versions import StalenessHistogram
 from lightning_recsys.sync import StalenessNormalization
 
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
-_BLOCK_BYTES = 1 << 24  # rows are read and written this many bytes at a time
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a table, and the place of each of its features in the collection."""
-
-    part: TablePart
-    features: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,13 +49,14 @@ class _Striped:
 class _Share:
     """What one server has of a collection: from the collection's features to the server's, and back."""
 
-    def __init__(self, store: EmbeddingStore, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, layout: TableLayout, store: EmbeddingStore, parts: Sequence[TablePart]) -> None:
         self.store = store
-        self.pieces = pieces
-        self.is_cut = any(piece.part.num_stripes > 1 for piece in pieces)
+        self.is_cut = any(part.num_stripes > 1 for part in parts)
         self.feature_names = tuple(name for table in store.layout.tables for name in table.feature_names)
-        self.features = torch.tensor([feature for piece in pieces for feature in piece.features], device="cpu")
-        self._wanted = np.array([(f, x.part.stripe) for x in pieces for f in x.features], dtype=np.int64)
+        tables = list(enumerate(layout.feature_tables))
+        wanted = [(f, part.stripe) for part in parts for f, table in tables if table.name == part.table]
+        self._wanted = np.array(wanted, dtype=np.int64)  # features of the collection, with the stripe that is here
+        self.features = torch.from_numpy(self._wanted[:, 0])
 
     def select(self, striped: _Striped | SparseFeatures) -> SparseFeatures:
         """The ids whose rows are here, as rows of their stripes."""
@@ -116,6 +108,7 @@ class StoreBackend(TableBackend):
         stores: Where the rows are: for each store the parts that it holds, in the order of its tables.
 
     Attributes:
+        stored: The tables as the stores have them, whatever of them is kept here besides.
         meet: Waits until every process that trains these rows has come here. Nobody else does, by default.
 
     Raises:
@@ -134,7 +127,9 @@ class StoreBackend(TableBackend):
     ) -> None:
         super().__init__(layout, optimizer)
         _check_cover(layout, [part for _, parts in stores for part in parts])
-        self._shares = [_Share(store, _pieces(layout, parts)) for store, parts in stores]
+        grows = all(isinstance(store, DynamicEmbeddingStore) for store, _ in stores)
+        self.stored = (DynamicTables if grows else StoredTables)(layout, self.row_shapes, stores)
+        self._shares = [_Share(layout, store, parts) for store, parts in stores]
         stripes = {part.table: part.num_stripes for _, parts in stores for part in parts}
         self._num_stripes = np.array([stripes[table.name] for table in layout.feature_tables], dtype=np.int64)
         whole = len(stores) == 1 and stores[0][0].layout == layout
@@ -197,11 +192,10 @@ class StoreBackend(TableBackend):
         """The stores that hold the rows."""
         return [share.store for share in self._shares]
 
-    @cached_property
+    @property
     def dynamic(self) -> DynamicTables | None:
         """Access by id to rows that exist only once they are trained; ``None`` where all rows exist."""
-        parts = [(share.store, [piece.part for piece in share.pieces]) for share in self._shares]
-        return DynamicTables.over(self.layout, self.row_shapes, parts)
+        return self.stored if isinstance(self.stored, DynamicTables) else None
 
     @property
     def is_versioned(self) -> bool:
@@ -304,63 +298,18 @@ class StoreBackend(TableBackend):
             store.step = value
 
     def read(self, table: str, name: str) -> Tensor:  # noqa: D102 - inherited
-        rows = next(x.num_embeddings for x in self.layout.tables if x.name == table)
-        return self.read_rows(table, name, 0, rows)
+        return self.read_rows(table, name, 0, self.stored.tables[table])
 
     def write(self, table: str, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
         self.write_rows(table, name, 0, values)
 
     def read_rows(self, table: str, name: str, first_row: int, num_rows: int) -> Tensor:
         """A copy of a stretch of a table's ``weight``, of a state, ``version`` or ``change``: ``[num_rows, ...]``."""
-        values = torch.empty(num_rows, *self._shape_of(name), dtype=ROW_DTYPES.get(name, torch.float32))
-        for store, there, here in self._blocks(table, name, first_row, first_row + num_rows):
-            values[here.start - first_row : here.stop - first_row : here.step] = store.read(name, there, _length(here))
-        return values
-
-    def _shape_of(self, name: str) -> tuple[int, ...]:
-        """Of what a row has; of its version and its change, which are no part of :attr:`row_shapes`, one number."""
-        return self.row_shapes.get(name, ())
-
-    def digests(self, table: str, first_row: int, num_rows: int) -> Tensor:
-        """The digest of each row of a stretch of a table, int64 ``[num_rows]``: another one once a row has changed."""
-        digests = torch.empty(num_rows, dtype=torch.int64)
-        for store, there, here in self._blocks(table, "weight", first_row, first_row + num_rows):
-            rows = slice(here.start - first_row, here.stop - first_row, here.step)
-            digests[rows] = store.digests(there, _length(here))
-        return digests
-
-    def lookup_ids(self, table: str, ids_U: Tensor) -> Tensor:
-        """The rows of some ids of a table as the stores have them, float32 ``[U, D]``; all rows exist."""
-        rows_UD = torch.empty(ids_U.numel(), self.layout.embedding_dim)
-        for share in self._shares:
-            for piece, start in zip(share.pieces, share.store.layout.table_starts.values(), strict=True):
-                part = piece.part
-                if part.table == table:
-                    here = (ids_U % part.num_stripes == part.stripe).nonzero().flatten()
-                    rows_UD[here] = share.store.lookup(ids_U[here] // part.num_stripes + start)
-        return rows_UD
+        return self.stored.read(table, name, slice(first_row, first_row + num_rows))
 
     def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
         """The reverse of :meth:`read_rows`."""
-        values = values.to("cpu", ROW_DTYPES.get(name, torch.float32))
-        for store, there, here in self._blocks(table, name, first_row, first_row + len(values)):
-            block = values[here.start - first_row : here.stop - first_row : here.step]
-            store.write(name, there, block.contiguous())
-
-    def _blocks(self, table: str, name: str, first: int, end: int) -> Iterator[tuple[EmbeddingStore, int, slice]]:
-        """Rows ``first`` to ``end`` in blocks: the store, the block's first row there, its rows in the table."""
-        block_rows = max(_BLOCK_BYTES // (4 * max(sum(self._shape_of(name)), 1)), 1)
-        for share in self._shares:
-            starts = list(share.store.layout.table_starts.values())
-            for piece, start in zip(share.pieces, starts, strict=True):
-                stripe, step = piece.part.stripe, piece.part.num_stripes
-                if piece.part.table == table:
-                    low = max(-(-(first - stripe) // step), 0)  # the first row of the stripe from `first` on
-                    high = max(-(-(end - stripe) // step), low)
-                    for place in range(low, high, block_rows):
-                        last = min(place + block_rows, high)
-                        rows = slice(place * step + stripe, (last - 1) * step + stripe + 1, step)
-                        yield share.store, start + place, rows
+        self.stored.write(table, name, slice(first_row, first_row + len(values)), values)
 
     @property
     def row_keys(self) -> list[str]:  # noqa: D102 - inherited
@@ -414,14 +363,13 @@ def table_costs(
         grows: Rows are made as they are trained.
         normalization: What stale gradients count, where each row has a version, which takes room as well.
     """
-    row_bytes = 4 + sum(4 * (shape[0] if shape else 1) for shape in row_shapes(layout, optimizer).values())
-    row_bytes += sum(np.dtype(dtype).itemsize for dtype, _ in tag_arrays(normalization, 1).values())
+    num_bytes = row_bytes(layout, optimizer, normalization)
     return [
         TableCost(
             name,
             table.name,
             table.num_embeddings,
-            row_bytes,
+            num_bytes,
             cost=None if costs is None else costs[table.name],
             seen=None if seen is None else seen[table.name],
             grows=grows,
@@ -458,15 +406,6 @@ def _nobody_else() -> None:
 def _in_order(layout: TableLayout, parts: Sequence[TablePart]) -> list[TablePart]:
     order = [table.name for table in layout.tables]
     return sorted(parts, key=lambda part: (order.index(part.table), part.stripe))
-
-
-def _pieces(layout: TableLayout, parts: Sequence[TablePart]) -> list[_Piece]:
-    owners = [table.name for table in layout.feature_tables]
-    return [_Piece(part, tuple(f for f, x in enumerate(owners) if x == part.table)) for part in parts]
-
-
-def _length(rows: slice) -> int:
-    return len(range(rows.start, rows.stop, rows.step))
 
 
 def _check_cover(layout: TableLayout, parts: Sequence[TablePart]) -> None:

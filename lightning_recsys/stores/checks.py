@@ -1,4 +1,4 @@
-"""Checks of numbers that a store is given: learning rates, rows, ids and bags within their ranges."""
+"""Checks of what a store is given: learning rates, rows, ids and bags within their ranges, shapes of values."""
 
 # Shape suffixes: F features.
 
@@ -33,3 +33,10 @@ def check_features(sparse: SparseFeatures, sizes_F: Tensor) -> None:
     if not ids_are_inside(sparse, sizes_F):
         low, high = (int(x) for x in sparse.values.aminmax())
         raise IndexError(f"ids must be in [0, {sizes_F.tolist()}) by feature, got {low} to {high}")
+
+
+def check_values(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """What is written to an array has its shape and its dtype."""
+    if values.shape != shape or values.dtype != dtype:
+        got = f"{values.dtype} of shape {list(values.shape)}"
+        raise ValueError(f"{name!r} takes {dtype} of shape {list(shape)}, got {got}.")

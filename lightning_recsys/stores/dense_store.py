@@ -14,13 +14,14 @@ from torch import Tensor
 from lightning_recsys.optim import RowOptimizer, RowSWAP, RowWiseAdagrad
 from lightning_recsys.optim.swap import PERIOD, discount_state_, stands_still
 from lightning_recsys.stores import counters
-from lightning_recsys.stores.interfaces import DenseStore
+from lightning_recsys.stores.checks import check_values
+from lightning_recsys.stores.interfaces import VALUES, DenseStore
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.plain import (
-    normalization_from_plain,
-    normalization_to_plain,
     optimizer_from_plain,
     optimizer_to_plain,
+    optional_from_plain,
+    optional_to_plain,
 )
 from lightning_recsys.stores.versions import (
     CHANGE,
@@ -43,6 +44,7 @@ class MappedDenseStore(DenseStore):
         folder: The folder that :meth:`create` made.
 
     Attributes:
+        arrays: The mapped files of the store.
         values: The vector itself, float32 ``[size]``. Who writes to it writes for everybody.
         state: The rule's state, by name; empty without a rule.
         optimizer: The rule of :meth:`push_gradient`, or ``None``.
@@ -57,11 +59,11 @@ class MappedDenseStore(DenseStore):
         self._open(MappedArrays(folder))
 
     def _open(self, arrays: MappedArrays) -> None:
-        self._arrays = arrays
+        self.arrays = arrays
         self.size = self.values.numel()
         self.parts = tuple(arrays.meta["parts"])
         self._bounds = [*pairwise(accumulate(self.parts, initial=0))]
-        self.normalization = normalization_from_plain(arrays.meta["normalization"])
+        self.normalization = optional_from_plain(StalenessNormalization, arrays.meta["normalization"])
         self._observed = StalenessHistogram()
         self._has_changes = self.normalization is not None and self.normalization.uses_changes
         plain = arrays.meta["optimizer"]
@@ -102,14 +104,14 @@ class MappedDenseStore(DenseStore):
         meta = {
             "kind": KIND,
             "optimizer": optimizer and optimizer_to_plain(optimizer),
-            "normalization": normalization_to_plain(normalization),
+            "normalization": optional_to_plain(normalization),
             "parts": list(parts),
         }
         if isinstance(optimizer.inner if isinstance(optimizer, RowSWAP) else optimizer, RowWiseAdagrad):
             raise TypeError("RowWiseAdagrad keeps one number per row, and a dense store has no rows: use RowAdagrad.")
         state = _initial_state(optimizer, initial.detach(), len(parts))
         shapes: Shapes = {
-            "values": ("float32", tuple(initial.shape)),
+            VALUES: ("float32", tuple(initial.shape)),
             **{name: ("float32", tuple(tensor.shape)) for name, tensor in state.items()},
             _COUNTERS: ("int64", (len(parts) + 1,)),
         }
@@ -117,7 +119,7 @@ class MappedDenseStore(DenseStore):
             shapes = {**shapes, CHANGE: ("float32", (len(parts),))}
 
         def fill(arrays: MappedArrays) -> None:
-            for name, tensor in {"values": initial.detach(), **state}.items():
+            for name, tensor in {VALUES: initial.detach(), **state}.items():
                 arrays[name].copy_(tensor)
 
         store = cls.__new__(cls)
@@ -126,25 +128,19 @@ class MappedDenseStore(DenseStore):
 
     @property
     def values(self) -> Tensor:  # noqa: D102 - in the class
-        return self._arrays["values"]
+        return self.arrays[VALUES]
 
     @property
     def state(self) -> dict[str, Tensor]:  # noqa: D102 - in the class
-        return {name: self._arrays[name] for name in self._state_names}
+        return {name: self.arrays[name] for name in self._state_names}
 
     @property
     def _versions(self) -> Tensor:
-        return self._arrays[_COUNTERS][:-1]
+        return self.arrays[_COUNTERS][:-1]
 
     @property
     def _step(self) -> Tensor:
-        return self._arrays[_COUNTERS][-1:]
-
-    def pull(self) -> Tensor:  # noqa: D102 - inherited
-        return self.values.clone()
-
-    def assign(self, values: Tensor) -> None:  # noqa: D102 - inherited
-        self.values.copy_(self._checked(values))
+        return self.arrays[_COUNTERS][-1:]
 
     def elastic_average(self, local: Tensor, *, alpha: float) -> Tensor:  # noqa: D102 - inherited
         self.values.lerp_(self._checked(local), alpha)
@@ -156,7 +152,7 @@ class MappedDenseStore(DenseStore):
         return self._observed
 
     def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:  # noqa: D102 - inherited
-        versions, step = self._versions.clone(), int(self._step)  # first, as RowVersions.of has it
+        versions, step = self._versions.clone(), int(self._step)  # first, as for rows: never newer than the values
         values = self.pull()
         return lambda: (values, versions, step)
 
@@ -168,32 +164,18 @@ class MappedDenseStore(DenseStore):
         versions: Tensor | None = None,
         trained: Tensor | None = None,
         step: int = 0,
-    ) -> None:
-        self._observed.add(self.update(gradient, lr=lr, versions=versions, trained=trained, step=step))
-
-    def update(
-        self,
-        gradient: Tensor,
-        *,
-        lr: float,
-        versions: Tensor | None = None,
-        trained: Tensor | None = None,
-        step: int = 0,
     ) -> Tensor:
-        """As :meth:`push_gradient`; tells the staleness of the parts, as :func:`count_staleness` has it.
-
-        Every part is counted before any is changed: the version is what a part's gradient is multiplied by, and what
-        its rule takes for the number of its steps.
-        """
+        # Every part is counted before any is changed: the version is what a part's gradient is multiplied by, and what
+        # its rule takes for the number of its steps.
         self.check_gradient(gradient, versions, trained)
         gradient = gradient.detach()
         parts = np.arange(len(self.parts)) if trained is None else np.flatnonzero(trained.numpy())
         places = torch.from_numpy(parts)
-        number = counters.add(self._arrays[_COUNTERS], len(self.parts))
+        number = counters.add(self.arrays[_COUNTERS], len(self.parts))
         if step > number:  # other stores have been pushed to more often
             self._step.fill_(step)
         staleness, steps = advance(parts, None if versions is None else versions[places], self._versions)
-        changes = self._arrays[CHANGE] if self._has_changes else None
+        changes = self.arrays[CHANGE] if self._has_changes else None
         if self.normalization is not None and self.normalization.rule != "identity":
             factors = torch.ones(len(self.parts))
             factors[places] = self.normalization.factor(staleness, None if changes is None else changes[places])
@@ -208,7 +190,9 @@ class MappedDenseStore(DenseStore):
             for part in parts.tolist():
                 first, stop = self._bounds[part]
                 changes[part] = moved[first:stop].square().mean().sqrt()
-        return count_staleness(staleness)
+        counts = count_staleness(staleness)
+        self._observed.add(counts)
+        return counts
 
     def _stretches(self, parts: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """First part, last part and steps of what can be updated at once: neighbours with the same number of steps."""
@@ -232,7 +216,7 @@ class MappedDenseStore(DenseStore):
         """Discount the state of parts for the periods that they missed."""
         if stands_still(swap.inner, lr):
             return
-        last_P, current = self._arrays[PERIOD], swap.periods.at(step)
+        last_P, current = self.arrays[PERIOD], swap.periods.at(step)
         places = places[last_P[places] != current]
         for part, factor in zip(places.tolist(), swap.factors(last_P[places], current), strict=True):
             discount_state_(swap.inner, self._state_of(*self._bounds[part]), factor.view(1), lr=lr)
@@ -243,27 +227,20 @@ class MappedDenseStore(DenseStore):
 
     def write(self, name: str, values: Tensor) -> None:  # noqa: D102 - inherited
         target = self._named(name)
-        if values.shape != target.shape or values.dtype != target.dtype:
-            expected = f"{target.dtype} of shape {list(target.shape)}"
-            raise ValueError(f"{name!r} takes {expected}, got {values.dtype} of shape {list(values.shape)}.")
-        target.copy_(values)
+        check_values(name, values, target.shape, target.dtype)
+        target.copy_(values.detach())
 
     def _named(self, name: str) -> Tensor:
         if name in (VERSION, STEP):
             return self._versions if name == VERSION else self._step
-        names = [*self._state_names, *([CHANGE] if self._has_changes else [])]
-        if name not in names:
-            raise ValueError(f"{self._arrays.folder.name!r} has {[*names, VERSION, STEP]}, got {name!r:.100}.")
-        return self._arrays[name]
+        if name not in self.written:
+            raise ValueError(f"{self.arrays.folder.name!r} has {[*self.written, VERSION, STEP]}, got {name!r:.100}.")
+        return self.arrays[name]
 
     @property
     def written(self) -> tuple[str, ...]:
         """The arrays that an update writes to, its counters aside."""
-        return ("values", *self._state_names, *([CHANGE] if self._has_changes else []))
-
-    @property
-    def version(self) -> int:  # noqa: D102 - inherited
-        return int(self._versions.max())
+        return (VALUES, *self._state_names, *([CHANGE] if self._has_changes else []))
 
     def check_gradient(self, gradient: Tensor, versions: Tensor | None, trained: Tensor | None) -> None:
         """Refuse a push that does not fit, before anything is changed.
@@ -274,14 +251,14 @@ class MappedDenseStore(DenseStore):
         """
         if self.optimizer is None:
             raise RuntimeError(
-                f"{self._arrays.folder.name!r} has no update rule: create it with optimizer=... to push gradients."
+                f"{self.arrays.folder.name!r} has no update rule: create it with optimizer=... to push gradients."
             )
         self._checked(gradient)
         wanted = (("versions", versions, torch.int64), ("trained", trained, torch.bool))
         for name, tensor, dtype in wanted:
             if tensor is not None and (tensor.shape != (len(self.parts),) or tensor.dtype != dtype):
                 raise ValueError(
-                    f"{self._arrays.folder.name!r} has {len(self.parts)} parts: {name} must be {dtype} of shape"
+                    f"{self.arrays.folder.name!r} has {len(self.parts)} parts: {name} must be {dtype} of shape"
                     f" {[len(self.parts)]}, got {tensor.dtype} of shape {list(tensor.shape)}."
                 )
 
@@ -291,16 +268,16 @@ class MappedDenseStore(DenseStore):
     def _checked(self, vector: Tensor) -> Tensor:
         if vector.shape != (self.size,):
             raise ValueError(
-                f"{self._arrays.folder.name!r} holds {self.size} elements, got a tensor of shape {list(vector.shape)}."
+                f"{self.arrays.folder.name!r} holds {self.size} elements, got a tensor of shape {list(vector.shape)}."
             )
         return vector.detach()
 
     def close(self) -> None:  # noqa: D102 - inherited
-        self._arrays.close()
+        self.arrays.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, here or in another process, is the same vector.
-        return type(self), (self._arrays.folder,)
+        return type(self), (self.arrays.folder,)
 
 
 def _initial_state(optimizer: RowOptimizer | None, values: Tensor, num_parts: int) -> dict[str, Tensor]:

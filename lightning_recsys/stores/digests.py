@@ -17,6 +17,8 @@ from torch import Tensor
 from lightning_recsys.compiled.hashing import mix
 from lightning_recsys.compiled.loops import compile_rule
 
+DIGEST = "digest"  # of each row, int64: read as if it were one of its arrays
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _32 = np.uint64(32)
 

@@ -18,13 +18,14 @@ from lightning_recsys.embeddings.kernels.numba_kernel import gather_for
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.stores import counters
-from lightning_recsys.stores.digests import digest_rows
+from lightning_recsys.stores.digests import DIGEST, digest_rows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
+from lightning_recsys.stores.interfaces import Rows
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
 from lightning_recsys.stores.plain import rows_to_plain
 from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix, row_arrays
-from lightning_recsys.stores.versions import check_versions
+from lightning_recsys.stores.versions import VERSION, check_versions
 from lightning_recsys.sync import StalenessNormalization
 
 KIND = "embedding"
@@ -110,21 +111,24 @@ class MappedEmbeddingStore(RowFiles):
         return self._kernel.lookup(self.rows, sparse)
 
     def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102
-        versions_N = self._versioned().of(self.layout.rows_of(sparse))  # before the rows
+        self._check_versioned()
+        # Before the rows: an update that begins between the two counts as one that they lack, which overstates their
+        # staleness by one. One that is under way, which has moved the version and not yet all of the rows, counts as
+        # one that they have: among processes that map a store, staleness is understated by the updates that others were
+        # writing at that instant. A server ends one request before it begins the next.
+        versions_N = self.arrays[VERSION].index_select(0, self.layout.rows_of(sparse))
         pooled_BFD = self.pooled_lookup(sparse)
         return lambda: (pooled_BFD, versions_N)
 
-    def update(
+    def apply_gradients(  # noqa: D102 - inherited
         self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> Tensor | None:
-        """As :meth:`apply_gradients`; tells the staleness of versioned rows, as ``count_staleness`` has it."""
         check_versions(self.normalization, versions, sparse.values.numel())
         return self._train_bags(sparse, grad_BFD, versions, lr=lr)
 
-    def update_rows(
+    def apply_row_gradients(  # noqa: D102 - inherited
         self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> Tensor | None:
-        """As :meth:`apply_row_gradients`; tells what :meth:`update` does."""
         self._check_row_gradients(rows_U, grads_UD, versions)
         return self._train_places(rows_U.contiguous().numpy(), grads_UD.contiguous().numpy(), versions, lr=lr)
 
@@ -157,23 +161,25 @@ class MappedEmbeddingStore(RowFiles):
             compare_clocks(rows_C, own_C, all_clocks[:, None], request.staleness, stale_C)
         return RowValues(values, torch.from_numpy(clocks_M), torch.from_numpy(stale_C))
 
-    def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
-        return self._stretch(name, first_row, num_rows).clone()
+    def read_rows(self, name: str, rows: Rows) -> Tensor:  # noqa: D102 - inherited
+        found = self._memory_of(self._array_of(name), rows)
+        if name == DIGEST:
+            return digest_rows(found)
+        return found.clone() if isinstance(rows, slice) else found
 
-    def digests(self, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
-        return digest_rows(self._stretch("weight", first_row, num_rows))
+    def write_rows(self, name: str, rows: Rows, values: Tensor) -> None:  # noqa: D102 - inherited
+        self._check_values(name, rows, values)
+        if isinstance(rows, slice):
+            self._memory_of(name, rows).copy_(values)
+        else:
+            self.arrays[name].index_copy_(0, rows, values)
 
-    def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
-        stretch = self._stretch(name, first_row, values.shape[0])
-        if values.shape != stretch.shape or values.dtype != stretch.dtype:
-            expected, got = (f"{x.dtype} of shape {list(x.shape)}" for x in (stretch, values))
-            raise ValueError(f"{name!r} takes {expected}, got {got}.")
-        stretch.copy_(values)
-
-    def _stretch(self, name: str, first_row: int, num_rows: int) -> Tensor:
-        self._check_name(name)
-        self._check_stretch(first_row, num_rows)
-        return self.arrays[name][first_row : first_row + num_rows]
+    def _memory_of(self, name: str, rows: Rows) -> Tensor:
+        """The memory of a stretch of rows; copies of others."""
+        if isinstance(rows, slice):
+            self._check_stretch(rows)
+            return self.arrays[name][rows]
+        return self.arrays[name].index_select(0, rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy, here or in another process, is the same store.

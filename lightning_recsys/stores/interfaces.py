@@ -6,18 +6,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.stores.digests import digest_rows
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
-from lightning_recsys.stores.versions import StalenessHistogram
+from lightning_recsys.stores.versions import VERSION, StalenessHistogram
 from lightning_recsys.sync import StalenessNormalization
+
+VALUES = "values"  # of a dense vector, among what can be read and written
+
+Rows: TypeAlias = "slice | Tensor"
+"""Rows of a store: a stretch, with its first row and the one behind its last, or their numbers, int64 ``[U]``."""
 
 
 class EmbeddingStore(ABC):
@@ -76,7 +80,7 @@ class EmbeddingStore(ABC):
     @abstractmethod
     def apply_gradients(
         self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> None:
+    ) -> Tensor | None:
         """Train the rows of ``sparse`` with the gradient ``[B, F, D]`` of what :meth:`pooled_lookup` returned.
 
         A remote store may return before the server has applied it; :meth:`flush` waits for that.
@@ -88,6 +92,9 @@ class EmbeddingStore(ABC):
             versions: As the lookup returned them, of each id; where rows have versions. The store multiplies each row's
                 gradient by what its staleness leaves of it. Without them it is fresh.
 
+        Returns:
+            Of versioned rows how often each staleness occurred, int64 ``[K, 2]``, where that is known at once.
+
         Raises:
             ValueError: versions for rows that have none, or not one for each id.
         """
@@ -95,7 +102,7 @@ class EmbeddingStore(ABC):
     @abstractmethod
     def apply_row_gradients(
         self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> None:
+    ) -> Tensor | None:
         """Train distinct rows with their summed gradients ``[U, D]``; asynchronous as :meth:`apply_gradients`."""
 
     @abstractmethod
@@ -111,17 +118,24 @@ class EmbeddingStore(ABC):
             IndexError: a row is not in the store; nothing was changed.
         """
 
-    @abstractmethod
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:
-        """A stretch of ``weight``, of a state or of ``version`` by its name: a copy, ``[num_rows, ...]``."""
+        """As :meth:`read_rows`, of a stretch."""
+        return self.read_rows(name, slice(first_row, first_row + num_rows))
 
-    def digests(self, first_row: int, num_rows: int) -> Tensor:
-        """The digest of each row of a stretch, int64 ``[num_rows]``: another one once a row has changed."""
-        return digest_rows(self.read("weight", first_row, num_rows))
-
-    @abstractmethod
     def write(self, name: str, first_row: int, values: Tensor) -> None:
         """The reverse of :meth:`read`; returns when it is done."""
+        self.write_rows(name, slice(first_row, first_row + len(values)), values)
+
+    @abstractmethod
+    def read_rows(self, name: str, rows: Rows) -> Tensor:
+        """What some rows have, by its name: a copy, ``[U, ...]``. It does not count as a use of them.
+
+        ``weight``, a state, ``version``, ``change``, or ``digest``: int64, another one once a row has changed.
+        """
+
+    @abstractmethod
+    def write_rows(self, name: str, rows: Rows, values: Tensor) -> None:
+        """The reverse of :meth:`read_rows`, but for digests; returns when it is done."""
 
     @property
     @abstractmethod
@@ -150,14 +164,11 @@ class DynamicEmbeddingStore(EmbeddingStore):
 
     Attributes:
         dynamic: The rules by which rows are made and forgotten.
+        seed: Seed of the first values of rows.
     """
 
     dynamic: DynamicRows
-
-    @property
-    @abstractmethod
-    def seed(self) -> int:
-        """Of the rows' first values."""
+    seed: int
 
     @abstractmethod
     def insert(self, rows_U: Tensor) -> None:
@@ -166,18 +177,6 @@ class DynamicEmbeddingStore(EmbeddingStore):
     @abstractmethod
     def live_rows(self) -> Tensor:
         """The rows that exist, int64, rising."""
-
-    @abstractmethod
-    def read_rows(self, name: str, rows_U: Tensor) -> Tensor:
-        """``weight`` or a state of rows, by its name: ``[U, ...]``. For checkpoints: they do not count as seen."""
-
-    def row_digests(self, rows_U: Tensor) -> Tensor:
-        """The digest of each of these rows, int64 ``[U]``; they do not count as seen."""
-        return digest_rows(self.read_rows("weight", rows_U))
-
-    @abstractmethod
-    def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:
-        """The reverse of :meth:`read_rows`; makes rows that do not exist, and returns when it is done."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -205,9 +204,9 @@ class DenseStore(ABC):
     def observed(self) -> StalenessHistogram:
         """The staleness of the parts in the updates of this object, as far as it has heard of it."""
 
-    @abstractmethod
     def pull(self) -> Tensor:
         """A copy, float32 ``[size]``."""
+        return self.read(VALUES)
 
     @abstractmethod
     def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:
@@ -217,9 +216,9 @@ class DenseStore(ABC):
         by any worker (:meth:`push_gradient`).
         """
 
-    @abstractmethod
     def assign(self, values: Tensor) -> None:
         """Overwrite all elements."""
+        self.write(VALUES, values)
 
     @abstractmethod
     def elastic_average(self, local: Tensor, *, alpha: float) -> Tensor:
@@ -249,7 +248,7 @@ class DenseStore(ABC):
         versions: Tensor | None = None,
         trained: Tensor | None = None,
         step: int = 0,
-    ) -> None:
+    ) -> Tensor | None:
         """One update of each part by the store's own rule, which counts the part's updates as its steps.
 
         A push has the number after that of the one before it, or ``step`` if that is larger. It says in which period of
@@ -265,11 +264,14 @@ class DenseStore(ABC):
                 Default: all of them.
             step: As far as the worker knows, the number of this push among those of all workers to all stores that are
                 trained together.
+
+        Returns:
+            How often each staleness occurred among the parts, int64 ``[K, 2]``, where that is known at once.
         """
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """A copy of a state by its name, of ``version``, ``change`` (if any) or ``step`` (int64 ``[1]``).
+        """A copy of ``values``, a state by its name, ``version``, ``change`` (if any) or ``step`` (int64 ``[1]``).
 
         For checkpoints.
         """
@@ -283,9 +285,9 @@ class DenseStore(ABC):
         """Return when every update that this object was given is in the store."""
 
     @property
-    @abstractmethod
     def version(self) -> int:
         """Updates applied so far (averages and gradients), to the part that has seen most of them."""
+        return int(self.read(VERSION).max())
 
     @abstractmethod
     def close(self) -> None:

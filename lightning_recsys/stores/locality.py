@@ -9,7 +9,6 @@ namespaces of one machine share its kernel, and map the same memory: they count 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +24,14 @@ one that is missing here costs speed, one that were missing there would cost upd
 """
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a folder is.
+def place_of(folder: Path) -> dict[str, Any]:
+    """Where a folder is that this process can reach: kernel, device and inode; plain, for a message.
 
-    Args:
-        boot: The id that the kernel drew when it started; empty where it tells none.
-        device: Number of the folder's device, unique in a kernel.
-        inode: Inode of the folder on that device.
+    Raises:
+        OSError: this process cannot reach the folder.
     """
-
-    boot: str
-    device: int
-    inode: int
-
-    @classmethod
-    def of(cls, folder: Path) -> Place:
-        """Where a folder is that this process can reach.
-
-        Raises:
-            OSError: this process cannot reach the folder.
-        """
-        found = folder.stat()
-        return cls(boot_id(), found.st_dev, found.st_ino)
-
-    def to_plain(self) -> dict[str, Any]:
-        """For a message."""
-        return asdict(self)
+    found = folder.stat()
+    return {"boot": boot_id(), "device": found.st_dev, "inode": found.st_ino}
 
 
 def boot_id() -> str:
@@ -87,15 +67,15 @@ def why_not_local(folder: Path, place: dict[str, Any]) -> str | None:
 
     Args:
         folder: As the server names it.
-        place: Where the server sees it, as :meth:`Place.to_plain` says it.
+        place: Where the server sees it, as :func:`place_of` says it.
     """
     try:
-        here = Place.of(folder)
+        here = place_of(folder)
     except OSError:
         return f"{folder} is not on this machine"
-    if not here.boot or here.boot != place.get("boot"):
+    if not here["boot"] or here["boot"] != place.get("boot"):
         return f"the server runs on another machine, where {folder} is"
-    if here.to_plain() != place:
+    if here != place:
         return f"{folder} is another folder here than at the server"
     kind = file_system(folder)
     if kind not in LOCAL_FILE_SYSTEMS:

@@ -49,6 +49,16 @@ def _fits(value: object, hint: Any) -> bool:
     return type(value) is hint if hint in (int, NoneType) else isinstance(value, str)
 
 
+def optional_to_plain(value: Any) -> dict[str, Any] | None:
+    """A dataclass of numbers and strings as a dict; ``None`` where there is none."""
+    return None if value is None else dataclasses.asdict(value)
+
+
+def optional_from_plain(kind: type[T], value: object) -> T | None:
+    """The reverse of :func:`optional_to_plain`; errors as of :func:`from_plain`."""
+    return None if value is None else from_plain(kind, value)
+
+
 def optimizer_to_plain(optimizer: RowOptimizer) -> dict[str, Any]:
     """A rule by its name, with its numbers.
 
@@ -106,20 +116,6 @@ def optimizer_from_plain(value: object) -> RowOptimizer:
     return rule(**numbers, **inner)
 
 
-def normalization_to_plain(normalization: StalenessNormalization | None) -> dict[str, Any] | None:
-    """A staleness rule with its numbers; ``None`` where there is none."""
-    return None if normalization is None else dataclasses.asdict(normalization)
-
-
-def normalization_from_plain(value: object) -> StalenessNormalization | None:
-    """The reverse of :func:`normalization_to_plain`.
-
-    Raises:
-        ValueError: an unknown rule, a number that is out of range or of another type, or a field that is missing.
-    """
-    return None if value is None else from_plain(StalenessNormalization, value)
-
-
 def layout_to_plain(layout: TableLayout) -> list[dict[str, Any]]:
     """The tables, in storage order."""
     return [dataclasses.asdict(table) for table in layout.tables]
@@ -150,11 +146,11 @@ def rows_to_plain(
     return {
         "tables": layout_to_plain(layout),
         "optimizer": optimizer_to_plain(optimizer),
-        "normalization": normalization_to_plain(normalization),
+        "normalization": optional_to_plain(normalization),
     }
 
 
 def rows_from_plain(plain: Mapping[str, Any]) -> tuple[TableLayout, RowOptimizer, StalenessNormalization | None]:
     """The reverse of :func:`rows_to_plain`, which may have more beside it; errors as of each."""
-    normalization = normalization_from_plain(plain["normalization"])
+    normalization = optional_from_plain(StalenessNormalization, plain["normalization"])
     return layout_from_plain(plain["tables"]), optimizer_from_plain(plain["optimizer"]), normalization

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,11 +16,21 @@ from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.stores import counters
-from lightning_recsys.stores.checks import check_rows
-from lightning_recsys.stores.interfaces import EmbeddingStore
-from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
+from lightning_recsys.stores.checks import check_rows, check_values
+from lightning_recsys.stores.digests import DIGEST
+from lightning_recsys.stores.interfaces import EmbeddingStore, Rows
+from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes, total_bytes
 from lightning_recsys.stores.plain import rows_from_plain
-from lightning_recsys.stores.versions import RowVersions, StalenessHistogram, check_versions, row_versions, tag_arrays
+from lightning_recsys.stores.versions import (
+    CHANGE,
+    ROW_DTYPES,
+    VERSION,
+    StalenessHistogram,
+    advance,
+    check_versions,
+    count_staleness,
+    tag_arrays,
+)
 from lightning_recsys.sync import StalenessNormalization
 
 CLOCK = "clock"
@@ -35,6 +43,11 @@ def row_arrays(
     """The files of so many rows, with their state, clocks and tags."""
     rows: Shapes = {name: ("float32", (num_rows, *shape)) for name, shape in row_shapes(layout, optimizer).items()}
     return {**rows, CLOCK: ("int32", (num_rows,)), **tag_arrays(normalization, num_rows)}
+
+
+def row_bytes(layout: TableLayout, optimizer: RowOptimizer, normalization: StalenessNormalization | None) -> int:
+    """What a row takes in a store's files, with its state, clock and tags."""
+    return total_bytes(row_arrays(1, layout, optimizer, normalization))
 
 
 class RowFiles(EmbeddingStore):
@@ -52,7 +65,6 @@ class RowFiles(EmbeddingStore):
         self.row_shapes = row_shapes(self.layout, self.optimizer)
         self._states = tuple(name for name in self.row_shapes if name != "weight")
         self._tags = tuple(tag_arrays(self.normalization, 0))  # what rows have beside that, where they have versions
-        self._versions = row_versions(self.normalization, arrays)
         self._observed = StalenessHistogram()
 
     def _choose_kernels(self, rows: TableLayout) -> None:
@@ -64,64 +76,51 @@ class RowFiles(EmbeddingStore):
     def _state(self) -> dict[str, Tensor]:
         return {name: self.arrays[name] for name in self._states}
 
-    def _versioned(self) -> RowVersions:
-        if self._versions is None:
+    def _check_versioned(self) -> None:
+        if self.normalization is None:
             raise ValueError(f"{self.arrays.folder.name!r} has no versions: create it with normalization=...")
-        return self._versions
 
     @property
     def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
         return self._observed
 
-    @abstractmethod
-    def update(
-        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> Tensor | None:
-        """As :meth:`apply_gradients`; tells the staleness of versioned rows, as ``count_staleness`` has it."""
-
-    @abstractmethod
-    def update_rows(
-        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> Tensor | None:
-        """As :meth:`apply_row_gradients`; tells what :meth:`update` does."""
-
-    def apply_gradients(  # noqa: D102 - inherited
-        self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> None:
-        self._observe(self.update(sparse, grad_BFD, lr=lr, versions=versions))
-
-    def apply_row_gradients(  # noqa: D102 - inherited
-        self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
-    ) -> None:
-        self._observe(self.update_rows(rows_U, grads_UD, lr=lr, versions=versions))
-
-    def _observe(self, counts: Tensor | None) -> None:
-        if counts is not None:
-            self._observed.add(counts)
-
-    # --- Checks ------------------------------------------------------------------------------------------------------
+    # --- Updates -----------------------------------------------------------------------------------------------------
 
     def _train_bags(
         self, sparse: SparseFeatures, grad_BFD: Tensor, versions: Tensor | None, *, lr: float
     ) -> Tensor | None:
         """Train the rows that features name by their places; returns staleness and count of each, with versions."""
-        weight, state, step = self._begin_update()
-        if self._versions is None:
+        if self.normalization is None:
+            weight, state, step = self._begin_update()
             self._kernel.apply_gradients(weight, state, sparse, grad_BFD, lr=lr, step=step)
             return None
         touched, sums, oldest = self._summing.sum_gradients(sparse, grad_BFD, versions)
-        pulled = None if versions is None else torch.from_numpy(oldest)
-        return self._versions.update(self.optimizer, touched, sums, pulled, weight, state, lr=lr, step=step)
+        return self._train_places(touched, sums, None if versions is None else torch.from_numpy(oldest), lr=lr)
 
     def _train_places(
         self, places: NDArray[np.int64], grads_UD: NDArray[np.float32], versions: Tensor | None, *, lr: float
     ) -> Tensor | None:
-        """As :meth:`_train_bags`, of rows by their places, with the gradients of each."""
+        """As :meth:`_train_bags`, of distinct rows by their places, with the gradients of each.
+
+        Of versioned rows each gradient is multiplied by what its staleness leaves of it.
+        """
         weight, state, step = self._begin_update()
-        if self._versions is None:
+        if self.normalization is None:
             apply_update(self.optimizer, places, grads_UD, weight, state, lr=lr, step=step)
             return None
-        return self._versions.update(self.optimizer, places, grads_UD, versions, weight, state, lr=lr, step=step)
+        staleness, _ = advance(places, versions, self.arrays[VERSION])
+        touched, changes = torch.from_numpy(places), None
+        if self.normalization.uses_changes:
+            changes, before = self.arrays[CHANGE], weight[touched]
+        if self.normalization.rule != "identity":
+            factors = self.normalization.factor(staleness, None if changes is None else changes[touched])
+            grads_UD = grads_UD * factors.unsqueeze(1).numpy()
+        apply_update(self.optimizer, places, grads_UD, weight, state, lr=lr, step=step)
+        if changes is not None:
+            changes[touched] = (weight[touched] - before).square().mean(1).sqrt()
+        counts = count_staleness(staleness)
+        self._observed.add(counts)
+        return counts
 
     def _begin_update(self) -> tuple[Tensor, dict[str, Tensor], int]:
         return self.arrays["weight"], self._state, counters.add(self.arrays["counters"], STEP)
@@ -134,16 +133,22 @@ class RowFiles(EmbeddingStore):
         check_rows(rows_U, self.layout.num_rows)
         check_versions(self.normalization, versions, rows_U.numel())
 
-    def _check_name(self, name: str) -> None:
+    def _array_of(self, name: str) -> str:
+        """The array that is read for what rows have by this name."""
         names = ["weight", *self._states, *self._tags]
-        if name not in names:
+        if name not in (*names, DIGEST):
             raise ValueError(f"{self.arrays.folder} has {names}, got {name!r}.")
+        return "weight" if name == DIGEST else name
 
-    def _check_stretch(self, first_row: int, num_rows: int) -> None:
-        if first_row < 0 or num_rows < 0 or first_row + num_rows > self.layout.num_rows:
-            raise IndexError(
-                f"rows {first_row} to {first_row + num_rows} are not within the store's {self.layout.num_rows}."
-            )
+    def _check_values(self, name: str, rows: Rows, values: Tensor) -> None:
+        if self._array_of(name) != name:
+            raise ValueError(f"{name!r} of rows follows from them and cannot be written.")
+        size = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
+        check_values(name, values, (size, *self.row_shapes.get(name, ())), ROW_DTYPES.get(name, torch.float32))
+
+    def _check_stretch(self, rows: slice) -> None:
+        if not 0 <= rows.start <= rows.stop <= self.layout.num_rows:
+            raise IndexError(f"rows {rows.start} to {rows.stop} are not within the store's {self.layout.num_rows}.")
 
     # --- Life --------------------------------------------------------------------------------------------------------
 

@@ -20,15 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.compiled.loops import compile_loop
-from lightning_recsys.optim import RowOptimizer
-from lightning_recsys.optim.compiled import apply_update
 from lightning_recsys.stores.counters import atomic_add
-from lightning_recsys.stores.mapped_arrays import MappedArrays
+from lightning_recsys.stores.digests import DIGEST
 from lightning_recsys.sync import StalenessNormalization
 
 VERSION = "version"  # of each row, int64 [R]
 CHANGE = "change"  # root mean square of each row's last update, float32 [R]
-ROW_DTYPES = {VERSION: torch.int64}  # of what a row has; float32, unless it is here
+ROW_DTYPES = {VERSION: torch.int64, DIGEST: torch.int64}  # of what a row has; float32, unless it is here
 
 
 @compile_loop
@@ -59,68 +57,6 @@ def advance(rows: NDArray[np.int64], pulled: Tensor | None, versions: Tensor) ->
     before = np.full(len(rows), np.iinfo(np.int64).max) if pulled is None else pulled.contiguous().numpy()
     _advance(rows, before, versions.numpy(), after, staleness)
     return torch.from_numpy(staleness), torch.from_numpy(after)
-
-
-class RowVersions:
-    """The versions of a store's rows, and the updates that go by them.
-
-    Args:
-        normalization: How much of a stale gradient counts.
-        arrays: The store's files, with :func:`tag_arrays`.
-    """
-
-    def __init__(self, normalization: StalenessNormalization, arrays: MappedArrays) -> None:
-        self._normalization, self._arrays = normalization, arrays
-
-    def of(self, rows_U: Tensor) -> Tensor:
-        """The versions of rows, which may repeat: a copy.
-
-        To be read before the rows themselves: an update that begins between the two then counts as one that they lack,
-        which overstates their staleness by one. An update that is under way, which has moved the version and not yet
-        all of the rows, counts as one that they have: among processes that map a store, staleness is understated by the
-        updates that others were writing at that instant. A server ends one request before it begins the next, so its
-        versions are those of its rows.
-        """
-        return self._arrays[VERSION].index_select(0, rows_U)
-
-    def update(
-        self,
-        optimizer: RowOptimizer,
-        rows_U: NDArray[np.int64],
-        grads_UD: NDArray[np.float32],
-        pulled_U: Tensor | None,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        *,
-        lr: float,
-        step: int,
-    ) -> Tensor:
-        """Apply summed gradients to distinct rows, each multiplied by what its staleness leaves of it.
-
-        Args:
-            optimizer: The update rule.
-            rows_U: Numbers of the rows to update.
-            grads_UD: Summed gradients of these rows, float32 ``[U, D]``.
-            pulled_U: Their versions when they were looked up, int64; without them they were the latest ones.
-            weight: All rows, ``[R, D]``.
-            state: The optimizer state of all rows, by name.
-            lr: Step size of this update.
-            step: Updates that the store has seen, this one included.
-
-        Returns:
-            The staleness of the rows, as :func:`count_staleness` has it.
-        """
-        staleness, _ = advance(rows_U, pulled_U, self._arrays[VERSION])
-        touched, changes = torch.from_numpy(rows_U), None
-        if CHANGE in self._arrays:
-            changes, before = self._arrays[CHANGE], weight[touched]
-        if self._normalization.rule != "identity":
-            factors = self._normalization.factor(staleness, None if changes is None else changes[touched])
-            grads_UD = grads_UD * factors.unsqueeze(1).numpy()
-        apply_update(optimizer, rows_U, grads_UD, weight, state, lr=lr, step=step)
-        if changes is not None:
-            changes[touched] = (weight[touched] - before).square().mean(1).sqrt()
-        return count_staleness(staleness)
 
 
 def count_staleness(staleness: Tensor) -> Tensor:
@@ -186,11 +122,6 @@ def tag_arrays(normalization: StalenessNormalization | None, num_rows: int) -> d
         return {}
     change: dict[str, Any] = {CHANGE: ("float32", (num_rows,))} if normalization.uses_changes else {}
     return {VERSION: ("int64", (num_rows,)), **change}
-
-
-def row_versions(normalization: StalenessNormalization | None, arrays: MappedArrays) -> RowVersions | None:
-    """The versions of a store's rows, from its files; ``None`` where they have none."""
-    return None if normalization is None else RowVersions(normalization, arrays)
 
 
 def check_versions(normalization: StalenessNormalization | None, versions: Tensor | None, size: int) -> None:

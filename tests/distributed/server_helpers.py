@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import zmq
-from zmq.utils import garbage
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
@@ -73,11 +72,6 @@ def running(folder: Path, *, kind: type[Server] = Server, **options) -> Iterator
         server.stop()
         thread.join()
         server.close()
-
-
-def stop_collector() -> None:
-    """End the thread with which pyzmq frees what was sent without a copy; it starts again when it is needed."""
-    garbage.gc.stop()
 
 
 def request_frames(

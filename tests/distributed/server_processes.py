@@ -89,8 +89,12 @@ def run_server_that_dies(folder: Path, bind: str | None, ready: Pipe, where: str
     trap = Trap(where, at_push)
     Journal._record = partialmethod(trap_call, trap.record, Journal._record)
     Journal._mark = partialmethod(trap_call, trap.mark, Journal._mark)
-    MappedEmbeddingStore.update_rows = partialmethod(trap_call, trap.train, MappedEmbeddingStore.update_rows)
-    HashEmbeddingStore.update_rows = partialmethod(trap_call, trap.train, HashEmbeddingStore.update_rows)
+    MappedEmbeddingStore.apply_row_gradients = partialmethod(
+        trap_call, trap.train, MappedEmbeddingStore.apply_row_gradients
+    )
+    HashEmbeddingStore.apply_row_gradients = partialmethod(
+        trap_call, trap.train, HashEmbeddingStore.apply_row_gradients
+    )
     KeyIndex.publish = partialmethod(trap_call, trap.publish, KeyIndex.publish)
     MappedEmbeddingStore.push_updates = partialmethod(trap_call, trap.push, MappedEmbeddingStore.push_updates)
     MappedDenseStore.elastic_average = partialmethod(trap_call, trap.average, MappedDenseStore.elastic_average)

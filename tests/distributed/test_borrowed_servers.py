@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from served_strategy import Model, ServedStrategy, make_trainer
-from server_helpers import running, stop_collector
+from server_helpers import running
 from two_hosts import two_hosts
 
 from lightning_recsys.errors import RequestRefusedError, ServerInUseError, StoreReplacedError
@@ -29,12 +29,6 @@ pytestmark = [
 ]
 
 STEPS = 4  # of each of two ranks
-
-
-@pytest.fixture(autouse=True)
-def _collector_stops():
-    yield
-    stop_collector()
 
 
 class Mixed(ServedStrategy):

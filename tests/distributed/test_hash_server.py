@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from server_helpers import running, stop_collector
+from server_helpers import running
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures, Ticket
 from lightning_recsys.embeddings.kernels import TableLayout
@@ -12,6 +12,7 @@ from lightning_recsys.parameter_server import connect
 from lightning_recsys.placement import PlacementPlan, TablePart, rows_in_stripe
 from lightning_recsys.row_cache import CachedBackend
 from lightning_recsys.stores import DynamicRows, MappedStores, StoreBackend
+from lightning_recsys.stores.digests import DIGEST
 from lightning_recsys.stores.exchange import RowExchange
 
 LAYOUT = TableLayout(
@@ -36,12 +37,6 @@ def local(tmp_path):
     stores = MappedStores(tmp_path / "local")
     yield stores
     stores.close()
-
-
-@pytest.fixture(autouse=True)
-def _collector_stops():
-    yield
-    stop_collector()
 
 
 def batch(size=6, rows=300):
@@ -69,7 +64,7 @@ def test_served_rows_when_trained_then_they_equal_those_of_a_store_in_the_proces
     assert served.num_live == own.num_live == len(rows)
     for name in ("weight", "exp_avg", "exp_avg_sq"):
         assert torch.equal(served.read_rows(name, rows), own.read_rows(name, rows))
-    assert torch.equal(served.row_digests(rows), own.row_digests(rows))
+    assert torch.equal(served.read_rows(DIGEST, rows), own.read_rows(DIGEST, rows))
     assert served.seed == own.seed == 3
     assert remote.status()["live_rows"] == len(rows)
     again = connect(server.endpoint, transport=transport)
@@ -174,8 +169,8 @@ def test_requests_when_they_are_wrong_then_refused_and_nothing_is_changed(server
     store = remote.create_embedding_store("t", LAYOUT, RowSGD(0.1), seed=0, dynamic=DynamicRows())
     remote.create_embedding_store("all", TableLayout(LAYOUT.tables[1:]), RowSGD(0.1), seed=0)
     refused = [
-        ("read_rows", {"array": "sum"}, [torch.tensor([1])], "has \\['weight'\\], got 'sum'"),
-        ("read_rows", {"array": "weight"}, [torch.tensor([-1])], "rows must be in"),
+        ("read", {"array": "sum"}, [torch.tensor([1])], "has \\['weight'\\], got 'sum'"),
+        ("read", {"array": "weight"}, [torch.tensor([-1])], "rows must be in"),
         ("live_rows", {"first_slot": -1, "num_slots": 1}, [], "slots from 0 on"),
         ("live_rows", {"first_slot": 0, "num_slots": 2**40}, [], "slots from 0 on"),
         ("size", {"more": 1}, [], "takes the arguments"),
@@ -185,9 +180,9 @@ def test_requests_when_they_are_wrong_then_refused_and_nothing_is_changed(server
             remote.connection.request(operation, store="t", arguments=arguments, arrays=arrays)
     pushed = [
         ("insert", {}, [torch.tensor([2**50])], "rows must be in"),
-        ("write_rows", {"array": "weight"}, [torch.tensor([1])], "takes rows and one array of values"),
-        ("write_rows", {"array": "weight"}, [torch.tensor([1]), torch.ones(2, 8)], "takes values of shape"),
-        ("write_rows", {"array": "weight"}, [torch.tensor([1]), torch.ones(1, 8).double()], "takes values of"),
+        ("write", {"array": "weight"}, [torch.tensor([1])], "takes one array of values"),
+        ("write", {"array": "weight"}, [torch.tensor([1]), torch.ones(2, 8)], r"shape \[1, 8\], got .* \[2, 8\]"),
+        ("write", {"array": "weight"}, [torch.tensor([1]), torch.ones(1, 8).double()], "takes torch.float32"),
         ("clear", {}, [torch.tensor([1])], "takes 0 arrays"),
     ]
     for operation, arguments, arrays, message in pushed:

@@ -5,7 +5,7 @@ import torch
 from des_runs import free_port
 from forked import run_processes
 from in_step_runs import CACHEABLE, RULES, UPDATES, train_in_step
-from server_helpers import running, stop_collector
+from server_helpers import running
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
@@ -20,7 +20,6 @@ def trained(tmp_path_factory):
     with running(stores[0]) as first, running(stores[1]) as second:
         ports = {world: free_port() for world in (1, 2, 3)}
         run_processes(train_in_step, ports, [first.endpoint, second.endpoint], str(folder), nprocs=3)
-    stop_collector()
     return {(w, r): torch.load(folder / f"{w}-{r}.pt", weights_only=True) for w in ports for r in range(w)}
 
 

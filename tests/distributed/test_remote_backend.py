@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from server_helpers import running, stop_collector
+from server_helpers import running
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.substitution import substitute_embeddings
@@ -32,7 +32,6 @@ def servers(tmp_path):
         yield opened
         for stores in opened:
             stores.close()
-    stop_collector()
 
 
 def batch(kind: str, size: int = 16) -> SparseFeatures:

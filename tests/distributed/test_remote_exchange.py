@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from server_helpers import CLIENT, LAYOUT, ForgetfulServer, ask, digest, running, stop_collector
+from server_helpers import CLIENT, LAYOUT, ForgetfulServer, ask, digest, running
 
 from lightning_recsys.errors import RequestRefusedError
 from lightning_recsys.optim import RowAdagrad, RowSGD, RowWiseAdagrad
@@ -19,12 +19,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 NUM_ROWS, DIM = 9, 4
 SHAPES = {"RowSGD": {"weight": (DIM,)}, "RowWiseAdagrad": {"weight": (DIM,), "sum": ()}}
-
-
-@pytest.fixture(autouse=True)
-def _collector_stops():
-    yield
-    stop_collector()
 
 
 def make_users(stores, rule=None):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import zmq
 from forked import run_processes
-from server_helpers import LAYOUT, ForgetfulServer, request_frames, running, stop_collector
+from server_helpers import LAYOUT, ForgetfulServer, request_frames, running
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
@@ -29,7 +29,7 @@ from lightning_recsys.parameter_server.remote import RemoteStores
 from lightning_recsys.parameter_server.server import Server, check_bind
 from lightning_recsys.parameter_server.wire import VERSION, Limits
 from lightning_recsys.stores import MappedStores
-from lightning_recsys.stores.digests import digest_rows
+from lightning_recsys.stores.digests import DIGEST, digest_rows
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
@@ -38,12 +38,6 @@ KEYS = ("x", "y", "z")
 SINGLE = SparseFeatures(KEYS, torch.tensor([0, 5, 1, 4, 2, 0]))
 BAGS = SparseFeatures(KEYS, SINGLE.values, lengths=torch.tensor([2, 0, 1, 1, 0, 2]))
 WEIGHTED = SparseFeatures(KEYS, SINGLE.values, weights=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
-
-
-@pytest.fixture(autouse=True)
-def _collector_stops():
-    yield
-    stop_collector()
 
 
 @pytest.fixture
@@ -132,7 +126,11 @@ def test_rows_when_read_and_written_in_chunks_then_come_back(stores, monkeypatch
     assert torch.equal(after[1:8], values)
     assert torch.equal(after[[0, 8]], before[[0, 8]])
     assert users.read("weight", 4, 0).shape == (0, 4)
-    assert torch.equal(users.digests(2, 7), digest_rows(after[2:9]))
+    assert torch.equal(users.read(DIGEST, 2, 7), digest_rows(after[2:9]))
+    some = torch.tensor([8, 1, 3, 0, 7])
+    users.write_rows("weight", some, torch.ones(5, 4))
+    assert torch.equal(users.read_rows("weight", some), torch.ones(5, 4))
+    assert users.read("weight", 0, 9).eq(1).all(1).nonzero().flatten().tolist() == [0, 1, 3, 7, 8]
     users.step = 41
     assert users.step == 41
 
@@ -348,8 +346,10 @@ def test_push_when_cancelled_while_the_server_stands_still_then_ends_soon(tmp_pa
         stores.create_dense_store("center", torch.zeros(16 << 20))
         monkeypatch.setattr(Server, "_serve_one", lambda self: go_on.wait())
         threading.Timer(0.3, cancelled.set).start()
-        stores.connection.push("assign", store="center", arrays=[torch.ones(16 << 20)])
-        with pytest.raises(ServerUnreachableError, match="did not answer 'assign' in 1 attempts"):
+        stores.connection.push(
+            "write_dense", store="center", arguments={"array": "values"}, arrays=[torch.ones(16 << 20)]
+        )
+        with pytest.raises(ServerUnreachableError, match="did not answer 'write_dense' in 1 attempts"):
             stores.connection.flush()
         with pytest.raises(ServerUnreachableError, match="1 push was never acknowledged"):
             stores.close()
@@ -598,7 +598,7 @@ def test_connect_when_given_no_endpoint_then_says_what_one_is(endpoint):
 def test_connect_when_an_option_is_wrong_then_says_which(server):
     with pytest.raises(ValueError, match=r"transport must be one of \['auto', 'tcp'\], got 'no'"):
         connect(server.endpoint, transport="no")
-    with pytest.raises(ValueError, match="timeout and window_bytes must be above 0, window from 1 to 64"):
+    with pytest.raises(ValueError, match="timeout must be above 0, window from 1 to 64"):
         Connection(server.endpoint, timeout=0)
 
 

@@ -143,14 +143,14 @@ def test_pooled_lookup_when_asked_over_the_wire_then_equals_the_store_s_own(hand
 def test_pooled_gradients_when_taken_back_then_every_row_is_as_before(handler, tmp_path):
     before = digest(tmp_path)
     served = handler.stores.embedding(type("R", (), {"store": "users", "operation": "", "arguments": {}}))
-    apply = served.store.update
+    apply = served.store.apply_gradients
 
     def apply_and_fail(*args, **kwargs):
         apply(*args, **kwargs)
         assert digest(tmp_path) != before
         raise MemoryError("in the middle")
 
-    served.store.update = apply_and_fail
+    served.store.apply_gradients = apply_and_fail
     reply = sparse("apply_gradients", handler, IDS, GRADS, sequence=1, lr=1.0)
     assert (reply.status, reply.value) == ("failed", "MemoryError: in the middle")
     assert digest(tmp_path) == before
@@ -203,9 +203,26 @@ OFFSETS = torch.tensor([0, 1, 2, 3, 4, 5, 6])
         ("read", (), {"array": "counters", "first_row": 0, "num_rows": 1}, "refused", "got 'counters'"),
         ("set_step", (), {"step": 3}, "refused", "needs a sequence number"),
         ("set_step", (), {"step": -3, "sequence": 1}, "refused", "step must be in"),
-        ("write", (torch.ones(2, 4),), {"array": "weight", "first_row": 8, "sequence": 1}, "refused", "not within"),
-        ("write", (torch.ones(2, 3),), {"array": "weight", "first_row": 0, "sequence": 1}, "refused", "of shape"),
-        ("write", (), {"array": "weight", "first_row": 0, "sequence": 1}, "refused", "write takes one array"),
+        (
+            "write",
+            (torch.ones(2, 4),),
+            {"array": "weight", "first_row": 8, "num_rows": 2, "sequence": 1},
+            "refused",
+            "not within",
+        ),
+        (
+            "write",
+            (torch.ones(2, 3),),
+            {"array": "weight", "first_row": 0, "num_rows": 2, "sequence": 1},
+            "refused",
+            "of shape",
+        ),
+        ("write", (), {"array": "weight", "first_row": 0, "num_rows": 1, "sequence": 1}, "refused", "write takes one"),
+        ("write", (torch.ones(2, 4),), {"array": "weight", "sequence": 1}, "refused", "rows must be torch.int64"),
+        ("write", (ONE_ROW[0] + 9, ONE_ROW[1]), {"array": "weight", "sequence": 1}, "refused", "rows must be in"),
+        ("write", (ONE_ROW[0], torch.ones(1).long()), {"array": "digest", "sequence": 1}, "refused", "cannot be writ"),
+        ("read", (torch.tensor([9]),), {"array": "weight"}, "refused", "rows must be in"),
+        ("read", (torch.tensor([1]),) * 2, {"array": "weight"}, "refused", "at most 1 array, got 2"),
         ("apply_row_gradients", ONE_ROW, {"lr": float("nan"), "sequence": 1}, "refused", "finite"),
         ("apply_row_gradients", ONE_ROW, {"lr": float("inf"), "sequence": 1}, "refused", "finite"),
         ("apply_row_gradients", ONE_ROW, {"lr": -1.0, "sequence": 1}, "refused", "at least 0"),
@@ -224,7 +241,20 @@ OFFSETS = torch.tensor([0, 1, 2, 3, 4, 5, 6])
             "refused",
             r"float32 array of shape \[2, 3, 4\]",
         ),
-        ("assign", (torch.ones(4),), {"store": "center", "sequence": 1}, "refused", "has 3 elements, got 4"),
+        (
+            "write_dense",
+            (torch.ones(4),),
+            {"store": "center", "array": "values", "sequence": 1},
+            "refused",
+            r"of shape \[3\], got torch.float32 of shape \[4\]",
+        ),
+        (
+            "elastic_average",
+            (torch.ones(4),),
+            {"store": "center", "alpha": 0.5, "sequence": 1},
+            "refused",
+            "has 3 elements, got 4",
+        ),
         (
             "elastic_average",
             (torch.ones(3),),

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from served_strategy import Ratings, make_trainer
-from server_helpers import stop_collector
 
 from lightning_recsys.errors import ServerUnreachableError
 from lightning_recsys.launchers.processes import fork_server_context
@@ -24,12 +23,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
 READY = r"lightning-recsys-server ready: (tcp://\S+:\d+|ipc:///\S+)\n"
 COMMAND = (sys.executable, "-m", cli.__name__)
-
-
-@pytest.fixture(autouse=True)
-def _collector_stops():
-    yield
-    stop_collector()
 
 
 @contextmanager

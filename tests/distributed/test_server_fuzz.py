@@ -12,7 +12,7 @@ import torch
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_helpers import CLIENT, LAYOUT, ask, digest, raw_dealer, request_frames, running, stop_collector
+from server_helpers import CLIENT, LAYOUT, ask, digest, raw_dealer, request_frames, running
 
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
@@ -41,6 +41,7 @@ RIGHT = [
     request_frames("pooled_lookup", IDS, store="users", bags=False, weighted=False),
     request_frames("pooled_lookup", IDS, OFFSETS, torch.ones(6), store="users", bags=True, weighted=True),
     request_frames("read", store="users", array="weight", first_row=1, num_rows=3),
+    request_frames("read", torch.tensor([0, 8]), store="users", array="digest"),
     request_frames("pull", store="center"),
     request_frames("exchange", ROWS, CLOCKS, store="users", **EXCHANGE | {"pushes": 0, "steps": 0}),
     *(
@@ -58,9 +59,10 @@ RIGHT = [
                 (ROWS, CLOCKS, torch.ones(1, 4)),
                 {"store": "users", **EXCHANGE, "clock": "sum", "staleness": None},
             ),
-            ("write", (torch.ones(2, 4),), {"store": "users", "array": "weight", "first_row": 0}),
+            ("write", (torch.ones(2, 4),), {"store": "users", "array": "weight", "first_row": 0, "num_rows": 2}),
+            ("write", (torch.tensor([3]), torch.ones(1, 4)), {"store": "users", "array": "weight"}),
             ("set_step", (), {"store": "users", "step": 9}),
-            ("assign", (torch.ones(3),), {"store": "center"}),
+            ("write_dense", (torch.ones(3),), {"store": "center", "array": "values"}),
             ("elastic_average", (torch.ones(3),), {"store": "center", "alpha": 0.5}),
             ("push_gradient", (torch.ones(3),), {"store": "center", "lr": 1.0}),
             ("create_dense_store", (torch.ones(3),), {"store": "new", "optimizer": None}),
@@ -93,7 +95,8 @@ WRONG_PUSHES = [
             )
             for off, pushes in ((6, 1), (-6, 1), (0, 2))
         ),
-        ("write", (torch.ones(2, 4),), {"store": "users", "array": "weight", "first_row": 8}),
+        ("write", (torch.ones(2, 4),), {"store": "users", "array": "weight", "first_row": 8, "num_rows": 2}),
+        ("write", (torch.tensor([9]), torch.ones(1, 4)), {"store": "users", "array": "weight"}),
         ("elastic_average", (torch.ones(3),), {"store": "center", "alpha": float("nan")}),
         ("create_embedding_store", (), {"store": "new", "tables": TABLES, "optimizer": {"rule": "x"}, "seed": 0}),
         ("remove", (), {"store": "nobody"}),
@@ -216,13 +219,6 @@ def test_handler_when_given_thousands_of_wrong_requests_then_answers_all_and_cha
     handler.close()
 
 
-@pytest.fixture
-def _collector_stops():
-    yield
-    stop_collector()
-
-
-@pytest.mark.usefixtures("_collector_stops")
 def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on(tmp_path):
     with running(tmp_path, limits=LIMITS) as server, zmq.Context() as context:
         server.handler.stores.mapped.create_embedding_store("users", LAYOUT, RowSGD(), seed=0)
@@ -251,7 +247,6 @@ def test_server_when_given_wrong_messages_over_a_socket_then_answers_and_goes_on
         stores.close()
 
 
-@pytest.mark.usefixtures("_collector_stops")
 def test_server_when_given_what_is_no_message_then_cuts_that_connection_and_goes_on(tmp_path):
     with running(tmp_path, limits=LIMITS) as server, zmq.Context() as context:
         server.handler.stores.mapped.create_embedding_store("users", LAYOUT, RowSGD(), seed=0)

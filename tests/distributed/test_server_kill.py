@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from server_helpers import stop_collector
 from server_processes import DIM, ROWS, TOUCHED, push_ones, run_server, run_server_that_dies
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
@@ -24,12 +23,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 
 LAYOUT = TableLayout((EmbeddingBagConfig("t", ROWS, DIM, ("x", "y"), init_std=0.0),))
 KILLS = 6
-
-
-@pytest.fixture(autouse=True)
-def _collector_stops():
-    yield
-    stop_collector()
 
 
 class Processes:

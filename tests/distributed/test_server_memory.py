@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 import torch
 import zmq
-from server_helpers import CLIENT, LAYOUT, OpenServer, raw_dealer, request_frames, running, stop_collector
+from server_helpers import CLIENT, LAYOUT, OpenServer, raw_dealer, request_frames, running
 
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
@@ -19,12 +19,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 LIMITS = Limits(message_bytes=1 << 20)
 SIZE = 200_000  # floats of a vector: 800 kB, of which two answers are over the limit
-
-
-@pytest.fixture(autouse=True)
-def _collector_stops():
-    yield
-    stop_collector()
 
 
 class Zmtp:

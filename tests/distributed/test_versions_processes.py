@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_processes
-from server_helpers import LAYOUT, ask, running, stop_collector
+from server_helpers import LAYOUT, ask, running
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.optim import RowSGD
 from lightning_recsys.parameter_server import connect
 from lightning_recsys.parameter_server.handler import RequestHandler
-from lightning_recsys.stores import DynamicRows, MappedStores, versions
+from lightning_recsys.stores import DynamicRows, MappedStores, row_files
 from lightning_recsys.stores.versions import VERSION
 from lightning_recsys.sync import StalenessNormalization
 
@@ -24,12 +24,6 @@ ROWS = [0, 1, 4, 5, 6, 8]
 GRADIENT = torch.full((2, 3, 4), -1.0)
 IDENTITY, LINEAR = StalenessNormalization("identity"), StalenessNormalization("linear")
 DENSE = {"optimizer": RowSGD(1.0), "normalization": IDENTITY, "parts": (100, 28)}
-
-
-@pytest.fixture(autouse=True)
-def _collector_stops():
-    yield
-    stop_collector()
 
 
 def push_to_shared_rows(rank: int, endpoint: str, folder: str) -> None:
@@ -137,7 +131,7 @@ def test_push_when_it_is_cut_short_then_the_versions_are_taken_back_with_the_row
         raise OSError("in the midst of it")
 
     with monkeypatch.context() as broken:
-        broken.setattr(versions, "apply_update", fail)
+        broken.setattr(row_files, "apply_update", fail)
         assert ask(handler, "apply_row_gradients", *arrays, sequence=1, **fields).status == "failed"
     assert store.read(VERSION, 0, 9).tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 0]
     assert torch.equal(store.read("weight", 0, 9), before)

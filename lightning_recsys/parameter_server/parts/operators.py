@@ -97,11 +97,6 @@ class OperatorCounts:
             self.staleness_sum += staleness
             self.staleness_max = max(self.staleness_max, staleness)
 
-    @property
-    def staleness_mean(self) -> float:
-        """Of all backward passes."""
-        return self.staleness_sum / max(self.backwards, 1)
-
 
 class _Probe(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -159,7 +154,7 @@ class OperatorRequests:
             "backwards": counts.backwards,
             "tokens": sum(token.graph is not None for token in self._tokens.values()),
             "expired": counts.expired,
-            "staleness_mean": round(counts.staleness_mean, 3),
+            "staleness_mean": round(counts.staleness_sum / max(counts.backwards, 1), 3),
             "staleness_max": counts.staleness_max,
             "processor_seconds": time.process_time(),
         }

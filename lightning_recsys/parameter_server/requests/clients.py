@@ -8,7 +8,7 @@ from lightning_recsys.parameter_server.lease import Lease
 from lightning_recsys.parameter_server.requests.checks import take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.wire import Request
-from lightning_recsys.stores.locality import Place
+from lightning_recsys.stores.locality import place_of
 
 MAX_RUN, MAX_HOLDER = 64, 200  # characters
 
@@ -34,7 +34,7 @@ LEASE_SECONDS`.
         self.peer: Peer | None = None
         self.lease = Lease(journal.folder)
         self._journal = journal
-        self._place = Place.of(journal.folder)  # by which clients find out whether they may map the files
+        self._place = place_of(journal.folder)  # by which clients find out whether they may map the files
         self._peers: dict[int, Peer] = {}  # by the slot of its client, the connection that it was last heard over
         self.operations = Operations(
             reads={
@@ -80,7 +80,7 @@ LEASE_SECONDS`.
             raise ValueError("a connection is one client's; make another one")
         self.meet(self._journal.register(request.client, self._peers))
         folder, nonce = str(self._journal.folder), self._journal.nonce
-        return {"folder": folder, "place": self._place.to_plain(), "nonce": nonce}
+        return {"folder": folder, "place": self._place, "nonce": nonce}
 
     def _goodbye(self, request: Request) -> object:
         take_plain(request)

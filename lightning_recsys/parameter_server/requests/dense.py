@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
-from lightning_recsys.parameter_server.requests.served import ServedDense
 from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.checks import check_rate
+from lightning_recsys.stores.interfaces import VALUES
 
 MAX_STEP = 1 << 62  # leaves room to count on
 
@@ -33,7 +33,6 @@ class DenseRequests:
         self.operations = Operations(
             reads={"pull": self._pull, "read_dense": self._read},
             pushes={
-                "assign": self._assign,
                 "write_dense": self._write,
                 "elastic_average": self._elastic_average,
                 "push_gradient": self._push_gradient,
@@ -42,11 +41,9 @@ class DenseRequests:
         )
 
     def _pull(self, request: Request) -> object:
-        (versioned,) = take_plain(request, {"versioned": False}, versioned=bool)
+        take_plain(request)
         served = self._stores.dense(request)
         self._stores.check_reply(served.store.size + 2 * len(served.store.parts) + 2)
-        if not versioned:
-            return served.store.pull()
         values, versions, step = served.store.begin_versioned_pull()()
         return values, versions, torch.tensor([step])
 
@@ -63,14 +60,12 @@ class DenseRequests:
         # No undo: the same values, written a second time, leave what the first time left.
         return Push(partial(self._stores.dense(request).store.write, name, request.arrays[0]))
 
-    def _assign(self, request: Request) -> Push:
-        take_arguments(request)
-        served, values = self._store_and_vector(request)
-        return Push(partial(served.store.assign, values))
-
     def _elastic_average(self, request: Request) -> Push:
         (alpha,) = take_arguments(request, alpha=float)
-        served, local = self._store_and_vector(request)
+        (local,) = take_arrays(request, ("replica", torch.float32, 1))
+        served = self._stores.dense(request)
+        if local.numel() != served.store.size:
+            raise ValueError(f"{request.store!r} has {served.store.size} elements, got {local.numel()}")
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha must be in [0, 1], got {alpha}")
 
@@ -78,7 +73,7 @@ class DenseRequests:
             # The answer takes the place of the vector that came: the store's own moves on while a reply is sent.
             return local.copy_(served.store.elastic_average(local, alpha=alpha))
 
-        return Push(apply, served.undo("values"))
+        return Push(apply, served.undo(VALUES))
 
     def _push_gradient(self, request: Request) -> Push:
         kinds: dict[str, Any] = {"lr": float, "versioned": bool, "masked": bool, "step": int}
@@ -94,12 +89,5 @@ class DenseRequests:
         check_rate(lr)
         if not 0 <= step < MAX_STEP:
             raise ValueError(f"step must be from 0 to {MAX_STEP - 1}, got {step}")
-        apply = partial(store.update, gradient, lr=lr, versions=versions, trained=trained, step=step)
+        apply = partial(store.push_gradient, gradient, lr=lr, versions=versions, trained=trained, step=step)
         return Push(apply, served.undo(*store.written))
-
-    def _store_and_vector(self, request: Request) -> tuple[ServedDense, Tensor]:
-        (vector,) = take_arrays(request, ("values", torch.float32, 1))
-        served = self._stores.dense(request)
-        if vector.numel() != served.store.size:
-            raise ValueError(f"{request.store!r} has {served.store.size} elements, got {vector.numel()}")
-        return served, vector

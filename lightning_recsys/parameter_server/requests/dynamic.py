@@ -1,4 +1,4 @@
-"""Requests to embedding stores whose rows come and go: which there are, their values by id, and making them."""
+"""Requests to embedding stores whose rows come and go: which there are, and making and forgetting them."""
 
 # Shape suffix: U distinct rows of a request.
 
@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_plain
+from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations, Push
 from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.wire import Request
@@ -27,14 +27,8 @@ class DynamicRequests:
     def __init__(self, stores: OpenStores) -> None:
         self._stores = stores
         self.operations = Operations(
-            reads={
-                "size": self._size,
-                "live_rows": self._live_rows,
-                "read_rows": self._read_rows,
-                "row_digests": self._row_digests,
-            },
-            # None has an undo: a row that is there is not made again, and values are written a second time as they are.
-            pushes={"insert": self._insert, "write_rows": self._write_rows, "clear": self._clear},
+            reads={"size": self._size, "live_rows": self._live_rows},
+            pushes={"insert": self._insert, "clear": self._clear},  # without an undo: once more changes nothing
         )
 
     def _size(self, request: Request) -> object:
@@ -49,37 +43,12 @@ class DynamicRequests:
             raise ValueError(f"a request names at most {most} slots from 0 on, got {count} from {first}")
         return served.store.rows_in_slots(first, count)
 
-    def _read_rows(self, request: Request) -> object:
-        served = self._stores.dynamic(request)
-        (name,) = take_arguments(request, array=str)
-        (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
-        self._stores.check_rows(served, rows_U)
-        self._stores.check_reply(rows_U.numel() * served.dim)
-        return served.store.read_rows(name, rows_U)
-
-    def _row_digests(self, request: Request) -> object:
-        served = self._stores.dynamic(request)
-        take_arguments(request)
-        (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
-        self._stores.check_rows(served, rows_U)
-        self._stores.check_reply(rows_U.numel() * served.dim)
-        return served.store.row_digests(rows_U)
-
     def _insert(self, request: Request) -> Push:
         served = self._stores.dynamic(request)
         take_arguments(request)
         (rows_U,) = take_arrays(request, ("rows", torch.int64, 1))
         self._stores.check_rows(served, rows_U)
         return Push(partial(served.store.insert, rows_U))
-
-    def _write_rows(self, request: Request) -> Push:
-        served = self._stores.dynamic(request)
-        (name,) = take_arguments(request, array=str)
-        if len(request.arrays) != 2:
-            raise ValueError("write_rows takes rows and one array of values")
-        rows_U = take_array(request.arrays[:1], "rows", torch.int64, 1)
-        self._stores.check_rows(served, rows_U)
-        return Push(partial(served.store.write_rows, name, rows_U, request.arrays[1]))
 
     def _clear(self, request: Request) -> Push:
         served = self._stores.dynamic(request)

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.wire import Request
-from lightning_recsys.sync.leases import ShardLeases
+from lightning_recsys.sync.leases import IN_FLIGHT, ShardLeases
 from lightning_recsys.sync.membership import Membership, Met
 
 MEETINGS = ".meetings-"  # a beginning that no store's name can have; then the run's id
@@ -138,15 +138,17 @@ class MeetingRequests:
         next one while another may have something to train.
         """
         kinds: dict[str, Any] = {"rank": int, "number": int, "shard": int, "lease": int, "latest": int, "pauses": bool}
-        run, size, rank, number, shard, lease, latest, pauses = take_plain(
-            request, {"pauses": False}, run=str, size=int, **kinds
+        optional = {"pauses": False, "in_flight": IN_FLIGHT}
+        run, size, rank, number, shard, lease, latest, pauses, in_flight = take_plain(
+            request, optional, run=str, size=int, **kinds, in_flight=int
         )
         known = self._run(run, size)
         _check_rank(rank, size)
         # The counts of the pass before go on, and its dead stay dead: their shares are the others' from the start.
         if known.leases is None or number > known.number:
             before = 0 if known.leases is None else known.leases.dealt_again
-            known.number, known.leases = number, ShardLeases(size, shard_size=shard, lease_size=lease)
+            leases = ShardLeases(size, shard_size=shard, lease_size=lease, in_flight=in_flight)
+            known.number, known.leases = number, leases
             known.leases.dealt_again = before
             for lost in known.membership.lost:
                 known.leases.lose(lost)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lightning_recsys.parameter_server.requests.served import ServedEmbedding
 from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.checks import check_rate
+from lightning_recsys.stores.interfaces import Rows
 from lightning_recsys.stores.versions import check_versions
 
 _UNCOMPRESSED = {"compression": "none"}
@@ -36,12 +38,7 @@ class RowRequests:
     def __init__(self, stores: OpenStores) -> None:
         self._stores = stores
         self.operations = Operations(
-            reads={
-                "lookup": self._lookup,
-                "pooled_lookup": self._pooled_lookup,
-                "read": self._read,
-                "digests": self._digests,
-            },
+            reads={"lookup": self._lookup, "pooled_lookup": self._pooled_lookup, "read": self._read},
             pushes={
                 "apply_gradients": self._apply_gradients,
                 "apply_row_gradients": self._apply_row_gradients,
@@ -83,8 +80,8 @@ class RowRequests:
         versions = self._versions(served, rest, sparse.values.numel()) if versioned else None
         grad_BFD = _gradients(rest, (sparse.batch_size, len(sparse.keys), served.dim), compression)
         check_rate(lr)
-        apply = partial(served.store.update, sparse, grad_BFD, lr=lr, versions=versions)
-        return Push(apply, served.undo(served.touched_rows(sparse)))
+        apply = partial(served.store.apply_gradients, sparse, grad_BFD, lr=lr, versions=versions)
+        return Push(apply, served.undo(served.store.layout.rows_of(sparse)))
 
     def _apply_row_gradients(self, request: Request) -> Push:
         served = self._stores.embedding(request)
@@ -96,7 +93,7 @@ class RowRequests:
         self._stores.check_rows(served, rows_U)
         grads_UD = _gradients(arrays, (rows_U.numel(), served.dim), compression)
         check_rate(lr)
-        apply = partial(served.store.update_rows, rows_U, grads_UD, lr=lr, versions=versions)
+        apply = partial(served.store.apply_row_gradients, rows_U, grads_UD, lr=lr, versions=versions)
         return Push(apply, served.undo(rows_U))
 
     def _versions(self, served: ServedEmbedding, arrays: list[Tensor], size: int) -> Tensor:
@@ -106,23 +103,31 @@ class RowRequests:
 
     def _read(self, request: Request) -> object:
         served = self._stores.embedding(request)
-        name, first_row, num_rows = take_plain(request, array=str, first_row=int, num_rows=int)
-        self._stores.check_reply(num_rows * served.dim)
-        return served.store.read(name, first_row, num_rows)
-
-    def _digests(self, request: Request) -> object:
-        served = self._stores.embedding(request)
-        first_row, num_rows = take_plain(request, first_row=int, num_rows=int)
-        self._stores.check_reply(num_rows * max(served.dim, 2))
-        return served.store.digests(first_row, num_rows)
+        name, rows, rest = self._named_rows(request, served)
+        if rest:
+            raise ValueError(f"read takes at most 1 array, got {len(request.arrays)}")
+        size = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
+        self._stores.check_reply(size * max(served.dim, 2))
+        return served.store.read_rows(name, rows)
 
     def _write(self, request: Request) -> Push:
         served = self._stores.embedding(request)
-        name, first_row = take_arguments(request, array=str, first_row=int)
-        if len(request.arrays) != 1:
+        name, rows, rest = self._named_rows(request, served)
+        if len(rest) != 1:
             raise ValueError("write takes one array of values")
         # No undo, here and for the step: the same values, written a second time, leave what the first time left.
-        return Push(partial(served.store.write, name, first_row, request.arrays[0]))
+        return Push(partial(served.store.write_rows, name, rows, rest[0]))
+
+    def _named_rows(self, request: Request, served: ServedEmbedding) -> tuple[str, Rows, list[Tensor]]:
+        """The name of what is read or written, of which rows, and the arrays behind these."""
+        kinds: dict[str, Any] = {"array": str, "first_row": int, "num_rows": (int, type(None))}
+        name, first, size = take_arguments(request, {"first_row": 0, "num_rows": None}, **kinds)
+        arrays = list(request.arrays)
+        if size is not None:
+            return name, slice(first, first + size), arrays
+        rows_U = take_array(arrays, "rows", torch.int64, 1)
+        self._stores.check_rows(served, rows_U)
+        return name, rows_U, arrays
 
     def _set_step(self, request: Request) -> Push:
         served = self._stores.embedding(request)

@@ -14,14 +14,14 @@ from lightning_recsys.parameter_server.requests.operations import Operations, Pu
 from lightning_recsys.parameter_server.requests.served import ServedDense, ServedDynamic, ServedEmbedding, open_served
 from lightning_recsys.parameter_server.wire import Limits, Request
 from lightning_recsys.stores.checks import check_rows
-from lightning_recsys.stores.dynamic.rows import DynamicRows, dynamic_from_plain
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.mapped import MappedStores, check_same
 from lightning_recsys.stores.mapped_arrays import META, check_name
-from lightning_recsys.stores.plain import layout_from_plain, normalization_from_plain, optimizer_from_plain
+from lightning_recsys.stores.plain import layout_from_plain, optimizer_from_plain, optional_from_plain
+from lightning_recsys.sync import StalenessNormalization
 
 MAX_EMBEDDING_DIM = 1 << 16
-_UNVERSIONED = {"normalization": None}
-_ROWS: dict[str, Any] = {"tables": list, "optimizer": dict, "seed": int, "normalization": (dict, type(None))}
+_PERHAPS = (dict, type(None))
 
 
 class OpenStores:
@@ -48,7 +48,6 @@ class OpenStores:
             reads={"describe": self._describe, "counter": self._counter},
             pushes={
                 "create_embedding_store": self._create_embedding_store,
-                "create_dynamic_store": self._create_dynamic_store,
                 "create_dense_store": self._create_dense_store,
                 "remove": self._remove,
             },
@@ -57,7 +56,7 @@ class OpenStores:
     def close(self) -> None:
         """Let go of the files."""
         for served in self._open.values():
-            served.close()
+            served.store.close()
         self._open.clear()
         self.mapped.close()
 
@@ -116,7 +115,7 @@ class OpenStores:
         name, wanted = request.store, take_generation(request)
         served = self._open.get(name)
         if served is not None and not served.generation:  # somebody has removed it without asking us
-            self._open.pop(name).close()
+            self._open.pop(name).store.close()
             served = None
         if served is None:
             try:
@@ -134,67 +133,56 @@ class OpenStores:
 
     def _counter(self, request: Request) -> object:
         take_plain(request)
-        served = self._served(request)
-        return served.store.step if isinstance(served, ServedEmbedding) else served.store.version
+        return self.embedding(request).store.step
 
     def _create_embedding_store(self, request: Request) -> Push:
-        return self._create_rows(request, None, *take_plain(request, _UNVERSIONED, **_ROWS))
-
-    def _create_dynamic_store(self, request: Request) -> Push:
-        dynamic, *others = take_plain(request, _UNVERSIONED, dynamic=dict, **_ROWS)
-        return self._create_rows(request, dynamic_from_plain(dynamic), *others)
-
-    def _create_rows(
-        self,
-        request: Request,
-        dynamic: DynamicRows | None,
-        tables: object,
-        rule: object,
-        seed: int,
-        plain_normalization: object,
-    ) -> Push:
+        optional = {"normalization": None, "dynamic": None}
+        kinds: dict[str, Any] = {"tables": list, "optimizer": dict, "seed": int, **dict.fromkeys(optional, _PERHAPS)}
+        tables, rule, seed, normalization, dynamic = take_plain(request, optional, **kinds)
         layout, optimizer = layout_from_plain(tables), optimizer_from_plain(rule)
-        normalization = normalization_from_plain(plain_normalization)
         if layout.embedding_dim > MAX_EMBEDDING_DIM or not 0 <= seed < 2**63:
             raise ValueError(f"embedding_dim must be at most {MAX_EMBEDDING_DIM} and seed in [0, 2**63)")
-        name = check_name(request.store)
+        options: dict[str, Any] = {
+            "dynamic": optional_from_plain(DynamicRows, dynamic),
+            "normalization": optional_from_plain(StalenessNormalization, normalization),
+        }
 
         def apply() -> None:
-            served = self._open.get(name)
+            served = self._open.get(request.store)
             if isinstance(served, ServedDynamic) and served.generation:  # it cannot be opened twice
-                check_same(self.folder / name, served.store, layout, optimizer, dynamic, normalization)
+                check_same(self.folder / request.store, served.store, layout, optimizer, **options)
             else:
                 with closing(MappedStores(self.folder)) as stores:  # ours would keep each store for good
-                    options: dict[str, Any] = {"seed": seed, "dynamic": dynamic, "normalization": normalization}
-                    stores.create_embedding_store(name, layout, optimizer, **options)
+                    stores.create_embedding_store(request.store, layout, optimizer, seed=seed, **options)
 
         # No undo: stores are made beside their place and renamed into it, and making one that is there is no change.
         return Push(apply)
 
     def _create_dense_store(self, request: Request) -> Push:
-        kinds: dict[str, Any] = {"optimizer": (dict, type(None)), "normalization": (dict, type(None)), "parts": list}
-        rule, plain_normalization, parts = take_arguments(request, {**_UNVERSIONED, "parts": []}, **kinds)
+        kinds: dict[str, Any] = {"optimizer": _PERHAPS, "normalization": _PERHAPS, "parts": list}
+        rule, normalization, parts = take_arguments(request, {"normalization": None, "parts": []}, **kinds)
         (initial,) = take_arrays(request, ("initial", float32, 1))
-        optimizer = None if rule is None else optimizer_from_plain(rule)
-        normalization = normalization_from_plain(plain_normalization)
         if any(type(size) is not int for size in parts):
             raise ValueError(f"parts must be whole numbers of elements, got {parts!r:.200}")
-        name = check_name(request.store)
+        options: dict[str, Any] = {
+            "optimizer": None if rule is None else optimizer_from_plain(rule),
+            "normalization": optional_from_plain(StalenessNormalization, normalization),
+            "parts": parts,
+        }
 
         def apply() -> None:
             with closing(MappedStores(self.folder)) as stores:
-                stores.create_dense_store(name, initial, optimizer=optimizer, normalization=normalization, parts=parts)
+                stores.create_dense_store(request.store, initial, **options)
 
         return Push(apply)
 
     def _remove(self, request: Request) -> Push:
         take_plain(request)
-        name = check_name(request.store)
 
         def apply() -> None:
-            served = self._open.pop(name, None)
+            served = self._open.pop(request.store, None)
             if served is not None:
-                served.close()
-            self.mapped.remove(name)
+                served.store.close()
+            self.mapped.remove(request.store)
 
         return Push(apply)

@@ -11,11 +11,15 @@ normal. Compiled without fast mathematics, so that every machine gets the same b
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_recsys.compiled.hashing import mix
 from lightning_recsys.compiled.loops import compile_rule
+from lightning_recsys.embeddings.int64_ids import as_int64s
+from lightning_recsys.embeddings.kernels import TableLayout
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _32 = np.uint64(32)
@@ -43,7 +47,7 @@ def _quantile(p):  # noqa: ANN001, ANN202
 
 
 @compile_rule
-def draw_rows(rows, places, starts, first_keys, key_steps, stds, seed, out):  # noqa: ANN001, ANN201
+def _draw_rows(rows, places, starts, first_keys, key_steps, stds, seed, out):  # noqa: ANN001, ANN202
     """Write the first values of rows.
 
     Args:
@@ -75,3 +79,30 @@ def draw_rows(rows, places, starts, first_keys, key_steps, stds, seed, out):  # 
                 bits += _GOLDEN
                 word = mix(bits)
             out[place, d] = np.float32(std * _quantile((np.float64(word & _LOW) + 0.5) * 2.0**-32))
+
+
+class RowDrawing:
+    """First values of the rows of some tables.
+
+    Args:
+        layout: The tables, whose rows are numbered one table behind the other.
+        first_keys: Key of each table's first row.
+        key_steps: By how much the keys of two successive rows of each table differ.
+        seed: Seed of the values of all rows.
+    """
+
+    def __init__(self, layout: TableLayout, first_keys: Iterable[int], key_steps: Iterable[int], *, seed: int) -> None:
+        self._dim = layout.embedding_dim
+        stds = np.array([table.init_std for table in layout.tables], dtype=np.float64)
+        starts = as_int64s(layout.table_starts.values())
+        self._rule = starts, as_int64s(first_keys), as_int64s(key_steps), stds, np.uint64(seed)
+
+    def draw(self, rows_U: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The values of rows, by their numbers: float32 ``[U, D]``."""
+        out = np.empty((len(rows_U), self._dim), dtype=np.float32)
+        self.draw_into(rows_U, np.arange(len(rows_U)), out)
+        return out
+
+    def draw_into(self, rows_U: NDArray[np.int64], places_U: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        """The same, each row at its place in ``out``, float32 ``[R, D]``."""
+        _draw_rows(rows_U, places_U, *self._rule, out)

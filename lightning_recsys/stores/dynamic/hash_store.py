@@ -17,24 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_recsys.embeddings.backend import row_shapes
 from lightning_recsys.embeddings.config import EmbeddingBagConfig
-from lightning_recsys.embeddings.int64_ids import NUM_IDS, as_int64, as_int64s, in_order
+from lightning_recsys.embeddings.int64_ids import NUM_IDS, as_int64, in_order
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.stores import counters
 from lightning_recsys.stores.checks import check_rows
-from lightning_recsys.stores.dynamic.drawing import draw_rows
+from lightning_recsys.stores.digests import DIGEST, digest_rows
+from lightning_recsys.stores.dynamic.drawing import RowDrawing
 from lightning_recsys.stores.dynamic.key_index import KeyIndex
-from lightning_recsys.stores.dynamic.rows import DynamicRows, dynamic_from_plain, dynamic_to_plain
+from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.exchange import RowExchange, RowValues
 from lightning_recsys.stores.exchange_loops import add_rows, compare_clocks, move_clocks
-from lightning_recsys.stores.interfaces import DynamicEmbeddingStore
+from lightning_recsys.stores.interfaces import DynamicEmbeddingStore, Rows
 from lightning_recsys.stores.mapped_arrays import MappedArrays, Shapes
-from lightning_recsys.stores.plain import rows_to_plain
-from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix, row_arrays
-from lightning_recsys.stores.versions import ROW_DTYPES, VERSION, check_versions
+from lightning_recsys.stores.plain import from_plain, rows_to_plain
+from lightning_recsys.stores.row_files import CLOCK, STEP, RowFiles, as_matrix, row_arrays, row_bytes
+from lightning_recsys.stores.versions import VERSION, check_versions
 from lightning_recsys.sync import StalenessNormalization
 
 KIND = "dynamic"
@@ -76,9 +76,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
     def __init__(self, folder: Path) -> None:
         self._lock = _lock(folder)  # held until the store is closed: this process alone has it open
         self._open(arrays := MappedArrays(folder))
-        dynamic = dynamic_from_plain(arrays.meta["dynamic"])
-        assert dynamic is not None
-        self.dynamic, layout = dynamic, self.layout
+        self.dynamic, layout = from_plain(DynamicRows, arrays.meta["dynamic"]), self.layout
         # What follows never changes while the store is open. `_capacity` counts slots: what the mapped files could
         # become. A kernel sees the slots as the rows of one large table.
         self._capacity = arrays["weight"].shape[0]
@@ -86,18 +84,9 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         self._choose_kernels(
             TableLayout((EmbeddingBagConfig("slots", self._capacity, layout.embedding_dim, features),))
         )
-        # How rows are drawn, table by table: the number of its first row, the first key and the step of its rows' keys,
-        # and the standard deviation of their first values.
-        starts = [*layout.table_starts.values()]
-        self._starts = as_int64s(starts)
-        self._first_keys = as_int64s(starts if dynamic.first_keys is None else dynamic.first_keys)
-        steps = [1] * len(layout.tables) if dynamic.key_steps is None else dynamic.key_steps
-        self._key_steps = np.array(steps, dtype=np.int64)
-        self._stds = np.array([table.init_std for table in layout.tables], dtype=np.float64)
-        self._seed = np.uint64(arrays.meta["seed"])
-        # Of all files together, for each slot.
-        self._slot_bytes = sum(arrays[x].stride(0) * arrays[x].itemsize for x in (_KEYS, CLOCK, *self._tags))
-        self._slot_bytes += sum(arrays[name].stride(0) * 4 for name in self.row_shapes)
+        self.seed = int(arrays.meta["seed"])
+        self._drawing = RowDrawing(layout, *self.dynamic.keys(layout.table_starts.values()), seed=self.seed)
+        self._slot_bytes = _slot_bytes(layout, self.optimizer, self.normalization)
         self._mutex = threading.RLock()  # held by every call that looks at rows or makes some
         self._make_room(1)
         self._index = self._new_index()  # from a row's number to its slot; made anew where all rows are cleared
@@ -132,13 +121,9 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
                 raise ValueError(
                     f"first_keys and key_steps must have one for each of {len(layout.tables)} tables, got {dynamic}."
                 )
-        rows = row_shapes(layout, optimizer)
-        row_bytes = (
-            12 + 12 * (normalization is not None) + sum(4 * (shape[0] if shape else 1) for shape in rows.values())
-        )
-        stats = os.statvfs(folder.parent)
+        stats, slot_bytes = os.statvfs(folder.parent), _slot_bytes(layout, optimizer, normalization)
         # Twice the rows that can be: lookups draw missing rows into slots behind those in use.
-        capacity = min(2 * layout.num_rows, max(stats.f_blocks * stats.f_frsize // row_bytes, 1), _MAX_SLOTS)
+        capacity = min(2 * layout.num_rows, max(stats.f_blocks * stats.f_frsize // slot_bytes, 1), _MAX_SLOTS)
         growing: Shapes = {
             **row_arrays(capacity, layout, optimizer, normalization),
             _KEYS: ("int64", (capacity,)),
@@ -146,7 +131,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         meta = {
             "kind": KIND,
             **rows_to_plain(layout, optimizer, normalization),
-            "dynamic": dynamic_to_plain(dynamic),
+            "dynamic": dataclasses.asdict(dynamic),
             "seed": seed,
         }
         shapes = {**growing, "counters": ("int64", (COUNTERS,))}
@@ -168,25 +153,23 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
                 rows_U, inverse = np.unique(rows_N[missing], return_inverse=True)
                 places_U = self._index.high + np.arange(rows_U.size)  # behind all slots in use, and not taken
                 self._make_room(self._index.high + rows_U.size)
-                self._draw(rows_U, places_U, self.arrays["weight"])
+                self._drawing.draw_into(rows_U, places_U, self.arrays["weight"].numpy())
                 slots_N[missing] = places_U[inverse]
             slots = dataclasses.replace(sparse, values=torch.from_numpy(slots_N))
             return self._kernel.lookup(self.arrays["weight"], slots)
 
     def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102
-        self._versioned()
+        self._check_versioned()
         with self._mutex:
             versions_N = self._gather(self.layout.rows_of(sparse).numpy(), [VERSION], touch=False)[VERSION]
             pooled_BFD = self.pooled_lookup(sparse)
         return lambda: (pooled_BFD, versions_N)
 
-    def read_rows(self, name: str, rows_U: Tensor) -> Tensor:  # noqa: D102 - inherited
-        self._check_name(name)
+    def read_rows(self, name: str, rows: Rows) -> Tensor:  # noqa: D102 - inherited
+        array = self._array_of(name)
         with self._mutex:
-            return self._gather(_array(rows_U), [name], touch=False)[name]
-
-    def read(self, name: str, first_row: int, num_rows: int) -> Tensor:  # noqa: D102 - inherited
-        return self.read_rows(name, self._stretch(first_row, num_rows))
+            values = self._gather(self._numbers(rows), [array], touch=False)[array]
+        return digest_rows(values) if name == DIGEST else values
 
     def live_rows(self) -> Tensor:  # noqa: D102 - inherited
         return in_order(self.rows_in_slots(0, self.num_slots))
@@ -198,10 +181,6 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
             rows = ~keys[keys != 0]
             slots, _ = self._index.find(rows, touch=False)
             return torch.from_numpy(rows[slots >= 0])
-
-    @property
-    def seed(self) -> int:  # noqa: D102 - inherited
-        return int(self._seed)
 
     @property
     def num_slots(self) -> int:
@@ -229,16 +208,10 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         return values
 
     def _first_values(self, rows_U: np.ndarray) -> dict[str, Tensor]:
-        weight = torch.empty(rows_U.size, self.layout.embedding_dim)
-        self._draw(rows_U, np.arange(rows_U.size), weight)
+        weight = torch.from_numpy(self._drawing.draw(rows_U))
         clocks = torch.zeros(rows_U.size, dtype=torch.int32)
         tags = {name: torch.zeros(rows_U.size, dtype=self.arrays[name].dtype) for name in self._tags}
         return {"weight": weight, **self.optimizer.initial_state(weight), CLOCK: clocks, **tags}
-
-    def _draw(self, rows_U: np.ndarray, places_U: np.ndarray, out: Tensor) -> None:
-        draw_rows(
-            rows_U, places_U, self._starts, self._first_keys, self._key_steps, self._stds, self._seed, out.numpy()
-        )
 
     # --- Updates: they do --------------------------------------------------------------------------------------------
 
@@ -264,7 +237,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
             rows_U, slots_U = self._index.admit(named, counts, always=always)
             self._note_size()
             if rows_U.size:
-                self._draw(rows_U, slots_U, self.arrays["weight"])
+                self._drawing.draw_into(rows_U, slots_U, self.arrays["weight"].numpy())
                 slots = torch.from_numpy(slots_U)
                 for name, state in self.optimizer.initial_state(self.arrays["weight"][slots]).items():
                     self.arrays[name][slots] = state
@@ -276,10 +249,9 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
                 slots_N[missing] = self._index.find(rows_N[missing])[0]
         return slots_N
 
-    def update(
+    def apply_gradients(  # noqa: D102 - inherited
         self, sparse: SparseFeatures, grad_BFD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> Tensor | None:
-        """As :meth:`apply_gradients`; tells the staleness of versioned rows, as ``count_staleness`` has it."""
         check_versions(self.normalization, versions, sparse.values.numel())
         with self._mutex:
             slots_N = self.admit(self.layout.rows_of(sparse).numpy())
@@ -289,10 +261,9 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
             self._end_update()
         return counts
 
-    def update_rows(
+    def apply_row_gradients(  # noqa: D102 - inherited
         self, rows_U: Tensor, grads_UD: Tensor, *, lr: float, versions: Tensor | None = None
     ) -> Tensor | None:
-        """As :meth:`apply_row_gradients`; tells what :meth:`update` does."""
         self._check_row_gradients(rows_U, grads_UD, versions)
         with self._mutex:
             slots_U, grads = self.admit(_array(rows_U)), grads_UD.contiguous().numpy()
@@ -346,21 +317,14 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         with self._mutex:
             self.admit(_array(rows_U), always=True)
 
-    def write_rows(self, name: str, rows_U: Tensor, values: Tensor) -> None:  # noqa: D102 - inherited
-        self._check_name(name)
-        check_rows(rows_U, self.layout.num_rows)
-        expected = [rows_U.numel(), *self.row_shapes.get(name, ())]
-        if list(values.shape) != expected:
-            raise ValueError(f"{name!r} takes values of shape {expected}, got {list(values.shape)}.")
-        if values.dtype != (dtype := ROW_DTYPES.get(name, torch.float32)):
-            raise ValueError(f"{name!r} takes values of {dtype}, got {values.dtype}.")
+    def write_rows(self, name: str, rows: Rows, values: Tensor) -> None:  # noqa: D102 - inherited
+        self._check_values(name, rows, values)
+        rows_U = self._numbers(rows)
+        check_rows(torch.from_numpy(rows_U), self.layout.num_rows)
         with self._mutex:
-            slots_U = self.admit(_array(rows_U), always=True)
+            slots_U = self.admit(rows_U, always=True)
             self.arrays[name].index_copy_(0, torch.from_numpy(slots_U), values)
             self._note_trained(slots_U)
-
-    def write(self, name: str, first_row: int, values: Tensor) -> None:  # noqa: D102 - inherited
-        self.write_rows(name, self._stretch(first_row, values.shape[0]), values)
 
     def clear(self) -> None:  # noqa: D102 - inherited
         with self._mutex:
@@ -410,9 +374,12 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         numbers = self.arrays["counters"]
         numbers[_HIGH], numbers[_LIVE] = self._index.high, self._index.num_rows
 
-    def _stretch(self, first_row: int, num_rows: int) -> Tensor:
-        self._check_stretch(first_row, num_rows)
-        return torch.from_numpy(as_int64(first_row) + np.arange(num_rows))
+    def _numbers(self, rows: Rows) -> np.ndarray:
+        """The rows' numbers, int64."""
+        if not isinstance(rows, slice):
+            return _array(rows)
+        self._check_stretch(rows)
+        return as_int64(rows.start) + np.arange(rows.stop - rows.start)
 
     def close(self) -> None:  # noqa: D102 - inherited
         super().close()
@@ -425,6 +392,11 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         raise TypeError(
             f"{self.arrays.folder} is open in one process at a time: run a server for it, and connect to that."
         )
+
+
+def _slot_bytes(layout: TableLayout, optimizer: RowOptimizer, normalization: StalenessNormalization | None) -> int:
+    """Of all files together, for each slot: a row and its key."""
+    return row_bytes(layout, optimizer, normalization) + 8
 
 
 def _lock(folder: Path) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from lightning_recsys.stores.plain import from_plain
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +51,11 @@ class DynamicRows:
         if self.key_steps is not None and not all(1 <= step < 2**63 for step in self.key_steps):
             raise ValueError(f"key_steps must be numbers from 1 to 2**63 - 1, got {self.key_steps}.")
 
+    def keys(self, starts: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """For each table of a store the key of its first row, and by how much the keys of two successive rows differ.
 
-def dynamic_to_plain(dynamic: DynamicRows | None) -> dict[str, Any] | None:
-    """As plain data, for files and for the wire."""
-    return None if dynamic is None else asdict(dynamic)
-
-
-def dynamic_from_plain(value: object) -> DynamicRows | None:
-    """The reverse of :func:`dynamic_to_plain`.
-
-    Raises:
-        ValueError: a field is missing, unknown, of another type or out of range.
-
-    >>> dynamic_from_plain(dynamic_to_plain(DynamicRows(admission=3)))
-    DynamicRows(admission=3, expire_after=None, first_keys=None, key_steps=None)
-    """
-    return None if value is None else from_plain(DynamicRows, value)
+        Args:
+            starts: For each table the number of its first row in the store.
+        """
+        first = tuple(starts) if self.first_keys is None else self.first_keys
+        return first, (1,) * len(first) if self.key_steps is None else self.key_steps

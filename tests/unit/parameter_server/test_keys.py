@@ -96,11 +96,11 @@ def test_token_when_others_can_read_it_then_is_refused(tmp_path):
         Token.of_folder(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"token": 7}', '{"token": "short"}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"token": 7}', b'{"token": "short"}', b"\xff\xfe"])
 def test_token_when_its_file_is_damaged_then_says_what_to_do(tmp_path, content):
     path = tmp_path / TOKEN
     path.touch(0o600)
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(ValueError, match=r"no token of a server\. Remove it, and start the server again"):
         Token.load(path)
 
@@ -109,3 +109,11 @@ def test_client_keys_when_the_file_has_a_jobs_then_are_the_clients_half(tmp_path
     keys, path = JobKeys.generate(), tmp_path / "job.keys"
     keys.save(path)
     assert load_client_keys(path) == keys.client
+
+
+def test_client_keys_when_the_file_is_no_text_then_says_which(tmp_path):
+    path = tmp_path / "job.keys"
+    path.touch(0o600)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"key file .*job\.keys: these are no keys of a job"):
+        load_client_keys(path)

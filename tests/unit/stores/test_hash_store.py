@@ -15,8 +15,8 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowWiseAdagrad
 from lightning_recsys.stores import DynamicRows, MappedStores, StoreBackend
-from lightning_recsys.stores.dynamic.rows import dynamic_from_plain
 from lightning_recsys.stores.exchange import RowExchange
+from lightning_recsys.stores.plain import from_plain
 
 LAYOUT = TableLayout(
     (
@@ -32,13 +32,6 @@ RULES = [
     RowAdam(0.1),
     RowFTRL(0.1, l1=0.01),
 ]
-
-
-@pytest.fixture
-def stores(tmp_path):
-    opened = MappedStores(tmp_path)
-    yield opened
-    opened.close()
 
 
 def dynamic_store(stores, layout=LAYOUT, rule=RULES[0], *, name="dynamic", seed=0, **options):
@@ -325,7 +318,7 @@ def test_store_when_misused_then_the_error_says_what_to_do(stores):
         store.read("weight", 69, 2)
     with pytest.raises(IndexError, match=r"rows must be in \[0, 70\), got 3 to 70"):
         store.apply_row_gradients(torch.tensor([3, 70]), torch.ones(2, 8), lr=1.0)
-    with pytest.raises(ValueError, match=r"shape \[2, 8\], got \[1, 8\]"):
+    with pytest.raises(ValueError, match=r"shape \[2, 8\], got .* \[1, 8\]"):
         store.write_rows("weight", torch.tensor([1, 2]), torch.ones(1, 8))
     store.close()
     with pytest.raises(ValueError, match=r"with other tables or another rule.*DynamicRows"):
@@ -368,7 +361,7 @@ def test_plain_dynamic_rows_when_they_are_none_then_refused(value):
     with pytest.raises(
         ValueError, match=r"DynamicRows takes a dict of|of DynamicRows have another type|numbers from 1"
     ):
-        dynamic_from_plain(value)
+        from_plain(DynamicRows, value)
 
 
 def test_room_when_there_is_none_then_the_error_says_so_and_nothing_is_changed(stores, monkeypatch):

@@ -35,13 +35,6 @@ RULES = [
 ]
 
 
-@pytest.fixture
-def stores(tmp_path):
-    opened = MappedStores(tmp_path)
-    yield opened
-    opened.close()
-
-
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_new_store_when_created_then_rows_are_drawn_and_state_starts_as_the_rule_says(stores, rule):
     store = stores.create_embedding_store("t", LAYOUT, rule, seed=3)

@@ -9,19 +9,11 @@ import torch
 from lightning_recsys.embeddings import EmbeddingBagConfig
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.optim import RowAdagrad, RowFTRL, RowSGD, RowWiseAdagrad
-from lightning_recsys.stores import MappedStores
 from lightning_recsys.stores.exchange import RowExchange, row_dtype
 from lightning_recsys.sync.clocks import ClockRule, hear, is_too_far
 
 LAYOUT = TableLayout((EmbeddingBagConfig("a", 6, 4, ("a",), init_std=0.5), EmbeddingBagConfig("b", 4, 4, ("b",))))
 RULES = [RowSGD(0.1), RowAdagrad(0.1), RowWiseAdagrad(0.1), RowFTRL(0.1)]
-
-
-@pytest.fixture
-def stores(tmp_path):
-    opened = MappedStores(tmp_path)
-    yield opened
-    opened.close()
 
 
 def make(stores, rule=None):

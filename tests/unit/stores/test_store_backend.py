@@ -71,17 +71,6 @@ def batch(kind: str, size: int = 6) -> SparseFeatures:
     return SparseFeatures(FEATURES, values, lengths=None if kind == "single" else lengths, weights=weights)
 
 
-@pytest.fixture
-def servers(tmp_path):
-    folders = [tmp_path / str(server) for server in range(3)]
-    for folder in folders:
-        folder.mkdir()
-    opened = [MappedStores(folder) for folder in folders]
-    yield opened
-    for server in opened:
-        server.close()
-
-
 def bind(collection, servers, plan="by_rows", **options) -> StoreBackend:
     backend = StoreBackend.create(
         "net",
@@ -139,7 +128,7 @@ def test_training_when_rows_are_in_stores_then_20_steps_equal_the_local_ones(ser
 
 
 def test_state_dict_when_loaded_into_a_bound_collection_then_the_stores_have_it(servers, monkeypatch):
-    monkeypatch.setattr("lightning_recsys.stores.backend._BLOCK_BYTES", 4 * 4 * 3)  # three rows at a time
+    monkeypatch.setattr("lightning_recsys.stores.tables._BLOCK_BYTES", 4 * 4 * 3)  # three rows at a time
     source, target = make(RowAdam(0.1)), make(RowAdam(0.1))
     source(batch("bags")).sum().backward()
     saved = {name: tensor.clone() for name, tensor in source.state_dict().items()}

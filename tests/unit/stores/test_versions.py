@@ -23,13 +23,6 @@ IDENTITY, LINEAR = StalenessNormalization("identity"), StalenessNormalization("l
 KINDS = {"mapped": None, "dynamic": DynamicRows()}
 
 
-@pytest.fixture
-def stores(tmp_path):
-    opened = MappedStores(tmp_path)
-    yield opened
-    opened.close()
-
-
 def batch(x, y, z):
     return SparseFeatures.from_ids(KEYS, torch.tensor([[x, y, z]]))
 
@@ -184,7 +177,7 @@ def test_dense_parts_when_discounted_by_the_step_of_all_workers_then_equal_the_e
     name = ACCUMULATOR[type(inner).__name__]
     torch.testing.assert_close(store.read(name), torch.cat([state[name] for state in states], 1)[0])
     assert store.read(VERSION).tolist() == steps
-    assert store.read("period").tolist() == [step // 3] * 2
+    assert store.read("period").tolist() == [step // 3 * 3 + 1] * 2
 
 
 def test_dense_parts_when_pushed_by_two_workers_in_turns_then_staleness_is_that_of_the_schedule(stores):
