@@ -235,7 +235,7 @@ class CachedBackend(StoreBackend):
                 self._passing.install(plan.slots_U[answer.fetched], found.values, found.clocks.numpy())
             self._held.cache.subtract_unsent(plan.keys_U, self._passing.rows, plan.slots_U)
             pooled_BFD = self._passing.pool(plan, sparse)
-            self._passing.evict(spare_from=plan.number + 1)  # it owes nothing
+            self._passing.index.evict(spare_from=plan.number + 1)  # it owes nothing
             return pooled_BFD
 
     def flush(self) -> None:

@@ -65,8 +65,9 @@ class RowUpdates:
 class RowCache:
     """A bounded set of rows with optimizer state and clocks, trained here and sent later.
 
-    The slots may exceed ``limit`` for the rows of the batch at hand and of a batch planned ahead; :meth:`evict`, after
-    the update, brings them back to it. All steps of a batch work on arrays; nothing is done key by key in Python.
+    The slots may exceed ``limit`` for the rows of the batch at hand and of a batch planned ahead; the index brings them
+    back to it after the update (:meth:`CacheIndex.evict`), and what dropped rows owe is here until the next plan, to be
+    taken. All steps of a batch work on arrays; nothing is done key by key in Python.
 
     Args:
         limit: Rows that outlast a step; 0 keeps none.
@@ -82,6 +83,8 @@ class RowCache:
         features: Names of the features that are pooled from the slots.
 
     Attributes:
+        limit: Rows that outlast a step.
+        index: Which rows are in which slots, and which go first.
         rows: float32 ``[C, D]``, contiguous; a new tensor whenever the slots grow, so read it after :meth:`plan`.
         row_state: The rule's state by name, ``[C]`` or ``[C, D]``.
         owed: What each slot has not sent yet: ``weight`` and every state, ``[C, D]`` or ``[C]``.
@@ -98,7 +101,7 @@ class RowCache:
     >>> cache.update(plan.slots_U, torch.ones(2, 2), lr=0.5)
     >>> cache.rows[plan.slots_N].tolist()
     [[-0.5, -0.5], [-0.5, -0.5], [-0.5, -0.5]]
-    >>> updates = cache.take(cache.evict(spare_from=plan.number + 1))
+    >>> updates = cache.take(cache.index.evict(spare_from=plan.number + 1))
     >>> updates.keys.tolist(), updates.current.tolist(), updates.values["weight"].tolist()
     ([9], [4], [[0.5, 0.5]])
     """
@@ -119,7 +122,7 @@ class RowCache:
         if not any_rule:
             check_additive(optimizer)
         self.limit, self.optimizer = limit, optimizer
-        self._index = CacheIndex(limit, policy=policy, num_keys=num_keys) if index is None else index
+        self.index = CacheIndex(limit, policy=policy, num_keys=num_keys) if index is None else index
         self._owns_index = index is None
         self.rows = torch.empty(0, embedding_dim, device=device)
         self.row_state = optimizer.initial_state(self.rows)
@@ -129,10 +132,6 @@ class RowCache:
         self._features = tuple(features)
         self._kernel: tuple[int, Kernel] | None = None  # for so many slots; made when a batch is first pooled from them
         self._marks = np.zeros(0, dtype=np.bool_)  # of slots, all False: one so large takes too long to make each step
-
-    def __len__(self) -> int:
-        """Rows held."""
-        return len(self._index)
 
     @property
     def start(self) -> Clocks:
@@ -149,33 +148,20 @@ class RowCache:
         """Updates of each slot that its server does not have yet, int32 ``[C]``."""
         return self.clocks[:, UNSENT]
 
-    @property
-    def num_plans(self) -> int:
-        """The number of the last plan."""
-        return self._index.num_plans
-
-    def announce(self, keys_N: Integers) -> int:
-        """Let a coming batch count when rows are dropped; returns the announcement's number (:class:`CacheIndex`)."""
-        return self._index.announce(keys_N)
-
-    def forget(self, number: int) -> None:
-        """Forget announcements up to this number."""
-        self._index.forget(number)
-
     def plan(self, keys_N: Integers) -> BatchPlan:
         """Find a batch's rows; new ones get slots whose content :meth:`install` has to bring before any lookup.
 
         Args:
             keys_N: int64 ``[N]``, any numbers, repeated as the batch repeats them.
         """
-        return self._with_room(self._index.plan(keys_N))
+        return self._with_room(self.index.plan(keys_N))
 
     def plan_announced(self, number: int) -> BatchPlan:
         """As :meth:`plan` for the batch of that announcement; it and those before it are used up."""
-        return self._with_room(self._index.plan_announced(number))
+        return self._with_room(self.index.plan_announced(number))
 
     def _with_room(self, plan: BatchPlan) -> BatchPlan:
-        self.make_room(self._index.num_slots)
+        self.make_room(self.index.num_slots)
         return plan
 
     def make_room(self, num_slots: int) -> None:
@@ -319,19 +305,7 @@ class RowCache:
         if with_copies:
             rows = {"weight": self.rows, **self.row_state}
             copies = {name: tensor.index_select(0, where) for name, tensor in rows.items()}
-        return RowUpdates(self.keys(slots_P), current_P, unsent_P, values, copies)
-
-    def evict(self, *, spare_from: int) -> Integers:
-        """Drop rows by policy until ``limit`` are left, but none of the plans ``spare_from`` and later.
-
-        Returns:
-            The slots that they leave, int64 ``[V]``. What they owe is there until the next plan, to be taken.
-        """
-        return self._index.evict(spare_from=spare_from)[1]
-
-    def keys(self, slots: Integers) -> Integers:
-        """The keys of slots that hold rows, or held them until the last :meth:`evict`."""
-        return self._index.keys(slots)
+        return RowUpdates(self.index.keys(slots_P), current_P, unsent_P, values, copies)
 
     def subtract_unsent(self, keys_K: Integers, rows: Tensor, places_K: Integers) -> None:
         """Let rows as a server has them have the updates of their copies here that it has not; not a use of any.
@@ -341,25 +315,21 @@ class RowCache:
             rows: Rows of this width on the cache's device, changed in place.
             places_K: Which of them have these keys, int64 ``[K]``.
         """
-        slots_K = self._index.find(keys_K)
+        slots_K = self.index.find(keys_K)
         held = np.flatnonzero(slots_K >= 0)
         owing = held[self.unsent[slots_K[held]] > 0]
         if owing.size:
             updates = self.owed["weight"].index_select(0, self._indices(slots_K[owing]))
             rows.index_add_(0, self._indices(places_K[owing]), updates, alpha=-1)
 
-    def held_slots(self) -> Integers:
-        """Slots of all rows, in ascending order; those of a batch whose rows are still to come included."""
-        return self._index.slots()
-
     def dirty_slots(self) -> Integers:
         """Slots of all rows with unsent updates, in ascending order."""
-        return np.flatnonzero(self.unsent[: self._index.num_slots])
+        return np.flatnonzero(self.unsent[: self.index.num_slots])
 
     def clear(self) -> None:
         """Drop all rows, unsent updates included; in a shared index only those that are here."""
         if self._owns_index:
-            self._index.clear()
+            self.index.clear()
         self.clocks[:, UNSENT] = self.clocks[:, HELD] = 0
 
     def _indices(self, numbers: Integers | NDArray[np.int32]) -> Tensor:

@@ -190,8 +190,8 @@ class RowsByMessage(HeldRows):
         if not self.cache.limit:
             return
         for number in self._coming.drop_beyond(ahead):
-            self.cache.forget(number)
-        self._coming.add(features, self.cache.announce(self._messages.places.keys_of(features)))
+            self.cache.index.forget(number)
+        self._coming.add(features, self.cache.index.announce(self._messages.places.keys_of(features)))
 
     def flush(self, *, block: int) -> Integers:  # noqa: D102 - inherited
         self._settle_planned()  # what it asked for must not lack what is pushed now
@@ -202,8 +202,8 @@ class RowsByMessage(HeldRows):
         super().clear()
 
     def evict(self) -> None:  # noqa: D102 - inherited
-        if len(self.cache) > self.cache.limit:
-            self.leave(self.cache.evict(spare_from=self.needs_from))
+        if len(self.cache.index) > self.cache.limit:
+            self.leave(self.cache.index.evict(spare_from=self.needs_from))
 
     def leave(self, slots: Integers) -> None:  # noqa: D102 - inherited
         self.counts["evictions"] += len(slots)
@@ -311,6 +311,6 @@ class RowsByMessage(HeldRows):
         if self._unnamed_batches * _NAMED_PER_EXPIRY < expiry:
             return
         self._unnamed_batches = 0
-        slots = self.cache.held_slots()
-        for answer in self._messages.send(check_C=self.cache.keys(slots), clocks_C=self.cache.current[slots]):
+        slots = self.cache.index.slots()
+        for answer in self._messages.send(check_C=self.cache.index.keys(slots), clocks_C=self.cache.current[slots]):
             batch.answers.append((answer.wait, NO_KEYS, NO_KEYS))

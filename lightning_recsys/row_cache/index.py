@@ -286,8 +286,8 @@ class CacheIndex:
     >>> plan = index.plan(np.array([70, -5, 70, 8]))
     >>> plan.slots_N.tolist(), plan.keys_U.tolist(), plan.new_U.tolist()
     ([0, 1, 0, 2], [70, -5, 8], [True, True, True])
-    >>> keys, slots = index.evict(spare_from=2)
-    >>> keys.tolist(), slots.tolist(), len(index)
+    >>> slots = index.evict(spare_from=2)
+    >>> index.keys(slots).tolist(), slots.tolist(), len(index)
     ([70], [0], 2)
     """
 
@@ -377,15 +377,15 @@ class CacheIndex:
         _plan_announced(batch.start, self._window.arrays(), *arrays, found)
         return BatchPlan(self.num_plans, *found)
 
-    def evict(self, *, spare_from: int) -> tuple[Integers, Integers]:
+    def evict(self, *, spare_from: int) -> Integers:
         """Drop rows until at most ``limit`` are held.
 
         Args:
             spare_from: Number of a plan. Rows of it and of later plans stay, though they be more than ``limit``.
 
         Returns:
-            Keys and slots of the dropped rows, int64 ``[V]`` each, in the order of the policy. The slots are free: the
-            next plan may give them away.
+            The slots of the dropped rows, int64 ``[V]``, in the order of the policy. They are free: the next plan may
+            give them away.
         """
         victims = np.empty(max(len(self) - self.limit, 0), dtype=np.int64)
         arguments = self._numbers, spare_from, self._remembers
@@ -401,7 +401,7 @@ class CacheIndex:
         victims = victims[:count]
         if self._numbers[_MEMORIES] > REMEMBERED * self.limit:
             self._halve_counts()
-        return self._slot_keys[victims], victims
+        return victims
 
     def find(self, keys_K: Integers) -> Integers:
         """The slots of keys, -1 for those that are not held, int64 ``[K]``; not a use of any."""
@@ -414,7 +414,7 @@ class CacheIndex:
         return np.flatnonzero(self._slots[: self.num_slots, HELD])
 
     def keys(self, slots: Integers) -> Integers:
-        """The keys of slots that hold rows."""
+        """The keys of slots that hold rows, or held them until the last :meth:`evict`."""
         return self._slot_keys[slots]
 
     def clear(self) -> None:

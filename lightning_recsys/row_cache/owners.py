@@ -38,11 +38,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.compiled.hash_table import EMPTY, find, make_table, put, value_at
+from lightning_recsys.compiled.hashing import mix
 from lightning_recsys.compiled.loops import compile_loop
 from lightning_recsys.row_cache.copies import RowCache
 from lightning_recsys.row_cache.index import BatchPlan, Integers
-
-_MIXER = np.int64(-7046029254386353131)  # 2^64 / golden ratio
 
 
 @dataclass(frozen=True)
@@ -231,8 +230,7 @@ def _choose_owners(keys, bounds, rank, table, owners, places):  # noqa: ANN001, 
         at = of[i]
         if place[at] == -1:
             place[at] = -2  # drawn
-            mixed = keys[i] * _MIXER
-            left[at] = ((mixed ^ (mixed >> 32)) & 0x7FFFFFFF) % left[at]  # the owner is the one after so many
+            left[at] = mix(np.uint64(keys[i])) % np.uint64(left[at])  # the owner is the one after so many
     # Count down by worker: whoever finds 0 owns the row.
     for worker in range(bounds.shape[0] - 1):
         for i in range(bounds[worker], bounds[worker + 1]):

@@ -83,7 +83,7 @@ class SharedIndex:
         """Bring the index below its limit; what any of the caches still needs stays."""
         if len(self.index) <= self.limit:
             return
-        slots_V = self.index.evict(spare_from=min(each.needs_from for each in self._living()))[1]
+        slots_V = self.index.evict(spare_from=min(each.needs_from for each in self._living()))
         if slots_V.size:
             self._plans.clear()  # they may have rows that are gone
             for each in self._living():

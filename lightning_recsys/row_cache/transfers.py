@@ -76,7 +76,7 @@ class RowsInPlace(HeldRows):
     def _push(self, slots: Integers, *, leave: bool = False) -> None:
         """Bring what copies owe to their rows, and let the slots be empty if they are to leave."""
         cache, copies, there = self.cache, self._copies(), self._checked()
-        for index, (which, rows) in enumerate(self._messages.places.split(cache.keys(slots))):
+        for index, (which, rows) in enumerate(self._messages.places.split(cache.index.keys(slots))):
             rule = self._rule.by_sum, leave, self._messages.moved[index]
             loops.push_copies(slots[which], rows, copies, cache.clocks, *there[index], *rule)
 

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.roll_back is not None:
             roll_back(given.url, given.roll_back)
         current, manifests = list_versions(given.url)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # fsspec lacks a package for some URLs
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     if not manifests:

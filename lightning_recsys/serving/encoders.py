@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
@@ -36,6 +37,7 @@ from lightning_recsys.embeddings.int64_ids import as_int64s
 DENSE = "dense"  # the key of numeric features where they have no names of their own
 _LISTS = frozenset((list, tuple))
 _BAGS = pa.list_(pa.string())
+log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 _Timed = TypeVar("_Timed", Dense, Categorical)
 
 Row = Mapping[str, Any]
@@ -372,6 +374,20 @@ def encoder_of(datamodule: object, features: Mapping[str, int], num_dense: int) 
     if isinstance(datamodule, TabularDataModule):
         return SchemaEncoder(datamodule.schema, datamodule.encoding)
     return IdEncoder(features, num_dense)
+
+
+def warn_of_weights(features: Sequence[str]) -> None:
+    """Say that training has weights of ids, if it has, which requests cannot give.
+
+    Args:
+        features: The features whose ids have weights.
+    """
+    if features:
+        log.warning(
+            "Ids of %s have weights in training, and those of requests have none: each counts 1. Scores of rows whose"
+            " weights are others are not those of the model.",
+            list(features),
+        )
 
 
 class _Judge(RowJudge):

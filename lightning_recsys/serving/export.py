@@ -10,13 +10,15 @@ from typing import Any
 
 from torch import nn
 
+from lightning_recsys.data.prepared.module import PreparedDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.serving.dense import DensePart, export_apart
-from lightning_recsys.serving.encoders import encoder_of
+from lightning_recsys.serving.encoders import encoder_of, warn_of_weights
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import Manifest
 from lightning_recsys.serving.packing import RowFormat, check_row_format
+from lightning_recsys.serving.publishing.retention import check_counts
 from lightning_recsys.serving.publishing.snapshots import backend_of, snapshot_of
 from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter
 
@@ -43,11 +45,14 @@ def export_model(
         rows: How rows are stored: ``float32``, ``bf16`` (half of the bytes), or ``int8`` (a quarter, and a scale each).
 
     Raises:
-        ValueError: the model has no rows here, or another run publishes there.
+        ValueError: the model has no rows here, another run publishes there, or an argument is out of range.
         FloatingPointError: the model has diverged.
         RuntimeError: the dense part cannot be exported.
     """
     check_row_format(rows)
+    check_counts(keep_runs=keep_runs)  # before the program is made
+    if isinstance(datamodule, PreparedDataModule):
+        warn_of_weights([name for name, feature in datamodule.manifest.features.items() if feature.weighted])
     part, folder, run = DensePart(model), VersionFolder(url), uuid.uuid4().hex
     collections = {path: x for path, x in model.named_modules() if isinstance(x, EmbeddingBagCollection)}
     backends = {path: backend_of(x) for path, x in collections.items()}

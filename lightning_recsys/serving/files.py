@@ -34,6 +34,7 @@ from lightning_recsys.serving.publishing.claims import Claim, locked, words_of
 
 _VERSIONS = "versions"
 _NUMBER = re.compile(r"[1-9]\d{0,17}")
+_LONGEST_CHAIN = 100_000
 _UNUSED_SECONDS = 3600.0  # a downloaded file that nobody has in use any more is kept for so long
 _NOTE_SECONDS = 600.0  # between two notes that files are in use
 
@@ -122,6 +123,22 @@ class VersionFolder:
         if manifest.version != version:
             raise PublishedVersionError(name, f"its manifest is that of version {manifest.version}")
         return Link(version, digest_of(data)), manifest
+
+    def chain(self, link: Link, opened: Link | None = None) -> list[tuple[Link, Manifest]]:
+        """The versions that one builds on, in order: from its base on, or from the one behind ``opened``; itself last.
+
+        Raises:
+            PublishedVersionError: one of them is missing, damaged or another, or there is no base.
+        """
+        chain: list[tuple[Link, Manifest]] = []
+        before: Link | None = link
+        while before is not None and before != opened:
+            manifest = self.manifest(before)
+            chain.insert(0, (before, manifest))
+            if len(chain) > _LONGEST_CHAIN:
+                raise PublishedVersionError(self.name(link.version), "it has no base")
+            before = None if manifest.is_base else manifest.previous
+        return chain
 
     def file(self, manifest: Manifest, name: str) -> Path:
         """A file of a version on this machine, compared with its digest.

@@ -32,9 +32,9 @@ def check_onnx(target: str | Path) -> None:
 def export_onnx(model: PublishedModel, target: str | Path) -> None:
     """Write the dense part: ``dense`` ``[B, I]`` and each collection's pooled rows ``[B, F, D]`` to ``logits`` ``[B]``.
 
-    Rows stay outside: they are looked up and pooled by whoever runs it, as
-    ``model.rows[path].lookup_frozen(sparse)`` does. An input of pooled rows has the name of its collection, such as
-    ``embeddings``. Torch traces for this, which disturbs forward passes in other threads of this process.
+    Rows stay outside: they are looked up and pooled by whoever runs it, as ``model.pooled(sparse)`` does. An input of
+    pooled rows has the name of its collection, such as ``embeddings``. Torch traces for this, which disturbs forward
+    passes in other threads of this process.
 
     Args:
         model: A version that is open, such as ``ModelReader(url).model``.

@@ -30,7 +30,6 @@ DENSE = "model.safetensors"
 PROGRAM = "model.pt2"
 ENCODER = "encoder.json"
 ENCODER_TENSORS = "encoder.safetensors"
-_LONGEST_CHAIN = 100_000
 _ATTEMPTS = 3  # to open a version that was removed for a newer one meanwhile
 _WRONG = (ValueError, KeyError, TypeError, ArithmeticError, MemoryError, OSError, RuntimeError, SafetensorError)
 _NO_IDS: Integers = torch.empty(0, dtype=torch.int64).numpy()
@@ -92,9 +91,17 @@ class PublishedModel:
         Raises:
             IndexError: an id is in no table.
         """
-        pooled = {path: collection(sparse) for path, collection in self._collections.items()}
-        logits: Tensor = self.dense_part(dense, pooled)
+        logits: Tensor = self.dense_part(dense, self.pooled(sparse))
         return logits
+
+    @torch.no_grad()
+    def pooled(self, sparse: SparseFeatures) -> dict[str, Tensor]:
+        """The pooled rows of each collection by its path, ``[B, F, D]``: what :attr:`dense_part` takes.
+
+        Raises:
+            IndexError: an id is in no table.
+        """
+        return {path: collection(sparse) for path, collection in self._collections.items()}
 
     def predict(self, rows: Sequence[Mapping[str, Any]]) -> Prediction:
         """Scores of raw rows.
@@ -107,7 +114,12 @@ class PublishedModel:
         return Prediction(self.version, self.logits(*self.encoder.encode(rows)).sigmoid().tolist())
 
     def rows_of(self, path: str, table: str, ids: Tensor) -> Tensor:
-        """The rows of some ids of a table, float32 ``[N, D]``."""
+        """The rows of some ids of a table, float32 ``[N, D]``.
+
+        Raises:
+            KeyError: there is no such collection, or no such table in it.
+            IndexError: an id is not in the table.
+        """
         return self.rows[path].rows_of(table, ids)
 
 
@@ -245,27 +257,11 @@ class ModelReader:
 
     def _open(self, current: Link) -> PublishedModel:
         """The version of a link: from the one that is open if that is on the way to it, else from its base."""
-        chain = self._chain(current)
         model = self._model
-        for link, manifest in chain:
+        for link, manifest in self.folder.chain(current, None if model is None else model.link):
             model = open_version(self.folder, link, manifest, model)
         assert model is not None
         return model
-
-    def _chain(self, current: Link) -> list[tuple[Link, Manifest]]:
-        """The versions to open one after the other, in order."""
-        chain: list[tuple[Link, Manifest]] = []
-        link, opened = current, None if self._model is None else self._model.link
-        while link != opened:
-            manifest = self.folder.manifest(link)
-            chain.insert(0, (link, manifest))
-            if manifest.is_base:
-                break
-            if len(chain) > _LONGEST_CHAIN:
-                raise PublishedVersionError(self.folder.name(current.version), "it has no base")
-            assert manifest.previous is not None
-            link = manifest.previous
-        return chain
 
 
 def open_version(

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from torch import Tensor
-
-from lightning_recsys.serving.digested_files import DigestedFile
 
 BLOCK_BYTES = 1 << 24
 Floats = NDArray[np.float32]
@@ -44,7 +42,7 @@ class RowWriter:
         with_ids: Whether each row is stored with its id.
     """
 
-    def __init__(self, file: DigestedFile, width: int, *, packed: bool, with_ids: bool) -> None:
+    def __init__(self, file: IO[bytes], width: int, *, packed: bool, with_ids: bool) -> None:
         self._schema = _schema(width, packed=packed, with_ids=with_ids)
         self._writer = pa.ipc.new_file(file, self._schema)
         self._size, self._with_ids = block_rows(width), with_ids
@@ -119,7 +117,7 @@ class RowFile:
             raise ValueError(f"{path.name} has {sum(map(len, self.blocks))} rows and not {num_rows}")
 
 
-def write_ids(file: DigestedFile, ids_U: Tensor) -> None:
+def write_ids(file: IO[bytes], ids_U: Tensor) -> None:
     """Write ids alone, of rows that are no more."""
     schema = pa.schema([_ID])
     with pa.ipc.new_file(file, schema) as writer:

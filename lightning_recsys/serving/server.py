@@ -80,6 +80,7 @@ class ScoringAPI(litserve.LitAPI):  # type: ignore[misc]
             end_with_parent()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is LitServe's, which ends this process afterwards
         self.reader = ModelReader(self.url, cache=self.cache, version=self.version)
+        self.reader.predict([self.reader.model.encoder.example()])  # so that no request waits for compiled loops
         self.reader.follow(self.follow_seconds, tell=self._note)
 
     def _note(self, model: PublishedModel) -> None:

@@ -17,10 +17,11 @@ from lightning_recsys.embeddings import Backend, SparseFeatures, Ticket
 from lightning_recsys.embeddings.int64_ids import as_int64s
 from lightning_recsys.embeddings.kernels import TableLayout
 from lightning_recsys.serving.lookups import GONE, MISSING, find_places, index_rows, sum_bags_for
-from lightning_recsys.serving.manifest import Collection, TableRows
+from lightning_recsys.serving.manifest import Collection
 from lightning_recsys.serving.packing import RowFormat, num_words, pack_rows, sum_packed_for
 from lightning_recsys.serving.row_files import Floats, Integers, RowFile, block_rows
-from lightning_recsys.stores.dynamic.drawing import draw_rows
+from lightning_recsys.stores.checks import check_rows
+from lightning_recsys.stores.dynamic.drawing import RowDrawing
 
 _NO_OFFSETS = np.empty(0, dtype=np.int64)
 _NO_WEIGHTS = np.empty(0, dtype=np.float32)
@@ -46,7 +47,13 @@ class PublishedRows(Backend):
         self.layout = layout = TableLayout(self.tables)
         self._dim, self._format = layout.embedding_dim, row_format
         self._width = num_words(self._dim, row_format)  # elements of a stored row: floats, or words of a packed one
-        self._drawing = _Drawing(collection.tables, layout)  # the values of rows that do not exist
+        rules = [table.drawing for table in collection.tables]
+        self._drawing = RowDrawing(  # the values of rows that do not exist
+            layout,
+            first_keys=(0 if rule is None else rule.first_key for rule in rules),
+            key_steps=(1 if rule is None else rule.key_step for rule in rules),
+            seed=next((rule.seed for rule in rules if rule is not None), 0),
+        )
         self._starts = as_int64s(layout.table_starts.values())  # number in the collection of each table's id 0
         self._shift = block_rows(self._width).bit_length() - 1  # the base's blocks have 2 ** shift rows
         self._files: tuple[RowFile, ...] = ()  # what the places point into
@@ -143,7 +150,16 @@ class PublishedRows(Backend):
         raise RuntimeError("the rows of a published version cannot be trained.")
 
     def rows_of(self, table: str, ids_N: Tensor) -> Tensor:
-        """The rows of some ids of a table, float32 ``[N, D]``."""
+        """The rows of some ids of a table, float32 ``[N, D]``.
+
+        Raises:
+            KeyError: there is no such table.
+            IndexError: an id is not in the table.
+        """
+        sizes = {config.name: config.num_embeddings for config in self.tables}
+        if table not in sizes:
+            raise KeyError(f"there is no table {table!r}; there are {list(sizes)}.")
+        check_rows(ids_N, sizes[table])
         feature, width = self._feature_of(table), len(self.layout.feature_tables)
         empty = torch.zeros(width * len(ids_N), dtype=torch.int64)
         empty[feature * len(ids_N) : (feature + 1) * len(ids_N)] = 1
@@ -169,23 +185,3 @@ class PublishedRows(Backend):
 
     def __getstate__(self) -> Mapping[str, Any]:
         raise TypeError("the rows of a published version are mapped: open them in the other process instead.")
-
-
-class _Drawing:
-    """First values of rows that were never trained, by the rule of :mod:`lightning_recsys.stores.dynamic.drawing`."""
-
-    def __init__(self, tables: Sequence[TableRows], layout: TableLayout) -> None:
-        rules = [table.drawing for table in tables]
-        self._dim = layout.embedding_dim
-        self._starts = as_int64s(layout.table_starts.values())
-        self._first_keys = as_int64s(0 if rule is None else rule.first_key for rule in rules)
-        self._key_steps = as_int64s(1 if rule is None else rule.key_step for rule in rules)
-        self._stds = np.array([table.config.init_std for table in tables], dtype=np.float64)
-        self._seed = np.uint64(next((rule.seed for rule in rules if rule is not None), 0))
-
-    def draw(self, rows_M: Integers) -> Floats:
-        """The rows of these numbers in the collection."""
-        out = np.empty((len(rows_M), self._dim), dtype=np.float32)
-        keys = (self._starts, self._first_keys, self._key_steps, self._stds, self._seed)
-        draw_rows(rows_M, np.arange(len(rows_M)), *keys, out)
-        return out

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from server_helpers import running, stop_collector
+from server_helpers import running
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.optim import RowAdagrad, RowSGD, RowWiseAdagrad
@@ -31,7 +31,6 @@ def endpoints(tmp_path):
         (tmp_path / name).mkdir()
     with running(tmp_path / "a") as first, running(tmp_path / "b") as second:
         yield [first.endpoint, second.endpoint]
-    stop_collector()
 
 
 def bind(collection, endpoints, *, copy_rows=True, **options):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from des_runs import free_port, join
 from forked import run_processes
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from server_helpers import running, stop_collector
+from server_helpers import running
 from torch import nn
 
 import lightning_recsys
@@ -322,7 +322,6 @@ def test_rank_when_it_raises_in_a_job_then_no_callback_that_saves_waits_for_the_
     (tmp_path / "saved").mkdir()
     with running(tmp_path / "stores") as server:
         run_processes(fail_and_save, free_port(), server.endpoint, tmp_path, nprocs=2)
-    stop_collector()
     assert {x.name for x in (tmp_path / "saved").iterdir()} == {"raised-0", "raised-1"}, "no checkpoint"
     assert (tmp_path / "saved" / "raised-1").read_text() == "2 3 in step 4"
     assert re.match("2 3 .*onnection", (tmp_path / "saved" / "raised-0").read_text())
@@ -514,6 +513,9 @@ class PackageFiles(pl.Callback):
             module.log("num_files", len(self.files))
 
     def note(self, frame, event, argument):
+        # Whether the process is to end is asked where an answer takes longer than 0.2 s, as on a busy machine.
+        if frame.f_code.co_name == "is_asked_to_end":
+            return
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             self.files.add(frame.f_code.co_filename.removeprefix(PACKAGE))
 

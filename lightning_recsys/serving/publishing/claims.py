@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_recsys.launchers.folders import is_running
+
 _LOCK = ".publisher.lock"
 _CLAIM = "publisher.json"
 RENEW_SECONDS = 10.0
@@ -39,15 +41,7 @@ def words_of(holder: str) -> str:
 def _is_dead(holder: str) -> bool:
     """Whether a holder in words is a process of this machine that has ended."""
     found = re.search(r"\(process (\d+) on (.*)\)$", holder)
-    if found is None or found[2] != socket.gethostname():
-        return False
-    try:
-        os.kill(int(found[1]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # it is somebody else's, and lives
-        return False
-    return False
+    return found is not None and found[2] == socket.gethostname() and not is_running(int(found[1]))
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, SparseFeatures
 from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
 from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.serving.dense import DensePart, export_apart
-from lightning_recsys.serving.encoders import encoder_of
+from lightning_recsys.serving.encoders import encoder_of, warn_of_weights
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.packing import RowFormat, check_row_format
+from lightning_recsys.serving.publishing.retention import check_counts
 from lightning_recsys.serving.publishing.snapshots import Backend, CopiedTables, backend_of, snapshot_of
 from lightning_recsys.serving.publishing.writer import Cut, Skeleton, VersionWriter
 
@@ -80,15 +81,16 @@ class ModelPublisher(LeanCallback):
             raise ValueError(f"give every_n_steps or every_seconds, not both; got {every_n_steps} and {every_seconds}.")
         if every_n_steps is None and every_seconds is None:
             every_seconds = DEFAULT_SECONDS
-        positive = {"every_n_steps": every_n_steps, "every_seconds": every_seconds, "keep": keep}
-        positive |= {"keep_runs": keep_runs, "compact_share": compact_share, "max_increments": max_increments}
-        for name, value in positive.items():
+        place = "callbacks.model_publisher."
+        check_counts(place, every_n_steps=every_n_steps, keep=keep, keep_runs=keep_runs, max_increments=max_increments)
+        for name, value in {"every_seconds": every_seconds, "compact_share": compact_share}.items():
             if value is not None and not value > 0:
-                raise ValueError(f"callbacks.model_publisher.{name} must be above 0, got {value}.")
+                raise ValueError(f"{place}{name} must be above 0, got {value}.")
+        # What decides how many versions there are, as the writer takes it.
+        self.limits: dict[str, Any] = {"keep": keep, "keep_runs": keep_runs}
+        self.limits |= {"compact_share": compact_share, "max_increments": max_increments}
         self.url = str(url)
         self.every_n_steps, self.every_seconds = every_n_steps, every_seconds
-        self.keep, self.keep_runs = keep, keep_runs
-        self.compact_share, self.max_increments = compact_share, max_increments
         check_row_format(rows)
         self.rows, self.module = rows, module
         self._run = uuid.uuid4().hex
@@ -144,6 +146,8 @@ class ModelPublisher(LeanCallback):
                 f"callbacks.model_publisher.module={self.module}: {type(pl_module).__name__} has no such part. Name the"
                 " one whose forward(dense, sparse) gives logits."
             )
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # a trial, whose model is not to answer anybody
+            return
         self._model, self._due = model, self._now(trainer)
         if trainer.is_global_zero:
             if self._part is None:  # made in configure_model
@@ -164,9 +168,9 @@ class ModelPublisher(LeanCallback):
         """Count the batch's examples, and publish where a version is due."""
         work = self._work
         if work is not None:
-            self._examples += len(batch) * _workers(trainer)
             if not work.is_prepared:
                 work.prepare(trainer, self._collections(), batch)
+            self._examples += len(batch.dense) * _workers(trainer)
             if work.is_busy and not self._is_cut:
                 return
         now = self._now(trainer)
@@ -269,14 +273,7 @@ class _Work:
         with ExitStack() as ending:
             ending.enter_context(folder.locked(f"run {publisher._run}"))
             self._program = ending.enter_context(RunFolder()) / "p"
-            self._writer = VersionWriter(
-                folder,
-                run=publisher._run,
-                keep=publisher.keep,
-                keep_runs=publisher.keep_runs,
-                compact_share=publisher.compact_share,
-                max_increments=publisher.max_increments,
-            )
+            self._writer = VersionWriter(folder, run=publisher._run, **publisher.limits)
             self._ending = ending.pop_all()  # only now: what was taken is given back where the folder is refused
         self._make: Callable[[], Skeleton]  # from `prepare` on
         self._skeleton: Skeleton | None = None  # what all versions have in common, once the thread has made it
@@ -300,6 +297,8 @@ class _Work:
                 f" has; got {type(batch).__name__}."
             )
         self.is_prepared = True
+        if sparse.weights is not None:
+            warn_of_weights(sparse.keys)
         datamodule, num_dense, row_format = getattr(trainer, "datamodule", None), dense.shape[1], self._row_format
 
         def make() -> Skeleton:

@@ -15,6 +15,21 @@ from lightning_recsys.serving.reader import ModelReader
 log = logging.getLogger(f"pytorch_lightning.{__name__}")  # which has a handler in worker processes, too
 
 
+def check_counts(place: str = "", **counts: int | None) -> None:
+    """Refuse numbers of versions, runs or steps that would leave nothing, or are no numbers.
+
+    Args:
+        place: What the names of the numbers begin with in messages.
+        counts: The numbers by name; ``None`` stands for no limit.
+
+    Raises:
+        ValueError: one of them is no whole number above 0.
+    """
+    for name, count in counts.items():
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"{place}{name} must be a whole number above 0, got {count!r}.")
+
+
 class Retention:
     """Removes versions that are too old: of the run that publishes, and of runs long past where that is asked for.
 

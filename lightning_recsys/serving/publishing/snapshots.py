@@ -22,7 +22,7 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.serving.manifest import Drawing
 from lightning_recsys.serving.row_files import block_rows
 from lightning_recsys.stores.backend import StoreBackend
-from lightning_recsys.stores.digests import digest_rows
+from lightning_recsys.stores.digests import DIGEST, digest_rows
 
 _LOOKS = 3  # at a row that moves while it is copied
 
@@ -75,16 +75,16 @@ class WholeTable(TableSnapshot):
 
     def all_rows(self, backend: Backend) -> Iterator[Rows]:  # noqa: D102 - inherited
         self.moving = 0
-        for first, count in self._blocks():
-            rows_UD = _read(backend, self.config.name, first, count)
-            self._published_N[first : first + count] = digest_rows(rows_UD)
+        for block in self._blocks():
+            rows_UD = _read(backend, self.config.name, block)
+            self._published_N[block] = digest_rows(rows_UD)
             yield None, rows_UD
 
     def changed_rows(self, backend: Backend) -> Iterator[Rows]:  # noqa: D102 - inherited
         self.moving = 0
-        for first, count in self._blocks():
-            now_U = _digests(backend, self.config.name, first, count)
-            ids_U = (now_U != self._published_N[first : first + count]).nonzero().flatten() + first
+        for block in self._blocks():
+            now_U = _digests(backend, self.config.name, block)
+            ids_U = (now_U != self._published_N[block]).nonzero().flatten() + block.start
             if ids_U.numel():
                 rows_UD, digests_U = self._copy(backend, ids_U)
                 self._published_N[ids_U] = digests_U
@@ -95,10 +95,10 @@ class WholeTable(TableSnapshot):
 
         In shared memory a copy may be half of one update and half of the next, as every lookup may.
         """
-        rows_UD = _lookup(backend, self.config.name, ids_U)
+        rows_UD = _read(backend, self.config.name, ids_U)
         digests_U = digest_rows(rows_UD)
         for look in range(_LOOKS):
-            again_UD = _lookup(backend, self.config.name, ids_U)
+            again_UD = _read(backend, self.config.name, ids_U)
             again_U = digest_rows(again_UD)
             moved = int((again_U != digests_U).sum())
             rows_UD, digests_U = again_UD, again_U
@@ -114,10 +114,10 @@ class WholeTable(TableSnapshot):
     def forgotten_ids(self) -> Tensor:  # noqa: D102 - inherited
         return torch.empty(0, dtype=torch.int64)
 
-    def _blocks(self) -> Iterator[tuple[int, int]]:
+    def _blocks(self) -> Iterator[slice]:
         size = block_rows(self.config.embedding_dim)
         for first in range(0, self.config.num_embeddings, size):
-            yield first, min(size, self.config.num_embeddings - first)
+            yield slice(first, min(first + size, self.config.num_embeddings))
 
 
 class GrowingTable(TableSnapshot):
@@ -138,7 +138,7 @@ class GrowingTable(TableSnapshot):
     def changed_rows(self, backend: Backend) -> Iterator[Rows]:  # noqa: D102 - inherited
         tables = _dynamic(backend)
         ids_N = tables.live_ids()[self.config.name]
-        now_N = tables.digests(self.config.name, ids_N)
+        now_N = tables.read(self.config.name, DIGEST, ids_N)
         places = _find(self._ids_N, ids_N)
         known = places >= 0
         before_N = torch.where(known, self._digests_N[places] if len(self._ids_N) else 0, 0)
@@ -217,23 +217,19 @@ def _dynamic(backend: Backend) -> Any:
     return backend.dynamic
 
 
-def _read(backend: Backend, table: str, first: int, count: int) -> Tensor:
+def _read(backend: Backend, table: str, ids: slice | Tensor) -> Tensor:
+    """Copies of rows as the stores have them: what a worker keeps of them is for the thread that trains."""
     if isinstance(backend, StoreBackend):
-        return backend.read_rows(table, "weight", first, count)
-    return backend.read(table, "weight")[first : first + count].detach().to("cpu", copy=True)
-
-
-def _digests(backend: Backend, table: str, first: int, count: int) -> Tensor:
-    if isinstance(backend, StoreBackend):
-        return backend.digests(table, first, count)
-    return digest_rows(backend.read(table, "weight")[first : first + count].detach().cpu())
-
-
-def _lookup(backend: Backend, table: str, ids_U: Tensor) -> Tensor:
-    if isinstance(backend, StoreBackend):
-        return backend.lookup_ids(table, ids_U)
+        return backend.stored.read(table, "weight", ids)
     rows = backend.read(table, "weight").detach()
-    return rows.index_select(0, ids_U.to(rows.device)).cpu()
+    found = rows[ids] if isinstance(ids, slice) else rows.index_select(0, ids.to(rows.device))
+    return found.to("cpu", copy=isinstance(ids, slice))
+
+
+def _digests(backend: Backend, table: str, ids: slice) -> Tensor:
+    if isinstance(backend, StoreBackend):
+        return backend.stored.read(table, DIGEST, ids)
+    return digest_rows(backend.read(table, "weight")[ids].detach().cpu())
 
 
 def _find(sorted_N: Tensor, wanted_U: Tensor) -> Tensor:

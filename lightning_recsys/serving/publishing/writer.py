@@ -11,13 +11,14 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from shutil import copyfile
-from typing import Any
+from shutil import copyfileobj
+from typing import IO, Any
 
 import torch
 from safetensors.torch import save
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.launchers.folders import RunFolder
-from lightning_recsys.serving.digested_files import DigestedFile, digest_file, write_file
+from lightning_recsys.serving.digested_files import write_file
 from lightning_recsys.serving.encoders import RequestEncoder
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import MANIFEST, Collection, FileEntry, Link, Manifest, TableRows, digest_of
@@ -136,17 +137,15 @@ class VersionWriter:
         # 1. The files, the manifest last. Killed in here, the publisher leaves a folder without a whole manifest, which
         #    the next one removes.
         with self.folder.writing(version) as folder:
-            files = _write_skeleton(folder, skeleton) if is_base else {}
-            files[DENSE] = _write_dense(folder, cut.dense, skeleton.buffers)
+            files = _Files(folder, skeleton.rows)
+            if is_base:
+                files.write_skeleton(skeleton)
+            files.write_dense(cut.dense, skeleton.buffers)
             collections = []
             for number, (path, tables) in enumerate(skeleton.tables.items()):
-                with clock.reading(path, cut.backends[path], tables, cut.lag[path]):
-                    names = [f"{number}-{i}" for i in range(len(tables))]
-                    read = cut.backends[path]
-                    rows = [
-                        _write_table(folder, files, *x, read, is_base, skeleton.rows)
-                        for x in zip(names, tables, strict=True)
-                    ]
+                read = cut.backends[path]
+                with clock.reading(path, read, tables, cut.lag[path]):
+                    rows = [files.write_table(f"{number}-{i}", x, read, is_base=is_base) for i, x in enumerate(tables)]
                 collections.append(Collection(path, tuple(rows)))
             manifest = Manifest(
                 version=version,
@@ -154,7 +153,7 @@ class VersionWriter:
                 run=self._run,
                 lineage=uuid.uuid4().hex if before is None else before.lineage,
                 previous=None if is_base else self._last,
-                files=files,
+                files=files.entries,
                 num_dense=skeleton.num_dense,
                 collections=tuple(collections),
                 rows=skeleton.rows,
@@ -205,51 +204,33 @@ class VersionWriter:
 
     def _compact(self, skeleton: Skeleton, before: Manifest) -> None:
         """Publish what counts once more, as a base: from its files, so that nothing can have changed meanwhile."""
-        chain = self._chain(before)
+        assert self._last is not None
+        chain = [manifest for _, manifest in self.folder.chain(self._last)]
         base, version = chain[0], self._next
-        with (
-            RunFolder() as downloads,
-            self.folder.writing(version) as folder,
-        ):
+        with RunFolder() as downloads, self.folder.writing(version) as folder:
             source = VersionFolder(self.folder.url, cache=downloads)  # nobody would clear a cache that lasts
             opened = open_rows(source, base)
             for last, following in pairwise(chain):
                 opened = open_rows(source, following, (last, opened))
-            files = {
-                name: _copy(source.file(base, name), folder / name) for name in (PROGRAM, ENCODER, ENCODER_TENSORS)
-            }
-            files[DENSE] = _copy(source.file(before, DENSE), folder / DENSE)
+            files = _Files(folder, skeleton.rows)
+            for name in (PROGRAM, ENCODER, ENCODER_TENSORS):
+                files.copy(source.file(base, name), name)
+            files.copy(source.file(before, DENSE), DENSE)
             collections = []
             for number, (path, tables) in enumerate(skeleton.tables.items()):
-                rows = [
-                    _compacted(folder, files, f"{number}-{i}", table, opened[path], skeleton.rows)
-                    for i, table in enumerate(tables)
-                ]
+                rows = [files.write_compacted(f"{number}-{i}", x, opened[path]) for i, x in enumerate(tables)]
                 collections.append(Collection(path, tuple(rows)))
             manifest = replace(
                 before,
                 version=version,
                 kind="base",
                 previous=self._last,
-                files=files,
+                files=files.entries,
                 collections=tuple(collections),
             )
             link = _write_manifest(folder, manifest)
         self._let_count(link, manifest)
         self._last_manifest = manifest
-
-    def _chain(self, manifest: Manifest) -> list[Manifest]:
-        """The versions from the base on that a version builds on, itself the last."""
-        chain = [manifest]
-        while not chain[0].is_base:
-            assert chain[0].previous is not None
-            chain.insert(0, self.folder.manifest(chain[0].previous))
-        return chain
-
-
-def _copy(source: Path, target: Path) -> FileEntry:
-    copyfile(source, target)
-    return digest_file(target)
 
 
 class _Clock:
@@ -286,105 +267,97 @@ def _steps(backend: Backend) -> list[int]:
     return [store.step for store in backend.stores] if isinstance(backend, StoreBackend) else [backend.step]
 
 
-def _write_skeleton(folder: Path, skeleton: Skeleton) -> dict[str, FileEntry]:
-    copyfile(skeleton.program, folder / PROGRAM)
-    plain, tensors = skeleton.encoder.to_files()
-    return {
-        PROGRAM: digest_file(folder / PROGRAM),
-        ENCODER: _write_bytes(folder, ENCODER, json.dumps(plain).encode()),
-        ENCODER_TENSORS: _write_bytes(folder, ENCODER_TENSORS, save(tensors)),
-    }
+class _Files:
+    """The files of a version that is being written.
+
+    Args:
+        folder: Where they are made.
+        rows: Format in which rows are stored.
+
+    Attributes:
+        entries: Size and digest of each file so far, by its name.
+    """
+
+    def __init__(self, folder: Path, rows: RowFormat) -> None:
+        self._folder, self._row_format = folder, rows
+        self.entries: dict[str, FileEntry] = {}
+
+    def write(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
+        """Make a file; returns when it is on the disk."""
+        self.entries[name] = write_file(self._folder, name, write)
+
+    def copy(self, source: Path, name: str) -> None:
+        """Make a file with the bytes of another one."""
+        with source.open("rb") as content:
+            self.write(name, partial(copyfileobj, content))
+
+    def write_skeleton(self, skeleton: Skeleton) -> None:
+        """What all versions of a run have in common."""
+        plain, tensors = skeleton.encoder.to_files()
+        self.copy(skeleton.program, PROGRAM)
+        self.write(ENCODER, _bytes(json.dumps(plain).encode()))
+        self.write(ENCODER_TENSORS, _bytes(save(tensors)))
+
+    def write_dense(self, tensors: Mapping[str, Tensor], buffers: Set[str]) -> None:
+        """The dense part.
+
+        Raises:
+            FloatingPointError: it has diverged.
+        """
+        for name, tensor in tensors.items():
+            wrong = tensor.isnan() if name in buffers else ~tensor.isfinite()  # a mask holds infinity for good
+            if bool(wrong.any()):
+                raise FloatingPointError(f"{name} of the model has {tensor[wrong][0].item()}: it has diverged")
+        self.write(DENSE, _bytes(save({name: x.contiguous() for name, x in tensors.items()})))
+
+    def write_table(self, name: str, table: TableSnapshot, backend: Backend, *, is_base: bool) -> TableRows:
+        """The rows of a table that a version has: all of them, or those that changed."""
+        rows = table.all_rows(backend) if is_base else table.changed_rows(backend)
+        packed = ((ids, self._packed(table, x)) for ids, x in rows)
+        written = self._write_rows(name, table, packed, with_ids=not (is_base and table.drawing is None))
+        gone = torch.empty(0, dtype=torch.int64) if is_base else table.forgotten_ids()
+        if not gone.numel():
+            return written
+        self.write(gone_file := f"gone-{name}.arrow", lambda file: write_ids(file, gone))
+        return replace(written, gone_file=gone_file, num_gone=gone.numel())
+
+    def write_compacted(self, name: str, table: TableSnapshot, opened: PublishedRows) -> TableRows:
+        """All rows of a table as a published model has them."""
+        has_ids = table.drawing is not None
+        blocks = torch.split(table.published_ids(), block_rows(table.config.embedding_dim))
+        rows = ((ids if has_ids else None, opened.stored_rows(table.config.name, ids)) for ids in blocks if ids.numel())
+        return self._write_rows(name, table, rows, with_ids=has_ids)
+
+    def _packed(self, table: TableSnapshot, rows_UD: Tensor) -> Tensor:
+        if not all(x.isfinite() for x in rows_UD.aminmax()):  # of a NaN both are NaN; one pass, and no copy
+            raise FloatingPointError(f"rows of table {table.config.name!r} are not finite: they have diverged")
+        return pack_rows(rows_UD, self._row_format)
+
+    def _write_rows(self, name: str, table: TableSnapshot, rows: Iterable[Rows], *, with_ids: bool) -> TableRows:
+        """Write rows, packed already, to a file, which is not there where there are none."""
+        count, width = 0, num_words(table.config.embedding_dim, self._row_format)
+
+        def write(file: IO[bytes]) -> None:
+            nonlocal count
+            with RowWriter(file, width, packed=self._row_format != "float32", with_ids=with_ids) as writer:
+                for ids_U, rows_UW in rows:
+                    writer.write(rows_UW, ids_U)
+            count = writer.num_rows
+
+        self.write(file_name := f"rows-{name}.arrow", write)
+        if not count:
+            (self._folder / file_name).unlink()
+            del self.entries[file_name]
+            return TableRows(table.config, None, 0, drawing=table.drawing)
+        return TableRows(table.config, file_name, count, drawing=table.drawing)
 
 
-def _write_dense(folder: Path, tensors: Mapping[str, Tensor], buffers: Set[str]) -> FileEntry:
-    for name, tensor in tensors.items():
-        wrong = tensor.isnan() if name in buffers else ~tensor.isfinite()  # a mask holds infinity for good
-        if bool(wrong.any()):
-            raise FloatingPointError(f"{name} of the model has {tensor[wrong][0].item()}: it has diverged")
-    return _write_bytes(folder, DENSE, save({name: x.contiguous() for name, x in tensors.items()}))
-
-
-def _write_bytes(folder: Path, name: str, data: bytes) -> FileEntry:
-    return write_file(folder, name, lambda file: file.write(data))
+def _bytes(data: bytes) -> Callable[[IO[bytes]], object]:
+    """What writes them."""
+    return lambda file: file.write(data)
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> Link:
     data = manifest.to_json()
-    _write_bytes(folder, MANIFEST, data)
+    write_file(folder, MANIFEST, _bytes(data))
     return Link(manifest.version, digest_of(data))
-
-
-def _write_table(
-    folder: Path,
-    files: dict[str, FileEntry],
-    name: str,
-    table: TableSnapshot,
-    backend: Backend,
-    is_base: bool,
-    row_format: RowFormat,
-) -> TableRows:
-    """Write the rows of a table that a version has: all of them, or those that changed."""
-    with_ids = not (is_base and table.drawing is None)
-    rows = table.all_rows(backend) if is_base else table.changed_rows(backend)
-    packed = ((ids, _packed(table, x, row_format)) for ids, x in rows)
-    written = _write_rows(folder, files, f"rows-{name}.arrow", table, packed, row_format, with_ids=with_ids)
-    gone = torch.empty(0, dtype=torch.int64) if is_base else table.forgotten_ids()
-    if not gone.numel():
-        return written
-    gone_file = f"gone-{name}.arrow"
-    files[gone_file] = write_file(folder, gone_file, lambda file: write_ids(file, gone))
-    return replace(written, gone_file=gone_file, num_gone=gone.numel())
-
-
-def _packed(table: TableSnapshot, rows_UD: Tensor, row_format: RowFormat) -> Tensor:
-    if not all(x.isfinite() for x in rows_UD.aminmax()):  # of a NaN both are NaN; one pass, and no copy
-        raise FloatingPointError(f"rows of table {table.config.name!r} are not finite: they have diverged")
-    return pack_rows(rows_UD, row_format)
-
-
-def _compacted(
-    folder: Path,
-    files: dict[str, FileEntry],
-    name: str,
-    table: TableSnapshot,
-    opened: PublishedRows,
-    row_format: RowFormat,
-) -> TableRows:
-    """Write all rows of a table as a published model has them."""
-    ids = table.published_ids()
-
-    def rows() -> Iterator[Rows]:
-        for some in torch.split(ids, block_rows(table.config.embedding_dim)):
-            if some.numel():
-                yield None if table.drawing is None else some, opened.stored_rows(table.config.name, some)
-
-    with_ids = table.drawing is not None
-    return _write_rows(folder, files, f"rows-{name}.arrow", table, rows(), row_format, with_ids=with_ids)
-
-
-def _write_rows(
-    folder: Path,
-    files: dict[str, FileEntry],
-    name: str,
-    table: TableSnapshot,
-    rows: Iterable[Rows],
-    row_format: RowFormat,
-    *,
-    with_ids: bool,
-) -> TableRows:
-    """Write rows, packed already, to a file, which is not there where there are none."""
-    count, width = 0, num_words(table.config.embedding_dim, row_format)
-
-    def write(file: DigestedFile) -> None:
-        nonlocal count
-        with RowWriter(file, width, packed=row_format != "float32", with_ids=with_ids) as writer:
-            for ids_U, rows_UW in rows:
-                writer.write(rows_UW, ids_U)
-        count = writer.num_rows
-
-    entry = write_file(folder, name, write)
-    if not count:
-        (folder / name).unlink()
-        return TableRows(table.config, None, 0, drawing=table.drawing)
-    files[name] = entry
-    return TableRows(table.config, name, count, drawing=table.drawing)

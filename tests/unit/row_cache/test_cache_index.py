@@ -75,7 +75,7 @@ def run_against(simulation, cache, batches, *, prefetches):
         if ahead is not None:
             after = check_plan(simulation, cache, ahead)
             spared, spare_from = set(after.keys_U.tolist()), after.number
-        victims, _ = cache.evict(spare_from=spare_from)
+        victims = cache.keys(cache.evict(spare_from=spare_from))
         assert victims.tolist() == simulation.evict(spared)
         assert len(cache) == len(simulation.held)
         planned = after
@@ -139,12 +139,12 @@ def test_light_lfu_when_a_row_passes_the_bound_then_it_goes_only_when_nothing_el
     for _ in range(3):
         cache.plan(np.array([1, 2]))
     cache.plan(np.array([7]))  # used later than the others, but less often
-    assert cache.evict(spare_from=99)[0].tolist() == [7]
+    assert cache.keys(cache.evict(spare_from=99)).tolist() == [7]
     for _ in range(3):
         cache.plan(np.array([8]))
-    assert cache.evict(spare_from=99)[0].tolist() == [1]  # all are past the bound: halved, they go by slot
+    assert cache.keys(cache.evict(spare_from=99)).tolist() == [1]  # all are past the bound: halved, they go by slot
     cache.plan(np.array([9]))
-    assert cache.evict(spare_from=99)[0].tolist() == [2]  # 2 and 8 have counts again, 3 // 2, and so has 9
+    assert cache.keys(cache.evict(spare_from=99)).tolist() == [2]  # 2 and 8 have counts again, 3 // 2, and so has 9
 
 
 def test_light_lfu_when_no_row_reaches_the_bound_then_it_is_lfu(monkeypatch):
@@ -157,8 +157,8 @@ def test_evict_when_the_spared_rows_alone_exceed_the_limit_then_they_stay():
         cache = CacheIndex(2, policy=policy)
         cache.plan(np.array([1, 2, 3]))
         ahead = cache.plan(np.array([3, 4, 5, 6]))
-        keys, slots = cache.evict(spare_from=ahead.number)
-        assert keys.tolist() == [1, 2]
+        slots = cache.evict(spare_from=ahead.number)
+        assert cache.keys(slots).tolist() == [1, 2]
         assert slots.tolist() == [0, 1]
         assert len(cache) == 4
         assert cache.plan(np.array([8, 9])).slots_U.tolist() == [1, 0]  # slots come back into use
@@ -285,7 +285,7 @@ def run_window(policy, limit, batches, *, window, prefetches, skipped=(), unanno
             announced += 1
         ahead = [plan(served[step + 1])] if prefetches and step + 1 < len(served) else []
         spared = set(ahead[0].keys_U.tolist()) if ahead else ()
-        victims, _ = cache.evict(spare_from=ahead[0].number if ahead else plans[0].number + 1)
+        victims = cache.keys(cache.evict(spare_from=ahead[0].number if ahead else plans[0].number + 1))
         assert victims.tolist() == simulation.evict(spared)
         assert set(cache.keys(cache.slots()).tolist()) == set(simulation.held)
     return misses
@@ -345,7 +345,7 @@ def test_clear_when_batches_are_announced_then_they_are_still_known():
     cache.clear()
     plan = cache.plan_announced(first)
     assert plan.new_U.tolist() == [True, True]
-    assert len(cache.evict(spare_from=99)[0]) == 1
+    assert len(cache.evict(spare_from=99)) == 1
     assert cache.plan_announced(second).slots_N.size == 4
     cache.forget(second)
     assert len(cache) == 3

@@ -63,7 +63,7 @@ def test_one_step_when_its_update_reaches_the_server_then_it_has_the_bits_of_the
         for name, tensor in cache.row_state.items():
             assert torch.equal(tensor[plan.slots_U], direct.values[name][plan.keys_U])
         server.apply(cache.take(plan.slots_U))
-        cache.evict(spare_from=plan.number + 1)
+        cache.index.evict(spare_from=plan.number + 1)
         for name, tensor in server.values.items():
             assert torch.equal(tensor, direct.values[name]), name
 
@@ -86,10 +86,10 @@ def test_many_steps_when_rows_are_evicted_and_flushed_then_the_server_has_every_
             direct.values[name][plan.keys_U] = tensor
         torch.testing.assert_close(cache.rows[plan.slots_U].cpu(), rows, rtol=1e-5, atol=1e-5)  # float32 sums
         direct.clock[plan.keys_U] += 1
-        slots = cache.evict(spare_from=plan.number + 1)
+        slots = cache.index.evict(spare_from=plan.number + 1)
         updates, number = cache.take(slots), len(slots)
         dropped += number
-        assert len(cache) <= 100
+        assert len(cache.index) <= 100
         server.apply(updates)
     assert dropped > 500
     server.apply(cache.take(cache.dirty_slots()))
@@ -169,7 +169,7 @@ def test_lookup_when_slots_are_the_ids_of_one_table_then_a_kernel_serves_them(ke
         kernel_of_slots = choose_kernel(kernel, TableLayout((table,)), RowSGD(), torch.device("cpu"))
         expected = server.values["weight"][keys].view(2, 30, 8).transpose(0, 1)
         assert torch.equal(kernel_of_slots.lookup(cache.rows, slots), expected)
-        cache.evict(spare_from=plan.number + 1)
+        cache.index.evict(spare_from=plan.number + 1)
 
 
 def test_rows_of_the_next_batch_when_it_is_planned_ahead_then_they_are_spared():
@@ -178,9 +178,9 @@ def test_rows_of_the_next_batch_when_it_is_planned_ahead_then_they_are_spared():
     cache.install(plan.slots_U, {"weight": torch.zeros(3, 1)}, np.zeros(3, dtype=np.int32))
     ahead = cache.plan(np.array([3, 4, 5]))
     cache.update(plan.slots_U, torch.ones(3, 1), lr=1.0)
-    slots = cache.evict(spare_from=ahead.number)
+    slots = cache.index.evict(spare_from=ahead.number)
     updates, dropped = cache.take(slots), len(slots)
-    assert (updates.keys.tolist(), dropped, len(cache)) == ([1, 2], 2, 3)
+    assert (updates.keys.tolist(), dropped, len(cache.index)) == ([1, 2], 2, 3)
     cache.install(ahead.slots_U[ahead.new_U], {"weight": torch.ones(2, 1)}, np.ones(2, dtype=np.int32))
     assert cache.rows[ahead.slots_U].tolist() == [[-1.0], [1.0], [1.0]]
 
@@ -199,7 +199,7 @@ def test_clear_when_rows_are_dirty_then_nothing_is_owed_any_more():
     cache.install(plan.slots_U, {"weight": torch.zeros(2, 1)}, np.zeros(2, dtype=np.int32))
     cache.update(plan.slots_U, torch.ones(2, 1), lr=1.0)
     cache.clear()
-    assert (len(cache), cache.dirty_slots().size) == (0, 0)
+    assert (len(cache.index), cache.dirty_slots().size) == (0, 0)
     assert cache.plan(np.array([1])).new_U.all()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mapped_servers import mapped_servers
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.errors import StoreReplacedError
@@ -80,13 +81,8 @@ def servers(tmp_path, request, monkeypatch):
     """Two of them, whose rows this process maps, or whose rows it has to ask for."""
     if request.param == "by messages":
         monkeypatch.setattr("lightning_recsys.stores.mapped.MappedEmbeddingStore", Recorded)
-    folders = [tmp_path / str(server) for server in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    opened = [MappedStores(folder) for folder in folders]
-    yield opened
-    for server in opened:
-        server.close()
+    with mapped_servers(tmp_path, 2) as opened:
+        yield opened
 
 
 def bind(collection, servers, *, name="net", plan=None, copy_rows=True, **options) -> CachedBackend:
@@ -436,7 +432,7 @@ def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_
     backend = bind(cached, servers, plan=BY_ROWS, cache_rows=1000, staleness=5)
     train(plain, steps := batches(4), prefetch=False)
     train(cached, steps, prefetch=False)
-    held = len(backend._held.cache)
+    held = len(backend._held.cache.index)
     backend.flush()
     clocks, counts = [store.clocks.clone() for store in backend.stores], backend.telemetry()
     recorded.clear()
@@ -444,7 +440,7 @@ def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_
     for sparse in batches(9):
         with torch.no_grad():
             torch.testing.assert_close(cached(sparse), plain(sparse))
-    assert len(backend._held.cache) == held
+    assert len(backend._held.cache.index) == held
     assert all(torch.equal(store.clocks, before) for store, before in zip(backend.stores, clocks, strict=True))
     assert {name: backend.telemetry()[name] for name in ("cache/hit_rate", "cache/miss_rate")} == {
         name: counts[name] for name in ("cache/hit_rate", "cache/miss_rate")
@@ -452,7 +448,7 @@ def test_evaluation_when_rows_are_cached_then_it_reads_through_and_leaves_cache_
     assert all(kinds(request)[::2] == (0, 0) for request in recorded), "only fetches"
     frozen = cached.requires_grad_(False)(sparse)
     assert not frozen.requires_grad
-    assert len(backend._held.cache) > held, "frozen rows are kept where others train"
+    assert len(backend._held.cache.index) > held, "frozen rows are kept where others train"
 
 
 def test_evaluation_when_in_inference_mode_then_one_outside_of_it_works_as_well(servers):
@@ -504,7 +500,7 @@ def test_lookups_when_their_gradients_never_come_then_the_cache_keeps_its_size(s
     (worker,) = one_table(servers, 1, cache_rows=3, staleness=None)
     for first in range(10):
         pooled = worker(ids(first, first + 1))
-    assert len(worker.embedding_bags._held.cache) <= 5
+    assert len(worker.embedding_bags._held.cache.index) <= 5
     pooled.sum().backward()
     worker.flush()
     assert worker.embedding_bags.read("t", "weight").flatten().tolist() == [0] * 9 + [-1, -1, 0]
@@ -874,7 +870,9 @@ def test_limit_when_a_lookup_gets_no_gradient_then_the_cache_keeps_to_it_though_
         if step % 50 != 20:  # else as a training_step that returns None
             pooled.sum().backward()
         del pooled
-        assert len(backend._held.cache) <= 64 + 5 * 10, "at most the batches of which a plan is remembered come on top"
+        assert len(backend._held.cache.index) <= 64 + 5 * 10, (
+            "at most the batches of which a plan is remembered come on top"
+        )
     worker.flush()
     expected = [0.0 if row // 10 % 50 == 20 else -1.0 for row in range(3000)]
     assert backend.read("t", "weight").flatten().tolist() == expected
@@ -921,7 +919,7 @@ def test_frozen_rows_when_looked_up_again_then_they_are_cached_within_the_limit(
     assert traffic(worker) == before
     for first in range(12):
         worker(ids(first, (first + 1) % 12))
-        assert len(worker.embedding_bags._held.cache) <= 6 + 2
+        assert len(worker.embedding_bags._held.cache.index) <= 6 + 2
     worker.requires_grad_(True)
     update(worker, 0, ids(1))
     worker.flush()
@@ -940,7 +938,7 @@ def test_lookup_without_gradient_when_the_batch_was_announced_then_its_training_
     pooled.sum().backward()
     update(worker, 0, ids(1, 2))
     assert not recorded, "the rows were on their way"
-    assert len(worker.embedding_bags._held.cache) == 3
+    assert len(worker.embedding_bags._held.cache.index) == 3
 
 
 @pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
@@ -961,7 +959,7 @@ def test_clocks_when_they_reach_their_end_then_no_update_is_lost_and_such_rows_a
                 pooled = worker(ids(5, 6))
             pooled[..., index].sum().backward()
             cache = worker.embedding_bags._held.cache
-            assert (cache.clocks[: len(cache)] >= 0).all()
+            assert (cache.clocks[: len(cache.index)] >= 0).all()
     if staleness is not None and not prefetch:
         assert store.clocks[5] == MAX_CLOCK
         seen = [worker(ids(5)).flatten().tolist() for worker in workers]

@@ -103,9 +103,7 @@ class Trained:
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """As the stores have them."""
-        if self.backend.dynamic is not None:
-            return self.backend.dynamic.read(table, "weight", ids)
-        return self.backend.lookup_ids(table, ids)
+        return self.backend.stored.read(table, "weight", ids)
 
     def close(self):
         self.model.embeddings.unbind(copy_rows=False)

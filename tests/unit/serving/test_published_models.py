@@ -26,7 +26,7 @@ from lightning_recsys.data.preparation.encoding import Encoding
 from lightning_recsys.data.tables.schema import Schema
 from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.models import DCN, DLRM, DCNv2, DeepFM, FactorizationMachine, LogisticRegression, WideDeep
-from lightning_recsys.serving import ModelReader, dense, export, export_model
+from lightning_recsys.serving import ModelReader, PublishedModel, dense, export, export_model
 from lightning_recsys.serving.encoders import SchemaEncoder, encoder_of
 from lightning_recsys.serving.hub import load_pretrained, save_pretrained
 from lightning_recsys.serving.onnx import export_onnx
@@ -231,7 +231,7 @@ def test_onnx_when_exported_then_it_computes_the_same(tmp_path, monkeypatch):
     runtime = pytest.importorskip("onnxruntime")
     export_onnx(published, tmp_path / "dense.onnx")
     numbers, sparse = published.encoder.encode([{"dense": [i, 0.5], "a": i, "b": i} for i in range(7)])
-    pooled = {path: rows.lookup_frozen(sparse).numpy() for path, rows in published.rows.items()}
+    pooled = {path: rows.numpy() for path, rows in published.pooled(sparse).items()}
     session = runtime.InferenceSession(tmp_path / "dense.onnx")
     (logits,) = session.run(["logits"], {"dense": numbers.numpy(), **pooled})
     assert torch.allclose(torch.from_numpy(logits), published.logits(numbers, sparse), atol=1e-6)
@@ -302,9 +302,12 @@ def test_requests_of_one_batch_when_some_cannot_be_scored_then_the_others_are(tm
     with torch.no_grad():
         model.first_order.dense_weight.copy_(torch.tensor([4.0, -4.0]))
     export_model(model, tmp_path, num_dense=2)
-    api = ScoringAPI(str(tmp_path))
-    api.setup("cpu")
+    api, asked = ScoringAPI(str(tmp_path)), []
+    with monkeypatch.context() as patch:
+        patch.setattr(PublishedModel, "predict", lambda model, rows: asked.extend(rows))
+        api.setup("cpu")
     api.reader.close()
+    assert asked == [{"dense": [0.0, 0.0], "a": 0}], "compiled loops are loaded before the first request"
     huge = {"dense": [3e38, 3e38], "a": 1}  # four times that is infinity, and infinity less infinity is no number
     requests = [{"dense": [0, 0], "a": 1}, {"a": 9}, {"rows": []}, {"rows": [{"dense": [0, 0], "a": 1}, huge]}, {}]
     answers = api.predict(api.batch([api.decode_request(request) for request in requests]))

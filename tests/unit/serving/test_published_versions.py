@@ -5,18 +5,19 @@ import json
 import math
 import os
 import shutil
+import sys
 import threading
 from unittest import mock
 
 import pytest
 import torch
 from kills_script import kill_everywhere
-from published import FEATURES, Trained, save_program
+from published import FEATURES, Sums, Trained, save_program
 
 from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import PublishedVersionError
 from lightning_recsys.launchers.processes import fork_server_context
-from lightning_recsys.serving import ModelReader, list_versions, roll_back
+from lightning_recsys.serving import ModelReader, export_model, list_versions, roll_back
 from lightning_recsys.serving.cli import main
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.manifest import Link, Manifest, current_to_json, digest_of
@@ -626,3 +627,29 @@ def test_programs_when_opened_by_several_threads_then_none_disturbs_another(make
 def test_command_when_nothing_was_published_then_says_so(tmp_path, capsys):
     assert main([str(tmp_path / "nosuch")]) == 1
     assert "nothing was published in" in capsys.readouterr().err
+
+
+def test_command_when_a_package_for_the_url_is_missing_then_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    assert main(["s3://bucket/model"]) == 1
+    assert "s3fs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, True])
+def test_export_when_no_run_is_to_stay_then_is_refused_and_nothing_is_removed(make, tmp_path, count):
+    make().publish()
+    with pytest.raises(ValueError, match=f"keep_runs must be a whole number above 0, got {count}"):
+        export_model(Sums(), tmp_path / "model", num_dense=2, keep_runs=count)
+    assert numbers(tmp_path / "model") == [1]
+
+
+def test_rows_when_ids_are_beyond_their_table_then_are_refused(make, tmp_path):
+    trained = make()
+    trained.publish()
+    model = ModelReader(tmp_path / "model").model
+    assert torch.equal(model.rows_of("embeddings", "a", torch.tensor([299])), trained.rows("a", torch.tensor([299])))
+    for wrong in (300, -1, 10**12):
+        with pytest.raises(IndexError, match=r"rows must be in \[0, 300\)"):
+            model.rows_of("embeddings", "a", torch.tensor([0, wrong]))
+    with pytest.raises(KeyError, match=r"no table 'c'; there are \['a', 'b'\]"):
+        model.rows_of("embeddings", "c", torch.tensor([0]))

@@ -3,12 +3,15 @@
 import json
 import pickle
 import shutil
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import pytorch_lightning as pl
 import torch
 
 from lightning_recsys.data import SyntheticDataModule
+from lightning_recsys.embeddings import SparseFeatures
 from lightning_recsys.errors import PublishedVersionError, PublisherReplacedError
 from lightning_recsys.models import LogisticRegression
 from lightning_recsys.serving import ModelPublisher, ModelReader
@@ -154,8 +157,10 @@ def test_disk_when_full_while_the_dense_part_is_exported_then_it_is_exported_aga
     ("options", "message"),
     [
         ({"every_n_steps": 1, "every_seconds": 1}, "not both"),
-        ({"every_n_steps": 0}, "every_n_steps must be above 0"),
-        ({"keep": 0}, "keep must be above 0"),
+        ({"every_n_steps": 0}, "every_n_steps must be a whole number above 0"),
+        ({"keep": 0}, "keep must be a whole number above 0"),
+        ({"keep": 2.5}, r"keep must be a whole number above 0, got 2\.5"),
+        ({"every_seconds": 0}, "every_seconds must be above 0"),
     ],
 )
 def test_argument_when_wrong_then_it_says_so(options, message):
@@ -191,3 +196,47 @@ def test_publisher_when_another_one_has_its_place_then_it_says_so_once_and_train
     assert len(asked) == 1
     assert len(warnings) == 1
     assert "publishes no more: model/versions/2: run 2 publishes there" in warnings[0]
+
+
+class Rows(NamedTuple):
+    """A batch of somebody's own; its length is that of a tuple."""
+
+    dense: torch.Tensor
+    sparse: SparseFeatures
+    labels: torch.Tensor
+
+
+class OwnTask(pl.LightningModule):
+    """Somebody's own LightningModule, with batches of its own, which weigh their ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = model()
+
+    def training_step(self, rows, batch_idx):
+        logits = self.model(rows.dense, rows.sparse)
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits, rows.labels)
+
+    def validation_step(self, rows, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        weighed = replace(batch.sparse, weights=torch.ones(len(batch.sparse.values)))
+        return Rows(batch.dense, weighed, batch.labels)
+
+
+def test_publisher_when_the_run_is_a_trial_then_publishes_nothing(tmp_path):
+    fit(ModelPublisher(tmp_path / "m", every_n_steps=1), waits=False, fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`")
+def test_batches_when_somebodys_own_with_weights_then_examples_are_counted_and_a_warning_tells(
+    exported, tmp_path, caplog
+):
+    fit(ModelPublisher(tmp_path / "m", every_n_steps=100), OwnTask())
+    assert positions(tmp_path / "m") == {1: ("base", 10, 320)}
+    assert "Ids of ['c0', 'c1'] have weights in training, and those of requests have none" in caplog.text

@@ -20,7 +20,6 @@ from lightning_recsys.errors import PublishedVersionError, PublisherReplacedErro
 from lightning_recsys.serving import ModelReader, dense, roll_back
 from lightning_recsys.serving.cli import main
 from lightning_recsys.serving.dense import DensePart, export_apart
-from lightning_recsys.serving.digested_files import DigestedFile
 from lightning_recsys.serving.files import VersionFolder
 from lightning_recsys.serving.hub import save_pretrained
 from lightning_recsys.serving.manifest import MANIFEST
@@ -187,11 +186,27 @@ def test_version_when_gone_back_to_then_it_stays_while_the_run_goes_on(trained, 
     assert roll_back(tmp_path / "model", 3).version == 3
 
 
+class CountedFile:
+    """A new file whose writes are counted."""
+
+    def __init__(self, file, counted):
+        self._file, self.write = file, counted(file.write)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+
 def test_disk_when_full_at_any_write_then_the_last_version_stays_as_it_was(trained, tmp_path, monkeypatch):
     trained.train([1])
     trained.publish()
     reader, calls, full_at = ModelReader(tmp_path / "model"), 0, 0
-    write, fsync = DigestedFile.write, os.fsync
+    opened, fsync = Path.open, os.fsync
 
     def counted(call):
         def call_unless_full(*arguments):
@@ -203,7 +218,11 @@ def test_disk_when_full_at_any_write_then_the_last_version_stays_as_it_was(train
 
         return call_unless_full
 
-    monkeypatch.setattr(DigestedFile, "write", counted(write))
+    def open_counted(path, mode="r", **options):
+        file = opened(path, mode, **options)
+        return CountedFile(file, counted) if mode == "x+b" else file
+
+    monkeypatch.setattr(Path, "open", open_counted)
     monkeypatch.setattr(os, "fsync", counted(fsync))
     failures = 0
     while True:
