@@ -10,8 +10,8 @@ from typing import Any
 import hydra
 from hydra.utils import get_object
 from omegaconf import DictConfig
-from recipe_tools.build import Config, build, build_datamodule, build_task, count_parameters, plain, seed_everything
-from recipe_tools.config_types import check_complete, check_types
+from recipe_tools.build import Config, build, build_datamodule, build_task, count_parameters, seed_everything
+from recipe_tools.config_types import check_types
 from recipe_tools.figures import (
     RUN,
     Watch,
@@ -25,10 +25,9 @@ from recipe_tools.figures import (
     runs_of,
 )
 from recipe_tools.overrides import explained_overrides
-from recipe_tools.quiet import be_quiet
-from recipe_tools.record import RunRecord, isolated_job, task_overrides
+from recipe_tools.record import RunRecord, task_overrides
 from recipe_tools.simulated import simulated
-from recipe_tools.sweep import end_with_sweep, optimized_value
+from recipe_tools.sweep import optimized_value, recipe_job
 
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.simulation import batches, evaluate
@@ -37,13 +36,8 @@ from lightning_recsys.tasks import CTRTask
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
 def main(cfg: DictConfig) -> float | None:
-    be_quiet()
-    record = RunRecord.of_job(cfg)
-    if record.sweeping:
-        end_with_sweep()
-    with isolated_job(), record:
-        check_complete(cfg)
-        config = record.config = plain(cfg)
+    with recipe_job(cfg) as record:
+        config = record.config
         overrides = task_overrides()
         figure = {**RUN, "series": {config["name"]: []}, **(config.get("figure") or {})}
         check_overrides(figure, overrides)
@@ -68,7 +62,7 @@ def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]
     """One cluster, from its configuration to its results.
 
     Raises:
-        ValueError: the data are no clicks, or a number of examples or rows is none.
+        ValueError: the data are no clicks or have no rows to be judged by, or a number of examples or rows is none.
     """
     check_types(config)
     for name, value in (
@@ -88,7 +82,10 @@ def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]
     cluster = build(config["cluster"])
     record.details["parameters"] = count_parameters(task.model, datamodule)
     total = len(datamodule.rows("train")) if config["examples"] is None else config["examples"]
-    loader = datamodule.val_dataloader() or datamodule.test_dataloader()
+    if not (loader := datamodule.val_dataloader() or datamodule.test_dataloader()):
+        raise ValueError(
+            "data: a simulation is judged by validation rows, or by test rows, and these data have neither."
+        )
     wall, processor = monotonic(), process_time()
     with Watch(label, total) as watch:
         results = cluster.train(

@@ -26,13 +26,16 @@ from torch.optim import Optimizer
 from lightning_recsys.compiled.loops import compile_loop
 from lightning_recsys.optim.row_optimizers import RowAdagrad, RowAdam, RowFTRL, RowOptimizer, RowWiseAdagrad
 
-PERIOD = "period"  # the state that says in which period a row was last updated, float32 [R]: exact up to 2^24
+PERIOD = "period"  # the state that says in which period a row was last updated, by its number, float32 [R]
 GROUP_STEP, GROUP_PERIOD = (
     "swap_step",
     "swap_period",
 )  # in a group of a dense optimizer: its steps, the last one's period
-SHORTEST_SECONDS = 60  # of a period of time; float32 numbers the periods exactly until 2051
+SHORTEST_SECONDS = 60  # of a period of time; there are numbers for such periods until 2043
 _ORIGIN = 1577836800.0  # 1 January 2020, UTC, from which periods of time are counted
+# The numbers of periods of three kinds, of which no two share any, and 0 is none: a state does not say what its period
+# was. Periods of updates have that of the first update behind them, so that a run can go on with other ones.
+_UPDATES, _SECONDS, _DAYS = (1.0, float("inf")), (-(2.0**24), -(2.0**22)), (-(2.0**22), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +53,20 @@ class Periods:
     day: int | None = None
 
     def at(self, step: int) -> int:
-        """The period of the update with this number, which is made now."""
+        """The number of the period of the update with this number, which is made now."""
         if self.period is not None:
-            return int(step // self.period)
+            return int(step // self.period * self.period + _UPDATES[0])
         if self.seconds is not None:
-            return int((time.time() - _ORIGIN) // self.seconds)
+            return int((time.time() - _ORIGIN) // self.seconds + _SECONDS[0])
         assert self.day is not None
-        return self.day
+        return int(self.day + _DAYS[0])
 
     def missed(self, last: Tensor, current: int) -> Tensor:
-        """Periods that ended since those of ``last``; a state of 0 has none yet where periods are no updates."""
-        missed = (current - last).clamp_(min=0)
-        return missed if self.period is not None else missed.masked_fill_(last == 0, 0)
+        """Periods that ended since those of ``last``; none since one of another kind, or 0, where none is known."""
+        first, stop = _UPDATES if self.period is not None else _DAYS if self.seconds is None else _SECONDS
+        missed = (current - last).clamp_(min=0).masked_fill_((last < first) | (last >= stop), 0)
+        # float32 rounds numbers above 2^24, so a little less than a whole period is one: good for a million periods.
+        return missed if self.period is None else (missed / self.period + 0.25).floor_()
 
 
 def day_number(day: int | str | date) -> int:
@@ -81,7 +86,7 @@ def day_number(day: int | str | date) -> int:
     except ValueError:
         number = 0
     number = number.toordinal() if isinstance(number, date) else number
-    if not 1 <= number < 2**24 or number != int(number):  # float32 numbers them
+    if not 1 <= number < -_DAYS[0] or number != int(number):
         raise ValueError(f"SWAP's day must be a whole number from 1, or a date such as 2026-01-31, got {day}.")
     return number
 
@@ -97,10 +102,12 @@ class RowSWAP(RowOptimizer):
     Within a period all samples count alike; each period's end makes the older ones count less. ``t`` counts the updates
     of the whole table, by all workers, and not those of a row. A row that was last updated in a later period than the
     present one, as after a resume with a longer ``period``, counts as one of the present: it keeps its accumulator, and
-    is discounted from the next period's end on. (Where workers update without a lock, one that is late by a period's
-    end may so have a row discounted twice.) Adagrad's and rowwise Adagrad's sum does not fall below
-    its start value :math:`v_0`. Adam discounts its second moment. FTRL discounts :math:`n` and rescales :math:`z` so
-    that the weights stay as they are; at a learning rate of 0 it changes nothing, and the discount waits.
+    is discounted from the next period's end on; with a shorter one it is discounted for those that have passed since
+    its own began. A row whose last period was of another kind, as where a run by days goes on from one by updates,
+    counts as one of the present, too. (Where workers update without a lock, one that is late by a period's end may so
+    have a row discounted twice.) Adagrad's and rowwise Adagrad's sum does not fall below its start value :math:`v_0`.
+    Adam discounts its second moment. FTRL discounts :math:`n` and rescales :math:`z` so that the weights stay as they
+    are; at a learning rate of 0 it changes nothing, and the discount waits.
 
     Args:
         inner: The rule: ``RowAdagrad``, ``RowWiseAdagrad``, ``RowAdam`` or ``RowFTRL``.
@@ -310,13 +317,16 @@ class Discount:
                     state[name].mul_(self.discount**missed).clamp_(min=start)
 
     def position(self, optimizer: Optimizer, group: dict[str, Any]) -> tuple[int, int]:
-        """The steps of a group so far, and the period of the last one; 0 where periods are no steps and none is known.
-
-        A state of an optimizer without SWAP counts as of the present.
-        """
+        """The steps of a group so far, and the period of the last one; 0 where none is known."""
         states = (optimizer.state.get(parameter) or {} for parameter in group["params"])
         step = group.get(GROUP_STEP, max((int(state["step"]) for state in states if "step" in state), default=0))
-        return step, group.get(GROUP_PERIOD, self.periods.at(step) if self.periods.period is not None else 0)
+        return step, group.get(GROUP_PERIOD, 0)
+
+
+def discount_of(optimizer: Optimizer) -> Discount | None:
+    """The hook of :func:`swap`, where the optimizer has it."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, Discount)), None)
 
 
 _ACCUMULATORS: dict[type[Optimizer], str] = {

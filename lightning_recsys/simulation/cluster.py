@@ -24,6 +24,7 @@ from lightning_recsys.sync import (
     RoundSchedule,
     ShadowPace,
     StalenessNormalization,
+    StalenessRule,
     SyncAlgorithm,
     Topology,
     make_algorithm,
@@ -110,12 +111,14 @@ class VirtualCluster:
         group: The machines of each replica and a net's way through them, in place of ``workers.compute``.
         link: The link of each worker to the network. (Workers that share a machine's port have their part of it.)
         servers: The servers of the rows, and with ``dense_on_servers`` of the dense part.
-        staleness: How much of a stale gradient counts, for the dense part and for each row; ``None``: all of it.
+        staleness: How much of a stale gradient counts, for the dense part and for each row; ``None``: all of it. A
+            rule's name stands for :class:`~lightning_recsys.sync.StalenessNormalization` with its defaults.
         synchronization: How replicas are kept together. Needed where there are several.
 
     Raises:
-        ValueError: there is no worker, nothing keeps several replicas together, or a group has another number of
-            nets.
+        ValueError: there is no worker, nothing keeps several replicas together, a group has another number of nets, or
+            there is no such staleness rule.
+        TypeError: ``staleness`` is none of these.
     """
 
     num_replicas: int = 1
@@ -126,13 +129,18 @@ class VirtualCluster:
     group: Group | None = None
     link: Link = field(default_factory=Link)
     servers: Servers = field(default_factory=Servers)
-    staleness: StalenessNormalization | None = None
+    staleness: StalenessNormalization | StalenessRule | None = None
     synchronization: Synchronization | None = None
 
     def __post_init__(self) -> None:
         check_whole("num_replicas", self.num_replicas, 1)
         check_whole("workers_per_replica", self.workers_each, 1)
         check_at_least("dense_bytes", self.dense_bytes or 0, 0)
+        if not isinstance(self.normalization, StalenessNormalization | None):
+            raise TypeError(
+                "cluster.staleness is null, a rule's name such as linear, or a StalenessNormalization with its"
+                f" _target_, got {self.staleness!r:.200}."
+            )
         if self.num_replicas > 1 and self.synchronization is None:
             raise ValueError(
                 f"cluster.synchronization: {self.num_replicas} replicas need one, else each goes its own way."
@@ -149,6 +157,11 @@ class VirtualCluster:
                     "cluster.workers: failures and cores are of workers that compute by themselves; leave them null"
                     " with cluster.group, which has cores of its own."
                 )
+
+    @property
+    def normalization(self) -> StalenessNormalization | None:
+        """How much of a stale gradient counts."""
+        return StalenessNormalization(self.staleness) if isinstance(self.staleness, str) else self.staleness
 
     @property
     def workers_each(self) -> int:
@@ -226,6 +239,7 @@ class _Run:
         self.random = np.random.default_rng(seed)
         self.queues = ServerQueues(cluster.servers, cluster.link, clock, self.random)
         self.dense_bytes = replicas[0].dense_bytes if cluster.dense_bytes is None else cluster.dense_bytes
+        self._normalization = cluster.normalization
         self._lost: list[tuple[Batch, int]] = []  # batches of workers that failed, and how often, to be dealt again
         self._working = cluster.num_workers
         self._computing_seconds = 0.0
@@ -334,7 +348,7 @@ class _Run:
             yield wait
         if wait := self.queues.work(self.cluster.servers.push):
             yield wait
-        dense, rows = replica.apply(gradient, self.cluster.staleness)
+        dense, rows = replica.apply(gradient, self._normalization)
         results = self.results
         if settled and self._all_have_work:  # before a worker's first push others have not begun, later some have ended
             results.staleness["dense"].add(dense)

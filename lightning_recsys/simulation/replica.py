@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pytorch_lightning as pl
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_recsys.data import Batch
 from lightning_recsys.embeddings import EmbeddingBagCollection
+from lightning_recsys.optim import RowOptimizer, RowSWAP
+from lightning_recsys.optim.swap import discount_of
 from lightning_recsys.simulation.rows import KeepsGradients, KeptGradient, VersionedRows
 from lightning_recsys.sync import StalenessNormalization
 
@@ -30,6 +33,8 @@ class Gradient:
         dense: Gradients of the dense parameters; ``None`` of those that had no part in the loss.
         rows: Gradients of the rows of each collection.
         version: Version of the dense part when it was read.
+        memory: The places of all parameters, where the gradients of ``dense`` lie, if their replica may write another
+            gradient there once they are applied.
     """
 
     batch: Batch
@@ -37,6 +42,7 @@ class Gradient:
     dense: list[Tensor | None]
     rows: Sequence[KeptGradient]
     version: int
+    memory: list[Tensor] | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -57,25 +63,26 @@ class Replica:
 
     Raises:
         TypeError: the module's optimizers are not one optimizer, with or without a schedule by the step.
+        ValueError: SWAP's periods are a time.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module
         self.version = 0
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        starts = [0]
-        for parameter in self._parameters:
-            starts.append(starts[-1] + -(-parameter.numel() // _LINE) * _LINE)
-        self.flat = torch.zeros(starts[-1])
-        for parameter, start in zip(self._parameters, starts, strict=False):
-            view = self.flat[start : start + parameter.numel()].view(parameter.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
+        *self._starts, size = accumulate((-(-p.numel() // _LINE) * _LINE for p in self._parameters), initial=0)
+        self.flat = torch.zeros(size)
+        for parameter, place in zip(self._parameters, self._views(self.flat), strict=True):
+            parameter.data = place.copy_(parameter.data)
         self.dense_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._parameters)
         self._collections = [part for part in module.modules() if isinstance(part, EmbeddingBagCollection)]
         self._rows = [_rows(collection) for collection in self._collections]
         self._optimizer, self._scheduler = _optimizer_of(module)
+        _refuse_real_time(self._optimizer, [collection.optimizer for collection in self._collections])
         self._changes = [0.0] * len(self._parameters)  # root mean square of each one's last update
+        # Gradients that wait are copied out of the allocator's memory: holes that thousands of them leave there, in no
+        # order, are where the next batch's activations would lie, and those are then in no cache.
+        self._free: list[list[Tensor]] = []  # memory of applied gradients
 
     def gradient(self, batch: Batch) -> Gradient:
         """What a worker would push that reads all parameters now."""
@@ -83,11 +90,13 @@ class Replica:
         output["loss"].backward()
         for collection in self._collections:
             collection.apply_pending()
-        dense = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
+        memory = self._free.pop() if self._free else list(self._views(torch.empty_like(self.flat)))
+        dense: list[Tensor | None] = []
+        for parameter, place in zip(self._parameters, memory, strict=True):
+            dense.append(None if parameter.grad is None else place.copy_(parameter.grad))
             parameter.grad = None
         rows = [gradient for part in self._rows for gradient in part.take()]
-        return Gradient(batch, output["logits"], dense, rows, self.version)
+        return Gradient(batch, output["logits"], dense, rows, self.version, memory)
 
     def apply(self, gradient: Gradient, normalization: StalenessNormalization | None) -> tuple[int, list[Any]]:
         """Train with a gradient that a worker has pushed.
@@ -112,6 +121,8 @@ class Replica:
             self._note_changes(before)
         for parameter in self._parameters:
             parameter.grad = None
+        if gradient.memory is not None:
+            self._free.append(gradient.memory)
         rates = {rows: collection.lr for rows, collection in zip(self._rows, self._collections, strict=True)}
         rows = [part.push(normalization, lr=rates[part.rows]) for part in gradient.rows]
         if self._scheduler is not None:
@@ -120,11 +131,13 @@ class Replica:
         return staleness, rows
 
     def _note_changes(self, before: Tensor) -> None:
-        offset = self.flat.storage_offset()
-        for i, parameter in enumerate(self._parameters):
-            start = parameter.data.storage_offset() - offset
-            old = before[start : start + parameter.numel()].view(parameter.shape)
+        for i, (parameter, old) in enumerate(zip(self._parameters, self._views(before), strict=True)):
             self._changes[i] = float((parameter.data - old).square_().mean().sqrt_())
+
+    def _views(self, flat: Tensor) -> Iterator[Tensor]:
+        """The part of each parameter in a vector like :attr:`flat`."""
+        for parameter, start in zip(self._parameters, self._starts, strict=True):
+            yield flat[start : start + parameter.numel()].view(parameter.shape)
 
 
 def make_replicas(module: pl.LightningModule, count: int) -> list[Replica]:
@@ -150,6 +163,17 @@ def end_replicas(module: pl.LightningModule) -> None:
     for collection in module.modules():
         if isinstance(collection, EmbeddingBagCollection):
             collection.unbind()
+
+
+def _refuse_real_time(optimizer: Optimizer, rules: Sequence[RowOptimizer]) -> None:
+    """SWAP would look at this machine's clock, so the same seed would not give the same result."""
+    discount = discount_of(optimizer)
+    periods = [*([] if discount is None else [discount.periods]), *(x.periods for x in rules if isinstance(x, RowSWAP))]
+    if any(x.seconds is not None for x in periods):
+        raise ValueError(
+            "SWAP's seconds are those of this machine's clock, and a virtual cluster has a time of its own: choose"
+            " optim.dense.period, a number of updates (optim.dense.seconds=null), or optim.dense.day."
+        )
 
 
 def _rows(collection: EmbeddingBagCollection) -> KeepsGradients:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -97,17 +98,19 @@ class VersionedRows(LocalBackend):
             None  # of each row, root mean square of its last update; where a rule asks for it
         )
         self._taken: list[RowGradient] = []
-        self._starts = np.asarray(layout.feature_starts)
         self._marks = np.zeros(layout.num_rows, dtype=np.int32)
+        self._free: dict[torch.Size, list[Tensor]] = defaultdict(list)  # memory of trained gradients, as a replica's
 
     def apply_gradients(self, tickets: Sequence[Ticket], grad_BFD: Tensor, *, lr: float) -> None:
         """Keep the gradient; it is computed within one event with the lookup, so the versions are those of then."""
         sparse = Ticket.joined(tickets).sparse
-        row_N = self._rows_of(sparse)
+        row_N = self.layout.rows_of(sparse).numpy()
         numbers = np.arange(len(row_N), dtype=np.int32)
         self._marks[row_N] = numbers  # of several ids of the same row the last one stays
         first_N = self._marks[row_N] == numbers
-        self._taken.append(RowGradient(self, sparse, grad_BFD, row_N, self.versions[row_N], first_N))
+        free = self._free[grad_BFD.shape]
+        kept_BFD = (free.pop() if free else torch.empty_like(grad_BFD)).copy_(grad_BFD)
+        self._taken.append(RowGradient(self, sparse, kept_BFD, row_N, self.versions[row_N], first_N))
 
     def take(self) -> list[RowGradient]:
         """The gradients since the last call."""
@@ -132,6 +135,7 @@ class VersionedRows(LocalBackend):
         row_U = torch.from_numpy(row_N[gradient.first_N]) if self._changes is not None else None
         before_UD = None if row_U is None else self.rows.data[row_U]
         super().apply_gradients([Ticket(sparse)], gradient.grad_BFD, lr=lr)
+        self._free[gradient.grad_BFD.shape].append(gradient.grad_BFD)
         if self._changes is not None and row_U is not None and before_UD is not None:
             self._changes[row_U] = (self.rows.data[row_U] - before_UD).square_().mean(1).sqrt_()
         stale_U: NDArray[np.int32] = staleness_N[gradient.first_N]
@@ -141,12 +145,3 @@ class VersionedRows(LocalBackend):
         if self._changes is None:
             self._changes = torch.zeros(len(self.versions))
         return self._changes[torch.from_numpy(row_N)]
-
-    def _rows_of(self, sparse: SparseFeatures) -> NDArray[np.int64]:
-        ids_N = sparse.values.numpy()
-        row_N: NDArray[np.int64]
-        if sparse.is_single_hot:
-            row_N = (ids_N.reshape(len(self._starts), -1) + self._starts[:, None]).ravel()
-        else:
-            row_N = ids_N + np.repeat(self._starts, np.diff(np.asarray(sparse.feature_bounds())))
-        return row_N

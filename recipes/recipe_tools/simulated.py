@@ -17,9 +17,8 @@ from recipe_tools.record import RunRecord, completed_record, digest, isolated_jo
 from recipe_tools.report import console
 
 from lightning_recsys.__about__ import __version__
-from lightning_recsys.data import TabularDataModule
+from lightning_recsys.data import PreparedDataModule, TabularDataModule
 from lightning_recsys.data.files import file_identities
-from lightning_recsys.data.prepared import PreparedDataModule
 from lightning_recsys.data.prepared.manifest import MANIFEST
 from lightning_recsys.data.raw import TabularFormat
 

@@ -1,6 +1,7 @@
 """SWAP against its eager form, written out in numpy in double precision, over random access patterns."""
 
 import copy
+import itertools
 import math
 from functools import partial
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures, Ticket
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowSWAP, RowWiseAdagrad, swap
 from lightning_recsys.optim.accumulating import check_additive
 from lightning_recsys.optim.compiled import apply_update
@@ -235,14 +237,79 @@ def test_row_when_the_period_became_longer_then_it_counts_as_of_the_present_one(
     state = rule.initial_state(rows)
     update_one(rule, compiled, state, rows, step=19)
     expected_rows, expected = rows.clone(), {key: value.clone() for key, value in state.items()}
-    state["period"].fill_(9)  # of a period of 2
+    state["period"].fill_(19)  # where one of 2 updates began
     for step in (19, 20, 29, 30):  # discounts at 20 and 30
         update_one(rule, compiled, state, rows, step=step)
         update_one(rule, compiled, expected, expected_rows, step=step)
-        assert state["period"].tolist() == [step // 10]
+        assert state["period"].tolist() == [step // 10 * 10 + 1]
     torch.testing.assert_close(rows, expected_rows, rtol=0, atol=0)
     for key, value in expected.items():
         torch.testing.assert_close(state[key], value, rtol=0, atol=0)
+
+
+def test_row_when_the_period_became_shorter_then_is_discounted_once_for_each_since_its_own_began():
+    """Not for all that a run with the shorter one would have had: its accumulator would be gone."""
+    rows = torch.zeros(1, DIM)
+    rule = RowSWAP(inner=RowAdagrad(lr=LR), period=100, discount=DISCOUNT)
+    state = rule.initial_state(rows)
+    update_one(rule, True, state, rows, step=210)
+    shorter = RowSWAP(inner=RowAdagrad(lr=LR), period=30, discount=DISCOUNT)
+    update_one(shorter, True, state, rows, step=280)
+    torch.testing.assert_close(state["sum"], torch.full((1, DIM), 0.25 * DISCOUNT**2 + 0.25))
+
+
+def test_row_when_the_table_has_had_more_updates_than_float32_counts_then_every_period_still_ends():
+    rows, expected = torch.zeros(1, DIM), 0.0
+    rule = RowSWAP(inner=RowAdagrad(lr=LR), period=6001, discount=DISCOUNT)
+    state = rule.initial_state(rows)
+    for number in range(200_000, 200_020):
+        update_one(rule, True, state, rows, step=6001 * number + number % 7)
+        expected = DISCOUNT * expected + 0.25
+    torch.testing.assert_close(state["sum"], torch.full((1, DIM), expected))
+
+
+@pytest.mark.parametrize(("periods", "expected"), [({"period": 2}, 4.25 * DISCOUNT + 0.5), ({"day": 17}, 4.75)])
+def test_rows_when_the_checkpoint_is_of_the_rule_without_swap_then_count_as_of_the_present_period(periods, expected):
+    """A model that was trained for weeks begins to forget: nothing of what was before has missed a period."""
+    table = EmbeddingBagConfig("t", ROWS, DIM, ("a",))
+    before = EmbeddingBagCollection([table], optimizer=RowAdagrad(lr=LR)).state_dict()
+    before["embedding_bags.t.sum"].fill_(4.0)
+    before["embedding_bags.t.step"].fill_(1000)
+    rule = RowSWAP(inner=RowAdagrad(lr=LR), discount=DISCOUNT, **periods)
+    after = EmbeddingBagCollection([table], optimizer=rule)
+    after.load_state_dict(before)
+    backend, grad_BFD = after.embedding_bags, torch.full((1, 1, DIM), 0.5)
+    for _ in range(3):  # with periods of 2 updates the second of them begins one
+        backend.apply_gradients([Ticket(SparseFeatures(("a",), torch.zeros(1, dtype=torch.int64)))], grad_BFD, lr=LR)
+    assert backend.step == 1003
+    torch.testing.assert_close(backend.read("t", "sum")[0], torch.full((DIM,), expected))
+    del before["embedding_bags.t.sum"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*t\.sum"):
+        after.load_state_dict(before)
+
+
+KINDS = ({"period": 2}, {"seconds": 3600}, {"day": "2026-01-31"})
+
+
+@pytest.mark.parametrize(("earlier", "later"), [*itertools.permutations(KINDS, 2)], ids=str)
+def test_state_when_its_period_was_of_another_kind_then_it_counts_as_of_the_present_one(earlier, later):
+    """A run by days goes on from one by updates: the numbers of their periods say nothing of each other."""
+    adagrad, weight, saved = partial(torch.optim.Adagrad, lr=LR), torch.nn.Parameter(torch.zeros(DIM)), None
+    rows, state = torch.zeros(1, DIM), None
+    for periods, steps in ((earlier, (1, 2, 3)), (later, (4, 5))):  # in both of which the period of 2 is the same
+        rule = RowSWAP(inner=RowAdagrad(lr=LR), **periods, discount=DISCOUNT)
+        optimizer = swap([weight], adagrad, **periods, discount=DISCOUNT)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        state = state or rule.initial_state(rows)
+        for step in steps:
+            before = [state["sum"].clone(), optimizer.state[weight]["sum"].clone()]
+            weight.grad = torch.full((DIM,), 0.5)
+            optimizer.step()
+            update_one(rule, True, state, rows, step=step)
+            if periods is later:
+                torch.testing.assert_close([state["sum"], optimizer.state[weight]["sum"]], [x + 0.25 for x in before])
+        saved = copy.deepcopy(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -256,7 +323,7 @@ def test_ftrl_when_the_learning_rate_is_zero_at_a_periods_end_then_the_discount_
     assert all(torch.equal(state[key], value) for key, value in before.items())
     update_one(rule, compiled, state, rows, step=PERIOD + 1)
     torch.testing.assert_close(state["accumulator"], before["accumulator"] * DISCOUNT + 0.25)
-    assert state["period"].tolist() == [1]
+    assert state["period"].tolist() == [PERIOD + 1]
 
 
 def test_discount_then_makes_a_difference():

@@ -225,6 +225,24 @@ def test_data_when_they_are_no_clicks_then_refused_before_anything_is_read(compo
         simulate(config, record=None, label="Cora")
 
 
+def test_schedule_when_it_goes_over_the_whole_run_then_refused_by_what_needs_no_number_of_steps(composed, tmp_path):
+    small = ("cluster.workers_per_replica=2", "examples=64", *SMALL)
+    rising, whole = (plain(composed("simulate", f"optim/scheduler={x}", *small)) for x in ("warmup", "cosine"))
+    record = RunRecord(tmp_path, config=rising, overrides=[])
+    assert simulate(rising, record, label="rising")["counts"]["pushes"] == 2
+    with pytest.raises(
+        ValueError, match=r"\(optim.scheduler\) goes over the whole run.*optim/scheduler=warmup needs none"
+    ):
+        simulate(whole, record, label="whole")
+
+
+def test_data_when_there_are_no_rows_to_be_judged_by_then_refused_before_training(composed, tmp_path):
+    config = plain(composed("simulate", "data=synthetic", "data.val_rows=0", "data.test_rows=0"))
+    record = RunRecord(tmp_path, config=config, overrides=[])
+    with pytest.raises(ValueError, match="judged by validation rows, or by test rows, and these data have neither"):
+        simulate(config, record, label="none")
+
+
 def test_cluster_when_unknown_then_the_choices_are_named(run_forked, tmp_path):
     done = run_forked("simulate.py", "cluster=asgd_5k", folder=tmp_path)
     assert done.returncode == 1

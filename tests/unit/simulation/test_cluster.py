@@ -9,7 +9,7 @@ from click_module import ClickModule, make_batch
 
 from lightning_recsys.data import BatchLoader, SyntheticDataModule
 from lightning_recsys.models import DeepFM
-from lightning_recsys.optim import RowAdagrad, RowSGD
+from lightning_recsys.optim import RowAdagrad, RowSGD, RowSWAP, swap
 from lightning_recsys.simulation import (
     Constant,
     Exponential,
@@ -190,6 +190,14 @@ def test_staleness_when_linear_then_each_gradient_is_divided_by_it():
     torch.testing.assert_close(list(module.parameters()), parameters)
 
 
+def test_staleness_when_named_then_is_the_rule_and_what_is_none_is_refused_before_anything_is_trained():
+    assert VirtualCluster(staleness="power").normalization == StalenessNormalization("power")
+    with pytest.raises(ValueError, match="staleness rule must be one of identity, linear"):
+        VirtualCluster(staleness="square")
+    with pytest.raises(TypeError, match=r"cluster.staleness is null, .* such as linear, .* got \{'rule': 'linear'\}"):
+        VirtualCluster(staleness={"rule": "linear"})
+
+
 def test_rows_when_stale_then_they_are_damped_and_the_module_has_them_back():
     data = make_data(rows=640)
     moved = []
@@ -228,6 +236,15 @@ def test_module_when_its_optimizers_are_not_one_then_error_names_them():
     module.configure_optimizers = lambda: [torch.optim.SGD(module.parameters(), lr=0.1)] * 2
     with pytest.raises(TypeError, match="one optimizer, and ClickModule"):
         VirtualCluster().train(module, [make_batch(4)])
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_swap_when_its_periods_are_seconds_of_the_real_clock_then_refused(of_rows):
+    hour, data = {"seconds": 3600, "discount": 0.5}, make_data(rows=64)
+    rules = {"rows": RowSWAP(inner=ADAGRAD, **hour)} if of_rows else {}
+    task = make_task(data, **rules or {"optimizer": partial(swap, inner=torch.optim.Adagrad, **hour)})
+    with pytest.raises(ValueError, match=r"SWAP's seconds are those of this machine's clock.* optim.dense.period"):
+        VirtualCluster().train(task, data.train_dataloader())
 
 
 def test_evaluation_then_is_asked_for_at_every_mark_and_at_the_end():
