@@ -65,7 +65,7 @@ def remove_abandoned(parent: Path, *, prefix: str = PREFIX) -> None:
     for path in parent.glob(f"{prefix}-*"):
         with suppress(OSError):  # it has just gone, or belongs to somebody else
             pid = re.match(rf"{prefix}-(\d+)-", path.name)
-            if pid and path.is_dir() and path.lstat().st_uid == os.getuid() and not _is_running(int(pid[1])):
+            if pid and path.is_dir() and path.lstat().st_uid == os.getuid() and not is_running(int(pid[1])):
                 _remove_unlocked(path)
 
 
@@ -79,7 +79,8 @@ def _remove_unlocked(path: Path) -> None:
         os.close(folder)
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine has not ended, whoever's it is."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -34,7 +34,7 @@ from lightning_recsys.launchers.folders import RunFolder
 from lightning_recsys.launchers.pickling import parts_of, save_job
 from lightning_recsys.launchers.processes import NOT_KNOWN, ForkedProcess, end_processes, ending, start_process
 from lightning_recsys.launchers.results import load_results, results_path
-from lightning_recsys.launchers.sidecars import ServerLostError, Sidecars, no_servers
+from lightning_recsys.launchers.sidecars import ServerLostError, Sidecars
 from lightning_recsys.launchers.worker import Failure, Job, job_path, run_worker
 from lightning_recsys.runtime import ProcessState
 
@@ -83,7 +83,7 @@ class ForkserverLauncher(_MultiProcessingLauncher):
         strategy: DDPStrategy,
         *,
         num_threads: int = 1,
-        serving: Callable[[], AbstractContextManager[Sidecars]] = no_servers,
+        serving: Callable[[], AbstractContextManager[Sidecars]] = lambda: Sidecars(()),
         survive: Callable[[pl.Trainer | None, int, int], str | None] = lambda *_: "",
     ) -> None:
         super().__init__(strategy, start_method="forkserver")

@@ -8,9 +8,9 @@ import os
 import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_recsys.launchers.sidecars import ServerSpec, Sidecars, Watch
@@ -31,37 +31,23 @@ class NodeServers:
 
     Args:
         specs: The servers of all nodes; each is started on the node that its spec says.
-        node: Number of this node, from 0.
+        environment: The job's cluster environment, which knows this process's place in it. The local rank 0 of each
+            node starts the servers of its node.
         num_nodes: How many nodes (machines) the job has.
-        rank: This process's global rank.
-        is_starter: Whether this process starts its node's servers.
-        main_address: The main node, as ``MASTER_ADDR`` names it.
-        store_folder: Folder in which the servers keep their stores; see :class:`Sidecars`.
-        max_restarts: How often a server that died is started again; see :class:`Sidecars`.
+        **options: The ``store_folder`` and ``max_restarts`` of :class:`Sidecars`.
 
     Attributes:
         keys: The clients' half of the keys; ``None`` on one node. Known after :meth:`start`.
     """
 
     def __init__(
-        self,
-        specs: Sequence[ServerSpec],
-        *,
-        node: int,
-        num_nodes: int,
-        rank: int,
-        is_starter: bool,
-        main_address: str,
-        store_folder: str | Path | None,
-        max_restarts: int,
+        self, specs: Sequence[ServerSpec], *, environment: ClusterEnvironment, num_nodes: int, **options: Any
     ) -> None:
         self.specs = tuple(specs)
-        self.node, self.num_nodes, self.rank = node, num_nodes, rank
-        self.is_starter = is_starter
-        self.address = None if num_nodes == 1 else address_towards(main_address)
-        self.store_folder = store_folder
-        self.max_restarts = max_restarts
+        self.node, self.num_nodes = environment.node_rank(), num_nodes
+        self.address = None if num_nodes == 1 else address_towards(environment.main_address)
         self.keys: ClientKeys | None = None
+        self._environment, self._options = environment, options
         self._sidecars: Sidecars | None = None
         self._watch: Watch | None = None
 
@@ -76,7 +62,7 @@ class NodeServers:
         """
         store = PrefixStore(f"lightning_recsys/servers/{next(_RUNS)}", _get_default_store())
         keys = self._share_keys(store)
-        if self.is_starter:
+        if self._environment.local_rank() == 0:
             store.set(f"node-{self.node}", json.dumps(self._start_own(keys)))
         ports: dict[str, str] = {}
         for node in range(self.num_nodes):
@@ -107,7 +93,7 @@ class NodeServers:
         """The same keys, or none, on all ranks."""
         if self.address is None:
             return None
-        if self.is_starter:
+        if self._environment.local_rank() == 0:
             store.set(f"address-{self.node}", self.address)
         addresses = [store.get(f"address-{node}").decode() for node in range(self.num_nodes)]
         local = {ip_address(address).is_loopback for address in addresses}
@@ -118,7 +104,7 @@ class NodeServers:
             )
         from lightning_recsys.parameter_server.keys import JobKeys
 
-        if self.rank == 0:
+        if self._environment.global_rank() == 0:
             store.set("keys", JobKeys.generate().to_bytes().decode())
         keys = JobKeys.from_bytes(store.get("keys"))
         self.keys = keys.client
@@ -126,13 +112,7 @@ class NodeServers:
 
     def _start_own(self, keys: JobKeys | None) -> dict[str, object]:
         own = [spec for spec in self.specs if spec.node_among(self.num_nodes) == self.node]
-        sidecars = Sidecars(
-            own,
-            address=self.address,
-            keys=keys.server if keys else None,
-            store_folder=self.store_folder,
-            max_restarts=self.max_restarts,
-        )
+        sidecars = Sidecars(own, address=self.address, keys=keys.server if keys else None, **self._options)
         try:
             self._sidecars = sidecars.__enter__()
         except Exception as error:

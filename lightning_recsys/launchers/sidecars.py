@@ -139,10 +139,10 @@ class Sidecars:
     def __enter__(self) -> Sidecars:
         if self.specs:
             try:
-                self._run_folders.append(RunFolder(self._parent_folder()))
+                self._run_folders.append(RunFolder(folder_for_stores(self.store_folder)))
                 self.folder = self._run_folders[0].path
                 if self.store_folder is not None:  # its path may be too long for a socket
-                    self._run_folders.append(RunFolder(_memory()))
+                    self._run_folders.append(RunFolder(folder_for_stores()))
                 self._start()
             except BaseException:
                 self.stop()
@@ -214,11 +214,6 @@ class Sidecars:
             assert self.folder is not None
             shutil.rmtree(self.folder / str(server.spec), ignore_errors=True)
 
-    def _parent_folder(self) -> Path:
-        if self.store_folder is not None:
-            return Path(self.store_folder).absolute()
-        return _memory()
-
     def _start(self) -> None:
         """All at once: each takes a while before it is ready."""
         for program in dict.fromkeys(spec.program for spec in self.specs):
@@ -259,13 +254,11 @@ class Sidecars:
             _await_ready(server.spec, server.process, receiver)
 
 
-def _memory() -> Path:
+def folder_for_stores(chosen: str | Path | None = None) -> Path:
+    """The folder that was chosen; otherwise shared memory, or where there is none that of temporary files."""
+    if chosen is not None:
+        return Path(chosen).absolute()
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-def no_servers() -> Sidecars:
-    """A context in which none run."""
-    return Sidecars(())
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.partition.pieces import Cut, Sends, Share, _Gather
 
 
@@ -136,12 +137,16 @@ class FieldGather(FieldLayer):
         return gathered
 
 
-def input_columns(fields: Sequence[int], *, in_features: int, embedding_dim: int, num_dense: int) -> Tensor:
-    """Which of ``[embeddings, numeric features]`` side by side belong to some fields; numeric ones go with field 0.
+def partition_parts(model: nn.Module, fields: Sequence[int], group: ProcessGroup) -> None:
+    """Cut each part of a model that can be cut: the ``partition`` of a model whose ``forward`` needs no more than that.
 
-    >>> input_columns((0, 2), in_features=7, embedding_dim=2, num_dense=1).tolist()
-    [0, 1, 4, 5, 6]
+    Args:
+        model: Its collections, and the layers and towers beside them that have a ``partition``, are cut in their order.
+        fields: Numbers of the fields that this process has, as :meth:`FieldLayer.partition` takes them.
+        group: The processes that have the other fields, over which partial results are summed.
     """
-    embedded = in_features - num_dense
-    columns = torch.arange(embedded).view(-1, embedding_dim)[list(fields)].flatten()
-    return torch.cat([columns, torch.arange(embedded, in_features)]) if 0 in fields else columns
+    for part in model.children():
+        if isinstance(part, EmbeddingBagCollection):
+            part.partition(fields)
+        elif cut := getattr(part, "partition", None):
+            cut(fields, group)

@@ -26,8 +26,8 @@ def write_plan(
 
     Args:
         path: Path of the file; its folder must be there.
-        plan: The plan.
-        graph: The operators.
+        plan: Which device computes each operator.
+        graph: The operators, with what they take and send.
         measured: What the run has measured of its machines, by arguments of
             :class:`~lightning_recsys.placement.machines.GroupMachines`; kept for whoever compares plans.
     """

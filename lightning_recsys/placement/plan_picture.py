@@ -16,8 +16,8 @@ def draw_plan(path: Path, plan: OperatorPlan, graph: OperatorGraph) -> None:
 
     Args:
         path: Path of the picture; its suffix says which format.
-        plan: The plan.
-        graph: The operators.
+        plan: Which device computes each operator.
+        graph: The operators, with what they take and send.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install 'lightning-recsys[plots]'``).

@@ -38,8 +38,8 @@ class StepTime:
         examples_per_second: Examples per second of the whole group.
         loads: What each device does while every net makes one step.
         utilisation: Which shares of its resources each device uses.
-        operators: Number of operators on each device.
-        weight_bytes: Bytes of the operators' weights on each device.
+        plan: Which device computes each operator.
+        graph: The operators whose step was timed.
     """
 
     seconds: float
@@ -48,15 +48,17 @@ class StepTime:
     examples_per_second: float
     loads: Mapping[str, DeviceLoad]
     utilisation: Mapping[str, Utilisation]
-    operators: Mapping[str, int]
-    weight_bytes: Mapping[str, int]
+    plan: OperatorPlan
+    graph: OperatorGraph
 
     def __str__(self) -> str:
         lines = [f"{'device':<9}  {'operators':>9}  {'weights':>14}  {'cpu':>6}  {'network':>7}  {'memory':>6}"]
         for device, used in self.utilisation.items():
+            operators = [self.graph.by_name[name] for name in self.plan.on(device)]
+            weights = sum(operator.weight_bytes for operator in operators)
             lines.append(
-                f"{device:<9}  {self.operators[device]:>9}  {self.weight_bytes[device]:>14,}  {used.cpu:>6.1%}"
-                f"  {used.network:>7.1%}  {used.memory:>6.1%}"
+                f"{device:<9}  {len(operators):>9}  {weights:>14,}  {used.cpu:>6.1%}  {used.network:>7.1%}"
+                f"  {used.memory:>6.1%}"
             )
         return "\n".join(
             [
@@ -103,17 +105,8 @@ def predict(graph: OperatorGraph, plan: OperatorPlan, machines: GroupMachines) -
         )
         for device, load in loads.items()
     }
-    weights = {device: sum(graph.by_name[name].weight_bytes for name in plan.on(device)) for device in loads}
-    return StepTime(
-        seconds,
-        alone,
-        bottleneck,
-        machines.num_nets * graph.batch_size / seconds,
-        loads,
-        used,
-        {device: len(plan.on(device)) for device in loads},
-        weights,
-    )
+    examples_per_second = machines.num_nets * graph.batch_size / seconds
+    return StepTime(seconds, alone, bottleneck, examples_per_second, loads, used, plan, graph)
 
 
 def _queues(machines: GroupMachines, loads: Mapping[str, DeviceLoad]) -> tuple[list[tuple[float, int]], float]:

@@ -108,21 +108,13 @@ def _touches_trainer(graph: OperatorGraph, operator: Operator, on_server: Mappin
 
 def components(graph: OperatorGraph, on_server: Mapping[str, bool]) -> list[list[str]]:
     """Operators of servers in groups, so that no value goes from one group to another without passing a trainer."""
-    parent = {name: name for name, tagged in on_server.items() if tagged}
-
-    def find(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
+    group_of = {name: {name} for name, tagged in on_server.items() if tagged}
     for first, second in graph.edges:
-        if first in parent and second in parent:
-            parent[find(second)] = find(first)
-    found: dict[str, list[str]] = {}
-    for name in parent:
-        found.setdefault(find(name), []).append(name)
-    return list(found.values())
+        if first in group_of and second in group_of:
+            group_of[first] |= group_of[second]
+            group_of.update(dict.fromkeys(group_of[second], group_of[first]))
+    found = {id(group): group for group in group_of.values()}
+    return [[name for name in group_of if name in group] for group in found.values()]
 
 
 def by_rules(graph: OperatorGraph, machines: GroupMachines, pinned: Mapping[str, str] | None = None) -> Devices:

@@ -13,27 +13,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_fabric.strategies.registry import _StrategyRegistry
 
-    from lightning_recsys.launchers import ServerSpec
-    from lightning_recsys.strategies.async_ps import AsyncParameterServerStrategy
-    from lightning_recsys.strategies.common.base import RecsysStrategy
-    from lightning_recsys.strategies.common.served import ServedStrategy
-    from lightning_recsys.strategies.ddp import ForkserverDDPStrategy
-    from lightning_recsys.strategies.des import DESStrategy
-    from lightning_recsys.strategies.het import HETStrategy
-    from lightning_recsys.strategies.hierarchical import HierarchicalStrategy
-    from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy
-
-__all__ = [
-    "AsyncParameterServerStrategy",
-    "DESStrategy",
-    "ForkserverDDPStrategy",
-    "HETStrategy",
-    "HierarchicalStrategy",
-    "RecsysStrategy",
-    "ServedStrategy",
-    "ServerSpec",
-    "ShadowSyncStrategy",
-]
+    from lightning_recsys.launchers import ServerSpec as ServerSpec
+    from lightning_recsys.strategies.async_ps import AsyncParameterServerStrategy as AsyncParameterServerStrategy
+    from lightning_recsys.strategies.common.base import RecsysStrategy as RecsysStrategy
+    from lightning_recsys.strategies.common.served import ServedStrategy as ServedStrategy
+    from lightning_recsys.strategies.ddp import ForkserverDDPStrategy as ForkserverDDPStrategy
+    from lightning_recsys.strategies.des import DESStrategy as DESStrategy
+    from lightning_recsys.strategies.het import HETStrategy as HETStrategy
+    from lightning_recsys.strategies.hierarchical import HierarchicalStrategy as HierarchicalStrategy
+    from lightning_recsys.strategies.shadowsync import ShadowSyncStrategy as ShadowSyncStrategy
 
 _MODULES = {
     "AsyncParameterServerStrategy": "async_ps",
@@ -46,6 +34,8 @@ _MODULES = {
     "ServerSpec": "common.base",  # of `lightning_recsys.launchers`
     "ShadowSyncStrategy": "shadowsync",
 }
+
+__all__ = [*_MODULES]
 
 # What ``Trainer(strategy=...)`` takes -> the class, and arguments that differ from its defaults.
 _NAMES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning_recsys.strategies.common.base import RecsysStrategy
 
 
@@ -28,6 +26,3 @@ class ForkserverDDPStrategy(RecsysStrategy):
     """
 
     strategy_name = "ddp_forkserver"
-
-    def __init__(self, *, num_threads: int = 1, **kwargs: Any) -> None:
-        super().__init__(num_threads=num_threads, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from enum import Enum
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ class Topology(Enum):
     """The mean over the replicas of all trainers; all of them take part in each round."""
 
 
-class SyncAlgorithm(ABC):
+class SyncAlgorithm:
     """One trainer's side of a synchronisation rule over flat float32 vectors.
 
     A round has two halves. The driver (a background thread, a hook in the training loop, a test) fetches what
@@ -42,22 +41,22 @@ class SyncAlgorithm(ABC):
             raise ValueError(f"strategy.alpha must be in (0, 1], got {alpha}. 0.5 is the usual choice.")
         self.alpha = alpha
 
-    def start(self, initial: Tensor) -> None:  # noqa: B027 - most rules need no start
+    def start(self, initial: Tensor) -> None:
         """Begin at the parameters that all replicas share; called once, before the first round.
 
         Args:
             initial: float32 ``[size]``; a rule that keeps it copies it.
         """
 
-    @abstractmethod
     def fold(self, replica: Tensor, answer: Tensor) -> None:
-        """Finish a round.
+        """Finish a round: draw the replica towards the answer by ``alpha``, where a rule says nothing else.
 
         Args:
             replica: float32 ``[size]``, changed in place. Workers write to it meanwhile, so it may differ from what was
                 sent; add to it rather than overwrite it.
             answer: What :attr:`topology` asked for, float32 ``[size]``; the rule may overwrite it.
         """
+        replica.lerp_(answer, self.alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint must keep; empty for a rule without memory. Equal on all trainers."""

@@ -61,9 +61,8 @@ class BMUF(SyncAlgorithm):
         self.eta = eta
         self.block_momentum = block_momentum
         self.nesterov = nesterov
-        self._global: Tensor | None = None
-        self._momentum: Tensor | None = None
-        self._base: Tensor | None = None  # what the replicas were last drawn towards: the global model, or ahead of it
+        self._global = self._momentum = torch.empty(0)  # until `start`
+        self._base = self._global  # what the replicas were last drawn towards: the global model, or ahead of it
 
     def start(self, initial: Tensor) -> None:  # noqa: D102 - inherited
         self._global = initial.clone()
@@ -71,9 +70,6 @@ class BMUF(SyncAlgorithm):
         self._base = initial.clone() if self.nesterov else self._global
 
     def fold(self, replica: Tensor, answer: Tensor) -> None:  # noqa: D102 - inherited
-        assert self._global is not None
-        assert self._momentum is not None
-        assert self._base is not None
         self._momentum.mul_(self.block_momentum).add_(answer.sub_(self._base), alpha=self.eta)
         self._global.add_(self._momentum)
         if self.nesterov:
@@ -82,8 +78,5 @@ class BMUF(SyncAlgorithm):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The global model and its momentum; with Nesterov's look-ahead what replicas were last drawn towards, too."""
-        assert self._global is not None
-        assert self._momentum is not None
-        assert self._base is not None
         state = {"global": self._global, "momentum": self._momentum}
         return state | {"base": self._base} if self.nesterov else state

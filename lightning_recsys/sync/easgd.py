@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
 from lightning_recsys.sync.algorithm import SyncAlgorithm, Topology
 
 
@@ -36,6 +34,3 @@ class EASGD(SyncAlgorithm):
     """
 
     topology: ClassVar[Topology] = Topology.CENTRAL
-
-    def fold(self, replica: Tensor, answer: Tensor) -> None:  # noqa: D102 - inherited
-        replica.lerp_(answer, self.alpha)

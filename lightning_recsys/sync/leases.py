@@ -41,6 +41,8 @@ class ShardLeases:
         num_workers: Number of workers at the start, among which the batches are shared.
         shard_size: Number of batches in each worker's share.
         lease_size: Batches in a lease; fewer at the end of a share.
+        in_flight: Batches that a worker was given last and may not have trained; more than :data:`IN_FLIGHT` where
+            gradients of several make one update.
 
     Attributes:
         dealt_again: Batches that were leased again after a worker's death.
@@ -54,13 +56,13 @@ class ShardLeases:
 first=1, last=2))
     """
 
-    def __init__(self, num_workers: int, *, shard_size: int, lease_size: int) -> None:
-        if num_workers < 1 or shard_size < 0 or lease_size < 1:
+    def __init__(self, num_workers: int, *, shard_size: int, lease_size: int, in_flight: int = IN_FLIGHT) -> None:
+        if num_workers < 1 or shard_size < 0 or lease_size < 1 or in_flight < 1:
             raise ValueError(
-                "num_workers and lease_size must be at least 1 and shard_size at least 0, got"
-                f" num_workers={num_workers}, lease_size={lease_size}, shard_size={shard_size}."
+                "num_workers, lease_size and in_flight must be at least 1 and shard_size at least 0, got"
+                f" num_workers={num_workers}, lease_size={lease_size}, in_flight={in_flight}, shard_size={shard_size}."
             )
-        self._lease_size = lease_size
+        self._lease_size, self._in_flight = lease_size, in_flight
         self._left = [(0, shard_size)] * num_workers  # of each share, what nobody has leased
         self._out: list[list[Lease]] = [[] for _ in range(num_workers)]  # what each worker has not finished
         self._latest: list[Lease | None] = [None] * num_workers  # what each was given last
@@ -72,7 +74,9 @@ first=1, last=2))
         self.dealt_again = 0
 
     def take(self, worker: int, *, latest: int = 0, pauses: bool = False) -> Lease | None:
-        """The next lease of a worker; ``None`` where there is nothing to lease at the moment.
+        """The next lease of a worker; ``None`` where there is nothing to lease at the moment, or the worker is lost.
+
+        (A server may come to what a worker asked for before it died when it knows of the death already.)
 
         Args:
             worker: Rank of the worker that asks.
@@ -83,11 +87,13 @@ first=1, last=2))
         Raises:
             ValueError: workers have died, and all others leave their shares to each other: nobody trains what is left.
         """
+        if worker in self._lost:
+            return None
         given = self._latest[worker]
         if given is not None and given.number != latest:
             return given
         # It asks for more when all of the last lease is handed out, so only the end of that may be untrained.
-        self._out[worker] = [_end_of(x) for x in self._out[worker]]
+        self._out[worker] = [self._end_of(x) for x in self._out[worker]]
         (self._pausing.add if pauses else self._pausing.discard)(worker)
         found = None if pauses and not self._has_to_come(worker) else self._find(worker)
         if found is None:
@@ -100,6 +106,9 @@ first=1, last=2))
         self._out[worker].append(lease)
         self._latest[worker] = lease
         return lease
+
+    def _end_of(self, lease: Lease) -> Lease:
+        return replace(lease, first=max(lease.first, lease.last - self._in_flight))
 
     def _refuse_to_wait_for_the_dead(self) -> None:
         living = set(range(len(self._left))) - self._lost
@@ -171,6 +180,7 @@ first=1, last=2))
         """All of it, in plain values."""
         return {
             "lease_size": self._lease_size,
+            "in_flight": self._in_flight,
             "left": [list(x) for x in self._left],
             "out": [[asdict(x) for x in out] for out in self._out],
             "latest": [None if x is None else asdict(x) for x in self._latest],
@@ -185,7 +195,7 @@ first=1, last=2))
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ShardLeases:
         """The object of which :meth:`to_plain` told."""
-        leases = cls(len(plain["left"]), shard_size=0, lease_size=plain["lease_size"])
+        leases = cls(len(plain["left"]), shard_size=0, lease_size=plain["lease_size"], in_flight=plain["in_flight"])
         leases._left = [(first, last) for first, last in plain["left"]]
         leases._out = [[Lease(**x) for x in out] for out in plain["out"]]
         leases._latest = [None if x is None else Lease(**x) for x in plain["latest"]]
@@ -194,7 +204,3 @@ first=1, last=2))
         leases._pausing = set(plain["pausing"])
         leases._next_number, leases.dealt_again = plain["next_number"], plain["dealt_again"]
         return leases
-
-
-def _end_of(lease: Lease) -> Lease:
-    return replace(lease, first=max(lease.first, lease.last - IN_FLIGHT))

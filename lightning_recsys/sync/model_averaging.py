@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
 from lightning_recsys.sync.algorithm import SyncAlgorithm, Topology
 
 
@@ -32,6 +30,3 @@ class ModelAveraging(SyncAlgorithm):
     """
 
     topology: ClassVar[Topology] = Topology.ALL_REDUCE
-
-    def fold(self, replica: Tensor, answer: Tensor) -> None:  # noqa: D102 - inherited
-        replica.lerp_(answer, self.alpha)

@@ -16,7 +16,7 @@ from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_recsys.checkpoints import ReadsFolders
 from lightning_recsys.embeddings import EmbeddingBagCollection
@@ -64,7 +64,8 @@ class Task(ReadsFolders):
         self._make_optimizer = optimizer or partial(torch.optim.Adagrad, lr=0.01, fused=True)
         self._make_scheduler = scheduler
         self._scheduler_config = {"interval": "step", **(scheduler_config or {})}
-        self.val_metrics, self.test_metrics = nn.ModuleDict(self.make_metrics()), nn.ModuleDict(self.make_metrics())
+        self.val_metrics = MetricCollection({**self.make_metrics()}, compute_groups=False)
+        self.test_metrics = self.val_metrics.clone()
 
     @abstractmethod
     def make_metrics(self) -> dict[str, Metric]:
@@ -80,15 +81,24 @@ class Task(ReadsFolders):
         else:
             super().__setattr__(name, value)
 
+    @abstractmethod
+    def evaluate(self, batch: Any, metrics: MetricCollection) -> Any:
+        """Add a batch to the metrics of an evaluation; what a step of it returns."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:  # noqa: D102 - inherited
+        return self.evaluate(batch, self.val_metrics)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:  # noqa: D102 - inherited
+        return self.evaluate(batch, self.test_metrics)
+
     def on_validation_epoch_end(self) -> None:  # noqa: D102 - inherited
         self._log_all("val", self.val_metrics)
 
     def on_test_epoch_end(self) -> None:  # noqa: D102 - inherited
         self._log_all("test", self.test_metrics)
 
-    def _log_all(self, stage: str, metrics: nn.ModuleDict) -> None:
+    def _log_all(self, stage: str, metrics: MetricCollection) -> None:
         for name, metric in metrics.items():
-            assert isinstance(metric, Metric)
             self.log(f"{stage}/{name}", metric, prog_bar=name == self.shown_metric)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -122,7 +132,8 @@ class Task(ReadsFolders):
         if not 0 < steps < math.inf:
             raise ValueError(
                 "the learning-rate schedule (optim.scheduler) goes over the whole run, and nobody knows how many steps"
-                " that has: set trainer.max_epochs, or trainer.max_steps where the loader has no length."
+                " that has: set trainer.max_epochs, or trainer.max_steps where the loader has no length. (Replicas of a"
+                " simulation have no such number: optim/scheduler=warmup needs none.)"
             )
         return int(steps)
 

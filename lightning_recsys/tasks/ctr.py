@@ -8,8 +8,8 @@ from typing import TypedDict
 
 import pytorch_lightning as pl
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
 from lightning_recsys.data import Batch
@@ -67,12 +67,6 @@ class CTRTask(Task):
     def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:  # noqa: D102 - inherited
         return self._step(batch)
 
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> StepOutput:  # noqa: D102
-        return self._evaluate(batch, self.val_metrics)
-
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> StepOutput:  # noqa: D102
-        return self._evaluate(batch, self.test_metrics)
-
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Click probabilities, float32 ``[B]``."""
         logits_B: Tensor = self(batch)
@@ -88,11 +82,9 @@ class CTRTask(Task):
             )
         return {"loss": F.binary_cross_entropy_with_logits(logits_B, batch.labels), "logits": logits_B.detach()}
 
-    def _evaluate(self, batch: Batch, metrics: nn.ModuleDict) -> StepOutput:
+    def evaluate(self, batch: Batch, metrics: MetricCollection) -> StepOutput:  # noqa: D102 - inherited
         output = self._step(batch)
-        for metric in metrics.values():
-            assert isinstance(metric, Metric)
-            metric.update(output["logits"], batch.labels)
+        metrics.update(output["logits"], batch.labels)
         return output
 
     def configure_callbacks(self) -> list[pl.Callback]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.retrieval import RetrievalNormalizedDCG, RetrievalRecall
 
@@ -33,10 +33,6 @@ class GraphTask(Task):
         """What training makes small."""
         raise NotImplementedError
 
-    def update_metrics(self, metrics: nn.ModuleDict, scores: Tensor, batch: GraphBatch) -> None:
-        """Add a batch to the metrics."""
-        raise NotImplementedError
-
     def forward(self, batch: GraphBatch) -> Tensor:
         """Vectors of the seeds, ``[S, K]`` or ``[S, H]``, float32 under mixed precision too."""
         vectors: Tensor = self.model(batch.dense, batch.nodes, batch.sparse, batch.neighborhood.blocks)
@@ -45,12 +41,6 @@ class GraphTask(Task):
     def training_step(self, batch: GraphBatch, batch_idx: int) -> StepOutput:  # noqa: D102 - inherited
         scores: Tensor = self(batch)
         return {"loss": self.loss(scores, batch), "logits": scores.detach()}
-
-    def validation_step(self, batch: GraphBatch, batch_idx: int, dataloader_idx: int = 0) -> None:  # noqa: D102
-        self.update_metrics(self.val_metrics, self(batch), batch)
-
-    def test_step(self, batch: GraphBatch, batch_idx: int, dataloader_idx: int = 0) -> None:  # noqa: D102
-        self.update_metrics(self.test_metrics, self(batch), batch)
 
 
 class NodeClassificationTask(GraphTask):
@@ -85,10 +75,8 @@ class NodeClassificationTask(GraphTask):
         """Cross entropy."""
         return F.cross_entropy(scores, batch.labels)
 
-    def update_metrics(self, metrics: nn.ModuleDict, scores: Tensor, batch: GraphBatch) -> None:  # noqa: D102
-        for metric in metrics.values():
-            assert isinstance(metric, Metric)
-            metric.update(scores, batch.labels)
+    def evaluate(self, batch: GraphBatch, metrics: MetricCollection) -> None:  # noqa: D102 - inherited
+        metrics.update(self(batch), batch.labels)
 
     def predict_step(self, batch: GraphBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Probabilities of the classes, float32 ``[S, K]``."""
@@ -145,10 +133,8 @@ class LinkPredictionTask(GraphTask):
         positive_B, negative = scores[: batch.size], scores[batch.size :].view(-1, batch.size)
         return F.softplus(negative - positive_B).mean()
 
-    def update_metrics(self, metrics: nn.ModuleDict, scores: Tensor, batch: GraphBatch) -> None:  # noqa: D102
-        for metric in metrics.values():
-            assert isinstance(metric, Metric)
-            metric.update(scores, batch.labels.long(), indexes=batch.groups)
+    def evaluate(self, batch: GraphBatch, metrics: MetricCollection) -> None:  # noqa: D102 - inherited
+        metrics.update(self(batch), batch.labels.long(), indexes=batch.groups)
 
     def predict_step(self, batch: GraphBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Scores of the pairs, float32 ``[P]``."""

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_recsys.checkpoints import SavedRows, check_file, is_folder, read_checkpoint
+from lightning_recsys.checkpoints import SavedRows, Version, check_file, is_folder, read_checkpoint, version_of
 from lightning_recsys.embeddings import EmbeddingBagCollection, ReadOnlyRows
 
 Fetch = Callable[[Tensor], Tensor]
@@ -41,10 +41,11 @@ def load_for_prediction(
         ValueError: a table has another size there, as where its rows are made when they are first trained.
         RuntimeError: the rest of the model differs.
     """
-    collections = {
-        name: part for name, part in module.named_modules() if isinstance(part, EmbeddingBagCollection) and part.tables
+    prefixes = {
+        f"{name}.embedding_bags": part
+        for name, part in module.named_modules()
+        if isinstance(part, EmbeddingBagCollection) and part.tables
     }
-    prefixes = {f"{name}.embedding_bags": part for name, part in collections.items()}
     keys = {
         f"{prefix}.{table.name}.{kind}"
         for prefix, part in prefixes.items()
@@ -53,14 +54,15 @@ def load_for_prediction(
     }
     path = Path(path)
     checkpoint: dict[str, Any]
-    if folder := is_folder(path):
-        checkpoint = read_checkpoint(path, without=keys, weights_only=weights_only)
+    version = version_of(path) if is_folder(path) else None
+    if version is not None:  # the run may replace it between what is read now and the rows
+        checkpoint = read_checkpoint(version, without=keys, weights_only=weights_only)
     else:
         check_file(path)
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     for prefix, part in prefixes.items():
         fetch = {
-            table.name: _fetch(path if folder else checkpoint["state_dict"], f"{prefix}.{table.name}.weight", shape)
+            table.name: _fetch(version or checkpoint["state_dict"], f"{prefix}.{table.name}.weight", shape)
             for table in part.tables
             for shape in [(table.num_embeddings, table.embedding_dim)]
         }
@@ -70,9 +72,9 @@ def load_for_prediction(
     return module.eval()
 
 
-def _fetch(source: Path | Mapping[str, Tensor], key: str, shape: tuple[int, int]) -> Fetch:
+def _fetch(source: Version | Mapping[str, Tensor], key: str, shape: tuple[int, int]) -> Fetch:
     """What reads rows of a table, from a folder or from the mapped tensors of a file."""
-    if isinstance(source, Path):
+    if isinstance(source, Version):
         saved = SavedRows(source, key)
         _check_shape(key, saved.shape, shape)
         return saved.take

@@ -236,14 +236,14 @@ def test_swap_when_two_workers_go_on_in_the_midst_of_a_period_then_it_ends_where
         values, told, optimizer = saved["state_dict"], torchs.state[expected], saved["optimizer_states"][0]
         for value in (values["bias"], values["weight"], values["rows.embedding_bags.t.weight"], model.counted):
             torch.testing.assert_close(value, expected.detach().expand_as(value), rtol=1e-5, atol=1e-6)
-        position = {"swap_step": 2 * step, "swap_period": 2 * step // 5}
+        position = {"swap_step": 2 * step, "swap_period": 2 * step // 5 * 5 + 1}
         assert position.items() <= optimizer["param_groups"][0].items()
         for name, value in told.items():
             states = [state[name] for state in optimizer["state"].values()]
             states += [] if name == "step" else [values[f"rows.embedding_bags.t.{name}"]]
             for state in states:
                 torch.testing.assert_close(state, value.expand_as(state), rtol=1e-5, atol=0)
-        assert values["rows.embedding_bags.t.period"].unique().tolist() == [2 * step // 5]
+        assert values["rows.embedding_bags.t.period"].unique().tolist() == [2 * step // 5 * 5 + 1]
         assert saved["async_ps"]["versions"] == [2 * step] * 2
         shares = load_shares(path, rank=0, num_ranks=1, weights_only=True)
         assert torch.cat([x["rows"]["t"]["version"] for x in shares]).tolist() == [2 * step] * IDS

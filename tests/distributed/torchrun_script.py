@@ -100,7 +100,7 @@ class Synchronised(Ratings):
         strategy = self.trainer.strategy
         stores = [opened for kind in ("embedding", "sync") for opened in strategy.stores(kind)]
         say("shadowsync-types", *(type(x).__name__ for x in stores))
-        say("shadowsync-keys", strategy._run_servers._started.keys is not None)
+        say("shadowsync-keys", strategy.run_servers._started.keys is not None)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         deadline = time.monotonic() + 30

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowOptimizer, RowSGD, RowSWAP
-from lightning_recsys.optim.swap import GROUP_PERIOD, GROUP_STEP, PERIOD, Discount, discount_state_
+from lightning_recsys.optim.swap import GROUP_PERIOD, GROUP_STEP, PERIOD, discount_of, discount_state_
 from lightning_recsys.stores.dense_store import STEP
 from lightning_recsys.stores.interfaces import DenseStore, Stores
 from lightning_recsys.stores.versions import CHANGE, VERSION, StalenessHistogram
@@ -71,7 +71,7 @@ class ServedParameters:
         with suppress(KeyError):
             server.remove(self._name)
         self.store = server.create_dense_store(
-            self._name, self._joined(), optimizer=self._rule, normalization=normalization, parts=self._parts
+            self._name, _joined(self.parameters), optimizer=self._rule, normalization=normalization, parts=self._parts
         )
         states = [self._optimizer.state.get(x, {}) for x in self.parameters]
         for key in self._state_names:
@@ -95,7 +95,7 @@ class ServedParameters:
 
     def assign(self) -> None:
         """Let the server have this worker's parameters; the optimizer state and versions there stay."""
-        self.store.assign(self._joined())
+        self.store.assign(_joined(self.parameters))
 
     def push(self, step: int) -> None:
         """Send the gradients, with the versions that they were computed at, and let go of them.
@@ -145,7 +145,8 @@ class ServedParameters:
                 waiting_P = torch.tensor([x.grad is not None for x in self.parameters])
                 versions_P = torch.where(waiting_P, self._versions_P, versions_P)
             self._versions_P = versions_P
-            self._scatter(values_N, [x.data for x in self.parameters])
+            for parameter, part in zip(self.parameters, torch.split(values_N, self._parts), strict=True):
+                parameter.data.copy_(part.view(parameter.shape))
             return step
 
         return take
@@ -189,13 +190,6 @@ class ServedParameters:
     def _state_names(self) -> list[str]:
         return [name for name in self._rule.initial_state(torch.zeros(1, 1)) if name != PERIOD]
 
-    def _joined(self) -> Tensor:
-        return _joined(self.parameters)
-
-    def _scatter(self, values_N: Tensor, tensors: Sequence[Tensor]) -> None:
-        for tensor, part in zip(tensors, torch.split(values_N, self._parts), strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
 
 class ServedDensePart:
     """All that the optimizers of a run train, on servers.
@@ -225,9 +219,11 @@ class ServedDensePart:
         self._num_workers, self._names = num_workers, names or {}
         self._steps = dict.fromkeys(optimizers, 0)  # of each, of all workers, as far as a pull has told
         self._served: list[tuple[int, Optimizer, ServedParameters]] = []  # with the number of the server
+        # What requires a gradient now; a single worker may thaw or add others, which it trains itself.
+        self._parameters = [x for optimizer in optimizers for group in optimizer.param_groups for x in _trained(group)]
         self._refuse_shared()
         self._refuse_other_types()
-        servers = _deal(self._trained(), num_servers)
+        servers = _deal(self._parameters, num_servers)
         for optimizer in optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for server in range(num_servers):
@@ -251,7 +247,7 @@ class ServedDensePart:
 
     def _refuse_other_types(self) -> None:
         """Servers would train a float32 copy, with less precision or more than the trainer was asked for."""
-        for parameter in self._trained():
+        for parameter in self._parameters:
             if parameter.dtype != torch.float32:
                 raise TypeError(
                     f"strategy=async_ps: servers keep dense parameters in float32, and {self._name_of(parameter)} is"
@@ -260,9 +256,6 @@ class ServedDensePart:
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return self._names.get(parameter, f"a parameter of shape {list(parameter.shape)}")
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [x for optimizer in self._optimizers for group in optimizer.param_groups for x in _trained(group)]
 
     def create(
         self, servers: Sequence[Stores], normalization: StalenessNormalization, kept: Sequence[Kept] = ()
@@ -274,8 +267,7 @@ class ServedDensePart:
             normalization: How much of a stale gradient counts.
             kept: State that :meth:`kept` returned, where training goes on.
         """
-        parameters = self._trained()
-        known = dict(zip(parameters, kept, strict=True)) if len(kept) == len(parameters) else {}
+        known = dict(zip(self._parameters, kept, strict=True)) if len(kept) == len(self._parameters) else {}
         for server, _, served in self._served:
             served.create(servers[server], normalization, known)
 
@@ -345,7 +337,7 @@ class ServedDensePart:
         found: dict[nn.Parameter, Kept] = {}
         for *_, served in self._served:
             found |= served.kept()
-        return [found[x] for x in self._trained()]
+        return [found[x] for x in self._parameters]
 
     @property
     def observed(self) -> StalenessHistogram:
@@ -419,12 +411,6 @@ def dense_rule(optimizer: Optimizer, group: dict[str, Any]) -> RowOptimizer:
     if discount is None:
         return rule
     return RowSWAP(inner=rule, discount=discount.discount, **asdict(discount.periods))
-
-
-def discount_of(optimizer: Optimizer) -> Discount | None:
-    """The hook of :func:`lightning_recsys.optim.swap`, where the optimizer has it."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, Discount)), None)
 
 
 _RULES: dict[type[Optimizer], Callable[[dict[str, Any]], RowOptimizer]] = {

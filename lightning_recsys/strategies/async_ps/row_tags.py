@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from lightning_recsys.checkpoints import is_folder, read_extras
+from lightning_recsys.checkpoints import read_extras
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.versions import tag_arrays
@@ -60,7 +60,7 @@ def write_shares(
 def load_shares(path: str | os.PathLike[str], *, rank: int, num_ranks: int, weights_only: bool) -> list[Share]:
     """The shares of a checkpoint that this rank brings back, whatever number of ranks saved them."""
     shares: list[Share] = []
-    for index in count(rank, num_ranks) if is_folder(path) else ():
+    for index in count(rank, num_ranks):
         extras = read_extras(path, index, weights_only=weights_only)
         if extras is None:
             break

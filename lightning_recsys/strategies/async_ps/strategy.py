@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import pytorch_lightning as pl
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
@@ -17,7 +16,6 @@ from lightning_recsys.strategies.async_ps import row_tags
 from lightning_recsys.strategies.async_ps.dense_part import Kept, ServedDensePart, ServedStep, refuse_gradient_scaler
 from lightning_recsys.strategies.common.direct_steps import DirectSteps
 from lightning_recsys.strategies.common.means import meet_buffers
-from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy
 from lightning_recsys.strategies.common.settings import require_kind, require_whole
 from lightning_recsys.sync import StalenessNormalization, StalenessRule
@@ -85,7 +83,6 @@ class AsyncParameterServerStrategy(ServedStrategy):
         self._loads: Any = None  # the hook that follows what is loaded meanwhile
         self._restored: Sequence[Kept] = ()  # of the checkpoint that the run goes on from
         self._restored_rows: list[row_tags.Share] = []  # the same of rows: this worker's part
-        self._saves_state = True  # whether the checkpoint that is being written is more than weights
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_saved": []}
@@ -101,10 +98,6 @@ class AsyncParameterServerStrategy(ServedStrategy):
             TypeError: stores have no rule such as an optimizer's.
         """
         super().on_train_start()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        refuse_clocks(trainer)
-        refuse_different_schedules(trainer)
         refuse_gradient_scaler(self.precision_plugin)
         self._saved = []
         servers = self.stores(EMBEDDING)
@@ -112,7 +105,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
             self.optimizers,
             len(servers),
             num_workers=self.world_size,
-            names={parameter: name for name, parameter in self.lightning_module.named_parameters()},
+            names={parameter: name for name, parameter in self.task.named_parameters()},
         )
         if self.is_global_zero:
             self._dense.create(servers, self.normalization, self._restored)
@@ -130,43 +123,34 @@ class AsyncParameterServerStrategy(ServedStrategy):
 
     def _follow_loads(self) -> None:
         """Bring what is loaded into the model in the middle of the run to the servers, which have its dense part."""
-        module = self.lightning_module
-        assert module is not None
 
         def bring(loaded: nn.Module, _: object) -> None:  # a function, so that a copied module has no copied strategy
-            if self._dense is not None and loaded is self.lightning_module:
+            if self._dense is not None and loaded is self.task:
                 self._dense.flush()
                 self.barrier("everybody has loaded the model")
                 if self.is_global_zero:
                     self._dense.assign()
                 self.barrier("the dense part is loaded")
 
-        self._loads = module.register_load_state_dict_post_hook(bring)  # type: ignore[no-untyped-call]
+        self._loads = self.task.register_load_state_dict_post_hook(bring)  # type: ignore[no-untyped-call]
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Push the gradients, and pull what the servers have."""
         assert self._dense is not None
         assert self._direct_steps is not None
         served = cast(Optimizer, ServedStep(optimizer, self._dense))
         with self._direct_steps.ours():
-            return super().optimizer_step(served, closure, model, **kwargs)
+            return super().optimizer_step(served, closure, *args, **kwargs)
 
     def settle(self) -> None:
         """Wait until every update of every rank is on the servers, and take the dense part that they have."""
         assert self._dense is not None  # from on_train_start on
-        assert self.lightning_module is not None
         self._dense.flush()
         super().settle()
         self._dense.pull()
         if self.is_global_zero:
             self._saved = self._dense.kept()
-        meet_buffers(self.lightning_module)
+        meet_buffers(self.task)
         if self.averages is not None:
             self.averages.meet()
 
@@ -190,15 +174,14 @@ class AsyncParameterServerStrategy(ServedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save, with versions and last changes of dense parameters and of rows unless it is to be weights only."""
-        self._saves_state = "optimizer_states" in checkpoint
-        if self._saved and self._saves_state:
+        if self._saved and "optimizer_states" in checkpoint:
             versions, changes = (list(x) for x in zip(*self._saved, strict=True))
             checkpoint[CHECKPOINT_KEY] = {"versions": versions, "changes": changes}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def checkpoint_extras(self) -> dict[str, Any] | None:
         """Versions and last changes of this rank's share of the rows."""
-        if self.tables is None or not self._saves_state or self._dense is None:
+        if self.tables is None or self._dense is None:
             return None
         ranks = {"rank": self.living_rank, "num_ranks": self.num_living}
         return {row_tags.KEY: row_tags.read_share(self.tables.collections, self.normalization, **ranks)}
@@ -207,8 +190,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
         """Load, and keep what this rank is to bring to the servers for the start of training."""
         ranks = {"rank": self.global_rank, "num_ranks": self.world_size}
         options: Any = {**ranks, "weights_only": weights_only is not False}
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        if self.task.trainer.state.fn == TrainerFn.FITTING:
             self._restored_rows = row_tags.load_shares(checkpoint_path, **options)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 

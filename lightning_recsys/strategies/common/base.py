@@ -8,7 +8,7 @@ from datetime import timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -33,6 +33,7 @@ from lightning_recsys.strategies.common.averaged_copies import (
 from lightning_recsys.strategies.common.own_values import OwnValues
 from lightning_recsys.strategies.common.refusals import (
     refuse_arguments,
+    refuse_checkpoints_at_urls,
     refuse_other_namespace,
     refuse_other_namespace_in,
     refuse_tuners,
@@ -41,8 +42,13 @@ from lightning_recsys.strategies.common.refusals import (
 from lightning_recsys.strategies.common.run_changes import RunChanges
 from lightning_recsys.strategies.common.run_checkpoints import RunCheckpoints
 from lightning_recsys.strategies.common.run_servers import RunServers, check_endpoints
-from lightning_recsys.strategies.common.schedules import refuse_metrics_of_all_ranks, refuse_rows_of_all_ranks
-from lightning_recsys.strategies.common.settings import require_kind, require_whole
+from lightning_recsys.strategies.common.schedules import (
+    refuse_clocks,
+    refuse_different_schedules,
+    refuse_metrics_of_all_ranks,
+    refuse_rows_of_all_ranks,
+)
+from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_whole
 from lightning_recsys.strategies.common.stored_rows import dense_parameters, rows_left_out, stored_tensors
 from lightning_recsys.strategies.common.workers.meeting import ending_soon, join_on_loopback
 
@@ -128,8 +134,7 @@ class RecsysStrategy(DDPStrategy):
             "a datetime.timedelta, such as timedelta(minutes=30)",
             optional=True,
         )
-        if transport not in ("auto", "tcp"):
-            raise ValueError(f"strategy.transport must be 'auto' or 'tcp', got {transport!r}.")
+        require_one_of("transport", transport, get_args(Transport))
         make_codec(compression, "rows")
         if servers is not None:
             check_endpoints(servers)
@@ -155,7 +160,7 @@ class RecsysStrategy(DDPStrategy):
         self.endpoints: dict[str, list[str]] = {}
         self.launches = False
         self.run_name = ""
-        self._run_servers = RunServers(self)
+        self.run_servers = RunServers(self)
         self._checkpoints = RunCheckpoints(self)
         self._reset()
 
@@ -199,8 +204,7 @@ class RecsysStrategy(DDPStrategy):
 
     def binds_rows(self) -> bool:
         """Whether the rows of this run are where :meth:`bind_backends` brings them: a folder's then wait for it."""
-        assert self.lightning_module is not None
-        return bool(self.server_specs()) and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return bool(self.server_specs()) and self.task.trainer.state.fn == TrainerFn.FITTING
 
     def finish_training(self) -> None:
         """Bring the trained model into this process's memory, where the callbacks' ``on_train_end`` may change it.
@@ -230,7 +234,13 @@ class RecsysStrategy(DDPStrategy):
             KeyError: the strategy has no servers of this kind.
             ServerInUseError: the servers run already, and another run has them.
         """
-        return self._run_servers.connect(kind)
+        return self.run_servers.connect(kind)
+
+    @property
+    def task(self) -> pl.LightningModule:
+        """The LightningModule of the run, once a trainer has given the strategy one."""
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @property
     def succeeded(self) -> bool:
@@ -250,7 +260,7 @@ class RecsysStrategy(DDPStrategy):
         """What a checkpoint takes from elsewhere than this process's model, by its keys in the state dict."""
         if self.lightning_module is None:
             return {}
-        return stored_tensors(self.lightning_module, rank=self.living_rank, world_size=self.num_living)
+        return stored_tensors(self.task, rank=self.living_rank, world_size=self.num_living)
 
     def _share_validation(self, trainer: pl.Trainer) -> None:
         """Before validation's loaders are asked for: where workers were lost, the others share all of its rows anew."""
@@ -282,7 +292,7 @@ class RecsysStrategy(DDPStrategy):
         return bool(self.stored_tensors())
 
     def checkpoint_extras(self) -> dict[str, Any] | None:
-        """What this rank adds to a folder checkpoint, in plain containers and tensors; every rank is asked."""
+        """What this rank adds to a folder checkpoint that is more than weights, in plain containers and tensors."""
         return None
 
     @property
@@ -309,7 +319,7 @@ class RecsysStrategy(DDPStrategy):
             self._launcher = ForkserverLauncher(
                 self,
                 num_threads=self.num_threads,
-                serving=self._run_servers.beside_workers,
+                serving=self.run_servers.beside_workers,
                 survive=self._survive,
             )
 
@@ -317,7 +327,7 @@ class RecsysStrategy(DDPStrategy):
         """In the main process: ``None`` where the others go on without a worker that died; else why they cannot."""
         if not self.asynchronous or trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return ""
-        if (place := self._run_servers.meeting_place()) is None:
+        if (place := self.run_servers.meeting_place()) is None:
             return ""
         if left < self.min_workers:
             return f"That leaves {left} workers, fewer than strategy.min_workers={self.min_workers}: the run ends."
@@ -337,7 +347,7 @@ class RecsysStrategy(DDPStrategy):
         assert self.cluster_environment is not None
         specs = self.server_specs()
         if self.lightning_module is not None:
-            refuse_other_namespace_in(self.lightning_module.trainer)
+            refuse_other_namespace_in(self.task.trainer)
         if self.servers is not None and not specs:
             raise ValueError(
                 f"strategy.servers={list(self.servers)}: {type(self).__name__} keeps nothing on servers. Leave"
@@ -354,7 +364,7 @@ class RecsysStrategy(DDPStrategy):
                 " strategy.compression out."
             )
         super().setup_environment()
-        self._run_servers.find(specs)
+        self.run_servers.find(specs)
 
     def setup_distributed(self) -> None:
         """Join the process group, on one machine where no other reaches it.
@@ -368,10 +378,10 @@ class RecsysStrategy(DDPStrategy):
         if torch.distributed.is_initialized() or (self.num_nodes == 1 and not self.launches):
             super().setup_distributed()
         elif self.num_nodes == 1:
-            if (place := self._run_servers.meeting_place()) is not None:
+            if (place := self.run_servers.meeting_place()) is not None:
                 from lightning_recsys.strategies.common.workers.process_group import use_meetings
 
-                self._process_group_backend = use_meetings(place, cancelled=self._run_servers.is_asked_to_end)
+                self._process_group_backend = use_meetings(place, cancelled=self.run_servers.is_asked_to_end)
             join_on_loopback(self)
         else:
             with ending_soon(self):
@@ -391,6 +401,7 @@ class RecsysStrategy(DDPStrategy):
                 raise ValueError("trainer.sync_batchnorm=True makes every worker wait for all others at every layer.")
             if not self.wraps_model or self.server_specs():
                 refuse_tuners(trainer, strategy=type(self).__name__)
+                refuse_checkpoints_at_urls(trainer, trainer.lightning_module)
             if self.asynchronous:
                 refuse_statistics_after_averaging(trainer)
             self.changes = RunChanges(trainer)
@@ -401,7 +412,7 @@ class RecsysStrategy(DDPStrategy):
             if self.asynchronous:
                 refuse_metrics_of_all_ranks(trainer.lightning_module)
                 self.changes.log_through(OwnValues(self).log)
-            if self._run_servers.meeting_place() is not None:
+            if self.run_servers.meeting_place() is not None:
                 from lightning_recsys.strategies.common.workers.process_group import among_the_living
 
                 self.changes.compute_metrics_by(among_the_living)
@@ -428,29 +439,29 @@ class RecsysStrategy(DDPStrategy):
             _sync_module_states(self.model)
             if wraps and self._ddp_kwargs.get("broadcast_buffers", True):
                 self._shared_buffers = list(self.model.buffers())
-        assert self.lightning_module is not None
         if self.world_size > 1:
-            dense = dense_parameters(self.lightning_module)
+            dense = dense_parameters(self.task)
             self._frozen = [(name, x) for name, x in dense if not x.requires_grad]
 
     def on_train_start(self) -> None:
-        """Refuse data that would leave the ranks waiting for each other; where they are free, deal shares out.
+        """Refuse what would leave the ranks waiting for each other; where they are free, deal shares out.
 
         Raises:
-            ValueError: the ranks have unequal numbers of training batches.
+            ValueError: the ranks have unequal numbers of training batches; where they are free, something makes them
+                wait at each batch, or different numbers of times.
         """
-        assert self.lightning_module is not None
+        trainer = self.task.trainer
         if self.asynchronous:
-            if (place := self._run_servers.meeting_place()) is not None and self.changes is not None:
+            if (place := self.run_servers.meeting_place()) is not None and self.changes is not None:
                 from lightning_recsys.strategies.common.workers.dealing import deal_shares
 
-                self._dealer = deal_shares(
-                    self.lightning_module.trainer, self.changes, place, self._run_servers.is_asked_to_end
-                )
+                self._dealer = deal_shares(trainer, self.changes, place, self.run_servers.is_asked_to_end)
+            refuse_clocks(trainer)
+            refuse_different_schedules(trainer)
             return
         per_rank: list[int | float] = [0] * self.world_size
         # inf where a loader has no length
-        torch.distributed.all_gather_object(per_rank, self.lightning_module.trainer.num_training_batches)
+        torch.distributed.all_gather_object(per_rank, trainer.num_training_batches)
         if len(set(per_rank)) > 1:
             raise ValueError(
                 "every rank needs the same number of training batches, or the first to finish leaves the others waiting"
@@ -466,7 +477,7 @@ class RecsysStrategy(DDPStrategy):
         Raises:
             ValueError: a parameter is trained that was frozen when workers agreed on what they share.
         """
-        for check in self._run_servers.checks:
+        for check in self.run_servers.checks:
             check()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -492,12 +503,12 @@ class RecsysStrategy(DDPStrategy):
         if self.averages is not None:
             self.averages.release()
         try:
-            self._run_servers.disconnect()
+            self.run_servers.disconnect()
         finally:
             if self.changes is not None:
                 self.changes.undo()
             self._reset()
-            self._run_servers.leave(self.barrier)
+            self.run_servers.leave(self.barrier)
             super().teardown()
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
@@ -535,14 +546,13 @@ class RecsysStrategy(DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks say so, or any; Lightning compares with the number of ranks that the run began with."""
         own = torch.tensor(int(decision), device=self.root_device)
-        return bool(self.reduce(own, reduce_op="min" if all else "max"))
+        return bool(self.reduce(own, dist.group.WORLD, reduce_op="min" if all else "max"))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's tensors, without the rows that are in stores; :meth:`save_checkpoint` takes those from there."""
         if not self.stored_tensors():
             return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        with rows_left_out(self.lightning_module):
+        with rows_left_out(self.task):
             return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout, choose_kernel
-from lightning_recsys.embeddings.substitution import Substitution, substitute_embeddings
+from lightning_recsys.embeddings.substitution import substitute_embeddings
 from lightning_recsys.optim import RowOptimizer
 from lightning_recsys.placement import PlacementMethod, PlacementPlan, Room, TableCost, place_tables
-from lightning_recsys.stores.backend import StoreBackend, table_costs
+from lightning_recsys.stores.backend import table_costs
 from lightning_recsys.stores.interfaces import Stores
 from lightning_recsys.sync import StalenessNormalization
 
@@ -43,21 +42,20 @@ class ServedTables:
         names: Plain modules to take whatever their size, by their paths.
 
     Attributes:
-        collections: By the names under which stores keep them.
+        substitution: The plain embedding modules that were replaced; none where none is chosen.
+        collections: All that are served, by the names under which stores keep them.
     """
 
     def __init__(
         self, model: nn.Module, *, optimizer: RowOptimizer, min_rows: int | None = None, names: Sequence[str] = ()
     ) -> None:
-        self._substitution: Substitution | None = None
         self.collections = {
             name or "embeddings": module
             for name, module in model.named_modules()
             if isinstance(module, EmbeddingBagCollection)
         }
-        if min_rows is not None or names:
-            self._substitution = substitute_embeddings(model, optimizer=optimizer, min_rows=min_rows, names=names)
-            self.collections |= self._substitution.collections
+        self.substitution = substitute_embeddings(model, optimizer=optimizer, min_rows=min_rows, names=names)
+        self.collections |= self.substitution.collections
 
     def clear(self, servers: Sequence[Stores]) -> None:
         """Remove what an earlier run left of these tables, whose room the plan may need."""
@@ -65,36 +63,6 @@ class ServedTables:
             for server in servers:
                 with suppress(KeyError):
                     server.remove(name)
-
-    def bind(
-        self,
-        make_backend: Callable[[str, EmbeddingBagCollection], StoreBackend],
-        *,
-        gradient_scale: float,
-        first: bool,
-    ) -> None:
-        """Look rows up on the servers from now on.
-
-        Args:
-            make_backend: Makes the backend in which a collection looks its rows up: takes its name and the collection.
-            gradient_scale: Factor of the gradients; see :meth:`EmbeddingBagCollection.bind`.
-            first: Whether to bring the rows to servers that were cleared of them; otherwise the rows are there.
-        """
-        for name, collection in self.collections.items():
-            collection.bind(make_backend(name, collection), copy_rows=first, gradient_scale=gradient_scale)
-
-    def attach_to(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the rows of plain modules follow the steps and schedules of the optimizers that they were given to."""
-        if self._substitution is not None:
-            self._substitution.attach_to(optimizers)
-
-    def row_state(self) -> dict[str, dict[str, Any]]:
-        """The state of the optimizer of plain modules' rows, which their state dicts leave out, by path."""
-        return {} if self._substitution is None else self._substitution.row_state()
-
-    def load_row_state(self, saved: Mapping[str, Mapping[str, Any]], *, writes: bool) -> list[str]:
-        """Bring such a state back, by one of all ranks; returns the paths of modules for which none was saved."""
-        return [] if self._substitution is None else self._substitution.load_row_state(saved, writes=writes)
 
     def ignored_groups(self, optimizers: Sequence[Optimizer]) -> list[str]:
         """What optimizers say of plain modules in parameter groups of their own, and the rows' rule does otherwise.
@@ -104,7 +72,7 @@ class ServedTables:
         Returns:
             A sentence for each such module and number.
         """
-        if self._substitution is None:
+        if not self.substitution.placeholders:
             return []
         groups = [group for optimizer in optimizers for group in optimizer.param_groups if group["params"]]
         ignored = []
@@ -113,7 +81,7 @@ class ServedTables:
             notes = (f"max_{key}", f"initial_{key}", key)
             given = [float(next((group[x] for x in notes if x in group), 0.0)) for group in groups]
             for group, value in zip(groups, given, strict=True):
-                for path in (self._substitution.placeholders.get(x) for x in group["params"]):
+                for path in (self.substitution.placeholders.get(x) for x in group["params"]):
                     if path is None or not self.collections[path].trainable or len(set(given)) == 1:
                         continue
                     rule = self.collections[path].optimizer
@@ -134,8 +102,7 @@ class ServedTables:
         """Give the model its own rows again, the trained ones if asked for."""
         for collection in self.collections.values():
             collection.unbind(copy_rows=copy_rows)
-        if self._substitution is not None:
-            self._substitution.restore()
+        self.substitution.restore()
 
 
 def plan_placement(

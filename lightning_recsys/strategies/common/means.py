@@ -35,8 +35,7 @@ def take_mean(
     tensors, somebody_counts = list(tensors), True
     for kind in dict.fromkeys(x.dtype for x in tensors):
         own = [x for x in tensors if x.dtype == kind]
-        brought = (x.reshape(-1).to(device=device, dtype=dtype) for x in (*own, own[0].new_ones(1)))
-        total = torch.cat(list(brought))
+        total = torch.cat([x.reshape(-1).to(device=device, dtype=dtype) for x in (*own, own[0].new_ones(1))])
         dist.all_reduce(total if counts else total.zero_())
         if not total[-1]:
             somebody_counts = False

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from types import FrameType
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar
+from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -34,23 +35,20 @@ class RunChanges:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        self._inserted: list[pl.Callback] = []
-        self._replaced: list[tuple[object, str]] = []
-        self._shown_batches: property | None = None  # Lightning's own, while progress bars show a number of ours
-        self._of_classes: list[tuple[type, str, Any]] = []  # what classes had before, by name
+        self._undoing = ExitStack()  # gives back what was patched, the last patch first
 
     def before_train_end(self, function: Callable[[], None]) -> None:
         """Call a function before the callbacks' ``on_train_end``; Lightning asks the strategy last of all."""
-        callback = _BeforeTrainEnd(function)
-        self._callbacks.insert(0, callback)
-        self._inserted.append(callback)
+        self._insert(LambdaCallback(on_train_end=lambda *_: function()))
 
     def before_train_epoch_end(self, function: Callable[[], None]) -> None:
         """Call a function after an epoch's last batch, before callbacks and metrics meet those of other ranks."""
-        callback = _BeforeTrainEpochEnd(function)
-        self._callbacks.insert(0, callback)
-        self._inserted.append(callback)
+        self._insert(LambdaCallback(on_train_epoch_end=lambda *_: function()))
+
+    def _insert(self, callback: pl.Callback) -> None:
+        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        callbacks.insert(0, callback)
+        self._undoing.callback(callbacks.remove, callback)
 
     def before_validation_data(self, function: Callable[[], None]) -> None:
         """Call a function before the ranks meet to set up validation loaders, which is before validation starts."""
@@ -95,7 +93,7 @@ class RunChanges:
         self._replace(connector, "_sigterm_notifier_fn", hear)
         self._replace(fit_loop, "run", run_until_signal)
         if free:
-            self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
+            self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def log_through(self, function: Callable[..., None]) -> None:
         """Log values of the training loop by a function that gets Lightning's own and its arguments.
@@ -134,8 +132,7 @@ class RunChanges:
             def by_function(metric: Any, *args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
                 return together(partial(original, metric, *args, **kwargs))
 
-            setattr(owner, name, by_function)
-            self._of_classes.append((owner, name, original))
+            self._replace_in_class(owner, name, by_function)
 
     def follow_toggling(self, collections: Sequence[EmbeddingBagCollection]) -> None:
         """Let rows train only while the optimizer that they follow may, where a module toggles one of several.
@@ -167,9 +164,7 @@ class RunChanges:
 
         Bars ask a property of their class, so all bars of this process get the number until :meth:`undo`.
         """
-        if self._shown_batches is None:
-            self._shown_batches = vars(ProgressBar)["total_train_batches"]
-        ProgressBar.total_train_batches = property(lambda _: number)  # type: ignore[assignment]
+        self._replace_in_class(ProgressBar, "total_train_batches", property(lambda _: number))
 
     def _replace(self, owner: object, name: str, function: Callable[..., Any]) -> None:
         if not callable(getattr(type(owner), name, None)):
@@ -178,37 +173,12 @@ class RunChanges:
                 " workers wait for each other is unknown. Use the version that this package asks for."
             )
         setattr(owner, name, function)
-        self._replaced.append((owner, name))
+        self._undoing.callback(vars(owner).pop, name, None)  # one that was replaced twice is gone with the first
+
+    def _replace_in_class(self, owner: type, name: str, new: object) -> None:
+        self._undoing.callback(setattr, owner, name, vars(owner)[name])
+        setattr(owner, name, new)
 
     def undo(self) -> None:
         """Leave the trainer as it was."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)  # one that was replaced twice is gone with the first
-        for callback in self._inserted:
-            self._callbacks.remove(callback)
-        for owned_by, name, original in self._of_classes:
-            setattr(owned_by, name, original)
-        self._replaced, self._inserted, self._of_classes = [], [], []
-        if self._shown_batches is not None:
-            ProgressBar.total_train_batches = self._shown_batches  # type: ignore[assignment]
-            self._shown_batches = None
-
-
-class _BeforeTrainEnd(pl.Callback):
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._function()
-
-
-class _BeforeTrainEpochEnd(pl.Callback):
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._function()
-
-
-def _nothing() -> None:
-    pass
+        self._undoing.close()

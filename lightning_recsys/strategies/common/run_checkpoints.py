@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fabric.utilities.types import _PATH
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_recsys.checkpoints import StoredRows, is_folder, read_checkpoint, read_stored, save_folder
+from lightning_recsys.checkpoints import (
+    StoredRows,
+    Version,
+    is_folder,
+    read_checkpoint,
+    read_stored,
+    save_folder,
+    version_of,
+)
 from lightning_recsys.launchers import ForkserverLauncher
 from lightning_recsys.strategies.common.averaged_copies import copies_without_rows
 from lightning_recsys.strategies.common.stored_rows import row_keys, rows_replaced
@@ -28,7 +35,8 @@ class RunCheckpoints:
 
     def __init__(self, strategy: RecsysStrategy) -> None:
         self._strategy = strategy
-        self._rows_to_load: Path | None = None  # a checkpoint, until the stores are there to take its rows
+        # A checkpoint as it was when it was read, until the stores are there for its rows: its run may go on saving.
+        self._rows_to_load: Version | None = None
         self._waiting = ExitStack()  # while they wait, the model and its averaged copies are loaded without them
 
     def __getstate__(self) -> dict[str, object]:
@@ -66,7 +74,8 @@ class RunCheckpoints:
 
         def save() -> None:  # each time by those who live then, of whom each writes a share of the rows
             whole = checkpoint | {"state_dict": checkpoint["state_dict"] | strategy.stored_tensors()}
-            save_folder(strategy.broadcast(str(path)), whole, extras=strategy.checkpoint_extras())
+            extras = strategy.checkpoint_extras() if "optimizer_states" in checkpoint else None  # not of weights only
+            save_folder(strategy.broadcast(str(path)), whole, extras=extras)
 
         among_the_living(save)
         return True
@@ -83,24 +92,21 @@ class RunCheckpoints:
 
     def load(self, path: _PATH, *, weights_only: bool | None) -> dict[str, Any] | None:
         """Load a folder whose rows wait for the stores; ``None`` where the whole is to be loaded at once."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        keys = row_keys(module)
+        task = self._strategy.task
+        keys = row_keys(task)
         if not (keys and self._strategy.binds_rows() and is_folder(path)):
             return None
-        self._rows_to_load = Path(path)
+        self._rows_to_load = version_of(path)
         self._waiting.close()
-        self._waiting.enter_context(copies_without_rows(module.trainer))
-        return read_checkpoint(path, without=keys, weights_only=weights_only is not False)
+        self._waiting.enter_context(copies_without_rows(task.trainer))
+        return read_checkpoint(self._rows_to_load, without=keys, weights_only=weights_only is not False)
 
     def load_rows(self) -> None:
         """Bring the rows that wait to the stores, each rank its share; every rank calls this."""
         if self._rows_to_load is None:
             return
-        module = self._strategy.lightning_module
-        assert module is not None
         self._waiting.close()
-        with rows_replaced(module):
+        with rows_replaced(self._strategy.task):
             targets = self._strategy.stored_tensors()
             for rows in targets.values():
                 if isinstance(rows, StoredRows):

@@ -33,19 +33,15 @@ class RunServers:
 
     def __init__(self, strategy: RecsysStrategy) -> None:
         self._strategy = strategy
-        self._forget()
-
-    def _forget(self) -> None:
         self._started: NodeServers | None = None  # by the ranks of this node, from `find` to `leave`
-        self._connected: dict[str, list[Stores]] = {}  # by kind, from the first use of each to `disconnect`
+        self.connected: dict[str, list[Stores]] = {}  # by kind, from the first use of each to `disconnect`
         self._lease: RunLease | None = None  # on `strategy.servers`: in rank 0, from the first use of a store on
         # Called before each step: they raise where a server is gone for good, or was lent to another run.
         self.checks: list[Callable[[], None]] = []
         self._borrows = False  # this run may use `strategy.servers`; the same on all ranks
 
     def __getstate__(self) -> dict[str, object]:
-        fresh = type(self)(self._strategy)
-        return vars(fresh)
+        return vars(type(self)(self._strategy))
 
     @contextmanager
     def beside_workers(self) -> Iterator[Sidecars]:
@@ -70,11 +66,8 @@ class RunServers:
             assert strategy.cluster_environment is not None
             self._started = NodeServers(
                 specs,
-                node=strategy.node_rank,
+                environment=strategy.cluster_environment,
                 num_nodes=strategy.num_nodes,
-                rank=strategy.global_rank,
-                is_starter=strategy.local_rank == 0,
-                main_address=strategy.cluster_environment.main_address,
                 store_folder=strategy.store_folder,
                 max_restarts=strategy.max_restarts,
             )
@@ -100,10 +93,10 @@ class RunServers:
         keys = None if strategy.key_file is None else str(strategy.key_file)
         return MeetingPlace(servers[0], strategy.run_name, strategy.num_processes, keys)
 
-    @property
-    def connected(self) -> dict[str, list[Stores]]:
-        """The connections that are open, by kind."""
-        return self._connected
+    def lost_ranks(self) -> frozenset[int]:
+        """The ranks that have died, as the launcher has told the place where ranks meet."""
+        place = self.meeting_place()
+        return frozenset() if place is None else place.lost()
 
     @property
     def keys(self) -> ClientKeys | Path | str | None:
@@ -122,7 +115,7 @@ class RunServers:
         if kind not in strategy.endpoints:
             has = sorted(strategy.endpoints)
             raise KeyError(f"{type(strategy).__name__} has no servers of kind {kind!r}; it has {has}.")
-        if kind not in self._connected:
+        if kind not in self.connected:
             from lightning_recsys.parameter_server.connect import connect
             from lightning_recsys.parameter_server.remote import RemoteStores
 
@@ -130,15 +123,15 @@ class RunServers:
             transport: Transport = "auto" if strategy.maps_stores and not by_messages else "tcp"
             options: Any = {"keys": self.keys, "timeout": timeout, "cancelled": self.is_asked_to_end}
             options["compression"] = strategy.compression
-            self._connected[kind] = [
+            self.connected[kind] = [
                 connect(endpoint, transport=transport, **options) for endpoint in strategy.endpoints[kind]
             ]
             if strategy.is_global_zero:
-                for endpoint, stores in zip(strategy.endpoints[kind], self._connected[kind], strict=True):
+                for endpoint, stores in zip(strategy.endpoints[kind], self.connected[kind], strict=True):
                     log.info("Server for %s at %s: by %s.", kind, endpoint, stores.route)
                     if strategy.compression != "none" and not isinstance(stores, RemoteStores):
                         log.info("Nothing is sent there, so compression=%s has no effect.", strategy.compression)
-        return self._connected[kind]
+        return self.connected[kind]
 
     def _borrow(self) -> None:
         """Take the lease on servers that outlive the run: rank 0, which is the first to change anything there."""
@@ -167,11 +160,11 @@ class RunServers:
         """Close all connections, whatever one has to say; where the run has failed its own error says it."""
         quiet = () if self._strategy.succeeded else (ServerUnreachableError, RequestRefusedError)
         with ExitStack() as closing:
-            for stores in self._connected.values():
+            for stores in self.connected.values():
                 for opened in stores:
                     closing.enter_context(suppress(*quiet))
                     closing.callback(opened.close)
-            self._connected = {}
+            self.connected = {}
 
     def leave(self, meet: Callable[[str], None]) -> None:
         """End the servers of this node, and give borrowed ones back, once no rank needs them any more.

@@ -134,27 +134,25 @@ class ServedStrategy(RecsysStrategy):
 
     def binds_rows(self) -> bool:
         """Where the model is trained, or has tables without rows of its own, which only servers can evaluate."""
-        assert self.lightning_module is not None
-        backends = [x for x in self.lightning_module.modules() if isinstance(x, TableBackend)]
+        backends = [x for x in self.task.modules() if isinstance(x, TableBackend)]
         return super().binds_rows() or (bool(self.server_specs()) and any(backend.is_meta for backend in backends))
 
     def bind_backends(self) -> None:
         """Bring the rows to the embedding servers; the first rank does, the others find them there."""
-        assert self.lightning_module is not None
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        fits = self.task.trainer.state.fn == TrainerFn.FITTING
         if not self.binds_rows() or EMBEDDING not in self.endpoints:
             return  # every rank has all rows
         if not fits and not self._checkpoints.rows_wait:
             return  # nor has the checkpoint any, if there is one: the first lookup says that there are none
         self.tables = tables = ServedTables(
-            self.lightning_module, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
+            self.task, optimizer=self.row_optimizer, min_rows=self.min_rows, names=self.embeddings
         )
-        self._refuse_needless_dynamic_rows()
+        self._refuse_needless_dynamic_rows(tables)
         if not tables.collections:
             return
         servers = self.stores(EMBEDDING)
         if self.is_global_zero:
-            samples = partial(sample_features, self.lightning_module.trainer)
+            samples = partial(sample_features, self.task.trainer)
             method = self.table_placement if fits else "size"
             tables.clear(servers)
             self.plan = plan_placement(
@@ -167,29 +165,27 @@ class ServedStrategy(RecsysStrategy):
                 normalization=self.normalization,
             )
             log.info("Embedding tables on servers:\n%s", self.plan)
-            self._bind(servers, self.plan, first=True)
+            self._bind(tables, servers, self.plan, first=True)
         self.plan = self.broadcast(self.plan)
         assert self.plan is not None
         if not self.is_global_zero:
-            self._bind(servers, self.plan, first=False)
-        for collection in tables.collections.values():
-            assert isinstance(collection.embedding_bags, StoreBackend)
-            collection.embedding_bags.meet = partial(self.barrier, "rows are replaced")
+            self._bind(tables, servers, self.plan, first=False)
         self.barrier("rows are where they belong")
         self._load_row_state()
 
-    def _bind(self, servers: Sequence[Stores], plan: PlacementPlan, *, first: bool) -> None:
-        assert self.tables is not None
-        make = partial(self.make_backend, servers=servers, plan=plan, seed=torch.initial_seed() % 2**31)
-        self.tables.bind(make, gradient_scale=self.gradient_scale, first=first)
+    def _bind(self, tables: ServedTables, servers: Sequence[Stores], plan: PlacementPlan, *, first: bool) -> None:
+        """Look rows up on the servers from now on; the first rank brings them there, which were cleared of them."""
+        seed = torch.initial_seed() % 2**31
+        for name, collection in tables.collections.items():
+            backend = self.make_backend(name, collection, servers=servers, plan=plan, seed=seed)
+            collection.bind(backend, copy_rows=first, gradient_scale=self.gradient_scale)
+            backend.meet = partial(self.barrier, "rows are replaced")
 
-    def _refuse_needless_dynamic_rows(self) -> None:
-        assert self.tables is not None
-        collections = self.tables.collections.values()
-        if self.dynamic_rows is not None and not any(self.dynamic_rows_of(x) for x in collections):
+    def _refuse_needless_dynamic_rows(self, tables: ServedTables) -> None:
+        if self.dynamic_rows is not None and not any(map(self.dynamic_rows_of, tables.collections.values())):
             raise ValueError(
                 'strategy.dynamic_rows makes the rows of collections that have none (device="meta"), and each one of'
-                f' the model has its own: {sorted(self.tables.collections)}. Make them with device="meta"'
+                f' the model has its own: {sorted(tables.collections)}. Make them with device="meta"'
                 " (+embeddings.device=meta in the recipes), or leave strategy.dynamic_rows out."
             )
 
@@ -203,7 +199,7 @@ class ServedStrategy(RecsysStrategy):
             if self.is_global_zero:
                 for sentence in self.tables.ignored_groups(self.optimizers):
                     log.warning(sentence)
-            self.tables.attach_to(self.optimizers)
+            self.tables.substitution.attach_to(self.optimizers)
             if self.changes is not None:
                 self.changes.follow_toggling(tuple(self.tables.collections.values()))
 
@@ -251,7 +247,7 @@ class ServedStrategy(RecsysStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save, with the state of the optimizer of plain modules' rows unless it is to be weights only."""
         if self.tables is not None and self.succeeded and self.is_global_zero and "optimizer_states" in checkpoint:
-            checkpoint[ROW_STATE] = self.tables.row_state()
+            checkpoint[ROW_STATE] = self.tables.substitution.row_state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -263,7 +259,7 @@ class ServedStrategy(RecsysStrategy):
     def _load_row_state(self) -> None:
         if self.tables is None or self._row_state is None:
             return
-        afresh = self.tables.load_row_state(self._row_state, writes=self.is_global_zero)
+        afresh = self.tables.substitution.load_row_state(self._row_state, writes=self.is_global_zero)
         self._row_state = None
         if afresh and self.is_global_zero:
             log.warning(
@@ -285,7 +281,7 @@ class ServedStrategy(RecsysStrategy):
         """Bytes and requests between this process and its servers so far; shared memory counts as none."""
         traffic = {
             f"{kind}-{index}": stores.connection.traffic
-            for kind, servers in self._run_servers.connected.items()
+            for kind, servers in self.run_servers.connected.items()
             for index, stores in enumerate(servers)
             if isinstance(stores, RemoteStores)
         }

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_recsys.checkpoints import StoredRows, StoredTensor
 from lightning_recsys.embeddings import TableBackend
+from lightning_recsys.optim.swap import PERIOD
 from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.dynamic.tables import IDS
 
@@ -47,14 +48,15 @@ def rows_of(
     if isinstance(backend, StoreBackend) and (dynamic := backend.dynamic) is not None:
         access: Any = {"read": dynamic.read, "write": dynamic.write, "clear": dynamic.clear}
         tables = tuple(dynamic.tables)
-        rows = StoredRows(tables=tables, row_shapes=backend.row_shapes, live_ids=dynamic.live_ids, **access, **share)
-        return {place: rows}
+        options: Any = {**access, **share, "optional": {PERIOD}}
+        return {place: StoredRows(tables=tables, row_shapes=backend.row_shapes, live_ids=dynamic.live_ids, **options)}
     return {
         f"{place}.{table.name}.{name}": StoredTensor(
             shape=torch.Size((table.num_embeddings, *row_shape)),
             dtype=torch.float32,
             read=partial(backend.read_rows, table.name, name),
             write=partial(backend.write_rows, table.name, name),
+            optional=name == PERIOD,  # a checkpoint of another rule has none
             **share,
         )
         for table in backend.layout.tables

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -154,8 +154,7 @@ class CutModel:
         """What this process's state dict lacks: whole parameters, and the steps of all tables. Collective."""
         state = {name: self._join(part.data, cut) for name, (part, cut) in self.cuts.items()}
         for place, collection in self.collections.items():
-            backend = collection.embedding_bags
-            assert isinstance(backend, TableBackend)
+            backend = cast(TableBackend, collection.embedding_bags)
             for table in collection.whole_tables or ():
                 state[f"{place}.embedding_bags.{table.name}.step"] = torch.tensor(backend.step, device="cpu")
         return state
@@ -164,8 +163,7 @@ class CutModel:
         """The rows that are here and their optimizer state, by their keys in the state dict."""
         tensors: dict[str, StoredTensor | StoredRows] = {}
         for place, collection in self.collections.items():
-            backend = collection.embedding_bags
-            assert isinstance(backend, TableBackend)
+            backend = cast(TableBackend, collection.embedding_bags)
             tensors |= rows_of(f"{place}.embedding_bags", backend)
         return tensors
 
@@ -235,8 +233,7 @@ class CutModel:
             backend.replica_group = None
 
     def _fetch(self, collection: EmbeddingBagCollection, table: str, name: str, *, complete: bool) -> Tensor:
-        backend = collection.embedding_bags
-        assert isinstance(backend, TableBackend)
+        backend = cast(TableBackend, collection.embedding_bags)
         config = next(other for other in collection.tables if other.name == table)
         owner = self._owners[config.feature_names[0]]
         if owner == self._group.rank():
@@ -350,29 +347,23 @@ def field_costs(parts: Mapping[str, nn.Module], lookups: Mapping[str, float]) ->
         parts: As :func:`partitionable` found them.
         lookups: Mean number of ids of a field in an example; 1 where it is not named.
     """
-    together: list[tuple[str, ...]] = []
+    together: dict[str, tuple[str, ...]] = {}  # by feature: all that share tables with it, and itself
     num_bytes: dict[str, int] = {}
     floats: dict[str, float] = {}
     for part in parts.values():
         for _, collection in _modules(part, EmbeddingBagCollection):
-            backend = collection.embedding_bags
-            assert isinstance(backend, TableBackend)
+            backend = cast(TableBackend, collection.embedding_bags)
             row_bytes = sum(4 * torch.Size(shape).numel() for shape in backend.row_shapes.values())
             for table in collection.tables:
                 first = table.feature_names[0]
                 num_bytes[first] = num_bytes.get(first, 0) + table.num_embeddings * row_bytes
                 for feature in table.feature_names:
                     floats[feature] = floats.get(feature, 0.0) + lookups.get(feature, 1.0) * table.embedding_dim
-                near = [names for names in together if set(names) & set(table.feature_names)]
-                joined = tuple(dict.fromkeys([*(x for names in near for x in names), *table.feature_names]))
-                if near:
-                    together[together.index(near[0])] = joined
-                    together = [names for names in together if names not in near[1:]]
-                else:
-                    together.append(joined)
+                joined = tuple(dict.fromkeys(x for name in table.feature_names for x in together.get(name, (name,))))
+                together |= dict.fromkeys(joined, joined)
     return [
         FieldCost(names, sum(num_bytes.get(name, 0) for name in names), sum(floats[name] for name in names))
-        for names in together
+        for names in dict.fromkeys(together.values())
     ]
 
 

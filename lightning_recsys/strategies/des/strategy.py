@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copyreg
 import logging
-import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, get_args
 
 import numpy as np
@@ -22,11 +21,12 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _sync_module_states
 from torch.optim import Optimizer
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_recsys.checkpoints import StoredRows, StoredTensor
 from lightning_recsys.data.module import CTRDataModule
 from lightning_recsys.launchers.folders import RunFolder
-from lightning_recsys.launchers.sidecars import SHARED_MEMORY
+from lightning_recsys.launchers.sidecars import folder_for_stores
 from lightning_recsys.placement import FieldMethod, FieldPlan, place_fields
 from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.stores.dynamic.rows import DynamicRows
@@ -34,7 +34,7 @@ from lightning_recsys.strategies.common.averaged_copies import averaging_callbac
 from lightning_recsys.strategies.common.base import RecsysStrategy
 from lightning_recsys.strategies.common.means import meet_buffers
 from lightning_recsys.strategies.common.samples import sample_features
-from lightning_recsys.strategies.common.settings import require_kind, require_paths, require_whole
+from lightning_recsys.strategies.common.settings import require_kind, require_one_of, require_paths, require_whole
 from lightning_recsys.strategies.des.cut_model import INSTEAD, CutModel, NewRows, field_costs, partitionable
 from lightning_recsys.strategies.des.fingerprints import SameInputs, fingerprint
 
@@ -100,10 +100,7 @@ class DESStrategy(RecsysStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if field_placement not in get_args(FieldMethod):
-            raise ValueError(
-                f"strategy.field_placement must be one of {list(get_args(FieldMethod))}, got {field_placement!r}."
-            )
+        require_one_of("field_placement", field_placement, get_args(FieldMethod))
         require_whole("num_replicas", num_replicas, hint="1 is one group of all processes.")
         require_paths("whole", whole)
         require_kind("dynamic_rows", dynamic_rows, DynamicRows, "a DynamicRows(...)", optional=True)
@@ -124,7 +121,7 @@ class DESStrategy(RecsysStrategy):
         self._group: ProcessGroup | None = None  # who holds the model together with this process
         self._counterparts: ProcessGroup | None = None  # who has the same part of it, in other groups
         self._data: CTRDataModule | None = None
-        self._counted: list[Metric] = []
+        self._counting = ExitStack()  # while metrics count once what all processes of a group have seen
         self._inputs: SameInputs | None = None  # that all processes of the group have, while a run is set up
         self._shares_random_numbers = False
 
@@ -155,11 +152,12 @@ class DESStrategy(RecsysStrategy):
     def sees_own_examples(self) -> bool:  # noqa: D102 - inherited
         return self.global_rank % self.group_size == 0
 
-    def _make_groups(self) -> None:
+    def _make_groups(self) -> tuple[ProcessGroup, ProcessGroup]:
         copyreg.pickle(ProcessGroup, _itself)  # a string stands for the object itself
         size, world = self.group_size, self.world_size
         self._group = _subgroup([range(first, first + size) for first in range(0, world, size)])
         self._counterparts = _subgroup([range(place, world, size) for place in range(size)])
+        return self._group, self._counterparts
 
     def _end_groups(self) -> None:
         """Gloo keeps a thread awake for each group."""
@@ -179,8 +177,7 @@ class DESStrategy(RecsysStrategy):
         Raises:
             TypeError: the task trains on a graph.
         """
-        assert self.lightning_module is not None
-        module, trainer = self.lightning_module, self.lightning_module.trainer
+        module, trainer = self.task, self.task.trainer
         if getattr(module, "joins_examples", False):
             raise TypeError(
                 f"strategy=des cuts layers by field, and {type(module).__name__} joins nodes with their neighbours in"
@@ -189,10 +186,8 @@ class DESStrategy(RecsysStrategy):
         parts = partitionable(module, whole=self.whole)
         if parts and trainer.state.fn == TrainerFn.FITTING:
             _refuse_averages(trainer)
-        self._make_groups()
-        assert self._group is not None
-        self._inputs = SameInputs(self._group)
-        assert self._counterparts is not None
+        group, counterparts = self._make_groups()
+        self._inputs = SameInputs(group)
         self.model_to_device()
         everything = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
@@ -208,38 +203,31 @@ class DESStrategy(RecsysStrategy):
         )
         seed = self.broadcast(torch.initial_seed() % 2**31)
         # No other process opens the files of dynamic rows: without a name they go with this one, however it ends.
-        with nullcontext() if self.dynamic_rows is None else self._folder_for_rows() as folder:
+        with nullcontext() if self.dynamic_rows is None else RunFolder(folder_for_stores(self.store_folder)) as folder:
             self._cut = CutModel(
                 module,
                 parts,
                 plan=self.plan,
-                group=self._group,
-                replica_group=self._counterparts,
+                group=group,
+                replica_group=counterparts,
                 device=self.root_device,
                 rows=NewRows(seed=seed, dynamic=self.dynamic_rows, folder=folder),
             )
         # Lightning would broadcast rank 0's parameters once more, which are other ones by now.
         module._ddp_params_and_buffers_to_ignore = everything  # type: ignore[assignment]
         self._say_plan()
-        self._counted = [metric for metric in _metrics_of(module, trainer) if metric.process_group is None]
-        self._count_over(self._counterparts)
+        self._counting.enter_context(_metrics_over(counterparts))
         self._select_columns(trainer)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
-    def _folder_for_rows(self) -> RunFolder:
-        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        return RunFolder(parent if self.store_folder is None else Path(self.store_folder))
-
     def _count_lookups(self, trainer: pl.Trainer) -> dict[str, float]:
         """Mean number of ids of each field in an example, from a few training batches; the same on all ranks."""
-        counts: dict[str, list[int]] = {}
+        ids, examples = Counter[str](), Counter[str]()
         if self.field_placement == "balanced" and self.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
             for sparse in sample_features(trainer, SAMPLED_BATCHES):
-                for name, ids in zip(sparse.keys, np.diff(sparse.feature_bounds()).tolist(), strict=True):
-                    counts[name] = [
-                        x + y for x, y in zip(counts.get(name, (0, 0)), (ids, sparse.batch_size), strict=True)
-                    ]
-        means: dict[str, float] = self.broadcast({name: ids / max(size, 1) for name, (ids, size) in counts.items()})
+                ids.update(dict(zip(sparse.keys, np.diff(sparse.feature_bounds()).tolist(), strict=True)))
+                examples.update(dict.fromkeys(sparse.keys, sparse.batch_size))
+        means: dict[str, float] = self.broadcast({name: ids[name] / max(examples[name], 1) for name in ids})
         return means
 
     def _say_plan(self) -> None:
@@ -270,12 +258,11 @@ class DESStrategy(RecsysStrategy):
             self._inputs.close()
             self._inputs = None
         if self._cut is not None:
-            assert self.lightning_module is not None
             self._cut.make_whole(complete=self.succeeded and dist.is_initialized())
-            del self.lightning_module._ddp_params_and_buffers_to_ignore
+            del self.task._ddp_params_and_buffers_to_ignore
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
             self._cut = None
-        self._count_over(None)
+        self._counting.close()
         if self._data is not None:
             self._data.select_fields(None)
         self._end_groups()
@@ -326,8 +313,7 @@ class DESStrategy(RecsysStrategy):
             ValueError: the processes of a group have different batches.
         """
         if self._cut is not None and self._inputs is not None:
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
+            trainer = self.task.trainer
             place = (trainer.state.stage, trainer.current_epoch, dataloader_idx)
             self._inputs.compare(batch, place, list(self._cut.collections.values()))
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -335,11 +321,10 @@ class DESStrategy(RecsysStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Average the dense gradients over the groups, once for each update."""
         super().post_backward(closure_loss)
-        assert self.lightning_module is not None
-        if self.num_replicas == 1 or self.lightning_module.trainer.fit_loop._should_accumulate():
+        if self.num_replicas == 1 or self.task.trainer.fit_loop._should_accumulate():
             return
         own = self._own_parts
-        trained = [x for x in self.lightning_module.parameters() if x.requires_grad and x.numel()]
+        trained = [x for x in self.task.parameters() if x.requires_grad and x.numel()]
         # Apart: where a number lies in a message decides in which order it is added up, and that of whole parameters
         # must be the same for all processes of a group, whose parts of the others differ in size.
         for kind in (False, True):
@@ -385,10 +370,9 @@ class DESStrategy(RecsysStrategy):
         """Compare what every process has as a whole; take rank 0's weights and the mean of buffers if it differs."""
         if self._cut is None:
             return
-        assert self.lightning_module is not None
         own = self._own_parts
-        shared = [x.data for x in self.lightning_module.parameters() if x.requires_grad and id(x) not in own]
-        buffers = list(self.lightning_module.buffers())
+        shared = [x.data for x in self.task.parameters() if x.requires_grad and id(x) not in own]
+        buffers = list(self.task.buffers())
         prints: list[int] = [0] * self.world_size
         dist.all_gather_object(prints, fingerprint([*shared, *(buffers if self.num_replicas == 1 else ())]))
         if len(set(prints)) > 1:
@@ -402,7 +386,7 @@ class DESStrategy(RecsysStrategy):
             for tensor in shared:
                 dist.broadcast(tensor, src=0)
         if len(set(prints)) > 1 or self.num_replicas > 1:
-            meet_buffers(self.lightning_module)
+            meet_buffers(self.task)
 
     # --- Metrics and checkpoints -------------------------------------------------------------------------------------
 
@@ -410,23 +394,12 @@ class DESStrategy(RecsysStrategy):
         """Reduce over the groups; what the processes of one group have counted is the same and counts once."""
         return super().reduce(tensor, self._counterparts if group is None else group, reduce_op)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all processes: each of them has a voice."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        votes = self.reduce(votes, group=dist.group.WORLD, reduce_op=ReduceOp.SUM)  # type: ignore[arg-type]
-        return int(votes) == self.world_size if all else bool(votes)
-
     @contextmanager
     def counting_once(self) -> Iterator[None]:  # noqa: D102 - inherited
-        self._make_groups()  # those of the run have ended with it
-        self._count_over(self._counterparts)
-        yield
-        self._count_over(None)
+        _, counterparts = self._make_groups()  # those of the run have ended with it
+        with _metrics_over(counterparts):
+            yield
         self._end_groups()
-
-    def _count_over(self, group: ProcessGroup | None) -> None:
-        for metric in self._counted:
-            metric.process_group = group
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's tensors, whole, without rows; all processes call this."""
@@ -455,17 +428,11 @@ class DESStrategy(RecsysStrategy):
         own = [self._cut.own_optimizer_state(optimizer, state) for optimizer, state in states]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
 
-    def teardown(self) -> None:
-        """Make the model whole, then all that the base class does."""
-        counted = self._counted
-        super().teardown()
-        self._counted = counted  # for :meth:`counting_once`
-
 
 def _itself(group: ProcessGroup) -> str:
     """What ``copy.deepcopy`` makes of a process group: nothing new, as a copy of a model talks to the same ranks.
 
-    Models and metrics hold groups during a run, and callbacks copy themselves or these. Pickling still fails.
+    Models hold groups during a run, and callbacks copy themselves or these. Pickling still fails.
     """
     return group.group_name
 
@@ -492,25 +459,16 @@ def _subgroup(members: Sequence[Sequence[int]]) -> ProcessGroup:
     return group
 
 
-def _metrics_of(module: nn.Module, trainer: pl.Trainer) -> Iterator[Metric]:
-    """Metrics of the model and of the callbacks, wherever those keep them."""
-    seen: set[int] = set()
+@contextmanager
+def _metrics_over(group: ProcessGroup | None) -> Iterator[None]:
+    """Meanwhile metrics, of whoever has them, come together over this group, unless they have one of their own."""
+    own = Metric._sync_dist
 
-    def search(thing: object, depth: int) -> Iterator[Metric]:
-        if id(thing) in seen:
-            return
-        seen.add(id(thing))
-        if isinstance(thing, Metric):
-            yield thing
-        elif isinstance(thing, nn.Module):
-            for child in thing.modules():
-                if child is not thing:
-                    yield from search(child, 0)
-        elif depth:
-            inside = thing.values() if isinstance(thing, Mapping) else thing if isinstance(thing, list | tuple) else ()
-            for part in (*inside, *getattr(thing, "__dict__", {}).values()):
-                yield from search(part, depth - 1)
+    def over_group(metric: Metric, gather: Any = gather_all_tensors, process_group: Any = None) -> None:
+        own(metric, gather, process_group or metric.process_group or group)
 
-    yield from search(module, 0)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        yield from search(callback, 3)
+    Metric._sync_dist = over_group  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Metric._sync_dist = own  # type: ignore[method-assign]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.utilities.data import _auto_add_worker_init_fn
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagCollection
 from lightning_recsys.placement import PlacementPlan
@@ -231,8 +230,7 @@ class HETStrategy(ServedStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make the training loader one whose coming batches can be seen."""
-        assert self.lightning_module is not None
-        if not (self._peeks and self.lightning_module.trainer.training):
+        if not (self._peeks and self.task.trainer.training):
             return dataloader
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does to what this returns
         return peekable(dataloader)
@@ -250,8 +248,7 @@ class HETStrategy(ServedStrategy):
     def on_train_start(self) -> None:
         """Begin to look ahead."""
         super().on_train_start()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self.task.trainer
         if self._peeks and self.tables is not None:
             pairs = [(x, x.embedding_bags) for x in self.tables.collections.values()]
             far = [x for x, backend in pairs if isinstance(backend, CachedBackend) and backend.asks_servers]
@@ -278,15 +275,9 @@ class HETStrategy(ServedStrategy):
         if self._ahead is not None:
             self._ahead.begin_batch(batch_idx)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, and wait for the others where workers go in step."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(*args, **kwargs)
         self._update_in_step(waited=True)
         return output
 

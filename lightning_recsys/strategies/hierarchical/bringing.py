@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.optim import Optimizer
@@ -29,14 +28,15 @@ from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies.common.workers.meeting import LOOPBACK
 from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
 from lightning_recsys.strategies.hierarchical.eight_bit import compute_in_eight_bits
-from lightning_recsys.strategies.hierarchical.leader import GroupLeader, initial_replica
+from lightning_recsys.strategies.hierarchical.leader import GroupServers
 from lightning_recsys.strategies.hierarchical.news import News
 from lightning_recsys.strategies.hierarchical.planning import given_splits, make_plan
 from lightning_recsys.strategies.hierarchical.remote_forward import Net
 from lightning_recsys.strategies.hierarchical.request_costs import measure_requests
 from lightning_recsys.strategies.hierarchical.sample_call import sample_call
 from lightning_recsys.strategies.hierarchical.servers.group_parts import GroupParts, SyncOrder
-from lightning_recsys.strategies.shadowsync.rounds import open_center
+from lightning_recsys.strategies.shadowsync.replica import Replica
+from lightning_recsys.strategies.shadowsync.rounds import SYNC, open_center
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.hierarchical.strategy import HierarchicalStrategy
@@ -91,8 +91,7 @@ def plan_operators(strategy: HierarchicalStrategy, model: nn.Module, sample: Seq
         OperatorRoomError: a group has no room for the model.
         ValueError: the model cannot be cut, or a file is no plan of it.
     """
-    groups = strategy.groups
-    servers = [strategy.group_connections()[x] for x in groups.servers_of(groups.group_of(strategy.global_rank))]
+    servers = strategy.group_connections()
     told = [server.request("status").value.get("free_bytes") for server in servers]
     costs = measure_requests(servers)
     log.info("A request to a group server: %s.", ", ".join(f"{x} {1e3 * y:.2f} ms" for x, y in costs.items()))
@@ -102,7 +101,7 @@ def plan_operators(strategy: HierarchicalStrategy, model: nn.Module, sample: Seq
         sample,
         strategy.operator_placement,
         fc_splits=strategy.fc_splits,
-        groups=groups,
+        groups=strategy.groups,
         compression=strategy.operator_compression,
         rooms=[room and room // sharing for room in told],
         measured=costs,
@@ -121,13 +120,13 @@ class Brought:
     Args:
         partitioned: The model, whose parts on servers are computed there.
         net: This rank's side of the group servers, which has the parts computed.
-        leader: Makes the object by which a group's first rank leads it; any rank of the group can become that.
+        servers: The parts on the group's servers, which its first rank leads; any rank of the group can become that.
         meeting: Where group servers meet that average among themselves, if this rank keeps that place.
     """
 
     partitioned: PartitionedModel
     net: Net
-    leader: Callable[[], GroupLeader]
+    servers: GroupServers
     meeting: TCPStore | None
 
 
@@ -140,25 +139,14 @@ class Bringing:
         strategy: The strategy of this rank.
         model: The model that is to be cut.
         optimizer: The optimizer of the run.
-        planned: The plan, on rank 0, if it was made before.
-        restored: This group's own parameters from the checkpoint that the run goes on from; empty where there are none.
     """
 
-    def __init__(
-        self,
-        strategy: HierarchicalStrategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        planned: Planned | None,
-        restored: dict[str, Tensor],
-    ) -> None:
+    def __init__(self, strategy: HierarchicalStrategy, model: nn.Module, optimizer: Optimizer) -> None:
         self._strategy, self._model, self._optimizer = strategy, model, optimizer
-        self._planned, self._restored = planned, restored
         self._group = strategy.groups.group_of(strategy.global_rank)
         self._leads = strategy.global_rank in strategy.groups.leaders
         store = PrefixStore(f"lightning_recsys/hierarchical/{next(_RUNS)}", _get_default_store())
-        self._news = News(store, lost=strategy.lost_ranks)
+        self._news = News(store, lost=strategy.run_servers.lost_ranks)
         self._meeting: TCPStore | None = None
 
     def bring(self, sample: Sequence[Any]) -> Brought:
@@ -183,10 +171,9 @@ class Bringing:
     def _bring(self, sample: Sequence[Any]) -> Brought:
         strategy, groups = self._strategy, self._strategy.groups
         devices = [server_name(index) for index in range(strategy.servers_per_group)]
-        own = [strategy.group_connections()[x] for x in groups.servers_of(self._group)]
-        connections = dict(zip(devices, own, strict=True))
+        connections = dict(zip(devices, strategy.group_connections(), strict=True))
         if strategy.is_global_zero:
-            self._news.tell("plan", self._planned or plan_operators(strategy, self._model, sample))
+            self._news.tell("plan", strategy.planned or plan_operators(strategy, self._model, sample))
         told = self._news.ask("plan", by=0)
         plan = OperatorPlan(told["devices"], num_servers=strategy.servers_per_group)
         layers = CutLayers(self._model, [LayerSplit(*split) for split in told["splits"]], self._optimizer)
@@ -200,16 +187,15 @@ class Bringing:
             parts[device].compression = strategy.operator_compression
             parts[device].seed = torch.initial_seed() + self._group * strategy.servers_per_group + number
             parts[device].sync = self._sync_order(parts[device], number)
-        # Any rank of the group may come to lead it.
-        leader = partial(GroupLeader, connections, parts, layers, meeting=self._meeting_place(own[0]))
+        servers = GroupServers(connections, parts, layers, meeting=self._meeting_place(connections[devices[0]]))
         if self._leads:
             # The centres are made: they start at the mean over groups, as a checkpoint has it, and each group where it
             # was.
             for name, parameter in self._model.named_parameters():
-                if name in self._restored:
-                    parameter.data.copy_(self._restored[name])
+                if name in strategy.restored:
+                    parameter.data.copy_(strategy.restored[name])
             layers.give_model()
-            leader().load()
+            servers.load()
             self._news.tell(f"group-{self._group}")
         self._news.ask(f"group-{self._group}", by=groups.leaders[self._group])
         numbers = {name: part.groups for own in parts.values() for name, part in own.parts.items()}
@@ -218,14 +204,14 @@ class Bringing:
         }
         net = Net(remote, self._optimizer, numbers)
         partitioned.runners = dict.fromkeys(devices, net.run)
-        return Brought(partitioned, net, leader, self._meeting)
+        return Brought(partitioned, net, servers, self._meeting)
 
     def _sync_order(self, parts: GroupParts, number: int) -> SyncOrder | None:
         """How a server keeps its share together with those of other groups; rank 0 makes the centre of it."""
         strategy, news = self._strategy, self._news
         if strategy.num_groups == 1 or not parts.parameters:
             return None
-        store, initial = f"center-{number}", initial_replica(parts)
+        store, initial = f"center-{number}", Replica(parts.parameters.items()).values()  # where all groups start, too
         servers: Sequence[str] = ()
         if strategy.has_center:
 
@@ -234,12 +220,12 @@ class Bringing:
                     news.tell(store)
                 news.ask(store, by=0)
 
-            open_center(strategy.sync_stores(), initial, is_first=strategy.is_global_zero, barrier=wait, name=store)
-            servers = strategy.sync_endpoints
+            open_center(strategy.stores(SYNC), initial, is_first=strategy.is_global_zero, barrier=wait, name=store)
+            servers = strategy.endpoints[SYNC]
         return SyncOrder(
             strategy.algorithm,
             servers,
-            strategy.server_keys,
+            strategy.run_servers.keys,
             initial,
             store,
             strategy.interval,

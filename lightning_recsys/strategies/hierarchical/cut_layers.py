@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_recsys.partition.fc_split import LayerSplit, split_layers
-from lightning_recsys.strategies.hierarchical.servers.group_parts import GroupParts, optimizer_like
+from lightning_recsys.strategies.hierarchical.servers.group_parts import GroupParts
+from lightning_recsys.strategies.shadowsync.replica import optimizer_like
 
 
 class CutLayers:

@@ -1,4 +1,4 @@
-"""What the first rank of a group does for all of them: it brings the parts to the servers, and their numbers back."""
+"""The servers of a group: its first rank brings the parts to them, and their numbers back; all ranks start rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_recsys.strategies.hierarchical.cut_layers import CutLayers
 from lightning_recsys.strategies.hierarchical.servers.group_parts import REPLICA, GroupMemory, GroupParts
 
 
-class GroupLeader:
+class GroupServers:
     """A group's parts on its servers.
 
     Args:
@@ -23,11 +23,6 @@ class GroupLeader:
         layers: The model's layers, some of which may be in pieces; parts have the pieces, and the run's model and
             optimizer the whole layers.
         meeting: Host and port of the store by which servers of several groups meet that average among themselves.
-
-    Attributes:
-        may_synchronise: Whether there are other groups.
-        synchronises: Whether the servers keep the replica together with those of other groups, as far as is known
-            here.
     """
 
     def __init__(
@@ -42,8 +37,6 @@ class GroupLeader:
         self._servers, self._parts = dict(servers), dict(parts)
         self._layers = layers
         self._layouts = {device: GroupMemory(own) for device, own in parts.items()}
-        self.may_synchronise = any(own.sync is not None for own in parts.values())
-        self.synchronises = False
 
     def load(self) -> None:
         """Bring the parts, with parameters and optimizer states as they are, to the servers of this machine.
@@ -71,13 +64,9 @@ class GroupLeader:
         for device, connection in self._servers.items():
             if self._parts[device].sync is not None:
                 connection.request("begin_sync", arguments=arguments)
-                self.synchronises = True
 
     def end_sync(self) -> dict[str, float]:
         """Return when no round is under way; rounds and their seconds, of the server with the fewest."""
-        if not self.synchronises:
-            return {}
-        self.synchronises = False
         # All are asked before one is waited for: where groups average among themselves, each waits for its peers.
         asked = [self._servers[device] for device, parts in self._parts.items() if parts.sync is not None]
         pending = [connection.begin("end_sync") for connection in asked]
@@ -88,7 +77,10 @@ class GroupLeader:
         """Take parameters and buffers into the model."""
         for device in self._servers:
             layout = self._layouts[device]
-            self._take(device, layout.views(self._read(device, layout.model_bytes)))
+            views = layout.views(self._read(device, layout.model_bytes))
+            layout.replica.assign(views[REPLICA])
+            for name, buffer in self._parts[device].buffers.items():
+                buffer.copy_(views[f"buffer.{name}"])
         self._layers.take_model()
 
     def pull_state(self) -> None:
@@ -100,11 +92,6 @@ class GroupLeader:
                 self._layers.state_of(parameter)[key] = views[name].clone()
         self._layers.take_state()
 
-    def _take(self, device: str, views: Mapping[str, Tensor]) -> None:
-        self._layouts[device].replica.assign(views[REPLICA])
-        for name, buffer in self._parts[device].buffers.items():
-            buffer.copy_(views[f"buffer.{name}"])
-
     def _read(self, device: str, num_bytes: int) -> Tensor:
         connection, pieces = self._servers[device], []
         step = connection.limits.message_bytes
@@ -112,11 +99,3 @@ class GroupLeader:
             arguments = {"start": start, "stop": min(start + step, num_bytes)}
             pieces.append(connection.request("read_memory", arguments=arguments).arrays[0])
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-
-
-def initial_replica(parts: GroupParts) -> Tensor:
-    """The replica of a server's parts as it starts, which is also where the centre does."""
-    layout = GroupMemory(parts)
-    views = layout.views(torch.zeros(layout.num_bytes, dtype=torch.uint8))
-    layout.fill(views, parts)
-    return views[REPLICA]

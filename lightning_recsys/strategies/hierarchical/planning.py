@@ -24,6 +24,7 @@ from lightning_recsys.placement.plan_file import read_plan, write_plan
 from lightning_recsys.placement.plan_picture import draw_plan
 from lightning_recsys.placement.step_time import StepTime, predict
 from lightning_recsys.placement.tagging import OperatorMethod, place_operators
+from lightning_recsys.strategies.common.settings import require_number, require_one_of
 from lightning_recsys.strategies.hierarchical.eight_bit import FCForward, in_eight_bits
 from lightning_recsys.strategies.hierarchical.groups import Groups
 
@@ -60,11 +61,9 @@ class OperatorPlacement:
     machines: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in (allowed_methods := get_args(PlacementMethod)):
-            raise ValueError(
-                f"strategy.operator_placement.method must be one of {', '.join(allowed_methods)}, got {self.method!r}."
-            )
-        if not _is_positive(self.time_limit):
+        require_one_of("operator_placement.method", self.method, get_args(PlacementMethod))
+        require_number("operator_placement.time_limit", self.time_limit)
+        if self.time_limit <= 0:
             raise ValueError(
                 f"strategy.operator_placement.time_limit must be a positive number of seconds, got {self.time_limit!r}."
             )
@@ -186,10 +185,6 @@ def group_machines(
         gradients=_coding(compression.gradients),
         **known,
     )
-
-
-def _is_positive(number: object) -> bool:
-    return isinstance(number, int | float) and number > 0
 
 
 def _from_plain(machines: Mapping[str, Any]) -> dict[str, Any]:

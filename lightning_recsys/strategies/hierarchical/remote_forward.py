@@ -29,6 +29,7 @@ class Net:
         groups: For each part, which of the optimizer's groups are its own.
 
     Attributes:
+        servers: As given.
         staleness: What each update of a part had missed of the updates of other nets.
         lost: Backward passes that a group server could not make, for it was started anew meanwhile.
     """
@@ -38,7 +39,7 @@ class Net:
     ) -> None:
         self.staleness = StalenessHistogram()
         self.lost = 0
-        self._servers, self._optimizer, self._groups = servers, optimizer, groups
+        self.servers, self._optimizer, self._groups = servers, optimizer, groups
         # Without an input that requires a gradient autograd would leave a part's backward pass out, though the part
         # has parameters.
         self._anchor = torch.zeros((), requires_grad=True)
@@ -47,14 +48,14 @@ class Net:
     def traffic(self) -> CodecTraffic:
         """What this net has encoded and decoded."""
         total = CodecTraffic()
-        for server in self._servers.values():
+        for server in self.servers.values():
             total.add(server.traffic)
         return total
 
     def run(self, part: Part, inputs: tuple[Any, ...]) -> Callable[[], tuple[Tensor, ...]]:
         """Have a part computed: a :data:`~lightning_recsys.partition.parts.Runner`."""
         if not torch.is_grad_enabled():
-            asked = self._servers[part.device].forward(part.name, inputs, wanted=[False] * len(inputs), keep=False)
+            asked = self.servers[part.device].forward(part.name, inputs, wanted=[False] * len(inputs), keep=False)
             return lambda: tuple(asked()[1])
         passes = _Passes(self, part)
         asked_for: Tensor = _Ask.apply(passes, self._anchor, *inputs)  # type: ignore[no-untyped-call]
@@ -65,18 +66,12 @@ class Net:
 
         return answer
 
-    def forward(
-        self, part: Part, inputs: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> Callable[[], tuple[int, list[Tensor]]]:
-        """As :meth:`RemoteParts.forward`, for a backward pass to come."""
-        return self._servers[part.device].forward(part.name, inputs, wanted=wanted, keep=True)
-
     def backward(
         self, part: Part, token: int, grads: Sequence[Tensor | None]
     ) -> Callable[[], tuple[list[Tensor | None], int]]:
         """As :meth:`RemoteParts.backward`."""
         settings = [_numbers(self._optimizer.param_groups[number]) for number in self._groups[part.name]]
-        return self._servers[part.device].backward(part.name, token, grads, settings=settings)
+        return self.servers[part.device].backward(part.name, token, grads, settings=settings)
 
     def gradients(self, part: Part, answer: Callable[[], tuple[list[Tensor | None], int]]) -> list[Tensor | None]:
         """Those of a part's inputs, once its server has answered; a lost forward pass is counted, and gives none."""
@@ -121,7 +116,8 @@ class _Ask(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passes: _Passes, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.passes = passes
-        passes.forward = passes.net.forward(passes.part, inputs, ctx.needs_input_grad[2:])
+        server, name = passes.net.servers[passes.part.device], passes.part.name
+        passes.forward = server.forward(name, inputs, wanted=ctx.needs_input_grad[2:], keep=True)
         return anchor.clone()
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from lightning_recsys.placement.operators import TRAINER
 from lightning_recsys.strategies.common.means import meet_buffers, take_mean
 from lightning_recsys.strategies.common.workers.process_group import living_ranks
-from lightning_recsys.strategies.hierarchical.bringing import Bringing, Brought, Planned
-from lightning_recsys.strategies.hierarchical.leader import GroupLeader
+from lightning_recsys.strategies.hierarchical.bringing import Bringing, Brought
+from lightning_recsys.strategies.hierarchical.leader import GroupServers
 from lightning_recsys.strategies.hierarchical.refusals import refuse_switched, switches
 from lightning_recsys.strategies.hierarchical.remote_forward import CutForward
-from lightning_recsys.strategies.hierarchical.sample_call import positional
+from lightning_recsys.strategies.hierarchical.sample_call import forward_replaced, positional
 
 if TYPE_CHECKING:
     from lightning_recsys.strategies.hierarchical.strategy import HierarchicalStrategy
@@ -39,33 +39,24 @@ class NetRun:
         task: The LightningModule.
         cut: The module that is cut. Its ``forward`` is replaced until :meth:`restore_forward`.
         optimizer: The optimizer of the run.
-        planned: The plan, on rank 0, if it was made before.
-        restored: This group's own parameters from the checkpoint that the run goes on from; empty where there are none.
 
     Attributes:
         own_replica: This group's parameters, where the module has the mean over groups; on the group's first rank.
     """
 
     def __init__(
-        self,
-        strategy: HierarchicalStrategy,
-        task: pl.LightningModule,
-        cut: nn.Module,
-        optimizer: Optimizer,
-        *,
-        planned: Planned | None,
-        restored: dict[str, Tensor],
+        self, strategy: HierarchicalStrategy, task: pl.LightningModule, cut: nn.Module, optimizer: Optimizer
     ) -> None:
         self.own_replica: dict[str, Tensor] = {}
         self._strategy, self._task, self._optimizer = strategy, task, optimizer
-        self._planned, self._restored = planned, restored  # for the first batch, when the model is brought
-        self._cut: nn.Module | None = cut  # until its forward pass is its own again
-        self._own_forward: Callable[..., Any] = cut.forward  # what it gets back then
-        cut.forward = CutForward(cut, self._forward)
+        self._cut = cut
+        self._own_forward: Callable[..., Any] = cut.forward
+        self._replacing = ExitStack()  # gives the module its own forward pass back
+        self._replace_forward()
         self._brought: Brought | None = None  # from the first batch on
         self._is_over = False  # the weights are back in the module for good
         self._switches: dict[str, bool] = {}  # of that module, as group servers have them
-        self._leader: GroupLeader | None = None  # on the first rank of each group, of those that live
+        self.leads = False  # this is the first of its group's nets, of those that live; from the first batch on
         self._calls = 0  # forward passes since the last step
         self._shows = False  # the module has the weights of the moment
         self._rounds: dict[str, float] = {}  # numbers of the rounds between groups, as far as they are known
@@ -91,16 +82,12 @@ class NetRun:
         return self._is_drained
 
     def _look(self, *, waits: bool) -> None:
-        strategy = self._strategy
-        servers = strategy.groups.servers_of(strategy.groups.group_of(strategy.global_rank))
-        own = [strategy.group_connections()[number] for number in servers]
-        told = [server.request("look", arguments={"waits": waits}).value for server in own]
+        servers = self._strategy.group_connections()
+        told = [server.request("look", arguments={"waits": waits}).value for server in servers]
         self._is_drained = any(told)
 
-    @property
-    def leads(self) -> bool:
-        """Whether this is the first of its group's nets, of those that live."""
-        return self._leader is not None
+    def _replace_forward(self) -> None:
+        self._replacing.enter_context(forward_replaced(self._cut, CutForward(self._cut, self._forward)))
 
     def begin_step(self) -> None:
         """The next forward pass is that of another step."""
@@ -108,7 +95,6 @@ class NetRun:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module that is cut returns."""
-        assert self._cut is not None
         if not self._cut.training and (self._shows or self._brought is None):
             return self._own_forward(*args, **kwargs)
         if not self._cut.training:
@@ -131,17 +117,15 @@ class NetRun:
 
     def _bring(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Brought:
         """Cut the model, and bring its parts to the group servers."""
-        assert self._cut is not None
         sample = positional(self._own_forward, args, kwargs)
-        bringing = Bringing(self._strategy, self._cut, self._optimizer, planned=self._planned, restored=self._restored)
-        del self._cut.forward
+        bringing = Bringing(self._strategy, self._cut, self._optimizer)
+        self.restore_forward()
         try:
             brought = bringing.bring(sample)
         finally:
-            self._cut.forward = CutForward(self._cut, self._forward)
-        if self._strategy.global_rank in self._strategy.groups.leaders:
-            self._leader = brought.leader()
-        self._begin_sync(brought)
+            self._replace_forward()
+        self.leads = self._strategy.global_rank in self._strategy.groups.leaders
+        self._begin_sync(brought.servers)
         return brought
 
     # --- One set of weights ------------------------------------------------------------------------------------------
@@ -152,7 +136,8 @@ class NetRun:
         Args:
             goes_on: Training does, so that groups go on towards each other.
         """
-        if not self.trains:
+        brought = self._brought
+        if brought is None or self._is_over:
             return
         has_trained = torch.tensor(not self._shows, dtype=torch.int64)
         dist.all_reduce(has_trained)  # which returns when everybody has stopped training
@@ -160,75 +145,68 @@ class NetRun:
         if not has_trained:
             return  # what was validated is saved: meanwhile the groups go on towards each other
         self._stops += 1
-        self._end_sync()
-        if self._leader is not None:
+        self._end_sync(brought.servers)
+        if self.leads:
             if self._strategy.has_center:
                 # Before the weights are taken, and for all that follows. A drained group does not come back meanwhile:
                 # only a net that waits has it do so.
                 self._look(waits=False)
-            self._leader.pull_model()
+            brought.servers.pull_model()
             if self._strategy.num_groups > 1:
-                assert self._cut is not None
-                self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
+                self._keep_replica()
         self._strategy.barrier("no round is under way")
-        self._meet()
-        if self._is_drained and self.own_replica and self._cut is not None:  # it comes back as the others are then
-            self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
+        self._meet(brought)
+        if self._is_drained and self.own_replica:  # it comes back as the others are then
+            self._keep_replica()
         self._shows = True
         if goes_on:
-            assert self._brought is not None
-            self._begin_sync(self._brought)
+            self._begin_sync(brought.servers)
+
+    def _keep_replica(self) -> None:
+        self.own_replica = {name: x.detach().clone() for name, x in self._cut.named_parameters()}
 
     def show(self) -> None:
         """Take this group's replica into the model, as its servers have it just now, if this rank leads the group."""
-        if self._leader is not None and not self._shows:
-            self._leader.pull_model()
+        if self._brought is not None and self.leads and not self._shows:
+            self._brought.servers.pull_model()
 
     def _elect(self) -> None:
         """Behind a meeting: take over from the first net of this group where that has died.
 
         Where none of a group lives, the launcher has ended its servers: what nobody trains would hold the centre back.
         """
-        assert self._brought is not None
         strategy, living = self._strategy, living_ranks()
         groups = strategy.groups
         first = min(x for x in living if groups.group_of(x) == groups.group_of(strategy.global_rank))
-        if first == strategy.global_rank and self._leader is None:
-            self._leader = self._brought.leader()
-            self._leader.synchronises = self._leader.may_synchronise  # as the one before it had them do
+        self.leads = first == strategy.global_rank
         training = sorted({groups.group_of(x) for x in living})
         for group in set(self._training) - set(training) if strategy.is_global_zero else ():
             log.warning("Group %d has no net left: its replica counts no more, and the other groups go on.", group)
         self._training = training
 
-    def _begin_sync(self, brought: Brought) -> None:
+    def _begin_sync(self, servers: GroupServers) -> None:
         """Have this group's servers make rounds from now on.
 
         All nets of a group tell them, and they heed the first: the leader may have died just now, and where groups
         average among themselves none would make a round until all stop next.
         """
-        leader = brought.leader() if self._leader is None else self._leader
-        leader.begin_sync(self._stops, self._training)
+        servers.begin_sync(self._stops, self._training)
 
-    def _end_sync(self) -> None:
+    def _end_sync(self, servers: GroupServers) -> None:
         """Return when this group's servers make no rounds.
 
         Groups that average among themselves stop in the same round, so each of them is told by all of its nets: the
         others would wait for one whose first net has died just now.
         """
-        assert self._brought is not None
-        if self._leader is not None:
-            self._rounds = self._leader.end_sync() or self._rounds
-        elif self._strategy.num_groups > 1 and not self._strategy.has_center:
-            leader = self._brought.leader()
-            leader.synchronises = leader.may_synchronise
-            leader.end_sync()
+        if self.leads:
+            self._rounds = servers.end_sync() or self._rounds
+        elif not self._strategy.has_center:
+            servers.end_sync()
 
-    def _meet(self) -> None:
+    def _meet(self, brought: Brought) -> None:
         """Give all ranks the mean of what the groups' first ranks have."""
-        assert self._brought is not None
         # Running values of a part on a server are its first rank's to bring, too; other ranks have them from the start.
-        remote = (part.module.buffers() for part in self._brought.partitioned.parts if part.device != TRAINER)
+        remote = (part.module.buffers() for part in brought.partitioned.parts if part.device != TRAINER)
         served = {x for buffers in remote for x in buffers if x.is_floating_point()}
         trained = [x.data for x in self._task.parameters() if x.requires_grad and x.numel()]
         tensors = [*trained, *(x for x in self._task.buffers() if x in served)]
@@ -239,8 +217,8 @@ class NetRun:
 
     def pull_state(self) -> None:
         """Bring the state that this group's servers keep for the optimizer into the optimizer, on its first rank."""
-        if self._leader is not None and self.trains:
-            self._leader.pull_state()
+        if self._brought is not None and self.leads and not self._is_over:
+            self._brought.servers.pull_state()
 
     def end(self) -> None:
         """Train no more: the model is in this process, as it was settled, and the optimizer's state with it."""
@@ -250,22 +228,20 @@ class NetRun:
 
     def restore_forward(self) -> None:
         """Let the module compute by itself again."""
-        if self._cut is not None:
-            with suppress(AttributeError):
-                del self._cut.forward
-        self._cut = None
+        self._replacing.close()
 
     def telemetry(self) -> dict[str, Any]:
         """Staleness within the group, rounds between groups, and what compression saved and took."""
         values: dict[str, Any] = {}
-        net = None if self._brought is None else self._brought.net
-        if net is not None and len(net.staleness):
-            values["staleness/group"] = net.staleness
-        if net is not None and net.lost:
-            values["group/lost_passes"] = float(net.lost)
-        if net is not None and (saved := net.traffic.raw_bytes - net.traffic.encoded_bytes):
-            values["compression/saved_bytes"] = float(saved)
-            values["compression/cpu_seconds"] = net.traffic.cpu_seconds
+        if self._brought is not None:
+            net = self._brought.net
+            if len(net.staleness):
+                values["staleness/group"] = net.staleness
+            if net.lost:
+                values["group/lost_passes"] = float(net.lost)
+            if saved := net.traffic.raw_bytes - net.traffic.encoded_bytes:
+                values["compression/saved_bytes"] = float(saved)
+                values["compression/cpu_seconds"] = net.traffic.cpu_seconds
         if self._rounds:  # as of the last time that weights were brought together
             values["sync/rounds"] = self._rounds["rounds"] / max(self._rounds["seconds"], 1e-9)
         return values

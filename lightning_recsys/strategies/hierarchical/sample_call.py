@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
@@ -48,26 +48,33 @@ def _sample_call(task: pl.LightningModule, module: nn.Module) -> list[Any] | Non
     def called(*args: Any, **kwargs: Any) -> Any:
         raise _CalledError(positional(own, args, kwargs))
 
-    had = "forward" in vars(module)
     try:
         batches = sample_batches(task.trainer, 1)
         if not batches:
             return None
-        module.forward = called
-        batch = task._on_before_batch_transfer(batches[0], dataloader_idx=0)
-        batch = task.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        takes_number = len(inspect.signature(task.training_step).parameters) > 1
-        task.training_step(*((batch, 0) if takes_number else (batch,)))
+        with forward_replaced(module, called):
+            batch = task._on_before_batch_transfer(batches[0], dataloader_idx=0)
+            batch = task.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            takes_number = len(inspect.signature(task.training_step).parameters) > 1
+            task.training_step(*((batch, 0) if takes_number else (batch,)))
     except _CalledError as call:
         return call.arguments
     except Exception as error:  # the first batch shows what is wrong, or that nothing is
         log.debug("No sample of the calls of %s: %s: %s", type(module).__name__, type(error).__name__, error)
-    finally:
-        with suppress(AttributeError):
-            del module.forward
-        if had:
-            module.forward = own
     return None
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Meanwhile a module computes by another function; it gets back its own, of its class or of the object alone."""
+    own = vars(module).get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        vars(module).pop("forward", None)
+        if own is not None:
+            module.forward = own
 
 
 def positional(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_recsys.checkpoints import is_folder, read_extras
+from lightning_recsys.checkpoints import read_extras
 from lightning_recsys.compression import Compression, TopK, make_codec
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.remote import RemoteStores
-from lightning_recsys.stores.interfaces import Stores
-from lightning_recsys.strategies.common.schedules import refuse_clocks, refuse_different_schedules
 from lightning_recsys.strategies.common.served import ServedStrategy
 from lightning_recsys.strategies.common.settings import (
     chosen_algorithm,
     refuse_meaningless,
     require_kind,
     require_number,
+    require_one_of,
     require_whole,
 )
 from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_ranks
@@ -45,9 +44,10 @@ from lightning_recsys.strategies.hierarchical.refusals import (
     refuse_trainer,
 )
 from lightning_recsys.strategies.hierarchical.run import NetRun
+from lightning_recsys.strategies.shadowsync.rounds import SYNC
 from lightning_recsys.sync import SyncAlgorithm, Topology
 
-GROUP, SYNC = "group", "sync"  # kinds of servers
+GROUP = "group"  # the kind of the servers that compute the model
 PROGRAM = "lightning_recsys.strategies.hierarchical.servers.group_server"
 PAUSE_SECONDS = 0.1  # from one question of a net whose group is drained to the next
 ANSWER_SECONDS = 60.0  # for a group server to compute something, before it is asked again
@@ -164,10 +164,7 @@ class HierarchicalStrategy(ServedStrategy):
             why = "where strategy.compression does not have gradients: topk"
             refuse_meaningless(HierarchicalStrategy, {"top_k_fraction": top_k_fraction}, why)
         check_splits(fc_splits, self.operator_placement, num_servers=servers_per_group)
-        if fc_forward not in get_args(FCForward):
-            raise ValueError(
-                f"strategy.fc_forward must be one of {', '.join(get_args(FCForward))}, got {fc_forward!r}."
-            )
+        require_one_of("fc_forward", fc_forward, get_args(FCForward))
         self.fc_forward = fc_forward
         self.fc_splits: FCSplits = fc_splits if isinstance(fc_splits, str) else dict(fc_splits)
         self.num_groups = num_groups
@@ -182,10 +179,9 @@ class HierarchicalStrategy(ServedStrategy):
     def _reset(self) -> None:
         super()._reset()
         self._run: NetRun | None = None  # from the start of training to the teardown
-        self._planned: Planned | None = None  # on rank 0, where there was something to plan by
+        self.planned: Planned | None = None  # on rank 0, where there was something to plan by before the first batch
         # This group's own parameters, of the checkpoint that the run goes on from.
-        self._restored: dict[str, Tensor] = {}
-        self._saves_optimizers = False
+        self.restored: dict[str, Tensor] = {}
 
     # --- Who is who --------------------------------------------------------------------------------------------------
 
@@ -243,19 +239,15 @@ class HierarchicalStrategy(ServedStrategy):
             cut = cut_module(task, self.module)
             refuse_parametrized(cut)
             if self.is_global_zero:
-                self._planned = plan_ahead(self, task, cut)
+                self.planned = plan_ahead(self, task, cut)
 
     def on_train_start(self) -> None:
         """Have the model cut at its first forward pass, which shows what goes into it."""
         super().on_train_start()
-        assert self.lightning_module is not None
-        refuse_clocks(self.lightning_module.trainer)
-        refuse_different_schedules(self.lightning_module.trainer)
         (optimizer,) = self.optimizers
-        cut = cut_module(self.lightning_module, self.module)
+        cut = cut_module(self.task, self.module)
         refuse_hooked(cut)
-        self._run = NetRun(self, self.lightning_module, cut, optimizer, planned=self._planned, restored=self._restored)
-
+        self._run = NetRun(self, self.task, cut, optimizer)
         if self._dealer is not None:
             self._dealer.pauses = self._run.is_drained
 
@@ -263,41 +255,16 @@ class HierarchicalStrategy(ServedStrategy):
         """Wait while this net's group is drained, unless the others then train its share of the epoch."""
         super().on_train_batch_start(batch, batch_idx)
         assert self._run is not None
-        while self._dealer is None and self._run.is_drained() and not self._run_servers.is_asked_to_end():
+        while self._dealer is None and self._run.is_drained() and not self.run_servers.is_asked_to_end():
             time.sleep(PAUSE_SECONDS)
 
     def group_connections(self) -> list[Connection]:
-        """To all group servers, in the order of their numbers."""
-        servers: list[Stores] = self._run_servers.connect(GROUP, by_messages=True, timeout=ANSWER_SECONDS)
-        assert all(isinstance(server, RemoteStores) for server in servers)
-        return [server.connection for server in servers if isinstance(server, RemoteStores)]
+        """To the servers of this rank's group, in the order of their numbers."""
+        servers = self.run_servers.connect(GROUP, by_messages=True, timeout=ANSWER_SECONDS)
+        own = self.groups.servers_of(self.groups.group_of(self.global_rank))
+        return [cast(RemoteStores, servers[number]).connection for number in own]
 
-    def sync_stores(self) -> list[Stores]:
-        """What has the centre."""
-        return self.stores(SYNC)
-
-    @property
-    def sync_endpoints(self) -> list[str]:
-        """Where that is."""
-        return self.endpoints[SYNC]
-
-    @property
-    def server_keys(self) -> Any:
-        """The clients' half of the keys to the run's servers."""
-        return self._run_servers.keys
-
-    def lost_ranks(self) -> frozenset[int]:
-        """The ranks that have died, as the launcher has told the place where ranks meet."""
-        place = self._run_servers.meeting_place()
-        return frozenset() if place is None else place.lost()
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Let the backward pass update the parts; the optimizer itself steps for the rows."""
 
         def compute() -> Any:
@@ -307,13 +274,12 @@ class HierarchicalStrategy(ServedStrategy):
             self._refuse_own_gradients(optimizer)
             return output
 
-        return super().optimizer_step(optimizer, compute, model, **kwargs)
+        return super().optimizer_step(optimizer, compute, *args, **kwargs)
 
     def _refuse_own_gradients(self, optimizer: Optimizer) -> None:
         for parameter in (x for group in optimizer.param_groups for x in group["params"]):
             if parameter.grad is not None and parameter.numel():
-                assert self.lightning_module is not None
-                names = {id(x): name for name, x in self.lightning_module.named_parameters()}
+                names = {id(x): name for name, x in self.task.named_parameters()}
                 raise ValueError(
                     f"strategy=hierarchical: {names.get(id(parameter), 'a parameter')} has a gradient from outside the"
                     " model's forward pass, such as a penalty on weights, and this process trains no dense parameters."
@@ -357,25 +323,20 @@ class HierarchicalStrategy(ServedStrategy):
 
     def checkpoint_extras(self) -> dict[str, Any] | None:
         """Each group's own replica and optimizer state; its first rank adds them."""
-        if self._run is None or not self._run.leads or not self._run.own_replica or not self._saves_optimizers:
+        if self._run is None or not self._run.leads or not self._run.own_replica:
             return None
         states = [x.state_dict() for x in self.optimizers]
         return {"num_groups": self.num_groups, "replica": self._run.own_replica, "optimizer_states": states}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Save, with each group's own replica unless it is to be weights only."""
-        self._saves_optimizers = "optimizer_states" in checkpoint
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load, with what this group had; in a run of another number of groups all start from their mean."""
         loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        if self.num_groups > 1 and is_folder(checkpoint_path):
+        if self.num_groups > 1:
             group = self.groups.group_of(self.global_rank)
             kept = read_extras(checkpoint_path, group, weights_only=weights_only is not False) or {}
             if kept.get("num_groups") == self.num_groups:
                 loaded["optimizer_states"] = kept["optimizer_states"]  # instead of the first group's
-                self._restored = kept["replica"]
+                self.restored = kept["replica"]
         return loaded
 
     # --- Telemetry and the end ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +48,13 @@ class Replica:
                 )
             self._parameters.append((name, parameter, self.size))
             self.size += _whole_lines(4 * parameter.numel()) // 4
+
+    def values(self) -> Tensor:
+        """What the parameters have, as a vector like :attr:`flat`, wherever the parameters lie."""
+        values = torch.zeros(self.size)
+        for _, parameter, start in self._parameters:
+            values[start : start + parameter.numel()] = parameter.detach().flatten()
+        return values
 
     def attach(self, flat: Tensor) -> None:
         """Move the parameters into ``flat``, float32 ``[size]``, with their values."""
@@ -163,20 +170,17 @@ def share_optimizer_state(optimizers: Sequence[Optimizer], *, team_size: int) ->
     """
     for optimizer in optimizers:
         make_state(optimizer, setting="strategy.workers_per_trainer above 1")
-    owners = {f"{i}.{j}.{name}": (state, name) for i, j, name, state in _tensor_states(optimizers)}
+    owners = {
+        f"{i}.{j}.{name}": (state, name)
+        for i, optimizer in enumerate(optimizers)
+        for j, state in enumerate(optimizer.state.get(x, {}) for x in _parameters(optimizer))
+        for name in sorted(state)
+        if isinstance(state[name], Tensor)
+    }
     if owners and team_size > 1:
         shared = share({key: state[name] for key, (state, name) in owners.items()}, team_size=team_size)
         for key, (state, name) in owners.items():
             state[name] = shared[key]
-
-
-def _tensor_states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
-    for i, optimizer in enumerate(optimizers):
-        for j, parameter in enumerate(_parameters(optimizer)):
-            state = optimizer.state.get(parameter, {})
-            for name in sorted(state):
-                if isinstance(state[name], Tensor):
-                    yield i, j, name, state
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -261,16 +265,31 @@ def _trains_alike(optimizer: Optimizer, group: dict[str, Any], fresh: Sequence[n
 
 def _twin(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> tuple[Any, list[nn.Parameter]]:
     """An optimizer with the same settings over copies of some parameters, without state, hooks or schedulers."""
-    copies = {id(x): nn.Parameter(x.detach().clone()) for x in parameters}
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    twin.__dict__.update({name: OrderedDict() for name in hooks}, state=defaultdict(dict))
-    twin.param_groups = [
-        group | {"params": [copies[id(x)] for x in group["params"] if id(x) in copies]}
-        for group in optimizer.param_groups
+    copies = {x: nn.Parameter(x.detach().clone()) for x in parameters}
+    groups = [
+        group | {"params": [copies[x] for x in group["params"] if x in copies]} for group in optimizer.param_groups
     ]
-    return twin, list(copies.values())
+    return optimizer_like(optimizer, groups, {}), list(copies.values())
+
+
+def optimizer_like(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]
+) -> Optimizer:
+    """An optimizer with other parameters, by the same rule: of the same class, with the same attributes of its own."""
+    made = object.__new__(type(optimizer))
+    made.__setstate__({"defaults": {**optimizer.defaults}, "state": defaultdict(dict, state), "param_groups": groups})
+    vars(made).update(own_attributes(optimizer))
+    return made
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer's class keeps in the object, beside what every optimizer has.
+
+    Methods that others have replaced in the object, as schedulers and embedding collections do, are left out.
+    """
+    every = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"_opt_called", "_step_count"}
+    methods = {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}
+    return {name: value for name, value in vars(optimizer).items() if name not in every | methods}
 
 
 def _whole_lines(num_bytes: int) -> int:

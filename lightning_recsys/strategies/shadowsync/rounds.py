@@ -18,6 +18,7 @@ from lightning_recsys.sync import ReplicaRounds, SyncAlgorithm
 
 CENTER = "center"  # in checkpoints,
 CENTER_STORE = "sync-center"  # and on sync servers, where no path of a module can be the same
+SYNC = "sync"  # the kind of these servers
 
 
 class Rounds(ReplicaRounds, ABC):
@@ -106,9 +107,10 @@ class MeanRounds(Rounds):
         self._group: Any | None = None
         self._message = torch.empty(replica.numel() + 1)
         if group is not None:
-            self._enter(group)
+            self.enter(group)
 
-    def _enter(self, group: Any) -> None:
+    def enter(self, group: Any) -> None:
+        """Average in this group from the next round on."""
         self._group, self.num_trainers = group, group.size()
         # A ring sends and receives each element twice, but for this member's own share.
         self._bytes_per_round = int(2 * (self.num_trainers - 1) / self.num_trainers * self._message.nbytes)

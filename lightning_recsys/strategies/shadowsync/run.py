@@ -45,11 +45,10 @@ class TrainerRun:
         self._module = module
         self.num_trainers = num_trainers
         self._barrier = barrier
-        self._successor: Callable[[], Driver | None] = _no_driver  # of this worker, where its trainer's first one dies
         self._own_weights: Tensor | None = None  # a leader's replica, while it is training and the average is in place
         self._is_finished = False  # parameters are in memory of their own, where callbacks may change them
 
-    def start(self, driver: Driver | None, *, successor: Callable[[], Driver | None] | None = None) -> None:
+    def start(self, driver: Driver | None, *, successor: Callable[[], Driver | None] = lambda: None) -> None:
         """Begin to train.
 
         Args:
@@ -57,7 +56,7 @@ class TrainerRun:
             successor: Makes the driver of this worker where those before it in its trainer have died.
         """
         self.driver = driver
-        self._successor = successor or _no_driver
+        self._successor = successor  # of this worker, where its trainer's first one dies
         self.is_training = True
         self._barrier("all replicas are there")
         self._elect()
@@ -244,7 +243,3 @@ class TrainerRun:
             if succeeded:
                 self.driver.rounds.close()
         self.team.close()
-
-
-def _no_driver() -> None:
-    return None

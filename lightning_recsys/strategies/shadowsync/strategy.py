@@ -12,22 +12,18 @@ import torch
 import torch.distributed as dist
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.optim import Optimizer
 
-from lightning_recsys.checkpoints import is_folder, read_extras
+from lightning_recsys.checkpoints import read_extras
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.placement import ClusterLayout
 from lightning_recsys.renamed import renamed_arguments
 from lightning_recsys.strategies.common.averaged_copies import refuse_averages_in_shared_memory
 from lightning_recsys.strategies.common.direct_steps import DirectSteps
-from lightning_recsys.strategies.common.schedules import (
-    refuse_clocks,
-    refuse_different_schedules,
-    refuse_saving_by_steps,
-)
+from lightning_recsys.strategies.common.schedules import refuse_saving_by_steps
 from lightning_recsys.strategies.common.served import ServedStrategy
 from lightning_recsys.strategies.common.settings import (
     chosen_algorithm,
@@ -39,6 +35,7 @@ from lightning_recsys.strategies.common.workers.ranks import check_ranks, take_r
 from lightning_recsys.strategies.shadowsync.drivers import Driver, ForegroundHook, ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import (
     CENTER,
+    SYNC,
     CenterRounds,
     MeanRounds,
     Rounds,
@@ -219,7 +216,7 @@ class ShadowSyncStrategy(ServedStrategy):
         """Embedding servers, and sync servers where the algorithm has a centre."""
         specs = super().server_specs()
         if self.algorithm.topology is Topology.CENTRAL and self.layout.num_trainers > 1:
-            specs += [ServerSpec("sync", index) for index in range(self.num_sync_servers)]
+            specs += [ServerSpec(SYNC, index) for index in range(self.num_sync_servers)]
         return specs
 
     # --- The replica -------------------------------------------------------------------------------------------------
@@ -246,19 +243,15 @@ class ShadowSyncStrategy(ServedStrategy):
     def configure_ddp(self) -> None:
         """Start all replicas alike, each in its trainer's memory."""
         super().configure_ddp()
-        assert self.lightning_module is not None
-        team, layout = Team(self.lightning_module, layout=self.layout, rank=self.global_rank), self.layout
+        team, layout = Team(self.task, layout=self.layout, rank=self.global_rank), self.layout
         # A single trainer has nobody to be synchronised with.
         num_trainers = layout.num_trainers if team.replica.size else 1
-        self._run = TrainerRun(team, self.lightning_module, num_trainers=num_trainers, barrier=self.barrier)
+        self._run = TrainerRun(team, self.task, num_trainers=num_trainers, barrier=self.barrier)
 
     def on_train_start(self) -> None:
         """Share the optimizer state and begin to synchronise."""
         super().on_train_start()
-        assert self.lightning_module is not None
         assert self.changes is not None
-        refuse_clocks(self.lightning_module.trainer)
-        refuse_different_schedules(self.lightning_module.trainer)
         run = self._run
         assert run is not None
         run.team.share_optimizers(self.optimizers)
@@ -305,12 +298,12 @@ class ShadowSyncStrategy(ServedStrategy):
             self.algorithm.load_state_dict(restored["state"])
         if self.algorithm.topology is Topology.CENTRAL:
             initial = restored.get(CENTER, replica)
-            pieces = open_center(self.stores("sync"), initial, is_first=self.is_global_zero, barrier=self.barrier)
+            pieces = open_center(self.stores(SYNC), initial, is_first=self.is_global_zero, barrier=self.barrier)
             every_worker = self.rounds == "foreground"
             return CenterRounds(self.algorithm, replica, pieces=pieces) if team.leads or every_worker else None
         if self.rounds == "foreground":
             team.stand_still_for_rounds()
-        if (place := self._run_servers.meeting_place()) is not None:
+        if (place := self.run_servers.meeting_place()) is not None:
             return self._survivor_rounds(team, place) if team.leads else None
         group = dist.new_group(list(self.layout.leaders), timeout=self._timeout, backend="gloo")
         return MeanRounds(self.algorithm, replica, group=group) if team.leads else None
@@ -319,7 +312,7 @@ class ShadowSyncStrategy(ServedStrategy):
         """Rounds that go on without trainers that die: the group is made in the first of them."""
         own: Any = _get_default_store()  # torch's stubs lack what copies a connection
         store = PrefixStore("shadowsync", own.clone())
-        timeout, cancelled = self._timeout or default_pg_timeout, self._run_servers.is_asked_to_end
+        timeout, cancelled = self._timeout or default_pg_timeout, self.run_servers.is_asked_to_end
         council = Council(store, rank=self.global_rank, lost=place.lost, timeout=timeout, cancelled=cancelled)
         return SurvivorRounds(self.algorithm, team.replica.flat, council=council, joins=joins)
 
@@ -329,9 +322,9 @@ class ShadowSyncStrategy(ServedStrategy):
             return None
         team = self._run.team
         if self.algorithm.topology is Topology.CENTRAL:
-            pieces = find_center(self.stores("sync"), team.replica.size)
+            pieces = find_center(self.stores(SYNC), team.replica.size)
             return self._driver(CenterRounds(self.algorithm, team.replica.flat, pieces=pieces), team)
-        place = self._run_servers.meeting_place()
+        place = self.run_servers.meeting_place()
         assert place is not None  # nobody else survives a worker
         return self._driver(self._survivor_rounds(team, place, joins=True), team)
 
@@ -343,18 +336,12 @@ class ShadowSyncStrategy(ServedStrategy):
         assert self._run is not None
         self._run.begin_batch()
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Step, count, and run the foreground's round where one is due."""
         assert self._run is not None
         ours = nullcontext() if self._direct_steps is None else self._direct_steps.ours()
         with ours, self._run.team.update(closure) as compute:
-            output = super().optimizer_step(optimizer, compute, model, **kwargs)
+            output = super().optimizer_step(optimizer, compute, *args, **kwargs)
         self._run.count_step()
         return output
 
@@ -370,8 +357,7 @@ class ShadowSyncStrategy(ServedStrategy):
         """Go on, unless the epoch is over: what its end saves is then what was validated."""
         if self._run is None or not self._run.is_averaged:
             return
-        assert self.lightning_module is not None
-        is_over = self.lightning_module.trainer.fit_loop.epoch_loop._is_training_done
+        is_over = self.task.trainer.fit_loop.epoch_loop._is_training_done
         if not self.reduce_boolean_decision(is_over):  # for every rank: some may have a batch left
             self._run.resume()
 
@@ -417,19 +403,15 @@ class ShadowSyncStrategy(ServedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Save, with the algorithm's memory and every trainer's replica and optimizers."""
-        if "optimizer_states" not in checkpoint:  # weights only
-            self._saved.trainer = None
-        elif self._saved.sync:
+        if self._saved.sync and "optimizer_states" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = self._saved.sync
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Load, with what this trainer had; a trainer that the saved run had not starts from the average."""
         loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        trainer = None
-        if is_folder(checkpoint_path):
-            index = self.layout.trainer_of(self.global_rank)
-            trainer = read_extras(checkpoint_path, index, weights_only=weights_only is not False)
+        index = self.layout.trainer_of(self.global_rank)
+        trainer = read_extras(checkpoint_path, index, weights_only=weights_only is not False)
         if trainer is not None and "since_round" not in trainer:  # of another strategy, which may have replicas, too
             trainer = None
         if trainer is not None:

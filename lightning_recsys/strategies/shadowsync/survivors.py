@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, Store
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_recsys.parameter_server.waiting import turns
@@ -189,11 +189,12 @@ class SurvivorRounds(MeanRounds):
 
     def _begin(self, decision: Decision) -> bool:
         """Connect to the other members, and bring all to the same round; whether this one was behind."""
-        self._enter(self._council.connect(decision.members))
+        group = self._council.connect(decision.members)
+        self.enter(group)
         source, mean = decision.members.index(decision.source), self._message[:-1]
         is_behind = not self._joins and self.count < decision.folded
         if decision.lags:
-            self._broadcast(mean.copy_(self._kept), source)
+            group.broadcast(mean.copy_(self._kept), source).wait()  # type: ignore[attr-defined]  # not in torch's stubs
             if is_behind or self._joins:
                 self._kept.copy_(mean)
             if is_behind:
@@ -201,17 +202,11 @@ class SurvivorRounds(MeanRounds):
         if decision.joins:
             remembered = {name: tensor.clone() for name, tensor in self.algorithm.state_dict().items()}
             for tensor in remembered.values():
-                self._broadcast(tensor, source)
+                group.broadcast(tensor, source).wait()  # type: ignore[attr-defined]
             if self._joins:
                 self.algorithm.load_state_dict(remembered)
                 self.count, self._joins = decision.folded, False
         return is_behind
-
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        options = BroadcastOptions()
-        options.rootRank = source
-        assert self._group is not None
-        self._group.broadcast([tensor], options).wait()
 
     def _leave_group(self) -> None:
         self._group = None  # the last reference: connections close, by which those learn of it that wait in them

@@ -206,7 +206,7 @@ def test_strategy_when_a_worker_has_died_then_says_whether_the_others_go_on(stra
     assert trainer.strategy._survive(trainer, 1, left) == ""  # it does not train
     trainer.state.fn = TrainerFn.FITTING
     place = SimpleNamespace(lose=lambda rank: rank == 1) if strategy.asynchronous else None
-    monkeypatch.setattr(trainer.strategy._run_servers, "meeting_place", lambda: place)
+    monkeypatch.setattr(trainer.strategy.run_servers, "meeting_place", lambda: place)
     answer = trainer.strategy._survive(trainer, 1, left)
     assert answer is None if says is None else says in answer
     if says is None:

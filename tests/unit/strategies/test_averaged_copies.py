@@ -51,10 +51,9 @@ def served(trainer, tmp_path):
     servers = [MappedStores(tmp_path)]
     plan = plan_placement(tables.collections, 1, method="size")
 
-    def make_backend(name, collection):
-        return StoreBackend.create(name, collection.layout, collection.optimizer, servers=servers, plan=plan)
-
-    tables.bind(make_backend, gradient_scale=1.0, first=True)
+    for name, collection in tables.collections.items():
+        options = {"servers": servers, "plan": plan}
+        collection.bind(StoreBackend.create(name, collection.layout, collection.optimizer, **options), copy_rows=True)
     yield tables
     for server in servers:
         server.close()

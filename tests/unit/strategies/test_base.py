@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.launchers import ServerSpec
 from lightning_recsys.strategies import ForkserverDDPStrategy, RecsysStrategy
 from lightning_recsys.strategies.common.own_values import OwnValues
-from lightning_recsys.strategies.common.refusals import refuse_without_shape
+from lightning_recsys.strategies.common.refusals import refuse_checkpoints_at_urls, refuse_without_shape
 
 
 class Served(RecsysStrategy):
@@ -53,7 +55,7 @@ def from_lightning_pytorch(base):
     ("arguments", "message"),
     [
         ({"max_restarts": -1}, "max_restarts must be at least 0, got -1"),
-        ({"transport": "udp"}, "transport must be 'auto' or 'tcp', got 'udp'"),
+        ({"transport": "udp"}, "transport must be one of auto, tcp, got 'udp'"),
         ({"servers": []}, r"strategy\.servers must be a list of endpoints .*, got \[\]"),
         ({"servers": "tcp://10.0.0.7:5790"}, r"must be a list of endpoints .*, got 'tcp://10\.0\.0\.7:5790'"),
         ({"servers": ["tcp://10.0.0.7:5790", "10.0.0.8:5790"]}, r"got \['tcp://.*', '10\.0\.0\.8:5790'\]"),
@@ -143,7 +145,7 @@ def test_strategy_when_pickled_then_keeps_what_workers_need():
 
 
 def of_a_run(strategy):
-    checkpoints, servers = strategy._checkpoints, strategy._run_servers
+    checkpoints, servers = strategy._checkpoints, strategy.run_servers
     return strategy._num_validating, strategy._frozen, checkpoints.rows_wait, servers.connected
 
 
@@ -189,10 +191,10 @@ def test_stores_when_they_fail_to_close_after_a_failed_run_then_its_own_error_st
     closed = []
     for succeeded in (False, True):
         strategy = connected(Served())
-        strategy._run_servers._connected = {"embedding": [Failing(), Failing()]}
+        strategy.run_servers.connected = {"embedding": [Failing(), Failing()]}
         monkeypatch.setattr(Served, "succeeded", succeeded)
         with pytest.raises(type(error)) if succeeded else nullcontext():
-            strategy._run_servers.disconnect()
+            strategy.run_servers.disconnect()
     assert len(closed) == 4
 
 
@@ -219,3 +221,15 @@ def test_value_when_logged_in_a_step_of_free_workers_then_is_the_workers_own(hoo
     assert results.metrics(on_step=False)["callback"]["loss_epoch"] == 12.0
     assert reduced == [6.0]
     assert caplog.text.count("workers run free") == 1
+
+
+def test_checkpoints_when_they_would_be_folders_at_a_url_then_are_refused_before_training():
+    tables = EmbeddingBagCollection([EmbeddingBagConfig("a", 5, 4, ("x",))])
+    there, here = (
+        pl.Trainer(callbacks=ModelCheckpoint(path), accelerator="cpu", logger=False)
+        for path in ("memory://bucket/run", "/shared/run")
+    )
+    with pytest.raises(ValueError, match=r"memory://bucket/run: a checkpoint of rows in stores is a folder"):
+        refuse_checkpoints_at_urls(there, tables)
+    refuse_checkpoints_at_urls(here, tables)
+    refuse_checkpoints_at_urls(there, nn.Linear(1, 1))

@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from mapped_servers import mapped_servers
 from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from torch import nn
 
 from lightning_recsys.optim.swap import swap
-from lightning_recsys.stores import MappedStores
 from lightning_recsys.strategies.async_ps.dense_part import (
     STORE,
     ServedDensePart,
@@ -38,13 +38,8 @@ IDENTITY = StalenessNormalization("identity")
 
 @pytest.fixture
 def servers(tmp_path):
-    folders = [tmp_path / str(number) for number in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    opened = [MappedStores(folder) for folder in folders]
-    yield opened
-    for server in opened:
-        server.close()
+    with mapped_servers(tmp_path, 2) as opened:
+        yield opened
 
 
 def make_model() -> nn.Module:
@@ -391,6 +386,7 @@ def test_gradient_when_of_a_parameter_on_no_server_then_refused_by_name_with_sev
         if num_workers == 1:
             dense.step(optimizer, lambda: None)
             assert model.late.tolist() == pytest.approx([0.9] * 3)
+            assert len(dense.kept()) == (4 if frozen else 2)  # of a checkpoint: what is on servers
             continue
         with pytest.raises(ValueError, match=r"late has a gradient, and is on no server"):
             dense.step(optimizer, lambda: None)

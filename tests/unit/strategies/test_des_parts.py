@@ -13,10 +13,9 @@ from prepared_folder import write_folder
 from pytorch_lightning.utilities.compile import from_compiled
 from thread_group import on_threads
 from torch import nn
+from torchmetrics import SumMetric
 
-from lightning_recsys.callbacks import NormalizedEntropyMonitor
-from lightning_recsys.data import Batch, SyntheticDataModule
-from lightning_recsys.data.prepared import PreparedDataModule
+from lightning_recsys.data import Batch, PreparedDataModule, SyntheticDataModule
 from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.models import DeepFM, LogisticRegression
 from lightning_recsys.models.layers import FirstOrder
@@ -26,7 +25,7 @@ from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.strategies import DESStrategy
 from lightning_recsys.strategies.des.cut_model import CutModel, NewRows, feature_names, field_costs, partitionable
 from lightning_recsys.strategies.des.fingerprints import SameInputs, differences, fingerprints
-from lightning_recsys.strategies.des.strategy import _metrics_of
+from lightning_recsys.strategies.des.strategy import _metrics_over
 from lightning_recsys.tasks import CTRTask
 
 FIELDS = {"user": 10, "movie": 20}
@@ -185,7 +184,7 @@ def test_model_when_the_others_are_gone_then_what_they_had_is_not_a_number():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"field_placement": "size"}, r"strategy.field_placement must be one of \['mod', 'balanced'\], got 'size'"),
+        ({"field_placement": "size"}, "strategy.field_placement must be one of mod, balanced, got 'size'"),
         ({"num_replicas": 0}, "strategy.num_replicas must be at least 1, got 0"),
         (
             {"num_replicas": 2, "dynamic_rows": DynamicRows(expire_after=9)},
@@ -340,9 +339,18 @@ def test_prepared_rows_when_fields_are_selected_then_only_their_columns_are_read
 # --- Metrics ---------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_when_looked_for_then_those_of_model_and_callbacks_are_found():
-    task, monitor = CTRTask(LogisticRegression(0, FIELDS)), NormalizedEntropyMonitor()
-    found = list(_metrics_of(task, SimpleNamespace(callbacks=[monitor, pl.callbacks.Timer()])))
-    names = sorted(type(metric).__name__ for metric in found)
-    per_stage = ["Calibration", "LogLoss", "StreamingAUROC"]
-    assert names == sorted([*per_stage, *per_stage, "NormalizedEntropy", "NormalizedEntropy"])
+def test_metrics_when_counted_over_groups_then_whoever_has_them_and_not_those_with_a_group_of_their_own():
+    def gather(value, group):
+        seen.append(group)
+        return [value]
+
+    def sync(metric):
+        with metric.sync_context(dist_sync_fn=gather, distributed_available=lambda: True):
+            pass
+
+    seen = []
+    with _metrics_over("counterparts"):
+        sync(SumMetric())
+        sync(SumMetric(process_group="own"))
+    sync(SumMetric())
+    assert seen == ["counterparts", "own", None]

@@ -156,7 +156,7 @@ def test_group_when_it_comes_back_then_with_the_weights_of_the_centre_and_rounds
 class Agent:
     """What keeps a drained server's share, which takes the centre's weights when it is let, and fails at first."""
 
-    rounds = 0
+    rounds, has_center = 0, True
 
     def __init__(self, failures):
         self.failures, self.may, self.calls = failures, threading.Event(), []
@@ -180,8 +180,7 @@ class Agent:
 def drained(tmp_path):
     """A server of a drained group, which nobody wants to be drained any more."""
     requests = GroupRequests(tmp_path, Limits(), lambda: None)
-    order = SimpleNamespace(algorithm=make_algorithm("easgd", {}))
-    requests._state, requests._parts = GroupState(1, 2, True, drained=True), SimpleNamespace(sync=order)
+    requests._state = GroupState(1, 2, True, drained=True)
     yield requests
     requests.close()
 
@@ -226,8 +225,8 @@ def test_group_when_rounds_end_while_it_comes_back_then_that_waits_and_only_a_ne
     assert agent.calls == ["take", "start"]
 
 
-class Leader:
-    """A group's first rank, whose servers have nines in the replica."""
+class Servers:
+    """The servers of a group, which have nines in the replica."""
 
     def __init__(self, task, calls):
         self.task, self.calls = task, calls
@@ -260,18 +259,16 @@ def net(monkeypatch):
         monkeypatch.setattr(net_run.dist, "all_reduce", all_reduce)
         monkeypatch.setattr(net_run, "meet_buffers", lambda task: None)
         monkeypatch.setattr(net_run.NetRun, "_elect", lambda self: None)
-        groups = SimpleNamespace(servers_of=lambda group: [0], group_of=lambda rank: 0)
         strategy = SimpleNamespace(
             has_center=True,
             num_groups=2,
             global_rank=0,
-            groups=groups,
             group_connections=lambda: [SimpleNamespace(request=request)],
             barrier=lambda name: None,
         )
-        made = net_run.NetRun(strategy, task, task, None, planned=None, restored={})
-        made._brought = SimpleNamespace(partitioned=SimpleNamespace(parts=[]))
-        made._leader = Leader(task, calls)
+        made = net_run.NetRun(strategy, task, task, None)
+        made._brought = SimpleNamespace(partitioned=SimpleNamespace(parts=[]), servers=Servers(task, calls))
+        made.leads = True
         return made, task, calls
 
     return make

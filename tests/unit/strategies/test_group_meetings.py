@@ -94,8 +94,9 @@ def test_meeting_when_a_server_before_this_one_has_died_in_it_then_its_successor
 def test_server_when_each_net_of_its_group_has_it_begin_then_it_begins_once_in_each_interval(tmp_path):
     begun = []
     server = GroupRequests(tmp_path, Limits(), lambda: None)
-    server._parts = SimpleNamespace(sync=SimpleNamespace(algorithm=make_algorithm("ma", {"alpha": 1.0})))
-    server._agent = SimpleNamespace(start=begun.append, stop=lambda: {"rounds": 1.0}, rounds=0, abandon=lambda: None)
+    server._agent = SimpleNamespace(
+        has_center=False, start=begun.append, stop=lambda: {"rounds": 1.0}, rounds=0, abandon=lambda: None
+    )
 
     def ask(operation, **arguments):
         return server.operations.reads[operation](Request(operation, 1, bytes(16), 0, "", arguments, []))
@@ -110,8 +111,7 @@ def test_server_when_each_net_of_its_group_has_it_begin_then_it_begins_once_in_e
 
 def test_net_when_it_does_not_lead_its_group_then_it_has_the_servers_begin_and_end_all_the_same(monkeypatch):
     calls = []
-    leader = SimpleNamespace(
-        may_synchronise=True,
+    servers = SimpleNamespace(
         begin_sync=lambda number, groups: calls.append(("begin", number, groups)),
         end_sync=lambda: calls.append(("end",)),
     )
@@ -120,7 +120,7 @@ def test_net_when_it_does_not_lead_its_group_then_it_has_the_servers_begin_and_e
     monkeypatch.setattr(net_run.NetRun, "_elect", lambda self: None)
     strategy = SimpleNamespace(has_center=False, num_groups=2, global_rank=1, barrier=lambda name: None)
     task = torch.nn.Linear(1, 1)
-    net = net_run.NetRun(strategy, task, task, None, planned=None, restored={})
-    net._brought = SimpleNamespace(partitioned=SimpleNamespace(parts=[]), leader=lambda: leader)
+    net = net_run.NetRun(strategy, task, task, None)
+    net._brought = SimpleNamespace(partitioned=SimpleNamespace(parts=[]), servers=servers)
     net.settle(goes_on=True)
     assert calls == [("end",), ("begin", 1, [0, 1])]

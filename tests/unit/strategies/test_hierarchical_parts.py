@@ -23,7 +23,6 @@ from lightning_recsys.partition.tracing import trace
 from lightning_recsys.placement.plan import OperatorPlan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical.groups import Groups
-from lightning_recsys.strategies.hierarchical.leader import initial_replica
 from lightning_recsys.strategies.hierarchical.refusals import (
     cut_module,
     refuse_hooked,
@@ -34,8 +33,10 @@ from lightning_recsys.strategies.hierarchical.refusals import (
     switches,
 )
 from lightning_recsys.strategies.hierarchical.remote_forward import CutForward, Net
+from lightning_recsys.strategies.hierarchical.sample_call import forward_replaced
 from lightning_recsys.strategies.hierarchical.servers.group_parts import FILE, MEMORY, GroupMemory, GroupParts
 from lightning_recsys.strategies.hierarchical.servers.group_server import GroupRequests
+from lightning_recsys.strategies.shadowsync.replica import Replica
 
 CLIENT = bytes(range(1, 17))
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -96,7 +97,7 @@ def model_of(served, handler):
 
 def test_server_when_it_loads_parts_then_has_their_numbers_and_an_own_state_for_each_parameter(served):
     _, views = model_of(served, served.handler)
-    assert torch.equal(views["replica"], initial_replica(served.parts))
+    assert torch.equal(views["replica"], Replica(served.parts.parameters.items()).values())
     assert torch.equal(views["buffer.norm.running_var"], torch.ones(5))
     assert sorted(x for x in views if x.startswith("state.top")) == [
         f"state.top.{parameter}.{name}"
@@ -121,7 +122,7 @@ def test_server_when_killed_and_started_again_then_goes_on_where_it_was_and_says
     assert before["version.server0.0"] == 3
     assert before["state.bottom.weight.step"] == 3
     assert before["buffer.norm.num_batches_tracked"] == 3
-    assert not torch.equal(before["replica"], initial_replica(served.parts))
+    assert not torch.equal(before["replica"], Replica(served.parts.parameters.items()).values())
     served.handler.journal.close()  # as after SIGKILL: nothing else is said to it
     with caplog.at_level(logging.WARNING):
         again = RequestHandler(served.folder, offer=GroupRequests)
@@ -149,7 +150,7 @@ def test_server_when_it_has_loaded_its_parts_then_their_numbers_lie_in_one_file_
     handler.journal.close()  # as after SIGKILL
     again = RequestHandler(tmp_path, offer=GroupRequests)
     assert torch.equal(ask(again, "read_memory", start=0, stop=numbers // 3).arrays[0], trained)
-    weight = again._offer._parts.parameters["0.weight"]
+    weight = again._offer.operators.parts["server0.0"]._module.get_parameter("0.weight")
     assert weight.untyped_storage().data_ptr() == again._offer._memory.untyped_storage().data_ptr()
     assert not torch.equal(weight, model[0].weight)
     again.close()
@@ -295,7 +296,7 @@ def test_optimizer_when_it_has_attributes_of_its_own_then_servers_train_with_the
         out = twin.norm(twin.bottom(X))
         out.backward(out.detach().cos())
         optimizer.step()
-    bottom = handler._offer._parts.parameters["bottom.weight"]
+    bottom = handler._offer.operators.parts["server0.0"]._module.get_parameter("bottom.weight")
     torch.testing.assert_close(bottom, twin.bottom.weight, rtol=1e-6, atol=1e-7)
     assert handler._offer.operators.parts["server0.0"]._optimizer.num_steps == 2
     handler.close()
@@ -509,3 +510,14 @@ def test_optimizers_when_servers_cannot_share_them_then_refused_by_name():
     assert cut_module(task, None) is task.model
     assert cut_module(task, "") is task
     assert cut_module(task, "model.top") is task.model.top
+
+
+@pytest.mark.parametrize("own", [None, torch.neg])
+def test_forward_when_it_was_replaced_then_the_module_has_its_own_again_or_that_of_its_class(own):
+    module, x = nn.Identity(), torch.ones(1)
+    if own is not None:
+        module.forward = own
+    with forward_replaced(module, torch.zeros_like):
+        assert module(x) == 0
+    assert module(x) == (1 if own is None else -1)
+    assert ("forward" in vars(module)) is (own is not None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytorch_lightning as pl
 import torch.distributed as dist
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from lightning_recsys.data import BatchLoader
 from lightning_recsys.parameter_server.meetings import MeetingPlace, ShareDealer
@@ -45,7 +45,7 @@ def deal_shares(
         return None
     if loader.is_within_epoch:  # of a run that is resumed: the ranks go on where they were
         return None
-    dealer = ShareDealer(place, rank=trainer.global_rank, cancelled=cancelled)
+    dealer = ShareDealer(place, rank=trainer.global_rank, accumulated=_accumulated(trainer), cancelled=cancelled)
     loader.deal(dealer, rank=trainer.global_rank, num_shares=place.size)
     share = loader.share_length
     combined.limits = [math.inf]
@@ -54,6 +54,13 @@ def deal_shares(
     if trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting:
         iter(fetcher)  # as Lightning does itself at the start of other epochs; this one has begun with a length
     return dealer
+
+
+def _accumulated(trainer: pl.Trainer) -> int:
+    """The most batches whose gradients make one update, in any epoch."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    schedules = [x.scheduling for x in callbacks if isinstance(x, GradientAccumulationScheduler)]
+    return max([trainer.accumulate_grad_batches, *(number for each in schedules for number in each.values())])
 
 
 def _trains_whole_epochs(trainer: pl.Trainer) -> bool:

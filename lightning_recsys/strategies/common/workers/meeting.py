@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 LOOPBACK = "127.0.0.1"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun sets it
 MEETING_TIME = timedelta(seconds=60)  # for the connections between machines, once all ranks are there
 
 
@@ -40,11 +41,6 @@ def loopback_store(port: int, *, rank: int, world_size: int, timeout: timedelta)
     listening = socket.create_server((LOOPBACK, port), backlog=max(128, 2 * world_size))  # reuses the address
     descriptor = listening.detach()  # the store's from now on
     return TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
-
-
-def launcher_keeps_store() -> bool:
-    """Whether there is a store before there are ranks: torchrun's own, unless it was told that rank 0 makes one."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def await_all_ranks(environment: ClusterEnvironment, patience: timedelta) -> None:
@@ -95,12 +91,6 @@ def connect_members(
     return group
 
 
-def extend_timeout(timeout: timedelta) -> None:
-    """What the default process group, and groups made of it, wait for from now on."""
-    _set_pg_timeout(timeout)
-    _get_default_store().set_timeout(timeout)
-
-
 def join_on_loopback(strategy: DDPStrategy) -> None:
     """Join the process group as ``DDPStrategy`` does, by :func:`loopback_store`: torch's own listens to everybody."""
     assert strategy.cluster_environment is not None
@@ -127,10 +117,12 @@ def ending_soon(strategy: DDPStrategy) -> Iterator[None]:
     """
     environment, patience = strategy.cluster_environment, strategy._timeout
     assert environment is not None
-    bounded = patience is not None and isinstance(environment, TorchElasticEnvironment) and launcher_keeps_store()
-    if bounded and patience is not None:
-        await_all_ranks(environment, patience)
-        strategy._timeout = min(patience, MEETING_TIME)
+    # There is a store before there are ranks: torchrun's own, unless it was told that rank 0 makes one.
+    has_store = isinstance(environment, TorchElasticEnvironment) and os.environ.get(AGENT_STORE) == "True"
+    afterwards = patience if has_store else None  # what the group waits for once all are connected
+    if afterwards is not None:
+        await_all_ranks(environment, afterwards)
+        strategy._timeout = min(afterwards, MEETING_TIME)
     try:
         yield
     except RuntimeError as error:
@@ -143,5 +135,6 @@ def ending_soon(strategy: DDPStrategy) -> Iterator[None]:
         ) from error
     finally:
         strategy._timeout = patience
-    if bounded and patience is not None:
-        extend_timeout(patience)
+    if afterwards is not None:
+        _set_pg_timeout(afterwards)
+        _get_default_store().set_timeout(afterwards)

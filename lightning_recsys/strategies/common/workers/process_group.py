@@ -133,18 +133,10 @@ class MeetingGroup(dist.ProcessGroup):
         """A barrier with a name, so that no worker takes it for another one."""
         self._meet(what[:MAX_NAME], torch.empty(0, dtype=torch.uint8), may_miss=self._may_miss)
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None) -> Work:  # noqa: D102
-        self._reduce(tensors, ReduceOp.SUM if opts is None else opts.reduceOp)
-        return _done(tensors)
-
-    def reduce(self, tensors: Sequence[Tensor], opts: ReduceOptions | None = None) -> Work:  # noqa: D102
-        self._reduce(tensors, ReduceOp.SUM if opts is None else opts.reduceOp)
-        return _done(tensors)
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:  # noqa: D102
-        return self.allreduce(tensors, opts)
-
-    def _reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
+    def allreduce(  # noqa: D102
+        self, tensors: Sequence[Tensor], opts: AllreduceOptions | ReduceOptions | None = None
+    ) -> Work:
+        operation = ReduceOp.SUM if opts is None else opts.reduceOp
         name = next((name for known, name in _OPERATIONS.items() if operation == known), None)
         if name is None:
             raise ValueError(f"workers that may die reduce by {sorted(_OPERATIONS.values())}, got {operation}.")
@@ -154,6 +146,9 @@ class MeetingGroup(dist.ProcessGroup):
             parts = _chunks(_bytes_of(tensor), CHUNK_BYTES)
             reduced = partial(self._reduce_parts, kind, parts, combine=combine)
             _put(reduced() if len(parts) == 1 else self.among_the_living(reduced), tensor)
+        return _done(tensors)
+
+    reduce = allreduce_coalesced = allreduce  # type: ignore[assignment]  # torch's stubs have three signatures of each
 
     def _reduce_parts(self, kind: str, parts: Sequence[Tensor], *, combine: str) -> Tensor:
         return torch.cat([self._meet(kind, x, combine=combine, may_miss=self._may_miss) for x in parts])

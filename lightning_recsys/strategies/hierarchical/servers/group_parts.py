@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,13 @@ from lightning_recsys.compression import Compression
 from lightning_recsys.parameter_server.keys import ClientKeys
 from lightning_recsys.parameter_server.own_files import open_own
 from lightning_recsys.partition.parts import Part
-from lightning_recsys.strategies.shadowsync.replica import LINE_BYTES, Replica, make_state
+from lightning_recsys.strategies.shadowsync.replica import (
+    LINE_BYTES,
+    Replica,
+    make_state,
+    optimizer_like,
+    own_attributes,
+)
 from lightning_recsys.sync import SyncAlgorithm
 
 FILE = "parts"  # in a group server's folder
@@ -211,26 +216,6 @@ def _share_of(optimizer: Optimizer, parameters: set[nn.Parameter]) -> tuple[Opti
     return share, numbers
 
 
-def optimizer_like(
-    optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]
-) -> Optimizer:
-    """An optimizer with other parameters, by the same rule: of the same class, with the same attributes of its own."""
-    made = object.__new__(type(optimizer))
-    made.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict, state), "param_groups": groups})
-    vars(made).update(own_attributes(optimizer))
-    return made
-
-
-def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer's class keeps in the object, beside what every optimizer has.
-
-    Methods that others have replaced in the object, as schedulers and embedding collections do, are left out.
-    """
-    every = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {"_opt_called", "_step_count"}
-    methods = {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}
-    return {name: value for name, value in vars(optimizer).items() if name not in every | methods}
-
-
 class GroupMemory:
     """How the numbers of a group server's parts lie in its memory, which a trainer of the group reads as a whole.
 
@@ -275,10 +260,7 @@ class GroupMemory:
 
     def fill(self, views: Mapping[str, Tensor], parts: GroupParts) -> None:
         """Write the numbers that the parts came with."""
-        replica: Any = Replica(parts.parameters.items())
-        replica.attach(torch.zeros_like(views[REPLICA]))
-        views[REPLICA].copy_(replica.flat)
-        replica.detach()
+        views[REPLICA].copy_(Replica(parts.parameters.items()).values())
         for name, buffer in parts.buffers.items():
             views[f"buffer.{name}"].copy_(buffer)
         for name, (_, _, tensor) in parts.states().items():

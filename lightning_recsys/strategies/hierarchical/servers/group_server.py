@@ -68,9 +68,8 @@ class GroupRequests:
     def __init__(self, folder: Path, limits: Limits, peer: Callable[[], Peer | None], *, num_nets: int = 1) -> None:
         self.operators = OperatorRequests(limits, peer, num_threads=num_nets)
         self._folder, self._limits, self._peer = folder, limits, peer  # as given
-        self._parts: GroupParts | None = None  # from `load_parts` on, or those of an earlier server
         self._memory = torch.empty(0, dtype=torch.uint8)  # the parts' numbers, mapped from then on
-        self._agent: SyncAgent | None = None  # from the first round on
+        self._agent: SyncAgent | None = None  # of the parts, where there are other groups
         self._synchronises = False  # between `begin_sync` and `end_sync`
         self._ending: Future[object] | None = None  # of the last rounds, if they were asked to end
         self._state: GroupState | None = None  # once there are parts
@@ -114,14 +113,14 @@ class GroupRequests:
         new.unlink(missing_ok=True)
         layout.fill(layout.views(map_memory(new, layout.num_bytes)), parts)
         new.rename(self._folder / MEMORY)
-        self._agent = None  # of other parts
         self._serve(parts, layout)
         return layout.num_bytes
 
     def _restore(self) -> None:
         parts = GroupParts.load(self._folder)
         self._state = GroupState.read(self._folder)
-        self._serve(parts, GroupMemory(parts))
+        layout = GroupMemory(parts)
+        self._serve(parts, layout)
         updates = {name: int(part.version) for name, part in self.operators.parts.items()}
         log.warning(
             "Parts are served as the server before left them, after so many updates: %s. Batches whose backward passes"
@@ -132,7 +131,7 @@ class GroupRequests:
             return
         if parts.sync.algorithm.topology is not Topology.CENTRAL:
             # What the server before knew of the rounds is lost. It takes part again when all groups meet next.
-            parts.sync.algorithm.start(GroupMemory(parts).views(self._memory)[REPLICA])
+            parts.sync.algorithm.start(layout.views(self._memory)[REPLICA])
         elif (self._folder / SYNCHRONISES).exists():
             self._start_agent(None)
 
@@ -150,10 +149,10 @@ class GroupRequests:
         # A killed server's successor finds the numbers in the memory: they need not lie in two files. This comes before
         # optimizers train the parameters by other names.
         parts.save(self._folder, memory=self._memory)
-        self._parts = parts
+        order = parts.sync
+        self._agent = None if order is None else SyncAgent(order, views[REPLICA])
         if self._state is None:
-            order = parts.sync
-            can_drain = order is not None and order.algorithm.topology is Topology.CENTRAL
+            can_drain = self._agent is not None and self._agent.has_center
             self._state = GroupState(order.group if order else 0, order.num_groups if order else 1, can_drain)
             self._state.write(self._folder)
         self.operators.compression = parts.compression
@@ -182,19 +181,16 @@ class GroupRequests:
         host, port, number, groups = take_arguments(request, nobody, host=str, port=int, number=int, groups=list)
         if not self._synchronises and not self._is_drained:
             self._start_agent(Meeting(host, port, number, groups) if host else None)
-            (self._folder / SYNCHRONISES).touch()
         return None
 
     def _start_agent(self, meeting: Meeting | None) -> None:
-        if self._parts is None or self._parts.sync is None:
-            raise ValueError("there is nothing to synchronise with other groups")
-        if meeting is None and self._parts.sync.algorithm.topology is not Topology.CENTRAL:
-            raise ValueError("groups that average among themselves need a place where they meet")
         if self._agent is None:
-            replica = GroupMemory(self._parts).views(self._memory)[REPLICA]
-            self._agent = SyncAgent(self._parts.sync, replica)
+            raise ValueError("there is nothing to synchronise with other groups")
+        if meeting is None and not self._agent.has_center:
+            raise ValueError("groups that average among themselves need a place where they meet")
         self._agent.start(meeting)
         self._synchronises, self._ending = True, None
+        (self._folder / SYNCHRONISES).touch()
 
     def _end(self, request: Request) -> object:
         """Synchronise no more; answered when only nets change the replica, with numbers of the rounds so far."""
@@ -237,7 +233,6 @@ class GroupRequests:
             error, self._rejoining = self._rejoining.exception(), None
             if error is None:
                 self._start_agent(None)
-                (self._folder / SYNCHRONISES).touch()
                 self._tell(drained=False)
                 log.warning("Group %d is back, with the centre's weights.", self._state.group)
                 return False
@@ -249,11 +244,7 @@ class GroupRequests:
         """Take the centre's weights, once the last rounds have ended."""
         if ending is not None:
             wait([ending])
-        assert self._parts is not None
-        assert self._parts.sync is not None
-        if self._agent is None:  # of a server that was started anew meanwhile
-            replica = GroupMemory(self._parts).views(self._memory)[REPLICA]
-            self._agent = SyncAgent(self._parts.sync, replica)
+        assert self._agent is not None
         self._agent.take_center()
 
     def _tell(self, *, drained: bool) -> None:

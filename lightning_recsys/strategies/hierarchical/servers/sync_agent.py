@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,7 @@ from lightning_recsys.strategies.common.workers.meeting import MEETING_TIME, con
 from lightning_recsys.strategies.hierarchical.servers.group_parts import SyncOrder
 from lightning_recsys.strategies.shadowsync.drivers import ShadowThread
 from lightning_recsys.strategies.shadowsync.rounds import CenterRounds, MeanRounds, Rounds
+from lightning_recsys.sync import Topology
 
 PATIENCE = timedelta(days=7)  # with groups that are behind in a round; one that ends is noticed at once
 LOOK_SECONDS = 0.05  # from one look who has come to the next
@@ -72,18 +74,19 @@ class SyncAgent:
         self._starting: threading.Thread | None = None
         self._stops = threading.Event()  # rounds are to end, and may not have begun
         self._error: BaseException | None = None  # that kept the thread from starting
-        self._before = 0, 0.0  # rounds, and seconds, of threads before this one
+        self._rounds_before = 0  # that were made when the last meeting was called
         self._groups: tuple[int, ...] = ()  # of the last meeting
         self._failed: tuple[int, ...] | None = None  # the same, if it failed before its first round
 
     @property
-    def rounds(self) -> int:
-        """Rounds so far."""
-        return self._before[0] + (0 if self._thread is None else self._thread.rounds.count)
+    def has_center(self) -> bool:
+        """Whether the groups have a centre; otherwise they average among themselves."""
+        return self._order.algorithm.topology is Topology.CENTRAL
 
     @property
-    def _seconds(self) -> float:
-        return self._before[1] + (0.0 if self._thread is None else self._thread.active_seconds)
+    def rounds(self) -> int:
+        """Rounds so far."""
+        return 0 if self._thread is None else self._thread.rounds.count
 
     def start(self, meeting: Meeting | None = None) -> None:
         """Make rounds from now on. Servers find each other meanwhile, and nobody waits for that.
@@ -91,7 +94,7 @@ class SyncAgent:
         Args:
             meeting: Needed by those that average among themselves.
         """
-        self._error = None
+        self._error, self._rounds_before = None, self.rounds
         self._groups = () if meeting is None else tuple(sorted(meeting.groups))
         self._stops.clear()
         self._starting = threading.Thread(target=self._start, args=(meeting,), name="meeting", daemon=True)
@@ -99,35 +102,34 @@ class SyncAgent:
 
     def _start(self, meeting: Meeting | None) -> None:
         try:
+            thread = self._made_thread()
             if meeting is not None:
-                self._leave_meeting()
                 group = self._gather(meeting) if len(meeting.groups) > 1 else None
                 if group is None:
                     return
-                self._thread = self._thread_of(_MeetingRounds(self._order.algorithm, self._replica, group=group))
-            elif self._thread is None:
-                self._thread = self._thread_of(self._rounds_with_center())
-            self._thread.start()
+                cast(MeanRounds, thread.rounds).enter(group)
+            thread.start()
         except BaseException as error:
             self._error = error
 
-    def _thread_of(self, rounds: Rounds) -> ShadowThread:
-        return ShadowThread(rounds, interval=self._order.interval)
+    def _made_thread(self) -> ShadowThread:
+        """The thread, which is made with its rounds when it is first needed; the centre's servers are found then."""
+        if self._thread is None:
+            order = self._order
+            rounds: Rounds
+            if self.has_center:
+                self._servers = [connect(endpoint, keys=order.keys) for endpoint in order.servers]
+                pieces = [server.dense_store(order.store) for server in self._servers]
+                rounds = CenterRounds(order.algorithm, self._replica, pieces=pieces)
+            else:
+                rounds = _MeetingRounds(order.algorithm, self._replica, group=None)
+            self._thread = ShadowThread(rounds, interval=order.interval)
+        return self._thread
 
     def take_center(self) -> None:
         """Take the centre's weights for the replica, whatever that has; no rounds may be under way."""
-        if self._thread is None:
-            self._thread = self._thread_of(self._rounds_with_center())
-        rounds = self._thread.rounds
-        assert isinstance(rounds, CenterRounds)
-        self._replica.copy_(rounds.pull_center())
+        self._replica.copy_(cast(CenterRounds, self._made_thread().rounds).pull_center())
         self._error = None  # the servers were found after all
-
-    def _rounds_with_center(self) -> CenterRounds:
-        order = self._order
-        self._servers = [connect(endpoint, keys=order.keys) for endpoint in order.servers]
-        pieces = [server.dense_store(order.store) for server in self._servers]
-        return CenterRounds(order.algorithm, self._replica, pieces=pieces)
 
     def _gather(self, meeting: Meeting) -> dist.ProcessGroupGloo | None:
         """Wait until all have come, and make a process group of them; ``None`` where one would rather stop before.
@@ -158,10 +160,6 @@ class SyncAgent:
             log.warning(message, list(groups), meeting.number, missing)
         return None
 
-    def _leave_meeting(self) -> None:
-        """Forget the last one, in which no round is under way any more."""
-        self._before, self._thread = (self.rounds, self._seconds), None
-
     def stop(self) -> dict[str, float]:
         """Return when no round is under way, with numbers for telemetry; what the thread died of is raised.
 
@@ -179,12 +177,13 @@ class SyncAgent:
                 self._thread.stop()
             self._failed = None
         except RuntimeError as error:
-            has_met = self._thread is not None and self._thread.rounds.count > 0
+            has_met = self.rounds > self._rounds_before
             if not self._groups or (self._failed == self._groups and not has_met):
                 raise
             self._failed = None if has_met else self._groups
             log.warning("Groups made no more rounds after %d of them, until they meet again: %s", self.rounds, error)
-        return {"rounds": float(self.rounds), "seconds": self._seconds}
+        seconds = 0.0 if self._thread is None else self._thread.active_seconds
+        return {"rounds": float(self.rounds), "seconds": seconds}
 
     def abandon(self) -> None:
         """Stop without the others: the server ends."""
