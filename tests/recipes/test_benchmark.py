@@ -20,13 +20,12 @@ import pytest
 from benchmarks.harness.apart import Apart
 from benchmarks.harness.bars import Bar, Bars
 from benchmarks.harness.estimates import trimmed_mean
-from benchmarks.harness.report import Drawn, fill, markdown, show
+from benchmarks.harness.quadruples import Quadruples
+from benchmarks.harness.report import Curves, Drawn, fill, markdown, show
 from benchmarks.harness.turns import Measurement, Stopped, Turn, in_turns
 from benchmarks.harness.workload import Workload
-from benchmarks.suites.het.cache import Columns
-from benchmarks.suites.het.curves import Curves
 from benchmarks.suites.single import suite as single
-from benchmarks.suites.single.watching import WARM_UP, Switch, Watched, cost
+from benchmarks.suites.single.watching import PROCESSOR, WALL, WARM_UP, Switch, cost, rates
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback
 from recipe_tools.build import build
@@ -85,11 +84,11 @@ def test_switch_then_a_slowing_machine_falls_on_both_sides_alike():
     watcher = Callback()
     ended: list[tuple[int, float]] = []
 
-    def is_enough(seconds: dict[bool, list[float]], elapsed: float) -> bool:
-        ended.append((len(seconds[True]), elapsed))
-        return len(seconds[True]) == 12
+    def is_enough(blocks: Quadruples, elapsed: float) -> bool:
+        ended.append((len(blocks), elapsed))
+        return len(blocks) == 12
 
-    switch = Switch(5, is_enough, clock=lambda: now)
+    switch = Switch(5, 1, is_enough=is_enough, clock=lambda: np.array([now]))
     trainer = SimpleNamespace(callbacks=[watcher, switch], loggers=["csv"])
     switch.on_train_start(trainer, None)
     sides, times = [], []
@@ -113,22 +112,30 @@ def test_switch_then_a_slowing_machine_falls_on_both_sides_alike():
     orders = {tuple(sides[start : start + quadruple : 5]) for start in range(0, len(sides), quadruple)}
     assert orders == {(True, False, False, True), (False, True, True, False)}
     assert sides == [sides[i // 5 * 5] for i in range(len(sides))]
-    assert [on / off for on, off in zip(switch.seconds[True], switch.seconds[False], strict=True)] == [
-        pytest.approx(1.03)
-    ] * 12
+    on, off = (np.array(switch.blocks.taken[side]) for side in (True, False))
+    assert on[:, 0].tolist() == off[:, 0].tolist() == [10.0] * 12
+    assert on[:, 1] / off[:, 1] == pytest.approx([1.03] * 12)
     counted = times[WARM_UP * quadruple :]
-    assert sum(map(sum, switch.seconds.values())) == pytest.approx(sum(counted))
+    assert on[:, 1].sum() + off[:, 1].sum() == pytest.approx(sum(counted))
     assert ended == [(i, pytest.approx(sum(counted[: i * quadruple]))) for i in range(1, 13)]
 
 
-def test_watched_then_each_clock_has_its_own_cost():
+def test_rates_then_each_clock_has_its_own_cost():
     """3 % more on the wall and 1 % more of the processor, in quadruples of which each is slower than the one before."""
-    base = [np.array([1.0 + i, 0.5 + i]) for i in range(9)]
-    watched = Watched.of({True: [each * np.array([1 / 0.97, 1 / 0.99]) for each in base], False: base}, 64)
-    assert watched.wall.rates["no metrics"][0] == 2 * 64
-    for measured, percent in ((watched.wall, 3.0), (watched.processor, 1.0)):
-        assert cost(measured).value == pytest.approx(percent)
-        assert cost(measured).standard_error == pytest.approx(0.0, abs=1e-9)
+    blocks = Quadruples(batch_size=16)
+    for i in range(9):
+        for _ in range(4):
+            more = np.array([1 / 0.97, 1 / 0.99]) if blocks.on else 1.0
+            is_whole = blocks.add(4, np.array([1.0 + i, 0.5 + i]) / 2 * more)
+        assert is_whole
+    assert len(blocks) == 9
+    assert rates(blocks, WALL).rates["no metrics"][0] == 2 * 64
+    for clock, percent in ((WALL, 3.0), (PROCESSOR, 1.0)):
+        estimate = cost(rates(blocks, clock))
+        assert estimate.value == pytest.approx(percent)
+        assert estimate.standard_error == pytest.approx(0.0, abs=1e-9)
+    blocks.forget()
+    assert len(blocks) == 0
 
 
 def test_trimmed_mean_then_value_and_error_are_those_of_the_formula():
@@ -258,7 +265,7 @@ def test_command_line_when_asked_for_a_profile_then_parts_add_up_to_the_step(run
     *milliseconds, whole = parts["milliseconds"].values()
     assert len(milliseconds) == 6
     assert sum(milliseconds) == pytest.approx(whole, abs=0.01)
-    assert all(operator["calls"] > 0 for operator in operators["per_step"].values())
+    assert all(float(row["calls a step"]) > 0 for row in operators["rows"])
 
 
 def test_bar_then_the_limit_itself_passes_and_what_is_not_measured_says_so():
@@ -301,7 +308,8 @@ def test_command_line_when_the_page_has_no_place_then_says_so_before_it_measures
 
 def test_curves_when_drawn_then_each_has_its_numbers():
     rows = [["3%", "0.4", "0.3 ± 0.01"], ["5%", "0.25", "0.2 ± 0.02"]]
-    curves = Curves(Columns("Miss rates", ("cached", "lru", "lfu"), rows), ["lfu"], "miss rate", "misses")
+    about = {"drawn": ["lfu"], "label": "miss rate", "name": "misses"}
+    curves = Curves("Miss rates", ("cached", "lru", "lfu"), rows, **about)
     assert isinstance(curves, Drawn)
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
     curves.draw(axes)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from benchmarks.harness import jobs
 from benchmarks.harness.hosts import Host, NoLinkError
+from benchmarks.harness.job_training import make_strategy
 from benchmarks.harness.jobs import Job, processor_seconds
 from benchmarks.suites.des import processors as des_processors
 from benchmarks.suites.des import quality as des_quality
@@ -119,8 +120,7 @@ class Pretended:
         assert len(launchers) == len(settings) == len(environment) == workers
         for own in settings:
             assert own.keys() <= signature(des_training.train).parameters.keys()
-            arguments = {key: value for key, value in own["strategy"].items() if key != "name"}
-            des_training.STRATEGIES[own["strategy"]["name"]](**arguments)
+            make_strategy(**own["strategy"])
         self.is_des = own["strategy"]["name"] == "des"
         self.folder = folder
         step = np.array([[0.1, 2000.0 if self.is_des else 4000.0, 10.0]] * 5)
@@ -156,9 +156,9 @@ def test_link_then_rates_bytes_and_forecasts_have_their_bars(suite):
     (counted,) = sent.to_dict()["sent_bytes"].values()
     assert counted["counted"] == {DES: 2000 - 660, PS: 4000 - 660, ALL_REDUCE: 4000 - 660}
     (forecast,) = forecasts.to_dict()["forecasts"].values()
-    assert forecast["step_ms"] == {DES: 1000.0, PS: 2000.0, ALL_REDUCE: 2000.0}
+    assert forecast["steps"] == {DES: 1000.0, PS: 2000.0, ALL_REDUCE: 2000.0}
     (share,) = shares.to_dict()["processors"].values()
-    assert (share["server_ms"], share["encryption_ms"], share["paper"]) == pytest.approx((300, 200, 1.55))
+    assert (share["servers"], share["encryption"], share["paper"]) == pytest.approx((300, 200, 1.55))
     assert share["ratios"]["measured"] == pytest.approx(2.0)
     assert share["ratios"]["without servers' time"] == pytest.approx(2.0 - 0.3 - 0.2)
     verdicts = {bar.name: (bar.value, bar.verdict) for bar in bars}
@@ -231,11 +231,11 @@ def test_quality_then_the_bar_is_the_difference_of_the_means():
     def runs(*values: float) -> list[dict[str, float]]:
         return [{"test/auc": value, "test/logloss": 1 - value} for value in values]
 
-    quality = des_quality.Quality("rows", {"LR": {"DES": runs(0.70, 0.72), "PS": runs(0.71, 0.72)}})
-    (bar,) = quality.bars()
+    found = {"LR": {"DES": runs(0.70, 0.72), "PS": runs(0.71, 0.72)}}
+    (bar,) = des_quality.bars_of("rows", found)
     assert bar.value == pytest.approx(-5)
     assert bar.verdict == "FAIL"
-    cells = [next(iter(column.cells)) for column in quality.table().columns]
+    (cells,) = des_quality.compared("rows", found).rows
     assert cells == [
         "LR",
         "0.7150 (0.7100 to 0.7200)",
@@ -267,6 +267,6 @@ def test_link_then_logistic_regression_trains_on_two_hosts_with_all_strategies(r
     assert set(row["examples_per_second"]) == {DES, PS, ALL_REDUCE}
     assert list(sent["sent_bytes"]) == ["LR, Criteo, B=64"]
     for bytes_of in sent["sent_bytes"].values():
-        assert bytes_of["counted"][DES] == pytest.approx(bytes_of["expected"][DES], rel=0.1)
+        assert bytes_of["counted"][DES] == pytest.approx(bytes_of["expected"]["traffic"][DES]["sent_bytes"], rel=0.1)
     assert {bar["verdict"] for bar in bars["bars"]} <= {"pass", "FAIL"}
     assert "limit" in page.read_text()

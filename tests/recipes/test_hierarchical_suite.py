@@ -189,19 +189,18 @@ def test_quality_then_validation_alone_chooses_rates_for_each_layout(monkeypatch
 
     asked, measure = of_records(monkeypatch, best_score, tested)
     (found,), (bar,) = measure(seeds=[0, 1], chosen_by=1)
-    assert {name: tuple(side.rates.values()) for name, side in found.sides.items()} == {
+    sides = found.details["sides"]
+    assert {name: tuple(side["rates"].values()) for name, side in sides.items()} == {
         "one process": best["single"],
         "2 x (2 + 2)": best["hierarchical"],
     }
-    assert [side.at_edge for side in found.sides.values()] == [["dense"], ["rows", "dense"]]
+    assert [side["at_edge"] for side in sides.values()] == [["dense"], ["rows", "dense"]]
     behind = [100 * (1.808 / 1.8 - 1), 100 * (1.796 / 1.8 - 1)]
-    assert found.behind("2 x (2 + 2)") == pytest.approx(behind)
     assert bar.value == pytest.approx(sum(behind) / 2)
     assert bar.standard_error == pytest.approx((behind[0] - behind[1]) / 2)
     assert bar.verdict == "pass"
     assert {run[:3] for run in asked if run[3] == 1} == {(strategy, *rates) for strategy, rates in best.items()}
-    lines = list(zip(*(column.cells for column in found.table().columns), strict=True))
-    assert lines[1][2] == "0.4 (edge), 0.01 (edge)"
+    assert found.rows[1][2] == "0.4 (edge), 0.01 (edge)"
 
 
 def test_quality_when_groups_are_behind_or_a_rate_diverges_then_it_is_told(monkeypatch):
@@ -211,7 +210,7 @@ def test_quality_when_groups_are_behind_or_a_rate_diverges_then_it_is_told(monke
         test=lambda strategy, rows, dense, seed: 0.8 if strategy == "single" else 0.8032,
     )
     (found,), (bar,) = measure(seeds=[0], chosen_by=1)
-    assert found.sides["one process"].rates == {"rows": 0.2, "dense": 0.01}
+    assert found.details["sides"]["one process"]["rates"] == {"rows": 0.2, "dense": 0.01}
     assert bar.value == pytest.approx(0.4)
     assert (bar.verdict, bar.standard_error) == ("FAIL", None)
 

@@ -7,14 +7,22 @@ from functools import partial
 import numpy as np
 import pytest
 from benchmarks.harness.ours import make_task
+from benchmarks.harness.quadruples import Quadruples
 from benchmarks.harness.turns import Stopped
 from benchmarks.harness.workload import Workload
 from benchmarks.peers import torchrec
 from benchmarks.suites.publishing import training
 from benchmarks.suites.publishing.answers import OURS, PLAIN, TORCHREC
 from benchmarks.suites.publishing.answers import measure as measure_answers
-from benchmarks.suites.publishing.switching import NONE, PUBLISHING, Blocks, PublicationSwitch
-from benchmarks.suites.publishing.training import LEAST_QUADRUPLES, Published
+from benchmarks.suites.publishing.switching import (
+    NONE,
+    PUBLISHING,
+    TRAINING,
+    WALL,
+    PublicationSwitch,
+    processor_seconds,
+)
+from benchmarks.suites.publishing.training import LEAST_QUADRUPLES, table_of
 from benchmarks.suites.publishing.training import measure as measure_training
 
 from lightning_recsys.serving import dense, export
@@ -37,8 +45,7 @@ def test_training_when_measured_then_has_rates_bytes_and_delays(monkeypatch, tmp
     found = published.to_dict()
     assert 0 < found["increment_over_base"] < 1
     assert 0 < found["delay_median_s"] <= found["delay_p99_s"]
-    assert published.table().row_count == len(found) + 1
-    assert Published(10, [], []).table().row_count == len(found) + 1
+    assert published.table().row_count == table_of(10, [], []).table().row_count == 7
 
 
 class ClockedPublisher:
@@ -66,7 +73,7 @@ def test_publication_switch_then_each_block_with_has_one_publication_and_all_tha
     now, steps, publisher = 0.0, 0, ClockedPublisher()
     ended: list[tuple[int, float]] = []
 
-    def is_enough(blocks: Blocks, elapsed: float) -> bool:
+    def is_enough(blocks: Quadruples, elapsed: float) -> bool:
         ended.append((len(blocks), elapsed))
         return len(blocks) == 6
 
@@ -94,16 +101,18 @@ def test_publication_switch_then_each_block_with_has_one_publication_and_all_tha
     assert all(cut % 10 < 0.4 for cut in publisher.cuts)
     assert [count for count, _ in ended] == list(range(1, 7))
     assert ended[-1][1] >= (4 * 6 + 1) * 10 - 0.4  # the long one took two periods
-    rates = switch.blocks.rates(0).rates
+    rates = switch.blocks.rates(WALL, on=PUBLISHING, off=NONE).rates
     assert rates[NONE] == [pytest.approx(64 / 0.3)] * 6
     per_quadruple = [1 - x / y for x, y in zip(rates[PUBLISHING], rates[NONE], strict=True)]
     usual, long = sorted(per_quadruple)[:5], max(per_quadruple)
     assert usual == [pytest.approx(2 * 3 * 0.1 / 20, abs=0.002)] * 5
     assert long == pytest.approx((40 + 3) * 0.1 / 26, abs=0.02)
-    training = switch.blocks.rates(1)  # by the training thread's processor time all steps take the same
+    training = switch.blocks.rates(
+        TRAINING, on=PUBLISHING, off=NONE
+    )  # by the training thread's processor time all steps take the same
     assert training.rates == dict.fromkeys((NONE, PUBLISHING), [pytest.approx(64 / 0.5)] * 6)
     # By the fake clock a process's processor time is the wall's; what is no publication takes as much of both sides.
-    assert switch.blocks.processor_seconds == pytest.approx(0.1 * (11 * 3 + 40) / 12)
+    assert processor_seconds(switch.blocks) == pytest.approx(0.1 * (11 * 3 + 40) / 12)
 
 
 @pytest.mark.slow
@@ -113,5 +122,5 @@ def test_answers_when_measured_then_both_servers_have_answered(monkeypatch):
     (answers,), bars = measure_answers(batch_sizes=[1, 3], cardinalities=[50, 20], seconds=0.2, rounds=1)
     assert bars == []
     servers = {OURS, PLAIN, TORCHREC} if torchrec.is_available() else {OURS, PLAIN}
-    assert all(set(answered) == servers for answered in answers.to_dict().values())
+    assert all(set(answered) == servers for answered in answers.details.values())
     assert answers.table().row_count == 2 * len(servers)

@@ -20,7 +20,6 @@ from benchmarks.harness.jobs import Job, descendants, steps_per_second
 from benchmarks.suites.shadowsync import quality as shadowsync_quality
 from benchmarks.suites.shadowsync import suite as shadowsync
 from benchmarks.suites.shadowsync import training as shadowsync_training
-from benchmarks.suites.shadowsync.quality import Quality
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from recipe_helpers import CONF, TINY
@@ -193,12 +192,11 @@ def test_quality_then_means_gaps_and_the_bar_are_those_of_the_seeds():
         return [{"test/ne": value, "sync/gap": gap} for value in values]
 
     methods = {"S-EASGD": runs(0.79, 0.81, gap=6.0), "a": runs(0.79, 0.83, gap=5.0), "b": runs(0.79, 0.80, gap=30.0)}
-    quality = Quality("rows", methods)
-    bar = quality.bar()
+    bar = shadowsync_quality.bar_of("rows", methods)
     assert bar.value == pytest.approx(100 * (0.80 / 0.795 - 1))
     assert bar.verdict == "FAIL"
-    lines = list(zip(*(column.cells for column in quality.table().columns), strict=True))
-    assert lines[0] == ("S-EASGD", "6.0", "0.80000 ± 0.01414", "0.79000 to 0.81000", "+0.000%")
+    lines = shadowsync_quality.compared("rows", methods).rows
+    assert lines[0] == ["S-EASGD", "6.0", "0.80000 ± 0.01414", "0.79000 to 0.81000", "+0.000%"]
     assert lines[2][-1] == "-0.625%"
 
 
@@ -208,15 +206,16 @@ def test_quality_when_run_again_then_only_what_was_not_finished_is_trained(tmp_p
     common += ["+trainer.enable_checkpointing=false", "trainer.limit_val_batches=0"]
     methods = {"S-EASGD": [], "FR-EASGD-2": ["strategy.rounds=foreground", "strategy.gap=2"]}
 
-    def measure() -> Quality:
-        return shadowsync_quality.measure(
+    def measure() -> dict[str, list[dict[str, float]]]:
+        (table,), _ = shadowsync_quality.measure(
             data={"synthetic": ["data=synthetic"]},
             methods=methods,
             common=common,
             seeds=[0],
             cache=tmp_path,
             root=str(tmp_path),
-        )[0]
+        )
+        return table.details["runs"]
 
     def written() -> dict[str, int]:
         return {path.parent.name[:16]: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.json")}
@@ -230,9 +229,9 @@ def test_quality_when_run_again_then_only_what_was_not_finished_is_trained(tmp_p
     assert len(before) == 2
     assert after["synthetic-S-EASG"] == before["synthetic-S-EASG"]
     assert after["synthetic-FR-EAS"] > before["synthetic-FR-EAS"]
-    assert second.runs["S-EASGD"] == first.runs["S-EASGD"]
-    assert second.runs["FR-EASGD-2"][0]["sync/gap"] == pytest.approx(2, abs=0.6)
-    assert 0 < second.runs["FR-EASGD-2"][0]["test/ne"] < 2
+    assert second["S-EASGD"] == first["S-EASGD"]
+    assert second["FR-EASGD-2"][0]["sync/gap"] == pytest.approx(2, abs=0.6)
+    assert 0 < second["FR-EASGD-2"][0]["test/ne"] < 2
 
 
 # --- Parts whose jobs only pretend to train --------------------------------------------------------------------------
@@ -286,7 +285,7 @@ def test_link_then_the_gap_is_that_of_the_trainer_that_waits_longest(suite, monk
     monkeypatch.setattr(shadowsync, "linked_hosts", lambda rate: nullcontext(both))
     (row, gaps), bars = suite.link("1gbit")
     assert set(row.to_dict()["examples_per_second"]) == {"not synchronised", "FR-EASGD-5", "FR-EASGD-30", "S-EASGD"}
-    assert gaps.gap("S-EASGD") == 6.0
+    assert gaps.rows[-1][:2] == ["S-EASGD", "5.0, 6.0"]
     assert verdicts(bars)["sync gap of S-EASGD, 1gbit link"] == (6.0, "pass")
 
 

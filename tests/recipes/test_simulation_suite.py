@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from inspect import signature
 
 import pytest
-from benchmarks.harness.processes import python
+from benchmarks.harness.processes import Run, python, watched
 from benchmarks.suites.simulation import speed, suite, twins
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
@@ -32,27 +32,28 @@ def test_suite_when_real_runs_are_given_then_virtual_ones_are_as_fast_as_the_one
     with initialize_config_dir(str(CONF), version_base="1.3"):
         (found,), bars = twins.measure(common=OPTIONS, interval=0.5, seeds=[0], cache=tmp_path, root=str(tmp_path))
     assert made == ["trainers1-seed0", "trainers2-seed0"]
-    speed_up = found.rows()["speed-up by the second trainer"]
+    rows = twins.rows_of(found.details)
+    speed_up = rows["speed-up by the second trainer"]
     assert speed_up[0] == 2.0
     assert speed_up[1] == pytest.approx(2.0, rel=0.25)  # ten batches: a worker's late start counts
     # A batch takes 0.1 s, and half a second passes between two rounds.
-    assert found.rows()["sync gap"][1] == pytest.approx(5.0, rel=0.5)
+    assert rows["sync gap"][1] == pytest.approx(5.0, rel=0.5)
     assert [bar.limit for bar in bars] == [0.3, 20.0, 20.0]
-    assert 0.3 < found.rows()["test NE"][1] < 3
+    assert 0.3 < rows["test NE"][1] < 3
 
 
 def test_speed_when_measured_in_small_then_both_are_in_every_round_and_judged(tmp_path, monkeypatch):
     processes = []
 
-    def watched(name, command):
+    def pretended(name, command):
         processes.append(name)
         if "simulate.py" in name:
-            return "", speed.Run(name, seconds=300.0, gib=9.0)
+            return "", Run(name, seconds=300.0, gib=9.0)
         with redirect_stdout(io.StringIO()) as printed, isolated_job():
             speed.main(command[-1])
-        return printed.getvalue(), speed.Run(name, seconds=60.0, gib=0.5)
+        return printed.getvalue(), Run(name, seconds=60.0, gib=0.5)
 
-    monkeypatch.setattr(speed, "watched", watched)
+    monkeypatch.setattr(speed, "watched", pretended)
     small = ["cluster=asgd_3k", "cluster.workers_per_replica=3", "data=synthetic", "data.batch_size=16"]
     (small_row, row, runs), bars = speed.measure(
         common=small,
@@ -81,17 +82,17 @@ def test_speed_when_measured_in_small_then_both_are_in_every_round_and_judged(tm
         "simulate.py cluster=asgd_3k, memory": (9.0, "at most", 8.0),
     }
     assert bars[-1].verdict == "FAIL"
-    assert [run.name for run in runs.runs] == processes
+    assert [run["name"] for run in runs.details["runs"]] == [row[0] for row in runs.rows] == processes
 
 
 def test_process_when_watched_then_its_peak_is_told_or_what_it_said_of_its_failure():
     code = "import time; x = bytearray(60 << 20); del x; time.sleep(0.5); print('done')"
-    printed, run = speed.watched("large", python("-c", code))
+    printed, run = watched("large", python("-c", code))
     assert (printed, run.name) == ("done\n", "large")
     assert 60 / 1024 < run.gib < 1
     assert run.seconds >= 0.5
     with pytest.raises(RuntimeError, match=r"large failed:\nwrong"):
-        speed.watched("large", python("-c", "import sys; sys.exit('wrong')"))
+        watched("large", python("-c", "import sys; sys.exit('wrong')"))
 
 
 def test_suite_then_takes_what_its_configuration_has():

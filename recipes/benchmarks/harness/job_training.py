@@ -11,20 +11,24 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import StrategyRegistry
 from recipe_tools.quiet import be_quiet
 
 from lightning_recsys.data import Batch
 from lightning_recsys.runtime import configure_worker
 from lightning_recsys.strategies.common.base import RecsysStrategy
+
+TRAFFIC = "traffic"  # how the files of `CountedSteps` begin
 
 
 def main(module: str, settings: str) -> None:
@@ -44,6 +48,11 @@ def main(module: str, settings: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+def make_strategy(name: str, **arguments: Any) -> Any:
+    """A strategy by the name under which Lightning knows it."""
+    return StrategyRegistry[name]["strategy"](**arguments)
+
+
 class StepTimes(pl.Callback):
     """Writes the time of every step of this process into a folder, and in the end what the strategy tells.
 
@@ -59,8 +68,11 @@ class StepTimes(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._file.write(struct.pack("d", time.monotonic()))
-        if (self.folder / "stop").exists() or not self.asker.exists():
-            trainer.should_stop = True
+        trainer.should_stop |= self.is_over(trainer)
+
+    def is_over(self, trainer: pl.Trainer) -> bool:
+        """Whether this step is the last one."""
+        return (self.folder / "stop").exists() or not self.asker.exists()
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._file.close()
@@ -68,6 +80,28 @@ class StepTimes(pl.Callback):
         if isinstance(trainer.strategy, RecsysStrategy):
             told = {name: value for name, value in trainer.strategy.telemetry().items() if isinstance(value, float)}
             (self.folder / f"telemetry-{trainer.global_rank}.json").write_text(json.dumps(told))
+
+
+class CountedSteps(StepTimes):
+    """Times of every step, and numbers that were counted by then: a row of float64 after each."""
+
+    def counted(self, trainer: pl.Trainer) -> Sequence[float]:
+        """The numbers so far."""
+        raise NotImplementedError
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        super().on_train_start(trainer)
+        path = self.folder / f"{TRAFFIC}-{trainer.global_rank}-{os.getpid()}"
+        self._counts = path.open("wb", buffering=0)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        super().on_train_batch_end(trainer)
+        self._counts.write(np.array(self.counted(trainer), dtype=np.float64).tobytes())
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        super().on_train_end(trainer)
+        self._counts.close()
+        del self._counts
 
 
 @dataclass(frozen=True)
@@ -80,7 +114,7 @@ class Batches:
     """
 
     batches: list[Batch]
-    start: float
+    start: float = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         ranks = torch.distributed.is_initialized()

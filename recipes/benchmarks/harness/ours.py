@@ -17,7 +17,7 @@ from benchmarks.harness.workload import Workload
 from pytorch_lightning.loggers import CSVLogger
 
 from lightning_recsys.callbacks import ExamplesPerSecond, NormalizedEntropyMonitor
-from lightning_recsys.data.prepared import PreparedDataModule
+from lightning_recsys.data import PreparedDataModule
 from lightning_recsys.models import DCN, DLRM, DeepFM, WideDeep
 from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.tasks import CTRTask

@@ -6,8 +6,8 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from importlib import metadata
@@ -78,6 +78,62 @@ class Row:
         """How many times as fast as each other variant this package is."""
         others = [name for name in self.measured.rates if name != "ours"]
         return {name: round(self.measured.ratio("ours", name), 3) for name in others}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A table of numbers with names, as one of a suite's results.
+
+    Args:
+        title: Above it.
+        header: Names of the columns.
+        rows: Cells, as they are shown.
+        details: What programs get besides, as plain containers by name: the numbers in full.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def table(self) -> Table:
+        """For people."""
+        table = Table(*self.header, title=self.title, title_justify="left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """For programs."""
+        rows = [dict(zip(self.header, row, strict=True)) for row in self.rows]
+        return {"table": self.title, "rows": rows, **self.details}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves(Columns):
+    """A table, and a picture of some columns over the first one: ``<suite>-<name>.png``.
+
+    Args:
+        drawn: Names of the columns that become curves. Their cells begin with a number, perhaps with ``± spread``
+            behind it.
+        label: What these are.
+        name: Of the picture.
+    """
+
+    drawn: Sequence[str]
+    label: str
+    name: str
+
+    def draw(self, axes: Any) -> None:
+        """Into matplotlib's axes."""
+        for name in self.drawn:
+            cells = [row[self.header.index(name)].partition("±") for row in self.rows]
+            numbers, spreads = ([float(part or 0) for part in parts] for parts in list(zip(*cells, strict=True))[::2])
+            axes.errorbar([row[0] for row in self.rows], numbers, yerr=spreads, marker="o", capsize=3, label=name)
+        axes.set_xlabel(self.header[0])
+        axes.set_ylabel(self.label)
+        axes.set_title(self.title)
+        axes.legend()
 
 
 def machine() -> dict[str, Any]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import shlex
-import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from benchmarks.harness.choices import check_choices, check_numbers
-from benchmarks.harness.recipe_runs import Metrics, configuration
+from benchmarks.harness.recipe_runs import Metrics, configuration, kept_run
 from benchmarks.peers import fuxictr
 from hydra import compose
 from recipe_tools.overrides import CONFIG_DIR
-from recipe_tools.record import RunRecord, completed_record, digest, isolated_job
+from recipe_tools.record import RunRecord, digest
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -240,30 +237,18 @@ def climb(steps: Sequence[float], height: Callable[[float], float]) -> float:
 def cached(job: Job, cache: Path, *, data: str) -> Metrics:
     """The job's metrics, from its folder in the cache or by running it."""
     folder = cache.absolute() / job.key(job.config(folder=cache, data=data))
-    if (kept := completed_record(folder)) is not None:
-        return dict(kept["metrics"])
-    if folder.exists():
-        shutil.rmtree(folder)  # an interrupted run's
     config = job.config(folder=folder, data=data)
-    with isolated_job(), RunRecord(folder, config=config, overrides=job.overrides()) as record:
-        if job.library == "ours":
-            from train import train
-
-            with redirect_stdout(io.StringIO()):  # its closing table: here it is one of many
-                train(config, record)
-            record.metrics["val/auc"] = best_score(record.details["checkpoint"])  # and not the last epoch's
-        else:
-            from benchmarks.peers import fuxictr_training
-
-            rate = FUXICTR_RATE * job.rate_factor
-            fuxictr_training.train(config, record, model=job.model, learning_rate=rate)
-    log.info("%s: test AUC %.4f in %.0f s", folder.name, record.metrics["test/auc"], record.wall_time)
-    return record.metrics
+    return dict(kept_run(folder, config, job.overrides(), partial(_train, job))["metrics"])
 
 
-def best_score(checkpoint: str) -> float:
-    """What the run's ``ModelCheckpoint`` watched, at the epoch that it kept."""
-    states = torch.load(checkpoint, weights_only=False)["callbacks"]
-    return float(
-        next(state["best_model_score"] for name, state in states.items() if name.startswith("ModelCheckpoint"))
-    )
+def _train(job: Job, config: dict[str, Any], record: RunRecord) -> None:
+    if job.library == "ours":
+        from train import train
+
+        train(config, record)
+        record.metrics["val/auc"] = record.details["best_score"]  # and not the last epoch's
+    else:
+        from benchmarks.peers import fuxictr_training
+
+        fuxictr_training.train(config, record, model=job.model, learning_rate=FUXICTR_RATE * job.rate_factor)
+    log.info("%s: test AUC %.4f in %.0f s", record.path.parent.name, record.metrics["test/auc"], record.wall_time)

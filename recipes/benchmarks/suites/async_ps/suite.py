@@ -11,13 +11,14 @@ from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
 from benchmarks.harness.report import Result, Row
 from benchmarks.harness.turns import Measurement
-from benchmarks.suites.async_ps import quality as of_quality
+from benchmarks.suites.async_ps.quality import measure as measure_quality
+from benchmarks.suites.shadowsync.suite import TRAINING
 
 Part = Literal["speed", "quality"]
 
 BASE = "ddp"
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    BASE: ("ddp", {}),
+    BASE: ("ddp_forkserver", {}),
     "async_ps": ("async_ps", {}),
     "async_ps, over TCP": ("async_ps", {"transport": "tcp"}),
     "shadowsync": ("shadowsync", {"num_trainers": 2, "rounds": "background"}),
@@ -39,7 +40,7 @@ def run(
         parts,
         {
             "speed": lambda: speed(batch_size=batch_size, rounds=rounds, seconds=seconds),
-            "quality": lambda: _quality(quality, cache=cache, data=data),
+            "quality": lambda: measure_quality(**quality, cache=Path(cache), root=data),
         },
     )
 
@@ -47,15 +48,10 @@ def run(
 def speed(*, batch_size: int, rounds: int, seconds: float) -> Measured:
     """Two workers of each strategy, in turns: DLRM with a million dense parameters. There is no bar for it."""
     variants = {
-        name: {"settings": [{"batch_size": batch_size, "strategy": strategy, "options": dict(options)}]}
+        name: {"settings": [{"batch_size": batch_size, "name": strategy, "strategy": dict(options)}]}
         for name, (strategy, options) in VARIANTS.items()
     }
-    common = {"launchers": [python()], "training": "benchmarks.suites.async_ps.training", "workers": 2}
+    common = {"launchers": [python()], "training": TRAINING, "workers": 2}
     with ran_in_turns(variants, rounds=rounds, seconds=seconds, **common) as jobs:
         measured = Measurement({name: job.rates(batch_size) for name, job in jobs.items()})
     return [Row(f"two workers, B={batch_size}", measured, base=BASE)], []
-
-
-def _quality(settings: Mapping[str, Any], *, cache: str, data: str) -> Measured:
-    measured = of_quality.measure(**settings, cache=Path(cache), root=data)
-    return [measured], measured.bars()

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from benchmarks.harness.bars import Bar, Bars
-from benchmarks.harness.processes import RECIPES
+from benchmarks.harness.processes import RECIPES, python, watched
 from benchmarks.harness.workload import Workload
 from pyarrow import csv
 
 PRESETS = ("dlrm", "torchrec", "bars")
 """Of ``preprocessing``, those for Criteo's rows."""
-
-_PREPARE = RECIPES / "prepare.py"
-_PROGRAM = """
-import re, runpy, sys
-from pathlib import Path
-sys.argv = sys.argv[1:]
-sys.path.insert(0, str(Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
-print("peak:", re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-"""
 
 
 def measure(folder: Path, *, rows: int, presets: list[str]) -> Bars:
@@ -36,9 +23,11 @@ def measure(folder: Path, *, rows: int, presets: list[str]) -> Bars:
     raw = write_text(Workload(rows=rows), folder / "train.txt")
     bars = []
     for preset in presets:
-        seconds, mib = _prepare(raw, folder / preset, preset)
+        options = ["data=criteo", f"raw={raw}", f"out={folder / preset}", f"preprocessing={preset}"]
+        _, run = watched(f"preparing with preprocessing={preset}", python(str(RECIPES / "prepare.py"), *options))
+        mib = None if run.gib is None else 1024 * run.gib
         bars += [
-            Bar(f"rows prepared a second, preprocessing={preset}", rows / seconds, "at least", 100_000),
+            Bar(f"rows prepared a second, preprocessing={preset}", rows / run.seconds, "at least", 100_000),
             Bar(f"memory of preparing, preprocessing={preset}", mib, "at most", 2048, " MiB"),
         ]
     return Bars(tuple(bars))
@@ -58,15 +47,3 @@ def write_text(work: Workload, path: Path) -> Path:
                 columns.append(field.take(pa.array(ids)))
             csv.write_csv(pa.table(columns, [str(i) for i in range(len(columns))]), file, options)
     return path
-
-
-def _prepare(raw: Path, out: Path, preset: str) -> tuple[float, float]:
-    options = ["data=criteo", f"raw={raw}", f"out={out}", f"preprocessing={preset}"]
-    start = time.perf_counter()
-    done = subprocess.run(  # noqa: S603 - this project's recipe, in this interpreter
-        [sys.executable, "-c", _PROGRAM, str(_PREPARE), *options], capture_output=True, text=True, cwd=raw.parent
-    )
-    seconds = time.perf_counter() - start
-    if done.returncode:
-        raise RuntimeError(f"preparing with preprocessing={preset} failed:\n{done.stderr}")
-    return seconds, int(done.stdout.split()[-1]) / 1024

@@ -16,9 +16,9 @@ from benchmarks.harness.turns import Turn, in_turns
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.data import preparation
 
-from lightning_recsys.data import Batch
+from lightning_recsys.data import Batch, PreparedDataModule
 from lightning_recsys.data.preparation.shards import GROUP_ROWS, Rows, ShardWriter, shard_schema
-from lightning_recsys.data.prepared import Feature, Manifest, PreparedDataModule
+from lightning_recsys.data.prepared import Feature, Manifest
 from lightning_recsys.data.prepared.service import Reader, receive_batches
 from lightning_recsys.data.prepared.stream import StreamRequest, stream_batches
 

@@ -7,13 +7,12 @@ one without, and encrypts what it sends. Clusters with processors to spare would
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import zmq
+from benchmarks.harness.report import Columns
 from benchmarks.suites.des.prediction import DES, PS
-from rich.table import Table
 
 PAPER = {"LR": 1.55, "W&D": 4.52, "DeepFM": 3.91}  # DES over servers, Rong et al. 2019, Table 5
 _MESSAGE_BYTES = 1 << 20
@@ -55,38 +54,19 @@ class Share:
         }
 
 
-@dataclass(frozen=True)
-class Shares:
-    """All of them, as one of the suite's results."""
-
-    shares: tuple[Share, ...]
-
-    def table(self) -> Table:
-        """Milliseconds of a step, and what ratio is left of what was measured."""
-        heads = ("", "step", "servers", "encryption", "DES / PS", "by the link alone", "without servers and encryption")
-        table = Table(*heads, "the paper's", title_justify="left")
-        table.title = "ms of a step over servers, of it processor time of servers and of encryption in workers"
-        for share in self.shares:
-            numbers = (share.steps[PS], share.servers, share.encryption)
-            ratios = (f"{ratio:.2f}" for ratio in share.ratios().values())
-            paper = "" if share.paper is None else f"{share.paper:.2f}"
-            table.add_row(share.workload, *(f"{number:.1f}" for number in numbers), *ratios, paper)
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain containers."""
-        return {
-            "processors": {
-                share.workload: {
-                    "step_ms": dict(share.steps),
-                    "server_ms": share.servers,
-                    "encryption_ms": share.encryption,
-                    "ratios": share.ratios(),
-                    "paper": share.paper,
-                }
-                for share in self.shares
-            }
-        }
+def table_of_shares(shares: Sequence[Share]) -> Columns:
+    """Milliseconds of a step over servers, and what ratio is left of what was measured."""
+    lines, details = [], {}
+    for share in shares:
+        ratios = share.ratios()
+        numbers = (f"{number:.1f}" for number in (share.steps[PS], share.servers, share.encryption))
+        paper = "" if share.paper is None else f"{share.paper:.2f}"
+        lines.append([share.workload, *numbers, *(f"{ratio:.2f}" for ratio in ratios.values()), paper])
+        details[share.workload] = {**asdict(share), "ratios": ratios}
+    title = "ms of a step over servers, of it processor time of servers and of encryption in workers"
+    times = ("step", "servers", "encryption")
+    header = ("", *times, "DES / PS", "by the link alone", "without servers and encryption", "the paper's")
+    return Columns(title, header, lines, {"processors": details})
 
 
 def encryption_seconds() -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,14 +15,13 @@ from benchmarks.harness.hosts import HEADERS, Host, NoLinkError, free_port, link
 from benchmarks.harness.jobs import ran_in_turns
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
-from benchmarks.harness.report import Result, Row
+from benchmarks.harness.report import Columns, Result, Row
 from benchmarks.harness.turns import Measurement
 from benchmarks.suites.des.prediction import ALL_REDUCE, DES, PS, Prediction, predict
-from benchmarks.suites.des.processors import PAPER, Share, Shares, encryption_seconds
+from benchmarks.suites.des.processors import PAPER, Share, encryption_seconds, table_of_shares
 from benchmarks.suites.des.quality import measure as measure_quality
 from benchmarks.suites.des.rows import ROWS, distinct, join
 from benchmarks.suites.des.training import MODELS
-from rich.table import Table
 
 from lightning_recsys.placement.communication import Network, saving
 
@@ -77,39 +76,6 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """All that was counted; a result as :func:`benchmarks.harness.report.write` takes it."""
-
-    sent: tuple[Sent, ...]
-
-    def table(self) -> Table:
-        """A line for each model and rows, bytes in thousands with the difference to what was expected."""
-        heads = ("", *STRATEGIES, "saved", "by formula", "by the paper's")
-        table = Table(*heads, title="kB that a process sends in a step (expected)", title_justify="left")
-        for sent in self.sent:
-            cells = [
-                f"{sent.counted[name] / 1e3:,.1f} ({sent.expected.traffic[name].sent_bytes / 1e3:,.1f})"
-                for name in STRATEGIES
-            ]
-            table.add_row(sent.workload, *cells, *(f"{value:.2f} %" for value in sent.savings().values()))
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain containers."""
-        return {
-            "sent_bytes": {
-                sent.workload: {
-                    "counted": {name: round(value) for name, value in sent.counted.items()},
-                    "expected": {name: round(x.sent_bytes) for name, x in sent.expected.traffic.items()},
-                    "saving_percent": sent.savings(),
-                    "distinct_features": sent.expected.distinct,
-                }
-                for sent in self.sent
-            }
-        }
-
-
-@dataclass(frozen=True)
 class Forecast:
     """Whom DES is faster than, from what the link alone takes, and whom it was.
 
@@ -129,29 +95,29 @@ class Forecast:
         return told, seen
 
 
-@dataclass(frozen=True)
-class Forecasts:
-    """All of them, as one of the suite's results."""
+def table_of_bytes(counted: Sequence[Sent]) -> Columns:
+    """A line for each model and rows, bytes in thousands with what was expected."""
+    lines, details = [], {}
+    for sent in counted:
+        pairs = [(sent.counted[name], sent.expected.traffic[name].sent_bytes) for name in STRATEGIES]
+        savings = sent.savings()
+        cells = [f"{seen / 1e3:,.1f} ({told / 1e3:,.1f})" for seen, told in pairs]
+        lines.append([sent.workload, *cells, *(f"{value:.2f} %" for value in savings.values())])
+        details[sent.workload] = {**asdict(sent), "saving_percent": savings}
+    header = ("", *STRATEGIES, "saved", "by formula", "by the paper's")
+    return Columns("kB that a process sends in a step (expected)", header, lines, {"sent_bytes": details})
 
-    forecasts: tuple[Forecast, ...]
 
-    def table(self) -> Table:
-        """The link's milliseconds and a step's."""
-        table = Table("", *STRATEGIES, "DES beats, foretold", "DES beats", title_justify="left")
-        table.title = "ms of a step that the link takes by the cost model / ms of a step"
-        for each in self.forecasts:
-            cells = (f"{each.link[name]:.1f} / {each.steps[name]:.0f}" for name in STRATEGIES)
-            table.add_row(each.workload, *cells, *(", ".join(names) or "none" for names in each.beaten()))
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain containers."""
-        return {
-            "forecasts": {
-                each.workload: {"link_ms": dict(each.link), "step_ms": dict(each.steps), "beaten": each.beaten()}
-                for each in self.forecasts
-            }
-        }
+def table_of_forecasts(forecasts: Sequence[Forecast]) -> Columns:
+    """The link's milliseconds and a step's."""
+    lines, details = [], {}
+    for each in forecasts:
+        cells = (f"{each.link[name]:.1f} / {each.steps[name]:.0f}" for name in STRATEGIES)
+        lines.append([each.workload, *cells, *(", ".join(names) or "none" for names in each.beaten())])
+        details[each.workload] = {**asdict(each), "beaten": each.beaten()}
+    title = "ms of a step that the link takes by the cost model / ms of a step"
+    header = ("", *STRATEGIES, "DES beats, foretold", "DES beats")
+    return Columns(title, header, lines, {"forecasts": details})
 
 
 @dataclass(frozen=True)
@@ -242,22 +208,24 @@ class Suite:
                     measured[workload] = self._measure(*workload, hosts)
         except NoLinkError as error:
             log.warning("The link is left out: %s.", error)
-        expected = self._expected() if measured else {}
-        # Of a byte, one way: half of what both ends take together.
-        encryption = encryption_seconds() / 2 if measured else 0.0
+        if not measured:
+            return [], [bar for workload in workloads for bar in self._bars(*workload, None, None)]
+        expected = self._expected()
+        encryption = encryption_seconds() / 2  # of a byte, one way: half of what both ends take together
         results: list[Result] = []
+        bars: list[Bar] = []
         sent, forecasts, shares = [], [], []
         for (model, rows), each in measured.items():
             title, prediction = self._title(model, rows), expected[model, rows]
             results.append(Row(title, each.rates, base=PS))
-            sent.append(Sent(title, each.sent, prediction))
             steps = {name: 1e3 * self.batch_sizes[rows] / each.rates.median(name) for name in STRATEGIES}
             link = {name: 1e3 * traffic.seconds(LINK) for name, traffic in prediction.traffic.items()}
+            sent.append(Sent(title, each.sent, prediction))
             forecasts.append(Forecast(title, link, steps))
             paper = PAPER[model] if rows == "paper" else None
             shares.append(Share(title, steps, link, 1e3 * each.servers, 1e3 * encryption * each.encrypted, paper))
-        results += [Bytes(tuple(sent)), Forecasts(tuple(forecasts)), Shares(tuple(shares))] if measured else []
-        return results, [bar for workload in workloads for bar in self._bars(*workload, results)]
+            bars += self._bars(model, rows, sent[-1], forecasts[-1])
+        return [*results, table_of_bytes(sent), table_of_forecasts(forecasts), table_of_shares(shares)], bars
 
     def _title(self, model: str, rows: str) -> str:
         return f"{model}, {rows}, B={self.batch_sizes[rows]}"
@@ -270,13 +238,9 @@ class Suite:
                 found[model, rows] = predict(model, ROWS[rows], pieces, num_processes=HOSTS)
         return found
 
-    def _bars(self, model: str, rows: str, results: Sequence[Result]) -> list[Bar]:
+    def _bars(self, model: str, rows: str, sent: Sent | None, forecast: Forecast | None) -> list[Bar]:
         """Their values are missing where nothing was measured."""
         title = self._title(model, rows)
-        sent = next((y for x in results if isinstance(x, Bytes) for y in x.sent if y.workload == title), None)
-        forecast = next(
-            (y for x in results if isinstance(x, Forecasts) for y in x.forecasts if y.workload == title), None
-        )
         off = sent and abs(sent.savings()["counted"] - sent.savings()["expected"])
         bars = [
             Bar(f"bytes of {name} off the cost model's, {title}", sent and abs(sent.error(name)), "at most", 2, " %")

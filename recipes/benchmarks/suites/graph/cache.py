@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.parts import Measured
+from benchmarks.harness.report import Columns
 from benchmarks.suites.graph.sampling import power_law_graph
-from benchmarks.suites.het.cache import Columns, replay
+from benchmarks.suites.het.cache import replay
 
 from lightning_recsys.data import Batch
 from lightning_recsys.data.graph import CSRGraph, NodeData, NodeDataModule

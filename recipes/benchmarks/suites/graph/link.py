@@ -12,8 +12,7 @@ from typing import Any
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.hosts import NoLinkError
 from benchmarks.harness.parts import Measured
-from benchmarks.harness.report import Result, Row
-from benchmarks.suites.het.cache import Columns
+from benchmarks.harness.report import Columns, Result, Row
 from benchmarks.suites.het.link import HET, HYBRID, PER_STEP, measure_variants
 
 TRAINING = "benchmarks.suites.graph.training"

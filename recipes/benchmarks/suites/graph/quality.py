@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.parts import Measured
+from benchmarks.harness.report import Columns
 from benchmarks.peers.pyg_sage import PyGSAGE
-from benchmarks.suites.het.cache import Columns
 from torch import nn
 
 from lightning_recsys.data.graph import NodeData, NodeDataModule, read_nodes

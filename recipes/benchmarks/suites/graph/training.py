@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.suites.graph.sampling import power_law_graph
-from benchmarks.suites.het.training import CountedSteps, het, running
+from benchmarks.suites.het.training import CrossedBytes, het, running
 
 from lightning_recsys.data.graph import NodeData, NodeDataModule
 from lightning_recsys.models import GraphSAGE
@@ -63,5 +63,5 @@ def train(
     task = NodeClassificationTask(network, optimizer=partial(torch.optim.SGD, lr=0.01, fused=True))
     with running(server) as endpoint:
         assert endpoint is not None
-        times = CountedSteps(folder, asker=asker, interface=interface)
+        times = CrossedBytes(folder, asker=asker, interface=interface)
         quiet_trainer(times, strategy=het(**strategy, servers=[endpoint])).fit(task, data.train_dataloader())

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from benchmarks.harness.bars import Bar
-from benchmarks.harness.report import Result
+from benchmarks.harness.report import Columns, Curves, Result
 from benchmarks.harness.turns import Measurement, Turn, in_turns
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.het.traces import Oracle, Trace, oracle
 from benchmarks.suites.kernels import Tables
-from rich.table import Table
 
 from lightning_recsys.embeddings import EmbeddingBagConfig, SparseFeatures
 from lightning_recsys.embeddings.kernels import TableLayout
@@ -44,30 +43,6 @@ HETU_MILLISECONDS = {(16, 2048): 47.0, (128, 2048): 89.0}
 HETU_SAVED = {128: 0.850, 2048: 0.747}  # by batch size
 HETU_CALIBRATION = 458_000.0
 HETU_LIMIT = 0.5  # of their milliseconds
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A table of numbers with names, as one of a suite's results.
-
-    Args:
-        title: Above it.
-        header: Names of the columns.
-        rows: Cells, as they are shown.
-    """
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def table(self) -> Table:
-        table = Table(*self.header, title=self.title, title_justify="left")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"table": self.title, "rows": [dict(zip(self.header, row, strict=True)) for row in self.rows]}
 
 
 class Worker:
@@ -257,7 +232,7 @@ def _saved(
 def misses(
     *, rows: int, skip_rows: int, batch_size: int, fractions: Sequence[float], policies: Sequence[CachePolicy]
 ) -> tuple[list[Result], list[Bar]]:
-    """Miss rate against cache size, as in the paper's Figure 8."""
+    """Miss rate against cache size, drawn as in the paper's Figure 8."""
     work = Workload(rows=rows)
     trace = Trace.of(work, batch_size, name="Zipf 1.1")
     skip = skip_rows // batch_size
@@ -268,7 +243,8 @@ def misses(
         rates = [replay(work, policy=policy, lookahead_batches=0, **options).miss_rate for policy in policies]
         best = oracle(trace, limit=limit, staleness=100, skip=skip).miss_rate
         lines.append([f"{fraction:.0%}", *(f"{rate:.3f}" for rate in [*rates, best])])
-    return [Columns(f"miss rate of distinct rows, B={batch_size}", ("cached", *policies, "Belady"), lines)], []
+    header, title = ("cached", *policies, "Belady"), f"miss rate of distinct rows, B={batch_size}"
+    return [Curves(title, header, lines, drawn=header[1:], label="miss rate", name="misses")], []
 
 
 def operations(

@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.hosts import HEADERS, Host, NoLinkError, free_port, limit_rate, linked_hosts
+from benchmarks.harness.job_training import TRAFFIC
 from benchmarks.harness.jobs import Job, run_in_turns
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.processes import python
-from benchmarks.harness.report import Result, Row
+from benchmarks.harness.report import Columns, Result, Row
 from benchmarks.harness.turns import Measurement
-from benchmarks.suites.het.cache import Columns
-from benchmarks.suites.het.training import TRAFFIC
 
 from lightning_recsys.launchers.sidecars import SHARED_MEMORY
 from lightning_recsys.parameter_server.keys import JobKeys
@@ -57,7 +56,7 @@ class Crossed:
 
     @classmethod
     def of(cls, readings: np.ndarray) -> Crossed:
-        """From what :class:`benchmarks.suites.het.training.CountedSteps` wrote.
+        """From what :class:`benchmarks.suites.het.training.CrossedBytes` wrote.
 
         >>> Crossed.of(np.array([[0, 0, 0, 0, 0, 0], [700, 2, 500, 3, 400, 300], [1400, 4, 1000, 6, 800, 600]]))
         Crossed(steps=2, counted=1740.0, told=1400.0)
@@ -171,7 +170,7 @@ def measure_variants(
         rates: Of the link, in the words of ``tc``.
         rounds: How many turns each variant has at each rate; medians are taken over them.
         seconds: Of each variant in each round.
-        training: The module that trains; it counts bytes as :class:`benchmarks.suites.het.training.CountedSteps`.
+        training: The module that trains; it counts bytes as :class:`benchmarks.suites.het.training.CrossedBytes`.
 
     Returns:
         Examples a second at each rate, and what each job told.
@@ -192,7 +191,7 @@ def measure_on_links(
     """Jobs in turns, each on a link of its own whose ends are what it is made with, and an empty folder.
 
     Args:
-        makes: How each job is made. It counts bytes as :class:`benchmarks.suites.het.training.CountedSteps` does.
+        makes: How each job is made. It counts bytes as :class:`benchmarks.suites.het.training.CrossedBytes` does.
         rates: Of the link, in the words of ``tc``.
         batch_size: Examples of a step.
         rounds: How many turns each variant has at each rate; medians are taken over them.

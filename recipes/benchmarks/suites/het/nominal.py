@@ -15,9 +15,8 @@ import pytorch_lightning as pl
 import torch
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.ours import TaskAlone
-from benchmarks.harness.report import Result
+from benchmarks.harness.report import Columns, Result
 from benchmarks.harness.trainer import quiet_trainer
-from benchmarks.suites.het.cache import Columns
 from recipe_tools.quiet import be_quiet
 from torch.utils.data import IterableDataset
 

@@ -13,14 +13,12 @@ from benchmarks.harness.jobs import ran_in_turns
 from benchmarks.harness.ours import MODELS
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
-from benchmarks.harness.recipe_runs import Metrics, trained
-from benchmarks.harness.report import Result, Row
+from benchmarks.harness.recipe_runs import trained_from_seeds
+from benchmarks.harness.report import Curves, Result, Row
 from benchmarks.harness.turns import Measurement
-from benchmarks.suites.het.cache import Columns
 from benchmarks.suites.het.cache import misses as count_misses
 from benchmarks.suites.het.cache import operations as measure_operations
 from benchmarks.suites.het.cache import traffic as measure_traffic
-from benchmarks.suites.het.curves import Curves
 from benchmarks.suites.het.link import TRAINING
 from benchmarks.suites.het.link import measure as measure_link
 from benchmarks.suites.het.nominal import measure as measure_nominal
@@ -60,19 +58,13 @@ def run(
     measures = {
         "traffic": lambda: measure_traffic(**traffic),
         "operations": lambda: measure_operations(**operations),
-        "misses": lambda: measure_misses(**misses),
+        "misses": lambda: count_misses(**misses),
         "link": lambda: measure_link(**link, rows=ROWS),
         "overhead": lambda: measure_overhead(**overhead),
         "nominal": lambda: measure_nominal(**nominal),
         "quality": lambda: measure_quality(**quality, cache=Path(cache), root=data),
     }
     return measure_parts(parts, measures)
-
-
-def measure_misses(**options: Any) -> Measured:
-    """Miss rate against cache size, drawn as in the paper's Figure 8."""
-    tables, bars = count_misses(**options)
-    return [Curves(x, x.header[1:], "miss rate", "misses") for x in tables if isinstance(x, Columns)], bars
 
 
 def measure_overhead(*, model: str, batch_sizes: Sequence[int], dim: int, rounds: int, seconds: float) -> Measured:
@@ -109,9 +101,7 @@ def measure_quality(
         for s in staleness:
             label = "inf" if s is None else str(s)
             own = [*rows, *common, f"strategy.staleness={'null' if s is None else s}"]
-            runs: list[Metrics] = [
-                trained(f"{name}-s{label}-seed{seed}", [*own, f"seed={seed}"], cache=cache, root=root) for seed in seeds
-            ]
+            runs = trained_from_seeds(f"{name}-s{label}", own, seeds, cache=cache, root=root)
             aucs = [metrics["test/auc"] for metrics in runs]
             means[label] = statistics.mean(aucs)
             spread = statistics.stdev(aucs) if len(aucs) > 1 else 0.0
@@ -119,6 +109,6 @@ def measure_quality(
             entropy = statistics.mean(metrics["test/ne"] for metrics in runs)
             lines.append([label, f"{means[label]:.5f} ± {spread:.5f}", f"{loss:+.3f}", f"{entropy:.5f}"])
         header = ("staleness", "test AUC", "points below s=0", "test NE")
-        table = Columns(f"test AUC, {name}", header, lines)
-        results.append(Curves(table, ["test AUC"], "test AUC", f"auc-{name.lower()}"))
+        drawn = {"drawn": ["test AUC"], "label": "test AUC", "name": f"auc-{name.lower()}"}
+        results.append(Curves(f"test AUC, {name}", header, lines, **drawn))
     return results, []

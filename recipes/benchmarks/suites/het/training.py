@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import struct
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +12,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from benchmarks.harness.hosts import counted_by
-from benchmarks.harness.job_training import Batches, StepTimes
+from benchmarks.harness.job_training import Batches, CountedSteps, StepTimes
 from benchmarks.harness.ours import MODELS, TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
@@ -24,7 +22,6 @@ from lightning_recsys.optim import RowSGD
 from lightning_recsys.strategies import HETStrategy, ShadowSyncStrategy
 from lightning_recsys.strategies.common.served import ServedStrategy
 
-TRAFFIC = "traffic"  # how the files of `CountedSteps` begin
 PAPERS_MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     # Dense parameters as in Miao et al. 2022, Table 3: 0.14, 0.92 and 1.01 million. The paper's WDL has three layers of
     # 256 over the numeric features alone; ours, which puts the rows through its tower as well, is narrower for that.
@@ -46,8 +43,8 @@ class PrefetchedHybrid(HETStrategy):
         return True
 
 
-class CountedSteps(StepTimes):
-    """Times of every step, and what had crossed the interface by then: as it counted, and as the strategy tells.
+class CrossedBytes(CountedSteps):
+    """Counted is what had crossed the interface by then: as it counted, and as the strategy tells.
 
     Args:
         folder: As in :class:`StepTimes`.
@@ -59,22 +56,9 @@ class CountedSteps(StepTimes):
         super().__init__(folder, asker=asker)
         self.interface = interface
 
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        super().on_train_start(trainer)
-        path = self.folder / f"{TRAFFIC}-{trainer.global_rank}-{os.getpid()}"
-        self._traffic = path.open("wb", buffering=0)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        super().on_train_batch_end(trainer)
+    def counted(self, trainer: pl.Trainer) -> Sequence[float]:
         told = ServedStrategy.telemetry(trainer.strategy)  # type: ignore[arg-type]  # without the cache's, which cost time
-        self._traffic.write(
-            struct.pack("6d", *counted_by(self.interface), told["comm/sent_bytes"], told["comm/received_bytes"])
-        )
-
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        super().on_train_end(trainer)
-        self._traffic.close()
-        del self._traffic
+        return *counted_by(self.interface), told["comm/sent_bytes"], told["comm/received_bytes"]
 
 
 def train(
@@ -108,11 +92,11 @@ def train(
     make = (MODELS | PAPERS_MODELS)[model]
     network = make(work.num_dense, work.fields, embedding_dim=dim, row_optimizer=optimizer, device="meta")
     task = TaskAlone(network, optimizer=partial(torch.optim.SGD, lr=0.01, fused=True))
-    times = CountedSteps(folder, asker=asker, interface=interface) if interface else StepTimes(folder, asker=asker)
+    times = CrossedBytes(folder, asker=asker, interface=interface) if interface else StepTimes(folder, asker=asker)
     with running(server) as endpoint:
         where: dict[str, Any] = {} if endpoint is None else {"servers": [endpoint]}
         trainer = quiet_trainer(times, strategy=ShadowSyncStrategy() if strategy is None else het(**strategy, **where))
-        loader: Any = Batches(work.batches(batch_size), 0.0)
+        loader: Any = Batches(work.batches(batch_size))
         trainer.fit(task, loader)
 
 

@@ -6,14 +6,13 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.recipe_runs import run_record
-from rich.table import Table
+from benchmarks.harness.report import Columns
 
 TOLERANCE = 0.3  # percent of NE, as for layouts that are to train alike
 
@@ -37,60 +36,40 @@ class Side:
     test: Sequence[float]
 
 
-@dataclass(frozen=True)
-class Quality:
-    """Layouts on the same rows; a result as :func:`benchmarks.harness.report.write` takes it.
+Sides = Mapping[str, Side]
+"""Layout -> its runs, with the same seeds for all. The others are held against the first."""
 
-    Args:
-        data: What they were trained on.
-        sides: Layout -> its runs, with the same seeds for all. The others are held against the first.
-    """
 
-    data: str
-    sides: Mapping[str, Side]
+def behind(sides: Sides, name: str) -> list[float]:
+    """By how much a layout's test NE is above the first one's, of each seed, in percent."""
+    first = next(iter(sides.values()))
+    return [100 * (a / b - 1) for a, b in zip(sides[name].test, first.test, strict=True)]
 
-    def behind(self, name: str) -> list[float]:
-        """By how much a layout's test NE is above the first one's, of each seed, in percent."""
-        first = next(iter(self.sides.values()))
-        return [100 * (a / b - 1) for a, b in zip(self.sides[name].test, first.test, strict=True)]
 
-    def bars(self) -> list[Bar]:
-        """Each of the others against the first."""
-        first, *others = self.sides
-        bars = []
-        for name in others:
-            behind = self.behind(name)
-            error = statistics.stdev(behind) / len(behind) ** 0.5 if len(behind) > 1 else None
-            title = f"test NE of {name} above {first}'s, {self.data}"
-            bars.append(Bar(title, statistics.mean(behind), "at most", TOLERANCE, " %", error))
-        return bars
+def bars_of(data: str, sides: Sides) -> list[Bar]:
+    """Each of the others against the first."""
+    first, *others = sides
+    bars = []
+    for name in others:
+        values = behind(sides, name)
+        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+        title = f"test NE of {name} above {first}'s, {data}"
+        bars.append(Bar(title, statistics.mean(values), "at most", TOLERANCE, " %", error))
+    return bars
 
-    def table(self) -> Table:
-        """A line for each layout: the rates that were tried, and what the seeds gave at the chosen one."""
-        tests = [f"test NE, seed {i}" for i in range(len(next(iter(self.sides.values())).test))]
-        title = f"NE at the epoch of the best validation, {self.data}"
-        heads = ["", "validation NE by rates", "chosen", *tests, "mean", "to first"]
-        table = Table(*heads, title=title, title_justify="left")
-        for name, side in self.sides.items():
-            tried = ", ".join(f"{rates}: {ne:.5f}" for rates, ne in side.tried.items())
-            chosen = ", ".join(f"{x:g}" + (" (edge)" if key in side.at_edge else "") for key, x in side.rates.items())
-            mean = f"{statistics.mean(side.test):.5f}"
-            to_first = f"{statistics.mean(self.behind(name)):+.2f} %"
-            table.add_row(name, tried, chosen, *(f"{ne:.5f}" for ne in side.test), mean, to_first)
-        return table
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain containers."""
-        sides = {
-            name: {
-                "tried": dict(side.tried),
-                "rates": dict(side.rates),
-                "validation": list(side.validation),
-                "test": list(side.test),
-            }
-            for name, side in self.sides.items()
-        }
-        return {"quality": self.data, "sides": sides}
+def compared(data: str, sides: Sides) -> Columns:
+    """A line for each layout: the rates that were tried, and what the seeds gave at the chosen one."""
+    lines = []
+    for name, side in sides.items():
+        tried = ", ".join(f"{rates}: {ne:.5f}" for rates, ne in side.tried.items())
+        chosen = ", ".join(f"{x:g}" + (" (edge)" if key in side.at_edge else "") for key, x in side.rates.items())
+        tests = (f"{ne:.5f}" for ne in (*side.test, statistics.mean(side.test)))
+        lines.append([name, tried, chosen, *tests, f"{statistics.mean(behind(sides, name)):+.2f} %"])
+    tests = [f"test NE, seed {i}" for i in range(len(next(iter(sides.values())).test))]
+    header = ["", "validation NE by rates", "chosen", *tests, "mean", "to first"]
+    details = {"sides": {name: asdict(side) for name, side in sides.items()}}
+    return Columns(f"NE at the epoch of the best validation, {data}", header, lines, details)
 
 
 def measure(
@@ -116,7 +95,7 @@ def measure(
         seeds: Seeds of start values and the order of rows; a run each.
         chosen_by: So many of the seeds, from the first, choose the rates.
         cache: Where finished runs are kept.
-        root: ``paths.data``.
+        root: Folder of the data sets, for ``paths.data``.
 
     Raises:
         ValueError: ``chosen_by`` is not a number of the seeds.
@@ -147,8 +126,9 @@ def measure(
         validation, test = zip(*(run(chosen, seed) for seed in seeds), strict=True)
         return Side(tried, chosen, edges, validation, test)
 
-    qualities = [Quality(where, {layout: side(where, layout) for layout in layouts}) for where in data]
-    return list(qualities), [bar for quality in qualities for bar in quality.bars()]
+    found = {where: {layout: side(where, layout) for layout in layouts} for where in data}
+    tables = [compared(where, sides) for where, sides in found.items()]
+    return list(tables), [bar for where, sides in found.items() for bar in bars_of(where, sides)]
 
 
 def _shown(chosen: Mapping[str, float]) -> str:

@@ -23,12 +23,11 @@ from benchmarks.harness.jobs import Job, run_in_turns
 from benchmarks.harness.ours import MODELS
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
-from benchmarks.harness.report import Result, Row
+from benchmarks.harness.report import Columns, Result, Row
 from benchmarks.harness.turns import Measurement
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.des.processors import encryption_seconds
 from benchmarks.suites.des.suite import environments
-from benchmarks.suites.het.cache import Columns
 from benchmarks.suites.het.link import PER_STEP, Crossed
 from benchmarks.suites.hierarchical.quality import measure as measure_quality
 from benchmarks.suites.hierarchical.training import PLAN, ROWS, WARM_STEPS, make_network, make_optimizer

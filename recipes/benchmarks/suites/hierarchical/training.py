@@ -14,7 +14,7 @@ from benchmarks.harness.job_training import Batches, StepTimes
 from benchmarks.harness.ours import MODELS, TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
-from benchmarks.suites.het.training import CountedSteps
+from benchmarks.suites.het.training import CrossedBytes
 
 from lightning_recsys.optim import RowWiseAdagrad
 from lightning_recsys.strategies import HierarchicalStrategy, ShadowSyncStrategy
@@ -33,7 +33,7 @@ class Waits(StepTimes):
         super().on_train_batch_end(trainer)
         while trainer.global_step >= WARM_STEPS and not trainer.should_stop:
             time.sleep(0.05)
-            trainer.should_stop = (self.folder / "stop").exists() or not self.asker.exists()
+            trainer.should_stop = self.is_over(trainer)
 
 
 def make_network(work: Workload, model: str, *, device: str | None = "meta") -> torch.nn.Module:
@@ -73,7 +73,7 @@ def train(
     elif interface is None:
         times = Waits(folder, asker=asker)
     else:
-        times = CountedSteps(folder, asker=asker, interface=interface)
+        times = CrossedBytes(folder, asker=asker, interface=interface)
     trainer = quiet_trainer(
         times,
         num_nodes=1 if strategy is None else 2,
@@ -81,5 +81,5 @@ def train(
         if strategy is None
         else HierarchicalStrategy(**strategy, operator_placement=OperatorPlacement(plan=plan, save=folder / PLAN)),
     )
-    loader: Any = Batches(work.batches(batch_size), 0.0)
+    loader: Any = Batches(work.batches(batch_size))
     trainer.fit(TaskAlone(make_network(work, model), optimizer=make_optimizer), loader)

@@ -6,22 +6,21 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from benchmarks.harness.hosts import free_port
 from benchmarks.harness.ours import make_task
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.processes import RECIPES, environment, python
+from benchmarks.harness.report import Columns
 from benchmarks.harness.workload import Workload
 from benchmarks.peers import torchrec
-from rich.table import Table
 
 from lightning_recsys.serving import export_model
 
@@ -29,38 +28,22 @@ OURS, PLAIN, TORCHREC = "ours", "nn.Embedding", "TorchRec"
 _START_SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What servers have answered, one client asking one request after another.
+def table_of(latencies: Mapping[int, Mapping[str, Sequence[float]]]) -> Columns:
+    """What servers have answered, one client asking one request after another: rates and quantiles.
 
     Args:
         latencies: Seconds of each request, by batch size and server.
     """
-
-    latencies: Mapping[int, Mapping[str, Sequence[float]]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Rates and quantiles, as plain containers."""
-        return {
-            f"B={batch}": {
-                name: {
-                    "predictions_per_second": round(batch * len(seconds) / sum(seconds), 1),
-                    "p50_ms": round(1e3 * float(np.quantile(seconds, 0.5)), 3),
-                    "p99_ms": round(1e3 * float(np.quantile(seconds, 0.99)), 3),
-                }
-                for name, seconds in servers.items()
-            }
-            for batch, servers in self.latencies.items()
-        }
-
-    def table(self) -> Table:
-        """A line for each batch size and server."""
-        table = Table("rows of a request", "server", "predictions/s", "p50", "p99", title="DLRM over HTTP")
-        for batch, servers in self.to_dict().items():
-            for name, x in servers.items():
-                cells = [f"{x['predictions_per_second']:,.0f}", f"{x['p50_ms']} ms", f"{x['p99_ms']} ms"]
-                table.add_row(batch, name, *cells)
-        return table
+    lines, details = [], {}
+    for batch, servers in latencies.items():
+        found = {}
+        for name, seconds in servers.items():
+            rate, (p50, p99) = batch * len(seconds) / sum(seconds), 1e3 * np.quantile(seconds, (0.5, 0.99))
+            found[name] = {"predictions_per_second": rate, "p50_ms": float(p50), "p99_ms": float(p99)}
+            lines.append([f"B={batch}", name, f"{rate:,.0f}", f"{p50:.3f} ms", f"{p99:.3f} ms"])
+        details[f"B={batch}"] = found
+    header = ("rows of a request", "server", "predictions/s", "p50", "p99")
+    return Columns("DLRM over HTTP", header, lines, details)
 
 
 def measure(*, batch_sizes: list[int], cardinalities: list[int] | None, seconds: float, rounds: int) -> Measured:
@@ -97,15 +80,13 @@ def measure(*, batch_sizes: list[int], cardinalities: list[int] | None, seconds:
             for number in range(rounds):
                 for name in list(ports)[:: 1 if number % 2 else -1]:
                     found[size][name] += _ask(ports[name], body, seconds)
-    return [Answers(found)], []
+    return [table_of(found)], []
 
 
 @contextmanager
 def _server(folder: str, *arguments: str) -> Iterator[int]:
     """A server on a free port, until the end; it ends with all that it has started."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = python(*(argument.replace("{port}", str(port)) for argument in arguments))
     with open(os.devnull, "w") as quiet:
         options: dict[str, Any] = {"cwd": folder, "stdout": quiet, "stderr": quiet, "start_new_session": True}

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
-from benchmarks.harness.quadruples import Quadruples
-from benchmarks.harness.turns import Measurement, Stopped
-from numpy.typing import NDArray
+from benchmarks.harness.quadruples import Clocks, Quadruples
+from benchmarks.harness.turns import Stopped
 
 from lightning_recsys.serving import ModelPublisher
 
 NONE, PUBLISHING = "no publication", "publishing"
-Clocks = NDArray[np.float64]
+WALL, TRAINING, PROCESS = range(3)  # the clocks
 
 
 def clocks() -> Clocks:
@@ -23,38 +22,11 @@ def clocks() -> Clocks:
     return np.array([time.time(), time.thread_time(), time.process_time()])
 
 
-class Blocks:
-    """What each quadruple of blocks took.
-
-    Args:
-        batch_size: Examples of a step.
-    """
-
-    def __init__(self, batch_size: int) -> None:
-        self._batch_size = batch_size
-        self._taken: dict[bool, list[Clocks]] = {True: [], False: []}  # steps, then seconds by each clock
-
-    def add(self, taken: dict[bool, Clocks]) -> None:
-        """A quadruple: steps and seconds of its two blocks with publications, and of those without."""
-        for on, numbers in taken.items():
-            self._taken[on].append(numbers)
-
-    def __len__(self) -> int:
-        return len(self._taken[True])
-
-    def rates(self, clock: int) -> Measurement:
-        """Examples per second of a clock, one number for each quadruple."""
-        sides = {NONE: np.array(self._taken[False]), PUBLISHING: np.array(self._taken[True])}
-        return Measurement(
-            {name: (self._batch_size * side[:, 0] / side[:, 1 + clock]).tolist() for name, side in sides.items()}
-        )
-
-    @property
-    def processor_seconds(self) -> float:
-        """Of a version: what threads other than the training one take more than they do in as many steps without."""
-        with_, without = (np.sum(self._taken[on], axis=0) for on in (True, False))
-        others = (with_[3] - with_[2]) - (without[3] - without[2]) * with_[0] / without[0]
-        return float(others) / (2 * len(self))
+def processor_seconds(blocks: Quadruples) -> float:
+    """Of a version: what threads other than the training one take more than they do in as many steps without."""
+    (steps, *with_), (steps_without, *without) = (np.sum(blocks.taken[on], axis=0) for on in (True, False))
+    others = with_[PROCESS] - with_[TRAINING] - (without[PROCESS] - without[TRAINING]) * steps / steps_without
+    return float(others) / (2 * len(blocks))
 
 
 class PublicationSwitch(pl.Callback):
@@ -88,14 +60,13 @@ class PublicationSwitch(pl.Callback):
         batch_size: int,
         *,
         is_warm: Callable[[], bool],
-        is_enough: Callable[[Blocks, float], bool],
+        is_enough: Callable[[Quadruples, float], bool],
         clock: Callable[[], Clocks] = clocks,
     ) -> None:
         assert publisher.every_seconds is not None
-        self.blocks = Blocks(batch_size)
+        self.blocks = Quadruples(batch_size)
         self._publisher, self._every = publisher, publisher.every_seconds
         self._is_warm, self._is_enough, self._clock = is_warm, is_enough, clock
-        self._quadruples = Quadruples()
         self._hook: Any = None  # of the publisher, from the first block on
         self._period: int | None = None  # of the latest step
         self._steps, self._since = 0, clock()  # of the block
@@ -105,7 +76,7 @@ class PublicationSwitch(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Count the step; where a period ends, end the block and begin the next."""
         now = self._clock()
-        period = int(now[0] // self._every)
+        period = int(now[WALL] // self._every)
         is_new, self._period = self._period not in (None, period), period
         if self._is_counting:
             self._steps += 1
@@ -116,18 +87,16 @@ class PublicationSwitch(pl.Callback):
             if not self._publisher.is_writing:
                 self._end_block(now)
         if is_new and not self._is_counting and self._is_warm_now(now):
-            self._publisher.on_train_batch_end = self._hook if self._quadruples.on else None
+            self._publisher.on_train_batch_end = self._hook if self.blocks.on else None
             self._steps, self._since, self._is_counting, self._is_over = 0, now, True, False
 
     def _is_warm_now(self, now: Clocks) -> bool:
         if self._hook is None and self._is_warm():
-            self._hook, self._began = self._publisher.on_train_batch_end, now[0]
+            self._hook, self._began = self._publisher.on_train_batch_end, now[WALL]
         return self._hook is not None
 
     def _end_block(self, now: Clocks) -> None:
         self._is_counting = False
-        taken = self._quadruples.add(np.array([self._steps, *(now - self._since)]))
-        if taken is not None:
-            self.blocks.add(taken)
-            if self._is_enough(self.blocks, now[0] - self._began):
-                raise Stopped
+        is_whole = self.blocks.add(self._steps, now - self._since)
+        if is_whole and self._is_enough(self.blocks, now[WALL] - self._began):
+            raise Stopped

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,19 @@ import pytorch_lightning as pl
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.ours import make_task
 from benchmarks.harness.parts import Measured
-from benchmarks.harness.report import Row
+from benchmarks.harness.quadruples import Quadruples
+from benchmarks.harness.report import Columns, Row
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.turns import Stopped
 from benchmarks.harness.workload import Workload
-from benchmarks.suites.publishing.switching import NONE, PUBLISHING, Blocks, PublicationSwitch
-from rich.table import Table
+from benchmarks.suites.publishing.switching import (
+    NONE,
+    PUBLISHING,
+    TRAINING,
+    WALL,
+    PublicationSwitch,
+    processor_seconds,
+)
 
 from lightning_recsys.serving import ModelPublisher, ModelReader, list_versions
 
@@ -63,39 +69,29 @@ class Paced(pl.Callback):
         trainer.should_stop = now - self.began >= self.seconds
 
 
-@dataclass(frozen=True)
-class Published:
-    """What publications were like.
+def table_of(base_bytes: int, increment_bytes: Sequence[int], delays: Sequence[float]) -> Columns:
+    """What publications were like, a line for each number; of the increments, their median.
 
     Args:
         base_bytes: Of the first version.
         increment_bytes: Of each increment.
         delays: Seconds from each step to the moment at which its updates were served.
     """
-
-    base_bytes: int
-    increment_bytes: Sequence[int]
-    delays: Sequence[float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain containers."""
-        share = float(np.median(self.increment_bytes)) / self.base_bytes if self.increment_bytes else None
-        found: dict[str, Any] = {"base_bytes": self.base_bytes, "increment_bytes": list(self.increment_bytes)}
-        found |= {"increment_over_base": share, "updates_served": len(self.delays)}
-        for name, quantile in (("delay_median_s", 0.5), ("delay_p99_s", 0.99)):
-            found[name] = float(np.quantile(self.delays, quantile)) if self.delays else None
-        return found
-
-    def table(self) -> Table:
-        """A line for each number; of the increments, their median."""
-        found, table = self.to_dict(), Table("", "measured", title="publications")
-        sizes = found.pop("increment_bytes")
-        found["increments"] = len(sizes)
-        found["increment_bytes_median"] = int(np.median(sizes)) if sizes else None
-        for name, value in found.items():
-            number = "-" if value is None else f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
-            table.add_row(name.replace("_", " "), number)
-        return table
+    median = float(np.median(increment_bytes)) if increment_bytes else None
+    found: dict[str, Any] = {
+        "base_bytes": base_bytes,
+        "increment_over_base": None if median is None else median / base_bytes,
+        "updates_served": len(delays),
+        "delay_median_s": float(np.quantile(delays, 0.5)) if delays else None,
+        "delay_p99_s": float(np.quantile(delays, 0.99)) if delays else None,
+        "increments": len(increment_bytes),
+        "increment_bytes_median": None if median is None else int(median),
+    }
+    lines = []
+    for name, value in found.items():
+        number = "-" if value is None else f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+        lines.append([name.replace("_", " "), number])
+    return Columns("publications", ("", "measured"), lines, {**found, "increment_bytes": list(increment_bytes)})
 
 
 def measure(
@@ -124,20 +120,21 @@ def measure(
     blocks = _switched(work, model, batch_size, every_seconds, most_seconds)
     published = _served(work, model, batch_size, served_seconds, every_seconds)
     name = f"{model}, B={batch_size}, a version every {every_seconds:g} s"
-    wall, training = blocks.rates(0).estimate(PUBLISHING, NONE), blocks.rates(1).estimate(PUBLISHING, NONE)
-    told = f"{blocks.processor_seconds:.2f} s of processor time a version; training thread: {training.value:.3f}"
+    measured, of_thread = (blocks.rates(clock, on=PUBLISHING, off=NONE) for clock in (WALL, TRAINING))
+    wall, training = (x.estimate(PUBLISHING, NONE) for x in (measured, of_thread))
+    told = f"{processor_seconds(blocks):.2f} s of processor time a version; training thread: {training.value:.3f}"
     told += f" ± {training.standard_error:.3f}"
     bar = Bar(f"{name}: over none ({told})", wall.value, "at least", at_least, standard_error=wall.standard_error)
-    return [Row(name, blocks.rates(0), NONE), published], [bar]
+    return [Row(name, measured, NONE), published], [bar]
 
 
-def _switched(work: Workload, model: str, batch_size: int, every_seconds: float, most_seconds: float) -> Blocks:
+def _switched(work: Workload, model: str, batch_size: int, every_seconds: float, most_seconds: float) -> Quadruples:
     """One training whose publications are switched on and off."""
 
-    def is_enough(blocks: Blocks, elapsed: float) -> bool:
+    def is_enough(blocks: Quadruples, elapsed: float) -> bool:
         if len(blocks) < LEAST_QUADRUPLES:
             return False
-        error = blocks.rates(0).estimate(PUBLISHING, NONE).standard_error
+        error = blocks.rates(WALL, on=PUBLISHING, off=NONE).estimate(PUBLISHING, NONE).standard_error
         return elapsed >= most_seconds or error <= ENOUGH
 
     with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +151,7 @@ def _switched(work: Workload, model: str, batch_size: int, every_seconds: float,
         return switch.blocks
 
 
-def _served(work: Workload, model: str, batch_size: int, seconds: float, every_seconds: float) -> Published:
+def _served(work: Workload, model: str, batch_size: int, seconds: float, every_seconds: float) -> Columns:
     """A training with publications, which a reader beside it opens."""
     base, sizes = 0, []
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +168,7 @@ def _served(work: Workload, model: str, batch_size: int, seconds: float, every_s
                 base = size
             else:
                 sizes.append(size)
-        return Published(base, sizes, follower.delays(paced.steps))
+        return table_of(base, sizes, follower.delays(paced.steps))
 
 
 class _Follower:

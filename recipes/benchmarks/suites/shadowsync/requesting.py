@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 from benchmarks.harness.hosts import counted_by
+from benchmarks.harness.job_training import TRAFFIC
 from benchmarks.harness.workload import Workload
 from benchmarks.peers import bare_link, torch_rpc
 from benchmarks.suites.het.cache import CACHED, worker_at
-from benchmarks.suites.het.training import TRAFFIC, running
+from benchmarks.suites.het.training import running
 from torch import Tensor
 
 from lightning_recsys.embeddings import EmbeddingBagConfig
@@ -79,7 +80,7 @@ def train(
 ) -> None:
     """Ask until told to stop; nothing is trained.
 
-    After each step it writes what :class:`benchmarks.suites.het.training.CountedSteps` does.
+    After each step it writes what :class:`benchmarks.suites.het.training.CrossedBytes` does.
 
     Args:
         folder: Where the times of steps and their bytes are written, and where a file ``stop`` ends this.

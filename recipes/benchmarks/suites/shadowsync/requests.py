@@ -20,11 +20,11 @@ from benchmarks.harness.hosts import Host, NoLinkError, free_port, linked_hosts
 from benchmarks.harness.jobs import Job
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.processes import python
-from benchmarks.harness.report import Result, Row
+from benchmarks.harness.report import Columns, Result, Row
 from benchmarks.harness.turns import Measurement
 from benchmarks.harness.workload import Workload
 from benchmarks.suites.des.processors import encryption_seconds
-from benchmarks.suites.het.cache import CACHED, Columns, worker
+from benchmarks.suites.het.cache import CACHED, worker
 from benchmarks.suites.het.link import PER_STEP, measure_on_links, server_with_keys
 from benchmarks.suites.shadowsync.requesting import BYTES_PER_ID, BYTES_PER_NUMBER, WAYS
 

@@ -13,11 +13,11 @@ from benchmarks.harness.hosts import NoLinkError, free_port, linked_hosts
 from benchmarks.harness.jobs import ran_in_turns
 from benchmarks.harness.parts import Measured, measure_parts
 from benchmarks.harness.processes import python
-from benchmarks.harness.report import Result, Row
+from benchmarks.harness.report import Columns, Result, Row
 from benchmarks.harness.turns import Measurement
-from benchmarks.suites.shadowsync import quality, stores
+from benchmarks.suites.shadowsync import stores
+from benchmarks.suites.shadowsync.quality import measure as measure_quality
 from benchmarks.suites.shadowsync.requests import measure as measure_requests
-from rich.table import Table
 
 Part = Literal["link", "overhead", "scale", "straggler", "store", "requests", "quality"]
 
@@ -32,35 +32,23 @@ ALL_FAST = "no straggler"  # S-EASGD
 log = logging.getLogger("benchmark")
 
 
-@dataclass(frozen=True)
-class Gaps:
-    """How often each variant synchronised, from what its strategy told in the end.
+Told = Mapping[str, Mapping[int, Mapping[str, float]]]
+"""Variant -> telemetry of each trainer, which its strategy told in the end."""
 
-    Args:
-        title: The workload.
-        told: Variant -> telemetry of each trainer.
-    """
 
-    title: str
-    told: Mapping[str, Mapping[int, Mapping[str, float]]]
+def longest_gap(told: Told, variant: str) -> float:
+    """Steps of a trainer from one round to the next; of the trainer that waited longest."""
+    return max(telemetry["sync/gap"] for telemetry in told[variant].values())
 
-    def gap(self, variant: str) -> float:
-        """Steps of a trainer from one round to the next; of the trainer that waited longest."""
-        return max(telemetry["sync/gap"] for telemetry in self.told[variant].values())
 
-    def table(self) -> Table:
-        """The gaps of all trainers, and rounds per second."""
-        table = Table("variant", "sync gap of each trainer", "rounds/s of each", title=f"sync gaps, {self.title}")
-        table.title_justify = "left"
-        for variant, told in self.told.items():
-            trainers = [told[rank] for rank in sorted(told)]
-            gaps, rounds = ([f"{x[key]:.1f}" for x in trainers] for key in ("sync/gap", "sync/rounds"))
-            table.add_row(variant, ", ".join(gaps), ", ".join(rounds))
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain containers."""
-        return {"gaps": self.title, "telemetry": {name: dict(told) for name, told in self.told.items()}}
+def table_of_gaps(workload: str, told: Told) -> Columns:
+    """How often each variant synchronised: the gaps of all trainers, and rounds per second."""
+    lines = []
+    for variant, by_rank in told.items():
+        trainers = [by_rank[rank] for rank in sorted(by_rank)]
+        lines.append([variant, *(", ".join(f"{x[key]:.1f}" for x in trainers) for key in ("sync/gap", "sync/rounds"))])
+    header = ("variant", "sync gap of each trainer", "rounds/s of each")
+    return Columns(f"sync gaps, {workload}", header, lines, {"telemetry": {name: dict(x) for name, x in told.items()}})
 
 
 def run(
@@ -85,7 +73,7 @@ def run(
         "straggler": suite.straggler,
         "store": lambda: stores.measure(**store),
         "requests": lambda: measure_requests(**requests),
-        "quality": lambda: _quality(quality, cache=cache, data=data),
+        "quality": lambda: measure_quality(**quality, cache=Path(cache), root=data),
     }
     return measure_parts(parts, measures)
 
@@ -109,12 +97,12 @@ class Suite:
         variants = {NOT_SYNCHRONISED: NEVER, "S-EASGD": BACKGROUND}
         jobs = {name: self._on_one_machine(how, sync_over_tcp=True) for name, how in variants.items()}
         # 3 percent are asked for, and that is what the ratio of one round is off by.
-        row, gaps = replace(self, rounds=4 * self.rounds)._measure("one machine", jobs)
+        row, told = replace(self, rounds=4 * self.rounds)._measure("one machine", jobs)
         bars = [
             Bar("S-EASGD / not synchronised", row.measured.ratio("S-EASGD", NOT_SYNCHRONISED), "at least", 0.97),
-            Bar(f"sync gap of S-EASGD, {row.workload}", gaps.gap("S-EASGD"), "at most", 10, " steps"),
+            Bar(f"sync gap of S-EASGD, {row.workload}", longest_gap(told, "S-EASGD"), "at most", 10, " steps"),
         ]
-        return [row, gaps], bars
+        return [row, table_of_gaps(row.workload, told)], bars
 
     def scale(self) -> Measured:
         """Two trainers, and two processes that know nothing of each other, started together."""
@@ -162,27 +150,26 @@ class Suite:
         try:
             with linked_hosts(rate) as hosts:
                 jobs = {name: self._on_two_hosts(how, hosts) for name, how in variants.items()}
-                row, gaps = self._measure(f"{rate} link", jobs)
+                row, told = self._measure(f"{rate} link", jobs)
+            results = [row, table_of_gaps(row.workload, told)]
+            ratio, gap = row.measured.ratio("S-EASGD", "FR-EASGD-5"), longest_gap(told, "S-EASGD")
         except NoLinkError as error:
             log.warning("The link is left out: %s.", error)
-            row = gaps = None
-        ratio = row and row.measured.ratio("S-EASGD", "FR-EASGD-5")
-        gap = gaps and gaps.gap("S-EASGD")
+            results, ratio, gap = [], None, None
         bars = [
             Bar(f"S-EASGD / FR-EASGD-5, {rate} link", ratio, "at least", 1.0, " x"),
             Bar(f"sync gap of S-EASGD, {rate} link", gap, "at most", 29.9, " steps"),
         ]
-        return [x for x in (row, gaps) if x is not None], bars
+        return results, bars
 
     def _measure(
         self, workload: str, jobs: Mapping[str, Mapping[str, Any]], *, base: str = NOT_SYNCHRONISED
-    ) -> tuple[Row, Gaps]:
+    ) -> tuple[Row, Told]:
         with ran_in_turns(jobs, rounds=self.rounds, seconds=self.seconds, training=TRAINING) as named:
             measured = Measurement({name: job.rates(self.batch_size) for name, job in named.items()})
-        title = f"{workload}, B={self.batch_size}"
         told = {name: job.telemetry for name, job in named.items()}
         synchronised = {name: x for name, x in told.items() if any("sync/gap" in each for each in x.values())}
-        return Row(title, measured, base=base), Gaps(title, synchronised)
+        return Row(f"{workload}, B={self.batch_size}", measured, base=base), synchronised
 
     def _on_one_machine(self, how: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
         settings |= {"batch_size": self.batch_size, "strategy": {"num_trainers": 2, **how}}
@@ -207,8 +194,3 @@ class Suite:
             "workers": 2,
             "environment": [{"GLOO_SOCKET_IFNAME": host.interface} for host in hosts],
         }
-
-
-def _quality(settings: Mapping[str, Any], *, cache: str, data: str) -> Measured:
-    measured = quality.measure(**settings, cache=Path(cache), root=data)
-    return list(measured), [each.bar() for each in measured]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.harness.job_training import Batches, StepTimes
+from benchmarks.harness.job_training import Batches, StepTimes, make_strategy
 from benchmarks.harness.ours import TaskAlone
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.workload import Workload
@@ -75,6 +75,7 @@ def train(
     batch_size: int,
     dim: int = 16,
     strategy: Mapping[str, Any] | None,
+    name: str = "shadowsync",
     sync_over_tcp: bool = False,
     num_nodes: int = 1,
     start: float = 0.0,
@@ -87,20 +88,22 @@ def train(
         asker: Id of the process that wants the training.
         batch_size: Examples of a step of a worker.
         dim: Width of the rows.
-        strategy: Arguments of :class:`ShadowSyncStrategy`; ``None`` trains in this process alone.
+        strategy: Arguments of the strategy; ``None`` trains in this process alone.
+        name: Which strategy, of two workers.
         sync_over_tcp: Use :class:`SyncServersOverTcp`.
         num_nodes: Lightning's.
         start: As in :class:`Batches`.
         slowed: Arguments of :class:`Slowed`, if a rank is to be.
     """
     work = Workload(rows=ROWS, dim=dim)
-    kind = SyncServersOverTcp if sync_over_tcp else ShadowSyncStrategy
+    make = SyncServersOverTcp if sync_over_tcp else partial(make_strategy, name)
+    on_one_machine: str | int = "auto" if name == "shadowsync" else 2
     trainer = quiet_trainer(
         StepTimes(folder, asker=asker),
         callbacks=[Slowed(*slowed)] if slowed else [],
-        devices="auto" if strategy is not None and num_nodes == 1 else 1,
+        devices=on_one_machine if strategy is not None and num_nodes == 1 else 1,
         num_nodes=num_nodes,
-        strategy="auto" if strategy is None else kind(**strategy),
+        strategy="auto" if strategy is None else make(**strategy),
     )
     loader: Any = Batches(work.batches(batch_size), start)
     trainer.fit(make_task(work), loader)

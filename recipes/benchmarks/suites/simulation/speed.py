@@ -7,22 +7,18 @@ its own.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.parts import Measured
-from benchmarks.harness.processes import RECIPES, environment, python
-from benchmarks.harness.report import Row
+from benchmarks.harness.processes import RECIPES, python, watched
+from benchmarks.harness.report import Columns, Row
 from benchmarks.harness.turns import Measurement, Turn, in_turns
-from rich.table import Table
 
 PLAIN, SIMULATED = "plain training", "simulated"
 SMALL, DEFAULT = "deepfm_small", "deepfm"
@@ -34,40 +30,6 @@ MEMORY = 8.0
 """GiB, of everything that runs."""
 MINUTES = 10.0
 """Of the whole command."""
-_LOOK = 0.2  # seconds between two looks at a process's memory
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a process took.
-
-    Args:
-        name: What the process did, for the table.
-        seconds: The time from its start to its end.
-        gib: The peak of its resident set; ``None`` where the system does not tell.
-    """
-
-    name: str
-    seconds: float
-    gib: float | None
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Processes beside each other."""
-
-    runs: Sequence[Run]
-
-    def table(self) -> Table:
-        """One line for each."""
-        table = Table("process", "minutes", "GiB at its peak", title="time and memory", title_justify="left")
-        for run in self.runs:
-            table.add_row(run.name, f"{run.seconds / 60:.1f}", "" if run.gib is None else f"{run.gib:.2f}")
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain containers."""
-        return {"runs": [asdict(run) for run in self.runs]}
 
 
 def measure(
@@ -87,7 +49,7 @@ def measure(
         command: Overrides of ``recipes/simulate.py`` for the whole command; none: it is left out.
         rounds: How many rounds are measured, behind the one that is not counted.
         seconds: How long one turn of a variant takes.
-        root: The folder of the data sets, for ``paths.data``.
+        root: Folder of the data sets, for ``paths.data``.
     """
     rows, runs, bars = [], [], []
     for model in models:
@@ -118,40 +80,9 @@ def measure(
         runs.append(run)
         bars.append(Bar(name, run.seconds / 60, "at most", MINUTES, " minutes"))
         bars.append(Bar(f"{name}, memory", run.gib, "at most", MEMORY, " GiB"))
-    return [*rows, Runs(runs)], bars
-
-
-def watched(name: str, command: Sequence[str]) -> tuple[str, Run]:
-    """What a process printed, how long it ran, and the peak of its resident set, which is looked at meanwhile.
-
-    Raises:
-        RuntimeError: the process failed; has what it wrote to its standard error.
-    """
-    gib: float | None = None
-    began = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=printed, stderr=said, env=environment())  # noqa: S603 - our own
-        try:
-            while process.poll() is None:
-                gib = _peak_gib(process.pid) or gib
-                time.sleep(_LOOK)
-        finally:
-            process.kill()
-            process.wait()
-        taken = time.perf_counter() - began
-        printed.seek(0)
-        said.seek(0)
-        if process.returncode:
-            raise RuntimeError(f"{name} failed:\n{said.read()}")
-        return printed.read(), Run(name, taken, gib)
-
-
-def _peak_gib(pid: int) -> float | None:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) / 2**20 for line in lines if line.startswith("VmHWM")), None)
+    lines = [[x.name, f"{x.seconds / 60:.1f}", "" if x.gib is None else f"{x.gib:.2f}"] for x in runs]
+    header, details = ("process", "minutes", "GiB at its peak"), {"runs": [asdict(run) for run in runs]}
+    return [*rows, Columns("time and memory", header, lines, details)], bars
 
 
 def main(settings: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 from benchmarks.harness.bars import Bar
 from benchmarks.harness.parts import Measured
 from benchmarks.harness.recipe_runs import Metrics, configuration, trained
+from benchmarks.harness.report import Columns
 from recipe_tools.build import build_datamodule, build_task
-from rich.table import Table
 
 from lightning_recsys.metrics import NormalizedEntropy
 from lightning_recsys.simulation import Normal, Synchronization, VirtualCluster, Workers
@@ -23,57 +22,24 @@ NE_TOLERANCE = 0.3  # percent
 TOLERANCE = 20.0  # percent, of sync gap and speed-up
 
 
-@dataclass(frozen=True)
-class Twins:
-    """Two trainers, real and virtual, of each seed.
+Kinds = Mapping[str, Sequence[Metrics]]
+"""Metrics of each seed: ``alone`` of one real trainer, from which the virtual workers' times are taken; ``real`` of
+two; ``virtual`` of two in virtual time."""
 
-    Args:
-        alone: Metrics of one real trainer: what the virtual workers' times are taken from.
-        real: Of two.
-        virtual: Of two in virtual time.
-    """
 
-    alone: Sequence[Metrics]
-    real: Sequence[Metrics]
-    virtual: Sequence[Metrics]
+def rows_of(found: Kinds) -> dict[str, tuple[float, float]]:
+    """What is compared: real, virtual."""
 
-    def mean(self, kind: str, metric: str) -> float:
-        """Over the seeds."""
-        return statistics.mean(metrics[metric] for metrics in getattr(self, kind))
+    def mean(kind: str, metric: str) -> float:
+        return statistics.mean(metrics[metric] for metrics in found[kind])
 
-    def rows(self) -> dict[str, tuple[float, float]]:
-        """What is compared: real, virtual."""
-        alone = self.mean("alone", "eps")
-        return {
-            "test NE": (self.mean("real", "test/ne"), self.mean("virtual", "test/ne")),
-            "sync gap": (self.mean("real", "sync/gap"), self.mean("virtual", "sync/gap")),
-            "speed-up by the second trainer": (self.mean("real", "eps") / alone, self.mean("virtual", "eps") / alone),
-        }
-
-    def bars(self) -> list[Bar]:
-        """How far the virtual ones are from the real ones, in percent."""
-        return [
-            Bar(
-                f"{name}, virtual from real",
-                100 * abs(virtual / real - 1),
-                "at most",
-                NE_TOLERANCE if name == "test NE" else TOLERANCE,
-                " %",
-            )
-            for name, (real, virtual) in self.rows().items()
-        ]
-
-    def table(self) -> Table:
-        """Real beside virtual."""
-        table = Table("two trainers", "real", "virtual", title="a virtual cluster beside the real one")
-        table.title_justify = "left"
-        for name, (real, virtual) in self.rows().items():
-            table.add_row(name, f"{real:.4f}", f"{virtual:.4f}")
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain containers."""
-        return {kind: [dict(metrics) for metrics in getattr(self, kind)] for kind in ("alone", "real", "virtual")}
+    pairs = {name: (mean("real", name), mean("virtual", name)) for name in ("test/ne", "sync/gap", "eps")}
+    alone, (real, virtual) = mean("alone", "eps"), pairs["eps"]
+    return {
+        "test NE": pairs["test/ne"],
+        "sync gap": pairs["sync/gap"],
+        "speed-up by the second trainer": (real / alone, virtual / alone),
+    }
 
 
 def measure(*, common: Sequence[str], interval: float, seeds: Sequence[int], cache: Path, root: str) -> Measured:
@@ -84,18 +50,24 @@ def measure(*, common: Sequence[str], interval: float, seeds: Sequence[int], cac
         interval: Seconds between a trainer's rounds.
         seeds: Seeds of start values and the order of rows; a run each.
         cache: Where finished runs are kept.
-        root: The folder of the data sets, for ``paths.data``.
+        root: Folder of the data sets, for ``paths.data``.
     """
-    alone, real, virtual = [], [], []
+    found: dict[str, list[Metrics]] = {"alone": [], "real": [], "virtual": []}
     for seed in seeds:
         overrides = [*common, f"seed={seed}", "strategy=shadowsync", f"strategy.interval={interval}"]
-        for trainers, found in ((1, alone), (2, real)):
+        for trainers, kind in ((1, "alone"), (2, "real")):
             chosen = [*overrides, f"strategy.num_trainers={trainers}"]
-            found.append(trained(f"trainers{trainers}-seed{seed}", chosen, cache=cache, root=root))
+            found[kind].append(trained(f"trainers{trainers}-seed{seed}", chosen, cache=cache, root=root))
         config = configuration(overrides, folder=cache, root=root)
-        virtual.append(simulated(config, eps=alone[-1]["eps"], interval=interval))
-    twins = Twins(alone, real, virtual)
-    return [twins], twins.bars()
+        found["virtual"].append(simulated(config, eps=found["alone"][-1]["eps"], interval=interval))
+    rows = rows_of(found)
+    lines = [[name, f"{real:.4f}", f"{virtual:.4f}"] for name, (real, virtual) in rows.items()]
+    table = Columns("a virtual cluster beside the real one", ("two trainers", "real", "virtual"), lines, found)
+    limits = {name: NE_TOLERANCE if name == "test NE" else TOLERANCE for name in rows}
+    return [table], [
+        Bar(f"{name}, virtual from real", 100 * abs(virtual / real - 1), "at most", limits[name], " %")
+        for name, (real, virtual) in rows.items()
+    ]
 
 
 def simulated(config: dict[str, Any], *, eps: float, interval: float) -> Metrics:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -13,12 +13,12 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from benchmarks.harness.job_training import Batches
 from benchmarks.harness.ours import Ours, TaskAlone, make_task
-from benchmarks.harness.report import Result
+from benchmarks.harness.report import Columns, Result
 from benchmarks.harness.trainer import StepsToTurn, quiet_trainer
 from benchmarks.harness.turns import Measurement, Turn, in_turns
 from benchmarks.harness.workload import Workload
-from rich.table import Table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -45,62 +45,14 @@ class FixedRows(Backend):
         pass
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A loader over batches that lie in memory, again and again."""
-
-    batches: list[Batch]
-
-    def __iter__(self) -> Iterator[Batch]:
-        return cycle(self.batches)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Milliseconds of a step, part by part: differences between a step with the part and the step before it."""
-
-    title: str
-    milliseconds: dict[str, float]
-
-    @classmethod
-    def of(cls, title: str, measured: Measurement, batch_size: int) -> Parts:
-        """From variants that each have one part more than the one before."""
-        times = {name: 1e3 * batch_size / measured.median(name) for name in measured.rates}
-        parts = [(after, times[after] - times[before]) for before, after in pairwise(times)]
-        first = next(iter(times))
-        return cls(title, {first: times[first], **dict(parts), "the whole step": list(times.values())[-1]})
-
-    def table(self) -> Table:
-        """With each part's share of the step."""
-        table = Table("part", "ms", "share", title=self.title, title_justify="left")
-        whole = list(self.milliseconds.values())[-1]
-        for name, value in self.milliseconds.items():
-            table.add_row(name, f"{value:.3f}", f"{value / whole:.1%}")
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for programs."""
-        return {"parts": self.title, "milliseconds": {name: round(v, 4) for name, v in self.milliseconds.items()}}
-
-
-@dataclass(frozen=True)
-class Operators:
-    """The operators that take most of the time: name -> calls a step, milliseconds a step without what they call."""
-
-    title: str
-    operators: dict[str, tuple[float, float]]
-
-    def table(self) -> Table:
-        """Most expensive first."""
-        table = Table("operator", "calls a step", "ms a step", title=self.title, title_justify="left")
-        for name, (calls, milliseconds) in self.operators.items():
-            table.add_row(name, f"{calls:g}", f"{milliseconds:.3f}")
-        return table
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for programs."""
-        listed = {name: {"calls": calls, "ms": round(ms, 4)} for name, (calls, ms) in self.operators.items()}
-        return {"operators": self.title, "per_step": listed}
+def table_of_parts(title: str, measured: Measurement, batch_size: int) -> Columns:
+    """Milliseconds of a step, part by part, from variants that each have one part more than the one before."""
+    times = {name: 1e3 * batch_size / measured.median(name) for name in measured.rates}
+    first, *_, last = times
+    parts = {after: times[after] - times[before] for before, after in pairwise(times)}
+    milliseconds = {first: times[first], **parts, "the whole step": times[last]}
+    lines = [[name, f"{value:.3f}", f"{value / times[last]:.1%}"] for name, value in milliseconds.items()]
+    return Columns(title, ("part", "ms", "share"), lines, {"milliseconds": milliseconds})
 
 
 def measure(root: Path, work: Workload, model: str, batch_size: int, *, rounds: int, seconds: float) -> list[Result]:
@@ -109,7 +61,7 @@ def measure(root: Path, work: Workload, model: str, batch_size: int, *, rounds: 
     steps = Steps(root, work, model, batch_size)
     # Short turns and many of them: some parts are a few percent of the step.
     measured = in_turns(steps.variants(), rounds=3 * rounds, seconds=seconds / 3)
-    return [Parts.of(f"parts of a step, {name}", measured, batch_size), steps.operators(f"operators, {name}")]
+    return [table_of_parts(f"parts of a step, {name}", measured, batch_size), steps.operators(f"operators, {name}")]
 
 
 @dataclass(frozen=True)
@@ -139,7 +91,7 @@ class Steps:
             "metrics, callbacks, logger": Ours(self.root)(self.work, self.model, self.batch_size),
         }
 
-    def operators(self, title: str, *, most: int = 12) -> Operators:
+    def operators(self, title: str, *, most: int = 12) -> Columns:
         """From torch's profiler, which costs a few microseconds a call itself; compiled loops do not show."""
         step = self._step(make_task(self.work, self.model))
         batches = cycle(self.work.batches(self.batch_size))
@@ -149,11 +101,11 @@ class Steps:
             for _ in range(PROFILED_STEPS):
                 step(next(batches))
         events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)[:most]
-        per_step = {
-            event.key: (round(event.count / PROFILED_STEPS, 1), event.self_cpu_time_total / 1e3 / PROFILED_STEPS)
-            for event in events
-        }
-        return Operators(title, per_step)
+        lines = [
+            [x.key, f"{round(x.count / PROFILED_STEPS, 1):g}", f"{x.self_cpu_time_total / 1e3 / PROFILED_STEPS:.3f}"]
+            for x in events
+        ]
+        return Columns(title, ("operator", "calls a step", "ms a step"), lines)
 
     def _loop(self, *, rows: bool = True, optimizer: bool = True) -> Variant:
         """A plain loop over ready batches."""
@@ -189,5 +141,5 @@ class Steps:
 
     def _through_trainer(self, turn: Turn) -> None:
         task: pl.LightningModule = make_task(self.work, self.model, kind=TaskAlone)
-        loader: Any = Ready(self.work.batches(self.batch_size))
+        loader: Any = Batches(self.work.batches(self.batch_size))
         quiet_trainer(StepsToTurn(turn, self.batch_size)).fit(task, loader)

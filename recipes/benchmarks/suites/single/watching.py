@@ -20,16 +20,20 @@ import rich
 from benchmarks.harness.estimates import Estimate
 from benchmarks.harness.ours import make_task
 from benchmarks.harness.processes import RECIPES
-from benchmarks.harness.quadruples import Quadruples
+from benchmarks.harness.quadruples import Clocks, Quadruples
 from benchmarks.harness.trainer import quiet_trainer
 from benchmarks.harness.turns import Measurement, Stopped
 from benchmarks.harness.workload import Workload
 from omegaconf import OmegaConf
 from recipe_tools.build import build_all
 
-from lightning_recsys.data import Batch
-from lightning_recsys.data.prepared import PreparedDataModule
+from lightning_recsys.data import Batch, PreparedDataModule
 from lightning_recsys.data.typed_yaml import load_yaml
+
+OURS, ALONE = "ours", "no metrics"
+
+WALL, PROCESSOR = range(2)
+"""The clocks: that on the wall, and the processor time of the thread that trains, in which nothing else ran."""
 
 BLOCK = 512
 """Examples of a block, of two steps at least: a tenth of a second or less, within which a machine hardly changes."""
@@ -39,9 +43,6 @@ WARM_UP = 5
 
 ENOUGH = 0.3
 """Standard error of the cost, in percent of the step, at which a measurement ends."""
-
-Seconds = dict[bool, list[Any]]
-"""With callbacks and loggers (``True``) and without: of the two blocks of each quadruple together."""
 
 _CONF = RECIPES.parent / "conf"
 
@@ -65,25 +66,32 @@ class Switch(pl.Callback):
 
     Args:
         steps: Of a block.
-        is_enough: Asked after each quadruple with :attr:`seconds` and those since the first quadruple that counts; ends
+        batch_size: Examples of a step.
+        is_enough: Asked after each quadruple with those so far and the seconds since the first one that counts; ends
             the training by :class:`benchmarks.harness.turns.Stopped`.
-        clock: Seconds; an array of them from several clocks.
+        clock: Seconds by :data:`WALL` and :data:`PROCESSOR`.
 
     Attributes:
-        seconds: By the clock.
+        blocks: What was measured.
     """
 
-    def __init__(self, steps: int, is_enough: Callable[[Seconds, Any], bool], *, clock: Callable[[], Any]) -> None:
-        self.seconds: Seconds = {True: [], False: []}
+    def __init__(
+        self,
+        steps: int,
+        batch_size: int,
+        *,
+        is_enough: Callable[[Quadruples, float], bool],
+        clock: Callable[[], Clocks],
+    ) -> None:
+        self.blocks = Quadruples(batch_size)
         self._steps_of_block, self._is_enough, self._clock = steps, is_enough, clock
-        self._quadruples = Quadruples()
         self._warm_up, self._steps = WARM_UP, 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note what there is to switch, and begin."""
         self._callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         self._loggers = list(trainer.loggers)
-        self._began = self._clock()
+        self._began = self._clock()[WALL]
         self._switch(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -91,58 +99,38 @@ class Switch(pl.Callback):
         self._steps += 1
         if self._steps % self._steps_of_block:
             return
-        if (taken := self._quadruples.add(self._clock() - self._since)) is not None:
-            self._end_quadruple(taken)
+        if self.blocks.add(self._steps_of_block, self._clock() - self._since):
+            self._end_quadruple()
         self._switch(trainer)
 
-    def _end_quadruple(self, taken: dict[bool, Any]) -> None:
+    def _end_quadruple(self) -> None:
         if self._warm_up:
             self._warm_up -= 1
-            self._began = self._clock()
-            return
-        for on, seconds in taken.items():
-            self.seconds[on].append(seconds)
-        if self._is_enough(self.seconds, self._clock() - self._began):
+            self.blocks.forget()
+            self._began = self._clock()[WALL]
+        elif self._is_enough(self.blocks, self._clock()[WALL] - self._began):
             raise Stopped
 
     def _switch(self, trainer: pl.Trainer) -> None:
-        on = self._quadruples.on
+        on = self.blocks.on
         trainer.callbacks = [*self._callbacks, self] if on else [self]  # type: ignore[attr-defined]
         trainer.loggers = self._loggers if on else []
         self._since = self._clock()
 
 
-@dataclass(frozen=True)
-class Watched:
-    """Examples per second with what watches a run (``ours``) and without (``no metrics``), one number a quadruple.
-
-    Args:
-        wall: By the clock on the wall.
-        processor: By the processor time of the thread that trains: without the time in which something else ran.
-    """
-
-    wall: Measurement
-    processor: Measurement
-
-    @classmethod
-    def of(cls, seconds: Seconds, examples: int) -> Watched:
-        """From the seconds on both clocks, and the examples of a block."""
-        sides = {"ours": np.array(seconds[True]), "no metrics": np.array(seconds[False])}
-        wall, processor = (
-            Measurement({name: (2 * examples / side[:, clock]).tolist() for name, side in sides.items()})
-            for clock in range(2)
-        )
-        return cls(wall, processor)
+def rates(blocks: Quadruples, clock: int) -> Measurement:
+    """Examples per second by a clock, with what watches a run and without, one number a quadruple."""
+    return blocks.rates(clock, on=OURS, off=ALONE)
 
 
 def cost(measured: Measurement) -> Estimate:
     """What callbacks and loggers take, in percent of the step."""
-    kept = measured.estimate("ours", "no metrics")
+    kept = measured.estimate(OURS, ALONE)
     return Estimate(100 * (1 - kept.value), 100 * kept.standard_error)
 
 
-def measure(root: Path, model: str, batch_size: int, *, most_seconds: float, quadruples: int) -> Watched:
-    """Rates with what ``recipes/train.py`` watches a run with by default, and without any of it.
+def measure(root: Path, model: str, batch_size: int, *, most_seconds: float, quadruples: int) -> Quadruples:
+    """Blocks with what ``recipes/train.py`` watches a run with by default, and without any of it.
 
     Ends when the standard error of the cost is at most :data:`ENOUGH`.
 
@@ -153,14 +141,16 @@ def measure(root: Path, model: str, batch_size: int, *, most_seconds: float, qua
         most_seconds: When to end although the standard error is larger.
         quadruples: Of blocks, at least.
     """
-    steps = max(2, BLOCK // batch_size)
 
-    def is_enough(seconds: Seconds, elapsed: Any) -> bool:
-        if len(seconds[True]) < quadruples:
+    def is_enough(blocks: Quadruples, elapsed: float) -> bool:
+        if len(blocks) < quadruples:
             return False
-        return elapsed[0] >= most_seconds or cost(Watched.of(seconds, steps * batch_size).wall).standard_error <= ENOUGH
+        return elapsed >= most_seconds or cost(rates(blocks, WALL)).standard_error <= ENOUGH
 
-    switch = Switch(steps, is_enough, clock=lambda: np.array([time.perf_counter(), time.thread_time()]))
+    steps = max(2, BLOCK // batch_size)
+    switch = Switch(
+        steps, batch_size, is_enough=is_enough, clock=lambda: np.array([time.perf_counter(), time.thread_time()])
+    )
     data = PreparedDataModule(root=root, batch_size=batch_size, drop_last=True)
     data.setup()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as terminal:
@@ -174,7 +164,7 @@ def measure(root: Path, model: str, batch_size: int, *, most_seconds: float, qua
             pass
         finally:
             rich.reconfigure()
-    return Watched.of(switch.seconds, steps * batch_size)
+    return switch.blocks
 
 
 def watchers(folder: str, terminal: Any) -> tuple[list[pl.Callback], list[Any]]:
