@@ -18,15 +18,14 @@ from recipe_tools.build import (
     check_calibrate,
     check_test_rows,
     count_parameters,
-    plain,
     seed_everything,
     test_on_one_device,
 )
 from recipe_tools.config_types import check_types
 from recipe_tools.overrides import explained_overrides
-from recipe_tools.quiet import be_quiet
-from recipe_tools.record import RunRecord, isolated_job
+from recipe_tools.record import RunRecord
 from recipe_tools.report import print_results
+from recipe_tools.sweep import recipe_job
 from recipe_tools.trained import load_checkpoint, offer_checkpoint_config
 
 from lightning_recsys.runtime import configure_worker
@@ -34,9 +33,7 @@ from lightning_recsys.runtime import configure_worker
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
 def main(cfg: DictConfig) -> None:
-    be_quiet()
-    with isolated_job(), RunRecord.of_job(cfg) as record:
-        record.config = plain(cfg)
+    with recipe_job(cfg) as record:
         evaluate(record.config, record)
 
 

@@ -68,6 +68,8 @@ def predict(config: Config) -> PredictionWriter:
         files = [str(path.absolute()) for path in find_files(config["rows"], name="data")]
         config["data"]["schema"]["files"]["predict"] = files
     datamodule = build_datamodule(config, checkpoint=load_checkpoint(config["checkpoint"]), stage="predict")
+    if not datamodule.has(datamodule.predicted_split):
+        raise ValueError("data: the run has no test rows to predict. Name others, as in data=new.csv.")
     if makes_rows(config):  # which rows there are, its strategy knows
         task, arguments = build_task(config, datamodule), {}
     else:

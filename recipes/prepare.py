@@ -36,7 +36,11 @@ def schema(cfg: DictConfig) -> None:
         guessed = guess_schema(raw, label=cfg.label, dates=cfg.dates)
     except (ValueError, FileNotFoundError) as error:  # most are questions
         raise SystemExit(str(error)) from None
-    out.write_text(guessed.to_yaml(), encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(guessed.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise SystemExit(f"out: the schema cannot be written ({error})") from None
     show_guess(guessed)
     log.info("Wrote %s. Look it over: a remark says why each column is where it is. Then train:", out)
     log.info("  %s data=tabular data.schema=%s", command("train"), out)

@@ -35,8 +35,13 @@ def keep(run: Path, name: str, root: Path) -> Path:
         root: The folder of kept runs.
 
     Raises:
-        ValueError: the run is not complete, or other seeds under this name have another configuration.
+        ValueError: the name is not of that form, there is no run, it is not complete, or other seeds under this name
+            have another configuration.
     """
+    if len(Path(name).parts) != 2:
+        raise ValueError(f"a kept run is called DATA/MODEL, such as criteo/dlrm; got {name!r}.")
+    if not (run / FILE_NAME).is_file():
+        raise ValueError(f"there is no {FILE_NAME} in {run}, as the folder of a run has one: name logs/train/<time>.")
     record = json.loads((run / FILE_NAME).read_text(encoding="utf-8"))
     if record["status"] != "completed":
         raise ValueError(f"{run} is {record['status']}: only completed runs are kept.")

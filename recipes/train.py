@@ -22,38 +22,30 @@ from recipe_tools.build import (
     check_checkpoint,
     check_monitored,
     count_parameters,
-    plain,
     seed_everything,
     test_on_one_device,
     to_floats,
 )
-from recipe_tools.config_types import check_complete, check_types
+from recipe_tools.config_types import check_types
 from recipe_tools.overrides import explained_overrides, schema_changes
-from recipe_tools.quiet import be_quiet
-from recipe_tools.record import RunRecord, isolated_job
+from recipe_tools.record import RunRecord
 from recipe_tools.report import print_results, unknown_ids
-from recipe_tools.sweep import end_with_sweep, optimized_value, refuse_reexecution
+from recipe_tools.sweep import optimized_value, recipe_job, refuse_reexecution
 
 from lightning_recsys.runtime import configure_worker
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    be_quiet()
     if cfg.seed is None:
         cfg.seed = secrets.randbits(32)
-    record = RunRecord.of_job(cfg)
-    if record.sweeping:
-        end_with_sweep()
-    with isolated_job(), record:
-        check_complete(cfg)
-        config = record.config = plain(cfg)
+    with recipe_job(cfg) as record:
         try:
-            train(config, record)
+            train(record.config, record)
         except SIGTERMException:  # Lightning would end with status 0, as if the run were complete
             raise SystemExit(128 + signal.SIGTERM) from None
         # Alone there is nothing to compare with, and a run that max_steps ends may not have been validated.
-        return optimized_value(record.metrics, config["optimized_metric"]) if record.sweeping else None
+        return optimized_value(record.metrics, record.config["optimized_metric"]) if record.sweeping else None
 
 
 def train(config: Config, record: RunRecord) -> None:

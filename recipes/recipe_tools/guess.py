@@ -13,7 +13,7 @@ def show_guess(schema: Schema) -> None:
     """Print where each column of a guessed schema stands and why, and in how many rows of the sample it fits."""
     table = Table("column", "taken for", "rows with a value", "of these fit", "why", title_justify="left")
     for column, use in schema.uses():
-        why = schema.comments.get("label" if use == "label" else column, "")
+        why = schema.comments.get("schema.label" if use == "label" else column, "")
         present, fitting = schema.present.get(column, 0), schema.fitting.get(column, 1)
         table.add_row(escape(column), use, f"{present:.1%}", f"{fitting:.1%}" if present else "", escape(why))
     console().print(table)

@@ -12,11 +12,10 @@ from recipe_tools.report import console
 from rich.table import Table
 
 from lightning_recsys.data import guess_schema
-from lightning_recsys.data.files import find_files
-from lightning_recsys.data.preparation import Preparation, split_by_schema, split_rule
+from lightning_recsys.data.files import check_md5, find_files
+from lightning_recsys.data.preparation import BySchema, Preparation, split_rule
 from lightning_recsys.data.preparation.progress import progress_bar
 from lightning_recsys.data.prepared import Manifest
-from lightning_recsys.data.raw.checksums import check_md5
 from lightning_recsys.data.raw.columns import SkippedRows
 from lightning_recsys.data.typed_yaml import load_yaml
 
@@ -36,7 +35,7 @@ def prepare_rows(config: Config) -> Manifest:
             out,
             raw_format=raw_format,
             files=files,
-            split=split_by_schema(raw_format) if config["split"]["by"] == "schema" else split_rule(**config["split"]),
+            split=BySchema(raw_format) if config["split"]["by"] == "schema" else split_rule(**config["split"]),
             preprocessing=build(config["preprocessing"]),
             on_bad_row=config["on_bad_row"],
             shard_bytes=config["shard_bytes"],

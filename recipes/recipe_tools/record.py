@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -48,6 +49,7 @@ class RunRecord:
     Args:
         folder: Where the file goes; made when missing.
         job: Number of the job within a sweep, or None.
+        alone: Refuse a folder that another run writes to meanwhile.
         overrides: The command line's overrides.
         config: The configuration in plain containers.
 
@@ -58,7 +60,15 @@ class RunRecord:
         details: Further entries of the file, such as counts of parameters.
     """
 
-    def __init__(self, folder: Path, *, config: dict[str, Any], overrides: list[str], job: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config: dict[str, Any],
+        overrides: list[str],
+        job: int | None = None,
+        alone: bool = False,
+    ) -> None:
         self.path = folder / FILE_NAME
         self.config = config
         self.sweeping = job is not None
@@ -73,6 +83,8 @@ class RunRecord:
             "machine": machine(),
         }
         self._start = time.perf_counter()
+        self._alone = alone
+        self._claimed: int | None = None  # its folder, open and locked while it runs
 
     @classmethod
     def of_job(cls, cfg: DictConfig) -> RunRecord:
@@ -80,7 +92,7 @@ class RunRecord:
         hydra = HydraConfig.get()
         job = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
         config: dict[str, Any] = OmegaConf.to_container(cfg)  # type: ignore[assignment]
-        return cls(Path(cfg.paths.output_dir), config=config, overrides=task_overrides(), job=job)
+        return cls(Path(cfg.paths.output_dir), config=config, overrides=task_overrides(), job=job, alone=True)
 
     @property
     def wall_time(self) -> float:
@@ -88,6 +100,7 @@ class RunRecord:
         return time.perf_counter() - self._start
 
     def __enter__(self) -> RunRecord:
+        self._claim()
         self._write("running")
         return self
 
@@ -99,6 +112,27 @@ class RunRecord:
         else:  # Lightning makes SystemExit of Ctrl-C and SIGTERM
             status = "interrupted" if issubclass(kind, KeyboardInterrupt | SystemExit) else "failed"
             self._write(status, error=f"{kind.__name__}: {error}")
+        if self._claimed is not None:
+            fcntl.flock(self._claimed, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open, too
+            os.close(self._claimed)
+
+    def _claim(self) -> None:
+        """Hold the folder: runs that start within a second get the same, and would test each other's checkpoints."""
+        if not self._alone or rank_zero_only.rank != 0:
+            return
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self._claimed = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._claimed)
+            raise ValueError(
+                f"another run writes to {folder}, as where both began in the same second. Start this one again, or name"
+                " a folder of its own, such as hydra.run.dir=logs/mine."
+            ) from None
+        except OSError:  # a file system that knows no locks of folders
+            return
 
     def _write(self, status: str, error: str | None = None) -> None:
         if rank_zero_only.rank != 0:

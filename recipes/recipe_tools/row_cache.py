@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from recipe_tools.report import console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_recsys.data.preparation.cache import RowCache
@@ -25,14 +26,14 @@ def show_cache(arguments: Sequence[str]) -> None:
     output, entries = console(), cache.entries()
     if given.clear:
         freed = sum(entry.bytes for entry in removed)
-        output.print(f"{cache.folder}: removed {len(removed)} entries, {freed:,} bytes.", soft_wrap=True)
+        output.print(f"{escape(str(cache.folder))}: removed {len(removed)} entries, {freed:,} bytes.", soft_wrap=True)
     if not entries:
-        output.print(f"{cache.folder} is empty.", soft_wrap=True)
+        output.print(f"{escape(str(cache.folder))} is empty.", soft_wrap=True)
         return
-    table = Table("rows", "bytes", "last used", "", "made from", title=str(cache.folder), title_justify="left")
+    table = Table("rows", "bytes", "last used", "", "made from", title=escape(str(cache.folder)), title_justify="left")
     for entry in entries:
         state = "in use" if entry.in_use else "" if entry.rows is not None else "unfinished"
         rows = "" if entry.rows is None else f"{entry.rows:,}"
         used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-        table.add_row(rows, f"{entry.bytes:,}", used, state, ", ".join(entry.files))
+        table.add_row(rows, f"{entry.bytes:,}", used, state, escape(", ".join(entry.files)))
     output.print(table)

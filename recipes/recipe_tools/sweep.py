@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
-from recipe_tools.record import FILE_NAME
+from recipe_tools.build import plain
+from recipe_tools.config_types import check_complete
+from recipe_tools.quiet import be_quiet
+from recipe_tools.record import FILE_NAME, RunRecord, isolated_job
 from recipe_tools.report import METRICS, console
 from rich.markup import escape
 from rich.table import Table
@@ -83,6 +87,23 @@ class SweepComparison(Callback):
             write_markdown(folder / "comparison.md", cells)
             print_comparison(cells, folder)
         return records
+
+
+@contextmanager
+def recipe_job(cfg: DictConfig) -> Iterator[RunRecord]:
+    """The job that Hydra runs: quiet, recorded with its whole configuration, and gone with its sweep.
+
+    Raises:
+        ValueError: the configuration lacks a value.
+    """
+    be_quiet()
+    job = RunRecord.of_job(cfg)
+    if job.sweeping:
+        end_with_sweep()
+    with isolated_job(), job as record:
+        check_complete(cfg)
+        record.config = plain(cfg)
+        yield record
 
 
 def end_with_sweep() -> None:

@@ -36,13 +36,21 @@ def test_schema_command_writes_a_schema_and_nothing_else(own_rows):
     assert not list(folder.rglob("*.log"))
 
 
-def test_schema_command_keeps_a_schema_that_is_there(own_rows):
+def test_schema_command_keeps_a_schema_that_is_there_and_says_where_it_cannot_write(own_rows):
     folder, _ = own_rows
     before = (folder / "clicks.yaml").read_text()
-    config = {"raw": folder / "clicks.csv", "out": str(folder / "clicks.yaml"), "label": "user", "overwrite": False}
+    config = {
+        "raw": str(folder / "clicks.csv"),
+        "out": str(folder / "clicks.yaml"),
+        "label": "user",
+        "overwrite": False,
+    }
     with pytest.raises(SystemExit, match=r"clicks.yaml exists. Choose another out=, or overwrite=true."):
         prepare.schema.__wrapped__(OmegaConf.create(config))
     assert (folder / "clicks.yaml").read_text() == before
+    config |= {"out": str(folder / "clicks.csv" / "clicks.yaml"), "label": None, "dates": None}
+    with pytest.raises(SystemExit, match="out: the schema cannot be written"):
+        prepare.schema.__wrapped__(OmegaConf.create(config))
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +104,8 @@ def test_rows_without_labels_are_predicted_from_the_checkpoint_alone(trained, ru
         )
     with pytest.raises(ValueError, match="id=request is a column of the rows that data= names"):
         predict.predict({"task": {"_target_": "lightning_recsys.tasks.CTRTask"}, "id": "request", "rows": None})
+    none = run_forked("predict.py", line[0], "data.schema.split.test=0", "out=none.csv", folder=tmp_path)
+    assert "the run has no test rows to predict" in none.stderr
     again = run_forked("predict.py", *line, "data=[new.csv,nowhere.csv]", "overwrite=true", folder=tmp_path)
     assert again.returncode == 1
     assert "data: there is no file nowhere.csv" in again.stderr

@@ -65,3 +65,13 @@ def test_unknown_ids_when_they_are_most_then_a_line_names_column_and_rows(tmp_pa
         assert report.unknown_ids(data) == {"test": {"user": 0.75, "city": 0.25}}
     (said,) = [line.getMessage() for line in caplog.records]
     assert said == "user: 75 % of the test rows' ids are unknown to training, and share one embedding."
+
+
+def test_run_when_another_one_writes_to_its_folder_then_is_refused(tmp_path):
+    first = record.RunRecord(tmp_path, config={}, overrides=["first"], alone=True)
+    with first, pytest.raises(ValueError, match=r"another run writes to .*same second.*hydra\.run\.dir="):
+        record.RunRecord(tmp_path, config={}, overrides=["second"], alone=True).__enter__()
+    assert record.completed_record(tmp_path)["overrides"] == ["first"]
+    with record.RunRecord(tmp_path, config={}, overrides=["third"], alone=True):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [record.FILE_NAME]

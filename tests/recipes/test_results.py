@@ -55,5 +55,7 @@ def test_run_when_it_cannot_be_kept_or_found_then_says_why(run, composed, tmp_pa
     (run / "metrics.json").write_text(json.dumps(record | {"status": "failed"}))
     with pytest.raises(ValueError, match="is failed: only completed runs are kept"):
         results.keep(run, "synthetic/other", root)
+    with pytest.raises(ValueError, match=r"there is no metrics\.json in .*nowhere"):
+        results.keep(tmp_path / "nowhere", "synthetic/other", root)
     with pytest.raises(ValueError, match=r"nothing is kept as a/b. There are synthetic/lr"):
         list(results.kept_runs(["a/b"], root))
