@@ -85,6 +85,17 @@ def test_staleness_when_one_worker_is_held_then_is_that_of_the_schedule_and_norm
     assert model.bias.item() == pytest.approx(-0.1 * (STEPS + STEPS - 1 + 1 / (STEPS + 1)))
 
 
+def test_telemetry_when_all_have_met_then_has_the_staleness_of_every_workers_pushes(tmp_path):
+    """Rank 0's own pushes all have a staleness of 1; the one that is stale is rank 1's first."""
+    trainer = make_trainer(AsyncParameterServerStrategy(transport="tcp"), Holds(tmp_path), TelemetryMonitor())
+    trainer.fit(Counting(share=1.0))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics["world_size"] == 2
+    assert metrics["staleness/max"] == metrics["staleness/p99"] == STEPS + 1
+    assert metrics["staleness/mean"] == pytest.approx((2 * STEPS - 1 + STEPS + 1) / (2 * STEPS))
+    assert metrics["staleness/share_1"] == pytest.approx(1 - 1 / (2 * STEPS))
+
+
 def test_server_when_killed_in_the_middle_then_no_update_is_lost_and_none_counts_twice():
     model, strategy = Counting(share=1.0), AsyncParameterServerStrategy(transport="tcp", compression="bf16")
     make_trainer(strategy, KillsServer(), limit_val_batches=0).fit(model)

@@ -14,6 +14,7 @@ from lightning_recsys.stores.backend import StoreBackend
 from lightning_recsys.stores.versions import StalenessHistogram
 from lightning_recsys.strategies.async_ps import row_tags
 from lightning_recsys.strategies.async_ps.dense_part import Kept, ServedDensePart, ServedStep, refuse_gradient_scaler
+from lightning_recsys.strategies.async_ps.staleness_of_all import StalenessOfAll
 from lightning_recsys.strategies.common.direct_steps import DirectSteps
 from lightning_recsys.strategies.common.means import meet_buffers
 from lightning_recsys.strategies.common.served import EMBEDDING, ServedStrategy
@@ -83,6 +84,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
         self._loads: Any = None  # the hook that follows what is loaded meanwhile
         self._restored: Sequence[Kept] = ()  # of the checkpoint that the run goes on from
         self._restored_rows: list[row_tags.Share] = []  # the same of rows: this worker's part
+        self._staleness = StalenessOfAll()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_saved": []}
@@ -151,6 +153,7 @@ class AsyncParameterServerStrategy(ServedStrategy):
         if self.is_global_zero:
             self._saved = self._dense.kept()
         meet_buffers(self.task)
+        self._staleness.meet(self._observed(), device=self.root_device)
         if self.averages is not None:
             self.averages.meet()
 
@@ -204,17 +207,21 @@ class AsyncParameterServerStrategy(ServedStrategy):
     # --- Telemetry and the end ---------------------------------------------------------------------------------------
 
     def telemetry(self) -> dict[str, Any]:
-        """Staleness and traffic of this process so far; see ``docs/async_ps.md`` for each name."""
+        """Staleness of all workers' pushes and traffic of this process; see ``docs/async_ps.md`` for each name."""
         values: dict[str, Any] = super().telemetry()
+        for name, own in self._observed().items():
+            if len(seen := self._staleness.of_all(name, own)):
+                values |= {name: seen} | {f"{name}/share_{bin_}": share for bin_, share in shares(seen).items()}
+        return values
+
+    def _observed(self) -> dict[str, StalenessHistogram]:
+        """The staleness of this worker's pushes, by what it is called."""
         dense = StalenessHistogram() if self._dense is None else self._dense.observed
         rows = StalenessHistogram()
         for collection in () if self.tables is None else self.tables.collections.values():
             if isinstance(collection.embedding_bags, StoreBackend):
                 rows.update(collection.embedding_bags.observed)
-        for name, seen in (("staleness", dense), ("staleness/rows", rows)):
-            if len(seen):
-                values |= {name: seen} | {f"{name}/share_{bin_}": share for bin_, share in shares(seen).items()}
-        return values
+        return {"staleness": dense, "staleness/rows": rows}
 
     def teardown(self) -> None:
         """Follow loads and steps no more; then all that the base class does."""
