@@ -9,7 +9,19 @@ import torch
 from des_runs import free_port, join
 from forked import run_processes
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
-from test_het import IDS, STEPS, Batches, Counting, GoesBack, KillsServer, SetsBias, all_rows, counts, make_trainer
+from test_het import (
+    IDS,
+    STEPS,
+    Batches,
+    Counting,
+    GoesBack,
+    KillsServer,
+    Ratings,
+    SetsBias,
+    all_rows,
+    counts,
+    make_trainer,
+)
 from torch import nn
 
 from lightning_recsys.callbacks import TelemetryMonitor
@@ -197,6 +209,36 @@ def test_one_worker_when_it_trains_or_goes_on_then_equals_a_single_device(tmp_pa
     torch.testing.assert_close((again[0]["change"], again[2]), (tags["change"], changes), rtol=1e-3, atol=1e-6)
     assert tags["version"].max() > 1
     assert set(seen) == set(again[3]) == {1}
+
+
+class NotesTagsOfItems(Callback):
+    """What rows of a plain module have at the end."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        rows = trainer.strategy.tables.collections["items"].embedding_bags
+        torch.save({name: rows.read_rows("rows", name, 0, 64) for name in ("version", "change")}, self.path)
+
+
+def test_rows_of_plain_modules_alone_when_training_goes_on_then_keep_versions_and_last_changes(tmp_path):
+    """Such a checkpoint is a single file: there is nothing that the first worker does not have."""
+    path = None
+    by_change = StalenessNormalization("power", sensitivity=1.0)
+    for epochs in (2, 3):
+        strategy = AsyncParameterServerStrategy(normalization=by_change, min_rows=5, transport="tcp")
+        saving = ModelCheckpoint(tmp_path / f"saved-{epochs}", filename="{epoch}", save_top_k=-1)
+        noting = NotesTagsOfItems(tmp_path / f"{epochs}.pt")
+        options = {"max_epochs": epochs, "limit_val_batches": 0}
+        make_trainer(strategy, saving, noting, **options).fit(Ratings(), ckpt_path=path)
+        path = tmp_path / "saved-2" / "epoch=0.ckpt"
+        assert not path.is_dir()
+    two, three = (torch.load(tmp_path / f"{epochs}.pt") for epochs in (2, 3))
+    assert two["version"].tolist() == [2] * 64
+    assert three["version"].tolist() == [3] * 64
+    assert two["change"].min() > 0
+    assert torch.load(path)["row_tags"]["items"]["rows"]["change"].min() > 0
 
 
 SWAPPED = {

@@ -180,13 +180,19 @@ class AsyncParameterServerStrategy(ServedStrategy):
         if self._saved and "optimizer_states" in checkpoint:
             versions, changes = (list(x) for x in zip(*self._saved, strict=True))
             checkpoint[CHECKPOINT_KEY] = {"versions": versions, "changes": changes}
+        if "optimizer_states" in checkpoint and self.is_global_zero and self.succeeded and not self.saves_folders:
+            checkpoint |= self._row_tags(rank=0, num_ranks=1)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def checkpoint_extras(self) -> dict[str, Any] | None:
         """Versions and last changes of this rank's share of the rows."""
+        return self._row_tags(rank=self.living_rank, num_ranks=self.num_living) or None
+
+    def _row_tags(self, *, rank: int, num_ranks: int) -> dict[str, Any]:
+        """The entry of a checkpoint with a share of all rows; none outside of training, or without rows."""
         if self.tables is None or self._dense is None:
-            return None
-        ranks = {"rank": self.living_rank, "num_ranks": self.num_living}
+            return {}
+        ranks = {"rank": rank, "num_ranks": num_ranks}
         return {row_tags.KEY: row_tags.read_share(self.tables.collections, self.normalization, **ranks)}
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -195,7 +201,10 @@ class AsyncParameterServerStrategy(ServedStrategy):
         options: Any = {**ranks, "weights_only": weights_only is not False}
         if self.task.trainer.state.fn == TrainerFn.FITTING:
             self._restored_rows = row_tags.load_shares(checkpoint_path, **options)
-        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if row_tags.KEY in loaded and self.is_global_zero:  # a single file
+            self._restored_rows = [loaded[row_tags.KEY]]
+        return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, and keep the versions for the start of training."""
