@@ -74,18 +74,21 @@ ALLOWED_THREADS = re.compile(r"tqdm|TMonitor|pytest_timeout|^Dummy-")  # one for
 
 SHARED_MEMORY = Path("/dev/shm")
 GRACE_SECONDS = 5.0  # an ending thread or process gets this long before it counts as left behind
+LOOKS = 20  # and is looked for so often at least
 COLLECTION_SECONDS = 0.5  # between two collections of garbage meanwhile
 
 
 def _after_grace(find: Callable[[], list[str]], seconds: float | None = None) -> list[str]:
     """What ``find`` still finds once it has had time to go; what waits for garbage collection is collected."""
     began, seconds = time.monotonic(), GRACE_SECONDS if seconds is None else seconds
-    collected = began - COLLECTION_SECONDS + 0.1  # most things that end do so at once, and need no collection
-    while (found := find()) and (now := time.monotonic()) < began + seconds:
-        if now >= collected + COLLECTION_SECONDS:
-            gc.collect()  # takes a fifth of a second, or a whole one where the machine is busy: look again afterwards
-            collected = now
+    next_collection, looks = began + 0.1, 0  # most things that end do so at once, and need no collection
+    # The time alone says little: where this process had no turn meanwhile, what is ending had none either.
+    while (found := find()) and ((now := time.monotonic()) < began + seconds or looks < LOOKS):
+        if now >= next_collection:
+            gc.collect()  # takes a fifth of a second, or a whole one where the machine is busy
+            next_collection = now + COLLECTION_SECONDS
         time.sleep(0.02)
+        looks += 1
     return found
 
 
@@ -166,7 +169,13 @@ def _processes_end() -> Iterator[None]:
     def find() -> list[psutil.Process]:
         allowed = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
         found = [x for x in psutil.Process().children(recursive=True) if x.pid not in allowed and x not in before]
-        return [x for x in found if x.is_running() and x.status() != psutil.STATUS_ZOMBIE]
+        return [x for x in found if goes_on(x)]
+
+    def goes_on(process: psutil.Process) -> bool:
+        try:
+            return bool(process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:  # it ended as we looked
+            return False
 
     def describe() -> list[str]:
         described = []

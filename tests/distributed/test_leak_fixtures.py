@@ -12,10 +12,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 LEAKY = """
-import os, pathlib, signal, socket, subprocess, sys, threading, time
-import conftest, pytest, torch
+import os, pathlib, signal, socket, subprocess, sys, threading, time, weakref
+from types import SimpleNamespace
+import conftest, psutil, pytest, torch
 
-KEPT, ENDED = [], threading.Event()
+KEPT, ENDED, STATUS = [], threading.Event(), psutil.Process.status
 
 def test_environment():
     os.environ["LEFT"] = "1"
@@ -70,6 +71,24 @@ def test_grace():
     threading.Thread(target=time.sleep, args=(0.1,)).start()
     subprocess.Popen(["sleep", "0.1"])
 
+def test_process_that_ends_between_two_looks_at_it():
+    ended = subprocess.Popen(["sleep", "0.2"])
+
+    def status_once_it_has_ended(process):
+        ended.wait()
+        return STATUS(process)
+
+    psutil.Process.status = status_once_it_has_ended
+
+def test_garbage_when_the_machine_had_no_time_for_us(monkeypatch):
+    psutil.Process.status = STATUS
+    cycle = [(kept := set())]
+    cycle.append(cycle)
+    is_there, hours = weakref.ref(kept), iter(range(0, 10**6, 3600))
+    del cycle, kept
+    monkeypatch.setattr(conftest, "time", SimpleNamespace(monotonic=lambda: next(hours), sleep=time.sleep))
+    assert conftest._after_grace(lambda: ["it"] if is_there() is not None else []) == []
+
 @pytest.mark.parametrize("again", [0, 1])
 def test_random_numbers(again):
     KEPT.append(torch.rand(1).item())
@@ -105,4 +124,4 @@ def test_fixtures_when_a_test_leaves_something_behind_then_fail_it_and_no_other(
     assert blamed.keys() == LEFT_BEHIND.keys(), report
     for name, message in LEFT_BEHIND.items():
         assert re.search(message, blamed[name]), blamed[name]
-    assert re.search(rf"\b15 passed, {len(LEFT_BEHIND)} errors", report), report
+    assert re.search(rf"\b17 passed, {len(LEFT_BEHIND)} errors", report), report
