@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import torch
 import zmq
 
@@ -72,6 +73,16 @@ def running(folder: Path, *, kind: type[Server] = Server, **options) -> Iterator
         server.stop()
         thread.join()
         server.close()
+
+
+def listening_child(endpoint: str, parent: psutil.Process | None = None) -> psutil.Process:
+    """The process below this one, or below another, that listens at an ``ipc:///socket``."""
+    path = endpoint.removeprefix("ipc://")
+    for process in (parent or psutil.Process()).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # another one that ends as we look
+            if any(x.laddr == path for x in process.net_connections("unix")):
+                return process
+    raise AssertionError(f"nobody listens at {endpoint}")
 
 
 def request_frames(

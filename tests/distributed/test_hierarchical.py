@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from server_helpers import listening_child
 
 from lightning_recsys import cli
 from lightning_recsys.callbacks import TelemetryMonitor
@@ -23,6 +24,7 @@ from lightning_recsys.placement.plan_file import read_measured, read_plan
 from lightning_recsys.strategies import HierarchicalStrategy
 from lightning_recsys.strategies.hierarchical import OperatorPlacement
 from lightning_recsys.strategies.hierarchical.draining import WANTED
+from lightning_recsys.sync import EASGD, ModelAveraging
 from lightning_recsys.tasks import CTRTask
 
 pytestmark = [
@@ -137,14 +139,49 @@ def test_layers_in_pieces_when_saved_and_gone_on_with_whole_or_in_other_pieces_t
         assert_close(again, whole)
 
 
+class NotesRounds:
+    """Of an algorithm: each group server notes that it makes rounds. They begin when servers have found each other."""
+
+    folder: Path
+
+    def fold(self, replica, answer):
+        super().fold(replica, answer)
+        (self.folder / f"round-{os.getpid()}").touch()
+
+
+class NotingEASGD(NotesRounds, EASGD):
+    pass
+
+
+class NotingAveraging(NotesRounds, ModelAveraging):
+    pass
+
+
+class AwaitsRounds(Callback):
+    """Nobody goes on to the second batch before all group servers have made a round: training does not wait for them.
+
+    Args:
+        folder: For the servers' notes.
+        num_servers: Group servers of the run.
+    """
+
+    def __init__(self, folder, num_servers):
+        self.folder, self.num_servers = folder, num_servers
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        while batch_idx == 1 and len(list(self.folder.glob("round-*"))) < self.num_servers:
+            time.sleep(0.01)
+
+
 def test_two_groups_when_as_many_updates_as_one_process_made_then_near_it_with_the_staleness_of_their_nets(tmp_path):
     data = partial(make_data, rows=4096)
     expected = fit(make_task(), data()).callback_metrics["val/ne"]
-    saving, strategy = (
-        ModelCheckpoint(tmp_path, filename="first"),
-        partial(hierarchical, num_groups=2, nets_per_trainer=2),
-    )
-    trainer = fit(make_task(), data(), strategy=strategy(), epochs=1, callbacks=[TelemetryMonitor(), saving])
+    algorithm = NotingEASGD()
+    algorithm.folder = tmp_path
+    strategy = partial(hierarchical, num_groups=2, nets_per_trainer=2, algorithm=algorithm)
+    saving = ModelCheckpoint(tmp_path / "saved", filename="first")
+    callbacks = [AwaitsRounds(tmp_path, num_servers=2), TelemetryMonitor(), saving]
+    trainer = fit(make_task(), data(), strategy=strategy(), epochs=1, callbacks=callbacks)
     seen = trainer.callback_metrics
     assert trainer.world_size == 4
     assert 0 <= float(seen["staleness/group/mean"]) <= 1 * 2  # t trainers of r nets
@@ -156,8 +193,11 @@ def test_two_groups_when_as_many_updates_as_one_process_made_then_near_it_with_t
 
 
 def test_groups_when_they_average_among_themselves_then_rounds_are_made_and_all_stop_in_the_same_one(tmp_path):
-    strategy = hierarchical(num_groups=2, servers_per_group=2, algorithm="ma", alpha=1.0)
-    trainer = fit(make_task(), make_data(rows=2048), strategy=strategy, epochs=2, callbacks=[TelemetryMonitor()])
+    algorithm = NotingAveraging(alpha=1.0)
+    algorithm.folder = tmp_path
+    strategy = hierarchical(num_groups=2, servers_per_group=2, algorithm=algorithm)
+    callbacks = [AwaitsRounds(tmp_path, num_servers=4), TelemetryMonitor()]
+    trainer = fit(make_task(), make_data(rows=2048), strategy=strategy, epochs=2, callbacks=callbacks)
     assert trainer.world_size == 2
     assert trainer.current_epoch == 2
     assert float(trainer.callback_metrics["sync/rounds"]) > 0
@@ -209,14 +249,9 @@ def test_running_values_when_a_server_has_them_for_several_nets_then_the_model_g
 
 
 def kill_group_server(trainer, number):
-    path = trainer.strategy.endpoints["group"][number].removeprefix("ipc://")
-    for process in psutil.Process(os.getppid()).children():
-        if any(x.laddr == path for x in process.net_connections("unix")):
-            process.send_signal(signal.SIGKILL)
-            while psutil.pid_exists(process.pid) and process.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.01)
-            return
-    raise AssertionError(f"nobody listens at {path}")
+    process = listening_child(trainer.strategy.endpoints["group"][number], psutil.Process(os.getppid()))
+    process.kill()
+    process.wait()
 
 
 class KillsGroupServer(Callback):

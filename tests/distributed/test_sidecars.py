@@ -5,7 +5,7 @@ import signal
 import socket
 import stat
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from served_strategy import LoadedByWorkers, Model, ServedStrategy, die, fail, make_trainer
+from server_helpers import listening_child
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_recsys.errors import RequestRefusedError
@@ -54,11 +55,7 @@ def other_addresses():
 
 def pid_at(endpoint):
     """The process that listens there."""
-    path = endpoint.removeprefix("ipc://")
-    for process in psutil.Process().children(recursive=True):
-        if any(x.laddr == path for x in process.net_connections("unix")):
-            return process.pid
-    raise AssertionError(f"nobody listens at {endpoint}")
+    return listening_child(endpoint).pid
 
 
 def kill(sidecars, endpoint):
@@ -161,10 +158,8 @@ def test_server_when_its_thread_watches_then_comes_back_until_restarts_are_used_
             second = first
             while second == first:
                 time.sleep(0.02)
-                try:
+                with suppress(AssertionError):
                     second = pid_at(endpoint)
-                except (AssertionError, psutil.NoSuchProcess):
-                    second = first
             watch.check()
             os.kill(second, signal.SIGKILL)
             watch._thread.join()
@@ -196,9 +191,15 @@ def test_server_when_it_cannot_start_then_its_error_arrives_and_nothing_is_left(
     assert list(SHARED_MEMORY.glob(f"lightning_recsys-{os.getpid()}-*")) == []
 
 
+def serve(*_, **__):
+    """The program of a server that is never ready."""
+    time.sleep(1000)
+
+
 def test_server_when_it_is_too_slow_then_the_error_says_so(monkeypatch):
     monkeypatch.setattr("lightning_recsys.launchers.sidecars.START_SECONDS", 0.0)
-    with pytest.raises(RuntimeError, match="Server embedding-0 was not ready within 0 s"), Sidecars(SPECS[:1]):
+    specs = [ServerSpec("embedding", 0, program=__name__)]
+    with pytest.raises(RuntimeError, match="Server embedding-0 was not ready within 0 s"), Sidecars(specs):
         pass
 
 
@@ -262,9 +263,7 @@ def test_servers_when_a_worker_fails_then_are_gone_and_the_trainer_can_be_used_a
 def kill_sync_server(model, folder):
     """In worker 1; returns when it is back."""
     (endpoint,) = model.trainer.strategy.endpoints["sync"]
-    path = endpoint.removeprefix("ipc://")
-    launched = psutil.Process(os.getppid()).children()  # of the fork server, as we are
-    (server,) = (x for x in launched if any(y.laddr == path for y in x.net_connections("unix")))
+    server = listening_child(endpoint, psutil.Process(os.getppid()))  # of the fork server, as we are
     server.kill()
     server.wait()
     while not listens(endpoint):
