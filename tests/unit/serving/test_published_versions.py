@@ -575,7 +575,7 @@ def test_remote_folder_when_read_then_files_are_kept_by_their_digests(program, t
 def test_remote_folder_when_two_publish_then_the_one_that_lives_stays_and_a_dead_one_is_followed(tmp_path, monkeypatch):
     import fsspec
 
-    for name, seconds in (("RENEW", 0.01), ("WATCH", 1.0), ("LOOK", 0.3), ("SETTLE", 0.01)):
+    for name, seconds in (("RENEW", 0.01), ("WATCH", 60.0), ("LOOK", 0.3), ("SETTLE", 0.01)):
         monkeypatch.setattr(claims, f"{name}_SECONDS", seconds)
     files, link = fsspec.filesystem("memory"), Link(1, "0" * 64)
     first, second = VersionFolder("memory://claimed"), VersionFolder("memory://claimed")
@@ -584,7 +584,8 @@ def test_remote_folder_when_two_publish_then_the_one_that_lives_stays_and_a_dead
             with pytest.raises(ValueError, match=r"memory://claimed: run 1 \(process \d+ on .*publishes there"):
                 second.locked("run 2").__enter__()
             first.set_current(link)
-        monkeypatch.setattr(claims, "RENEW_SECONDS", 60.0)  # it stands still
+        monkeypatch.setattr(claims, "RENEW_SECONDS", 600.0)  # it stands still
+        monkeypatch.setattr(claims, "WATCH_SECONDS", 1.0)
         with first.locked("run 1"), second.locked("run 2"):
             with pytest.raises(PublishedVersionError, match=r"versions/1: .*run 2 \(process"):
                 first.set_current(link)

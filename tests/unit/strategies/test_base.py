@@ -1,5 +1,6 @@
 """Construction and refusals of strategies; what they do when they run is in tests/conformance and tests/distributed."""
 
+import gc
 import os
 import pickle
 import threading
@@ -171,6 +172,7 @@ def test_checkpoint_when_the_main_process_saves_before_or_without_steps_then_the
 
 def test_teardown_when_nothing_was_set_up_then_does_nothing_any_number_of_times():
     strategy = connected(Served())
+    gc.collect()  # no file of an earlier test is closed meanwhile
     before = os.listdir("/proc/self/fd"), threading.enumerate()
     for _ in range(2):
         strategy.teardown()
