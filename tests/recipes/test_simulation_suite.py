@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from inspect import signature
 
 import pytest
+from benchmarks.harness import processes
 from benchmarks.harness.processes import Run, python, watched
 from benchmarks.suites.simulation import speed, suite, twins
 from hydra import initialize_config_dir
@@ -85,9 +86,18 @@ def test_speed_when_measured_in_small_then_both_are_in_every_round_and_judged(tm
     assert [run["name"] for run in runs.details["runs"]] == [row[0] for row in runs.rows] == processes
 
 
-def test_process_when_watched_then_its_peak_is_told_or_what_it_said_of_its_failure():
-    code = "import time; x = bytearray(60 << 20); del x; time.sleep(0.5); print('done')"
-    printed, run = watched("large", python("-c", code))
+def test_process_when_watched_then_its_peak_is_told_or_what_it_said_of_its_failure(tmp_path, monkeypatch):
+    peak_of, seen = processes._peak_gib, tmp_path / "seen"
+
+    def look(pid):
+        if (gib := peak_of(pid)) and gib > 60 / 1024:
+            seen.touch()
+        return gib
+
+    monkeypatch.setattr(processes, "_peak_gib", look)
+    begins = "import os, sys, time; x = bytearray(60 << 20); del x; time.sleep(0.5)"
+    ends = "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\nprint('done')"
+    printed, run = watched("large", python("-c", f"{begins}\n{ends}", str(seen)))
     assert (printed, run.name) == ("done\n", "large")
     assert 60 / 1024 < run.gib < 1
     assert run.seconds >= 0.5
