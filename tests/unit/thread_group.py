@@ -15,7 +15,7 @@ def on_threads(size: int, member: Callable[[int, Any], Any]) -> list[Any]:
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(minutes=2))
         return member(rank, group), group  # which stays until the others have connected to it
 
     with ThreadPoolExecutor(size) as threads:
