@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from recipe_tools.record import RunRecord, isolated_job  # noqa: E402
 from train import train  # noqa: E402
 
 MARK = "LIGHTNING_RECSYS_TEST_RUN"
+TCP_LISTEN = "0A"  # in /proc/net/tcp
 TINY_DATA = ("data.train_rows=1000", "data.val_rows=400", "data.test_rows=400", "data.batch_size=100")
 TINY = (*TINY_DATA, "model.embedding_dim=4", "model.bottom_hidden=[8]", "model.top_hidden=[8]")
 
@@ -86,7 +87,7 @@ class Traces:
         shared_memory: Entries of ``/dev/shm`` that were not there before.
         temporary: Files in its folder for temporary files.
         ports_meanwhile: Ports that its processes listened on while it ran.
-        ports: Those of them that a process still listens on.
+        ports: Those of them whose socket a process still listens at; somebody else's new one may have the same number.
     """
 
     folder: Path
@@ -107,7 +108,7 @@ def run_watched(*arguments: str, folder: Path) -> tuple[subprocess.CompletedProc
     """Run ``train.py`` in ``folder``, with a place of its own for temporary files; look at what is left of it."""
     mark = uuid.uuid4().hex
     shared_memory = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory() as temporary, _watching(mark) as (ports, others):
+    with tempfile.TemporaryDirectory() as temporary, _watching(mark) as (sockets, others):
         done = run_recipe("train.py", *arguments, folder=folder, timeout=560, **{MARK: mark, "TMPDIR": temporary})
         deadline = time.monotonic() + 10  # the fork server ends when it notices that its main process has
         while (left := _marked(mark)) and time.monotonic() < deadline:
@@ -118,8 +119,8 @@ def run_watched(*arguments: str, folder: Path) -> tuple[subprocess.CompletedProc
             processes=[" ".join(process.cmdline())[:100] for process in left],
             shared_memory={name for name in new if not others & {int(x) for x in re.findall(r"\d+", name)}},
             temporary=os.listdir(temporary),
-            ports_meanwhile=ports,
-            ports=ports & _listening(psutil.process_iter()),
+            ports_meanwhile=set(sockets.values()),
+            ports={port for _, port in sockets.items() & _listening().items()},
         )
 
 
@@ -133,19 +134,25 @@ def _marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def _listening(processes: Iterable[psutil.Process]) -> set[int]:
-    ports = set()
-    for process in processes:
-        with suppress(psutil.Error):
-            connections = process.net_connections("inet")
-            ports |= {x.laddr.port for x in connections if x.status == psutil.CONN_LISTEN}
-    return ports
+def _listening() -> dict[str, int]:
+    """The sockets of this machine at which somebody listens, as ``/proc`` names them, and their ports."""
+    lines = [line.split() for path in Path("/proc/net").glob("tcp*") for line in path.read_text().splitlines()[1:]]
+    return {f"socket:[{line[9]}]": int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == TCP_LISTEN}
+
+
+def _open_files(process: psutil.Process) -> set[str]:
+    found = set()
+    with suppress(OSError):
+        for path in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(OSError):
+                found.add(os.readlink(path))
+    return found
 
 
 @contextmanager
-def _watching(mark: str) -> Iterator[tuple[set[int], set[int]]]:
-    """Ports that the marked processes listen on, and ids of other processes: some put theirs into names."""
-    ports: set[int] = set()
+def _watching(mark: str) -> Iterator[tuple[dict[str, int], set[int]]]:
+    """Sockets at which the marked processes listen, and ids of other processes: some put theirs into names."""
+    sockets: dict[str, int] = {}
     own: set[int] = set()
     others: set[int] = set()
     stop = threading.Event()
@@ -153,7 +160,8 @@ def _watching(mark: str) -> Iterator[tuple[set[int], set[int]]]:
     def watch() -> None:
         while not stop.wait(0.2):
             marked = _marked(mark)
-            ports.update(_listening(marked))
+            open_files = set().union(*map(_open_files, marked))
+            sockets.update((name, port) for name, port in _listening().items() if name in open_files)
             own.update(process.pid for process in marked)
             others.update(psutil.pids())
             others.difference_update(own)
@@ -161,7 +169,7 @@ def _watching(mark: str) -> Iterator[tuple[set[int], set[int]]]:
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield ports, others
+        yield sockets, others
     finally:
         stop.set()
         thread.join()
