@@ -298,6 +298,9 @@ def _join(
         sidecars.end_needless([x.rank for x in workers if x.is_lost])
         if deadline == math.inf and any(x.failure for x in workers):
             deadline = time.monotonic() + SETTLE_SECONDS
+    for worker in (x for x in workers if x.is_busy and x.process.has_ended()):
+        worker.process.join()  # the fork server, which tells how it ended, may have had no turn yet
+        worker.look()
     if failures := sorted((x.failure for x in workers if x.failure), key=lambda failure: failure.time):
         first, *others = (failure.error for failure in failures)
         for other in others:

@@ -50,8 +50,12 @@ class ForkedProcess(ForkServerProcess):
     def goes_on(self) -> bool:
         """Whether it runs."""
         if self.exitcode == NOT_KNOWN and self._end:
-            return not wait(self._end, 0)
+            return not self.has_ended()
         return self.exitcode is None
+
+    def has_ended(self) -> bool:
+        """Whether the system says that it has ended; the fork server may tell later how."""
+        return bool(self._end and wait(self._end, 0))
 
     def send(self, number: signal.Signals) -> None:
         """Signal it, if it runs."""

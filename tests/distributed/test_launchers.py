@@ -7,8 +7,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -362,6 +365,39 @@ def test_error_when_it_cannot_be_pickled_then_arrives_as_a_runtime_error_that_na
 def test_worker_when_it_dies_without_a_word_then_is_named_as_the_cause(tmp_path, how, message):
     with pytest.raises(ProcessExitedException, match=message):
         make_trainer(tmp_path).fit(Failing(how))
+
+
+class DiesUnnoticed(Failing):
+    """Stops the fork server, who would tell how it died, and kills itself."""
+
+    def __init__(self, stopped):
+        super().__init__("kill")
+        self.stopped = stopped
+
+    def fail(self):
+        os.kill(os.getppid(), signal.SIGSTOP)
+        self.stopped.touch()
+        super().fail()
+
+
+def test_worker_when_it_dies_and_the_fork_server_has_no_turn_to_tell_then_is_named_as_the_cause(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_recsys.launchers.forkserver.SETTLE_SECONDS", 0.1)
+    stopped, failed = tmp_path / "stopped", threading.Event()
+
+    def go_on():
+        while not stopped.exists() and not failed.is_set():
+            time.sleep(0.01)
+        failed.wait(3.0)  # long after rank 0 has found that its connection is closed, and said so
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGCONT)
+
+    with ThreadPoolExecutor() as threads:
+        going_on = threads.submit(go_on)
+        try:
+            with pytest.raises(ProcessExitedException, match=r"Worker 1 was ended by SIGKILL .* memory"):
+                make_trainer(tmp_path).fit(DiesUnnoticed(stopped))
+        finally:
+            failed.set()
+        going_on.result()
 
 
 def sleep_but_for_one(seconds):
