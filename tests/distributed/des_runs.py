@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -127,12 +126,6 @@ class Shared(pl.Callback):
         own = trainer.strategy._cut.cuts
         named = [*pl_module.named_parameters(), *pl_module.named_buffers()]
         self.seen = {name: x.detach().clone() for name, x in named if name not in own and "embedding_bags" not in name}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def join(rank: int, world: int, port: int) -> None:

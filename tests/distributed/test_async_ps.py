@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from des_runs import free_port, join
+from des_runs import join
 from forked import run_processes
+from ports import free_port
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from test_het import (
     IDS,

@@ -9,7 +9,6 @@ from des_runs import (
     SAVED,
     SHARED_OUT,
     compare_processes,
-    free_port,
     go_on,
     state_of,
     train_all,
@@ -17,6 +16,7 @@ from des_runs import (
     train_without_rows,
 )
 from forked import run_processes
+from ports import free_port
 
 from lightning_recsys.callbacks import NormalizedEntropyMonitor
 from lightning_recsys.checkpoints import read_checkpoint, to_file

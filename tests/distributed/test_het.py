@@ -15,8 +15,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from des_runs import free_port, join
+from des_runs import join
 from forked import run_processes
+from ports import free_port
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from server_helpers import running
 from torch import nn

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from des_runs import free_port
 from forked import run_processes
 from in_step_runs import CACHEABLE, RULES, UPDATES, train_in_step
+from ports import free_port
 from server_helpers import running
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]

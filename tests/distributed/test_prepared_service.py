@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from forked import run_processes
+from ports import free_port
 from pytorch_lightning import LightningModule, Trainer
 
 from lightning_recsys.data import PreparedDataModule
@@ -169,7 +170,7 @@ def test_shared_reader_when_another_user_takes_its_name_or_asks_it_then_neither_
     other = fork.Process(target=become_another_user_and_listen, args=(address, tell, wait))
     other.start()
     try:
-        assert told.poll(30)
+        assert told.poll(100)
         assert told.recv()
         with pytest.raises(RuntimeError, match="has ended"):
             next(receive_batches(address, request(), slots=1))
@@ -178,7 +179,7 @@ def test_shared_reader_when_another_user_takes_its_name_or_asks_it_then_neither_
         other.join()
     stranger = fork.Process(target=become_another_user_and_ask, args=(reader.address, tell))
     stranger.start()
-    assert told.poll(30)
+    assert told.poll(100)  # seconds: the reader starts meanwhile, and imports torch
     assert told.recv() == b""  # the reader has hung up
     stranger.join()
     assert next(receive_batches(reader.address, request(), slots=1)) is not None
@@ -221,14 +222,14 @@ def test_shared_reader_when_its_owner_dies_then_ends_too(folder):
             reader = psutil.Process(receiver.recv())
             maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in (owner.pid, reader.pid)]
             owner.kill()
-            owner.join(20)
+            owner.join()
         finally:
             owner.kill()
     assert owner.exitcode == -signal.SIGKILL
     shared = [line for lines in maps for line in lines if "/memfd:lightning-recsys" in line or "/dev/shm/" in line]
     assert shared
     assert all(line.endswith("(deleted)") for line in shared)  # memory without a name, which cannot be left behind
-    _, alive = psutil.wait_procs([reader], timeout=20)
+    _, alive = psutil.wait_procs([reader], timeout=100)
     assert not alive
 
 
@@ -279,10 +280,7 @@ def train_on_a_node(rank: int, port: str, folder: Path, out: Path) -> None:
 @pytest.mark.timeout(240)
 def test_shared_reader_when_workers_are_on_two_nodes_then_each_node_has_its_own(folder, tmp_path):
     """Two processes on this host that believe to be on two machines, as a launcher of clusters would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    run_processes(train_on_a_node, port, folder, tmp_path, nprocs=2)
+    run_processes(train_on_a_node, str(free_port()), folder, tmp_path, nprocs=2)
     told = [json.loads((tmp_path / f"node-{rank}").read_text()) for rank in range(2)]
     assert [(x["world_size"], x["node"]) for x in told] == [(2, 0), (2, 1)]
     assert len({x["address"] for x in told}) == len({x["reader"] for x in told}) == 2

@@ -16,6 +16,7 @@ import pytest
 import torch
 import zmq
 from forked import run_processes
+from ports import free_port
 from server_helpers import LAYOUT, ForgetfulServer, request_frames, running
 
 from lightning_recsys.embeddings import SparseFeatures
@@ -305,12 +306,6 @@ def test_server_when_it_starts_again_without_its_folder_then_the_client_is_told(
         with pytest.raises(RequestRefusedError, match="has not said hello here"):
             users.flush()
         stores.close()
-
-
-def free_port():
-    with plain_socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_server_when_there_is_none_then_the_error_says_where_what_and_how_long():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port
 from served_strategy import Ratings
 from two_hosts import two_hosts
 
@@ -21,12 +22,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]
 
 SCRIPT = Path(__file__).with_name("torchrun_script.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

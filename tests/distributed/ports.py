@@ -1,0 +1,25 @@
+"""Ports for processes that tests start: nobody else gets them until the test has ended."""
+
+import socket
+
+_HELD: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port on which a process may listen seconds later, or where nobody listens.
+
+    A socket that is bound, and does not listen, keeps the system from giving the port to anybody else meanwhile. Linux
+    lets a server that sets SO_REUSEADDR, as torch's do, listen beside it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    _HELD.append(held)
+    port: int = held.getsockname()[1]
+    return port
+
+
+def let_go() -> None:
+    """Of all ports."""
+    while _HELD:
+        _HELD.pop().close()
