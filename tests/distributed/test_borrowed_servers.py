@@ -1,5 +1,6 @@
 """A server that outlives runs: one after the other and at once, with ranks that map its files and ranks that ask."""
 
+import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -141,8 +142,15 @@ def test_lease_when_the_server_is_lent_anew_then_its_holder_hears_of_it(tmp_path
 
 
 def serve_on(host, folder, keys, pipe):
+    """Serve, with leases that last as long as one is told, from any time on."""
+
+    def set_seconds():
+        while True:
+            lease_module.LEASE_SECONDS = pipe.recv()
+            pipe.send("set")
+
     host.enter()
-    lease_module.LEASE_SECONDS = 5.0
+    threading.Thread(target=set_seconds, daemon=True).start()
     serve(folder, bind=f"tcp://{host.address}:0", keys=keys, ready=pipe.send)
 
 
@@ -178,7 +186,12 @@ def test_lease_when_its_run_is_cut_off_on_another_host_then_the_next_run_gets_it
             assert pipe.poll(60)
             return pipe.recv()
 
-        endpoint = hear(start(serve_on, here, tmp_path / "stores", keys.server))
+        def let_leases_last(seconds):
+            server.send(seconds)
+            assert hear(server) == "set"
+
+        server = start(serve_on, here, tmp_path / "stores", keys.server)
+        endpoint = hear(server)
         first = start(run_on, there, "ada", endpoint, keys.client)
         second = start(run_on, here, "bob", endpoint, keys.client)
         first.send(True)
@@ -186,8 +199,10 @@ def test_lease_when_its_run_is_cut_off_on_another_host_then_the_next_run_gets_it
         second.send(True)
         assert f"{endpoint} is in use by another run (process 1 on ada;" in hear(second)
         there.set_link("down")
+        let_leases_last(0.5)  # while nobody has one who could be heard of
         second.send(True)
         assert hear(second) == "taken"
+        let_leases_last(20.0)  # a holder that lives may have no turn for some seconds
         there.set_link("up")
         assert "process 1 on bob" in hear(first)
         for pipe in (first, second):
