@@ -30,7 +30,7 @@ from recipe_tools.simulated import simulated
 from recipe_tools.sweep import optimized_value, recipe_job
 
 from lightning_recsys.runtime import configure_worker
-from lightning_recsys.simulation import batches, evaluate
+from lightning_recsys.simulation import batches, count_batches, evaluate
 from lightning_recsys.tasks import CTRTask
 
 
@@ -81,16 +81,20 @@ def simulate(config: Config, record: RunRecord, *, label: str) -> dict[str, Any]
     task = build_task(config, datamodule)
     cluster = build(config["cluster"])
     record.details["parameters"] = count_parameters(task.model, datamodule)
-    total = len(datamodule.rows("train")) if config["examples"] is None else config["examples"]
+    rows, examples = len(datamodule.rows("train")), config["examples"]
+    total = rows if examples is None else examples
     if not (loader := datamodule.val_dataloader() or datamodule.test_dataloader()):
         raise ValueError(
             "data: a simulation is judged by validation rows, or by test rows, and these data have neither."
         )
+    training: Any = datamodule.train_dataloader()
+    num_batches = count_batches(training, total, batch_size=datamodule.batch_size, rows=rows)
+    task.total_steps = cluster.num_updates(num_batches)
     wall, processor = monotonic(), process_time()
     with Watch(label, total) as watch:
         results = cluster.train(
             task,
-            batches(datamodule.train_dataloader(), total),
+            batches(training, total),
             seed=config["seed"],
             mark_every=config["evaluation"]["every"],
             evaluate=partial(evaluate, loader=loader, examples=config["evaluation"]["rows"]),

@@ -1,7 +1,7 @@
 """Clusters of any size in virtual time, on one core: real gradients, and the rules that strategies run."""
 
 from lightning_recsys.simulation.cluster import Synchronization, VirtualCluster
-from lightning_recsys.simulation.examples import batches, evaluate
+from lightning_recsys.simulation.examples import batches, count_batches, evaluate
 from lightning_recsys.simulation.groups import Group, Leg
 from lightning_recsys.simulation.het import HETCluster
 from lightning_recsys.simulation.machines import Constant, Duration, Exponential, Link, Normal, Servers, Workers
@@ -25,6 +25,7 @@ __all__ = [
     "VirtualCluster",
     "Workers",
     "batches",
+    "count_batches",
     "evaluate",
     "planned_group",
 ]

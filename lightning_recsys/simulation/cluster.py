@@ -175,6 +175,10 @@ class VirtualCluster:
         """Of all replicas."""
         return self.num_replicas * self.workers_each
 
+    def num_updates(self, num_batches: int) -> int:
+        """Updates of one replica in a run of so many batches, each its part; fast ones make a few more."""
+        return -(-num_batches // self.num_replicas)
+
     def train(
         self,
         module: pl.LightningModule,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -25,6 +25,22 @@ def batches(loader: Iterable[Batch], examples: int) -> Iterator[Batch]:
                 return
             yield batch
             dealt += len(batch.labels)
+
+
+def count_batches(loader: Sized, examples: int, *, batch_size: int, rows: int) -> int:
+    """Number of batches that :func:`batches` gives.
+
+    Args:
+        loader: The loader; its length is that of an epoch.
+        examples: As for :func:`batches`.
+        batch_size: Examples of each batch but the last one of an epoch, which may have fewer.
+        rows: Rows of the loader, of which those may be left out that do not fill a batch.
+
+    >>> count_batches(range(3), 12, batch_size=4, rows=10), count_batches(range(2), 12, batch_size=4, rows=10)
+    (4, 3)
+    """
+    epochs, rest = divmod(examples, min(rows, len(loader) * batch_size))
+    return epochs * len(loader) + -(-rest // batch_size)
 
 
 def evaluate(task: Any, loader: Iterable[Batch], *, examples: int) -> dict[str, float]:

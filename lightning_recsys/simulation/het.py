@@ -97,6 +97,10 @@ class HETCluster:
         """Whether all see every update of a step in the next one."""
         return self.num_workers > 1 and (self.algorithm == "hybrid" or self.staleness == 0)
 
+    def num_updates(self, num_batches: int) -> int:
+        """Updates of the dense part in a run of so many batches: one for each step of all workers."""
+        return num_batches // self.num_workers
+
     def train(
         self,
         module: pl.LightningModule,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -125,7 +126,8 @@ class Replica:
             self._free.append(gradient.memory)
         rates = {rows: collection.lr for rows, collection in zip(self._rows, self._collections, strict=True)}
         rows = [part.push(normalization, lr=rates[part.rows]) for part in gradient.rows]
-        if self._scheduler is not None:
+        # Of several replicas the fast ones make more updates than each one's part, and OneCycleLR refuses more steps.
+        if self._scheduler is not None and self.version < getattr(self._scheduler, "total_steps", math.inf):
             self._scheduler.step()
         self.version += 1
         return staleness, rows
@@ -191,7 +193,10 @@ def _optimizer_of(module: pl.LightningModule) -> tuple[Optimizer, Any]:
             return configured["optimizer"], None
         if isinstance(schedule, dict) and schedule.get("interval") == "step":
             return configured["optimizer"], schedule["scheduler"]
-        raise TypeError("a virtual cluster has no epochs: set the schedule's interval to 'step', which counts updates.")
+        raise TypeError(
+            "a virtual cluster has no epochs: set the schedule's interval to 'step', which counts updates, as those of"
+            " optim/scheduler=warmup, cosine and one_cycle do."
+        )
     raise TypeError(
         f"a virtual cluster trains with one optimizer, and {type(module).__name__}.configure_optimizers returned"
         f" {type(configured).__name__}."

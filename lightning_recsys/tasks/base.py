@@ -44,9 +44,15 @@ class Task(ReadsFolders):
 
     A checkpoint holds no model class; hand in the model that it was trained with:
     ``load_from_checkpoint(path, model=model)``. The path may be that of a folder, here and in any trainer.
+
+    Attributes:
+        total_steps: Optimizer steps of a run that has no trainer to tell them, for a ``scheduler`` that asks; a
+            simulated cluster says how many it makes
+            (:meth:`~lightning_recsys.simulation.VirtualCluster.num_updates`).
     """
 
     shown_metric = ""  # on the progress bar
+    total_steps: int | None = None
     joins_examples = False  # whether an output is made of other examples' rows as well, as in graphs
 
     def __init__(
@@ -128,12 +134,16 @@ class Task(ReadsFolders):
 
     def _count_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        steps = math.inf if self._trainer is None else self.trainer.estimated_stepping_batches
+        if self._trainer is None:
+            steps: float = math.inf if self.total_steps is None else self.total_steps
+        else:
+            steps = self.trainer.estimated_stepping_batches
         if not 0 < steps < math.inf:
             raise ValueError(
                 "the learning-rate schedule (optim.scheduler) goes over the whole run, and nobody knows how many steps"
-                " that has: set trainer.max_epochs, or trainer.max_steps where the loader has no length. (Replicas of a"
-                " simulation have no such number: optim/scheduler=warmup needs none.)"
+                " that has: set trainer.max_epochs, or trainer.max_steps where the loader has no length. Without a"
+                " trainer, as in a simulation, set the task's total_steps: task.total_steps ="
+                " cluster.num_updates(num_batches)."
             )
         return int(steps)
 

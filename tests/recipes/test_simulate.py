@@ -225,15 +225,31 @@ def test_data_when_they_are_no_clicks_then_refused_before_anything_is_read(compo
         simulate(config, record=None, label="Cora")
 
 
-def test_schedule_when_it_goes_over_the_whole_run_then_refused_by_what_needs_no_number_of_steps(composed, tmp_path):
-    small = ("cluster.workers_per_replica=2", "examples=64", *SMALL)
-    rising, whole = (plain(composed("simulate", f"optim/scheduler={x}", *small)) for x in ("warmup", "cosine"))
-    record = RunRecord(tmp_path, config=rising, overrides=[])
-    assert simulate(rising, record, label="rising")["counts"]["pushes"] == 2
-    with pytest.raises(
-        ValueError, match=r"\(optim.scheduler\) goes over the whole run.*optim/scheduler=warmup needs none"
-    ):
-        simulate(whole, record, label="whole")
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("scheduler", ["warmup", "cosine", "one_cycle"])
+def test_schedule_when_it_goes_over_the_whole_run_then_is_told_the_number_of_pushes(
+    composed, tmp_path, monkeypatch, scheduler, drop_last
+):
+    """Epochs of 70 rows, of which the last batch has 6, or is left out; the run ends within the third."""
+    small = ("cluster.workers_per_replica=2", "examples=150", "data.train_rows=70", *SMALL)
+    config = plain(composed("simulate", "data=synthetic", f"optim/scheduler={scheduler}", *small))
+    config["data"]["drop_last"] = drop_last
+    record, told, train = RunRecord(tmp_path, config=config, overrides=[]), [], VirtualCluster.train
+
+    def noting(cluster, task, *args, **options):
+        told.append(task.total_steps)
+        return train(cluster, task, *args, **options)
+
+    monkeypatch.setattr(VirtualCluster, "train", noting)
+    found = simulate(config, record, label=scheduler)
+    assert told == [found["counts"]["pushes"]] == [5 if drop_last else 7]
+
+
+def test_schedule_when_it_asks_for_epochs_then_refused_in_a_sentence(composed, tmp_path):
+    config = plain(composed("simulate", "data=synthetic", "optim/scheduler=plateau", "data.train_rows=64", *SMALL))
+    record = RunRecord(tmp_path, config=config, overrides=[])
+    with pytest.raises(TypeError, match=r"a virtual cluster has no epochs.*scheduler=warmup, cosine and one_cycle do"):
+        simulate(config, record, label="plateau")
 
 
 def test_data_when_there_are_no_rows_to_be_judged_by_then_refused_before_training(composed, tmp_path):

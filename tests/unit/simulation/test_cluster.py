@@ -10,6 +10,7 @@ from click_module import ClickModule, make_batch
 from lightning_recsys.data import BatchLoader, SyntheticDataModule
 from lightning_recsys.models import DeepFM
 from lightning_recsys.optim import RowAdagrad, RowSGD, RowSWAP, swap
+from lightning_recsys.optim.schedules import cosine, one_cycle
 from lightning_recsys.simulation import (
     Constant,
     Exponential,
@@ -110,6 +111,41 @@ def test_cluster_when_run_again_then_same_seed_same_result_bit_for_bit(cluster):
     assert not equal(first, other)
     assert told["examples"] == 640
     assert [point["examples"] for point in told["curve"]][-1] == 640
+
+
+class Sum(ClickModule):
+    """The gradient of its weights is 1, so that they tell the sum of all learning rates."""
+
+    def __init__(self, make_scheduler):
+        super().__init__()
+        self.weights, self.make_scheduler = torch.nn.Parameter(torch.zeros(2)), make_scheduler
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": self.weights.sum(), "logits": torch.zeros(len(batch.labels))}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD([self.weights], lr=0.1)
+        scheduler = {"scheduler": self.make_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def test_schedule_when_over_the_whole_run_then_updates_have_the_rates_of_the_closed_form():
+    """The factors (1 + cos(pi t / T)) / 2 of the steps t from 0 to T - 1 add up to (T + 1) / 2."""
+    cluster = VirtualCluster(workers_per_replica=3, workers=Workers(compute=Exponential(1.0)))
+    assert cluster.num_updates(20) == 20
+    module = Sum(partial(cosine, total_steps=cluster.num_updates(20)))
+    cluster.train(module, [make_batch(2) for _ in range(20)])
+    torch.testing.assert_close(module.weights.detach(), torch.full((2,), -0.1 * 21 / 2))
+
+
+def test_schedule_when_a_replica_is_faster_than_the_others_then_stays_at_its_end():
+    """The slow one of two replicas computes one or two batches of 21 while the fast one trains all the others."""
+    workers = Workers(compute=Constant(1.0), straggler_share=0.5, straggler_factor=10.0)
+    sync = Synchronization("ma", rounds="background", interval=1e9)
+    cluster = VirtualCluster(num_replicas=2, workers=workers, synchronization=sync, link=Link(delay=1e-3))
+    assert cluster.num_updates(21) == 11
+    module = Sum(partial(one_cycle, total_steps=cluster.num_updates(21)))
+    assert cluster.train(module, [make_batch(2) for _ in range(21)]).counts["pushes"] == 21
 
 
 def test_two_workers_then_staleness_is_that_of_the_schedule():
