@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import scenarios
 import torch
+from ports import free_port, let_go
 from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.tuner import Tuner
 from scenarios import SCENARIOS, TASKS, Stage
@@ -153,13 +153,14 @@ def play_elsewhere(rows: Sequence[Row], folder: Path) -> dict[Row, dict[str, dic
         arguments += ["/", row.strategy, str(row.devices), row.task, str(folder / str(i)), *row.elsewhere]
     launcher: tuple[str, ...] = ()
     if rows[0].torchrun:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = f"--master-port={probe.getsockname()[1]}"
-        launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={rows[0].devices}", port)
+        launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={rows[0].devices}")
+        launcher += (f"--master-port={free_port()}",)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, scenarios.__file__, *arguments]
-    subprocess.run(command, check=True, timeout=190, env=environment)
+    try:
+        subprocess.run(command, check=True, timeout=190, env=environment)
+    finally:
+        let_go()
     return {row: torch.load(folder / str(i) / "observed.pt", weights_only=False) for i, row in enumerate(rows)}
 
 

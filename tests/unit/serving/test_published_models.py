@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from ports import free_port, let_go
 
 from lightning_recsys.data import TabularDataModule
 from lightning_recsys.data.preparation.encoding import Encoding
@@ -262,10 +262,10 @@ needs_litserve = pytest.mark.skipif(
 )
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+@pytest.fixture
+def port():
+    yield free_port()
+    let_go()
 
 
 def ask(port, path, body=None):
@@ -354,9 +354,9 @@ def is_group_alive(group):
 
 
 @needs_litserve
-def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path, monkeypatch):
+def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path, monkeypatch, port):
     monkeypatch.setattr(export, "export_apart", dense._export)
-    model, port = LogisticRegression(2, {"a": 5}), free_port()
+    model = LogisticRegression(2, {"a": 5})
     export_model(model, tmp_path / "model", num_dense=2)
     server = start_server(tmp_path, f"port={port}", "follow_seconds=0.1")
     try:
@@ -400,12 +400,12 @@ def test_server_when_a_new_version_is_published_then_its_answer_changes(tmp_path
 
 @needs_litserve
 @pytest.mark.parametrize("who", ["server", "worker"])
-def test_server_when_it_or_a_worker_is_killed_then_none_of_its_processes_stays(tmp_path, monkeypatch, who):
+def test_server_when_it_or_a_worker_is_killed_then_none_of_its_processes_stays(tmp_path, monkeypatch, port, who):
     monkeypatch.setattr(export, "export_apart", dense._export)
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # short: sockets lie in it, whose paths have 107 characters at most
     monkeypatch.setenv("TMPDIR", str(temporary))
     export_model(LogisticRegression(2, {"a": 5}), tmp_path / "model", num_dense=2)
-    server = start_server(tmp_path, f"port={free_port()}")
+    server = start_server(tmp_path, f"port={port}")
     try:
         deadline = time.monotonic() + 100
         while " answers at http://127.0.0.1:" not in (tmp_path / "log").read_text():
