@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,12 +206,18 @@ def test_command_line_then_every_bar_stands_in_table_json_page_and_picture(run_f
 def test_command_line_when_ended_by_sigterm_then_nothing_is_left(tmp_path):
     command = [sys.executable, str(BENCHMARK), *SMALL, "suite.seconds=60", f"hydra.run.dir={tmp_path / 'run'}"]
     (temporary := tmp_path / "temporary").mkdir()
+
+    def is_prepared():
+        with suppress(FileNotFoundError):  # a folder went as it was looked into
+            return bool(list(temporary.rglob("*.json")))
+        return False
+
     with subprocess.Popen(
         command, env=os.environ | {"TMPDIR": str(temporary)}, stderr=subprocess.PIPE, process_group=0
     ) as process:
         try:
             deadline = time.monotonic() + 120
-            while not list(temporary.rglob("*.json")):  # rows are prepared: the first turns, a minute each, begin
+            while not is_prepared():  # then the first turns, a minute each, begin
                 assert process.poll() is None, process.stderr.read()
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
