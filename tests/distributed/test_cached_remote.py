@@ -110,7 +110,7 @@ def test_workers_when_they_train_at_once_then_the_servers_have_every_update(endp
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join()
     assert not failures
     assert torch.equal(workers[0].embedding_bags.read("users", "weight"), -done.t())
     for stores in (*opened[0], *opened[1]):

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 
 import pytest
 import torch
@@ -33,11 +32,9 @@ def test_server_and_client_on_loopback_then_no_end_is_paced(tmp_path, monkeypatc
         assert told == [b"reno"]  # where ZeroMQ listens
         stores = connect(server.endpoint, transport="tcp")
         center = stores.create_dense_store("center", torch.zeros(3))
-        deadline = time.monotonic() + 10
-        while len(told) < 2 and time.monotonic() < deadline:  # a link looks at its socket when it waits
+        while len(told) < 2:  # a link looks at its socket when it waits
             assert center.pull().tolist() == [0.0] * 3
         stores.close()
-    assert len(told) > 1
     assert set(told) == {b"reno"}
 
 

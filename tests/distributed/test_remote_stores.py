@@ -242,11 +242,12 @@ def test_pushes_when_the_server_cannot_read_them_then_all_are_told_of_and_the_ne
     users = make_users(stores)
     before = users.lookup(torch.tensor([1]))
     all_are_sent, handle = threading.Event(), server.handler.handle
-    monkeypatch.setattr(server.handler, "handle", lambda *request: all_are_sent.wait(10) and handle(*request))
-    for name in (".x", "-y"):
-        stores.connection.push("remove", store=name)
-    stores.connection.push("remove", store="nobody")
-    all_are_sent.set()  # a push says at once that an earlier one was refused, and is not sent
+    monkeypatch.setattr(server.handler, "handle", lambda *request: all_are_sent.wait() and handle(*request))
+    try:
+        for name in (".x", "-y", "nobody"):
+            stores.connection.push("remove", store=name)
+    finally:
+        all_are_sent.set()  # a push says at once that an earlier one was refused, and is not sent
     with pytest.raises(
         RequestRefusedError, match=r"name must be .*'\.x'.; and 'remove': .*'-y'.; and 'remove': .*nobody"
     ):
