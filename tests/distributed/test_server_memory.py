@@ -111,13 +111,14 @@ def test_peer_when_frames_of_answers_that_it_took_are_let_go_late_then_is_not_cu
 
 @contextmanager
 def slow_way(endpoint):
-    """Another endpoint of the same server, over which answers take their time."""
+    """Another endpoint of the same server, over which answers take their time; and what holds them back while clear."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     ends = []
 
-    def forward(source, target, pause):
+    def forward(source, target, pause, is_open):
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                is_open.wait()
                 target.sendall(data)
                 time.sleep(pause)
         for end in (source, target):
@@ -131,16 +132,20 @@ def slow_way(endpoint):
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
                 server.connect((host, int(port)))
                 ends.extend((client, server))
-                for way in ((client, server, 0), (server, client, 0.005)):
+                for way in ((client, server, 0, always_open), (server, client, 0.005, open_for_answers)):
                     threads.append(threading.Thread(target=forward, args=way))
                     threads[-1].start()
 
     listening = socket.create_server(("127.0.0.1", 0))
+    open_for_answers, always_open = threading.Event(), threading.Event()
+    open_for_answers.set()
+    always_open.set()
     threads = [threading.Thread(target=accept)]
     threads[0].start()
     try:
-        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}", open_for_answers
     finally:
+        open_for_answers.set()
         for end in (listening, *ends):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -153,16 +158,18 @@ def slow_way(endpoint):
 def test_client_when_its_way_is_too_slow_for_all_that_it_asks_then_gets_it_all_and_pushes_count_once(tmp_path):
     with (
         running(tmp_path, kind=OpenServer, limits=LIMITS) as server,
-        slow_way(server.endpoint) as endpoint,
+        slow_way(server.endpoint) as (endpoint, open_for_answers),
         closing(connect(endpoint, transport="tcp", timeout=20)) as stores,
     ):
         users = stores.create_embedding_store("users", LAYOUT, RowSGD(lr=1.0), seed=0)
         stores.create_dense_store("center", torch.arange(SIZE, dtype=torch.float32))
         before = users.lookup(torch.tensor([1]))
         asked = []
+        open_for_answers.clear()  # however long this thread takes to ask for all
         for _ in range(20):
             asked.append(stores.connection.begin("pull", store="center"))
             users.apply_row_gradients(torch.tensor([1]), -torch.ones(1, 4), lr=1.0)
+        open_for_answers.set()
         for pending in asked:
             assert stores.connection.wait(pending).arrays[0][-1] == SIZE - 1
         users.flush()
