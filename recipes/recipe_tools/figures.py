@@ -20,10 +20,11 @@ from recipe_tools.overrides import CONFIG_DIR, groups_of
 from recipe_tools.record import RunRecord, finite
 from recipe_tools.report import console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from lightning_recsys.simulation import Results
 
+RUN_WIDTH = 15  # of a run's column: its numbers, and the longer words of its label, are whole
 PANELS = ["ne", "ne_by_time", "staleness", "utilization"]
 # A single run, as a figure.
 RUN = {"title": None, "about": None, "paper": None, "minutes": None, "cache": None, "panels": PANELS, "x": None}
@@ -191,12 +192,17 @@ def keep(figure: Config, runs: dict[str, dict[str, Any]], record: RunRecord) -> 
 
 
 def report(figure: Config, runs: dict[str, dict[str, Any]], record: RunRecord) -> None:
-    """Print a column for each run, and draw them where matplotlib is installed."""
+    """Print a column for each run, in as many tables as that takes, and draw them where matplotlib is installed."""
     names = sorted({name for run in runs.values() for name in run["metrics"]})
-    table = Table("metric", *runs, title=figure["title"] or "simulation", title_justify="left")
-    for name in names:
-        table.add_row(name, *(format(run["metrics"].get(name, float("nan")), ",.5g") for run in runs.values()))
-    console().print(table)
+    title = figure["title"] or "simulation"
+    page = console()
+    each = max(1, (page.width - max(map(len, names), default=0)) // RUN_WIDTH)
+    for first in range(0, len(runs), each):
+        some = dict(list(runs.items())[first : first + each])
+        table = Table(Column("metric", no_wrap=True), *some, title=title, title_justify="left")
+        for name in names:
+            table.add_row(name, *(format(run["metrics"].get(name, float("nan")), ",.5g") for run in some.values()))
+        page.print(table)
     if figure["paper"]:
         console().print(f"The paper: {figure['paper']}")
     written = keep(figure, runs, record)

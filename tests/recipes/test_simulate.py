@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 
@@ -15,6 +16,7 @@ from recipe_tools.figures import RUN, check_overrides, check_panels, run_all, ru
 from recipe_tools.pictures import draw
 from recipe_tools.record import RunRecord
 from recipe_tools.simulated import simulated
+from rich.console import Console
 from simulate import simulate
 
 from lightning_recsys.simulation import HETCluster, VirtualCluster
@@ -43,6 +45,26 @@ def test_figure_then_opens_with_its_command_and_every_series_builds(name, compos
         config = plain(composed("simulate", *added, f"figure={name}"))
         assert isinstance(build(config["cluster"]), VirtualCluster | HETCluster)
         assert config["figure"]["paper"]
+
+
+def test_report_when_runs_do_not_fit_the_console_then_every_name_and_number_is_whole(tmp_path, monkeypatch):
+    page = Console(width=80, file=io.StringIO())
+    monkeypatch.setattr(figures, "console", lambda: page)
+    names = [f"staleness/dense_{kind}" for kind in ("mean", "max", "p99", "variance")]
+    runs = {
+        f"10 trainers @ {i}": {"metrics": {x: 1e5 * i + k for k, x in enumerate(names)}, "curve": []} for i in range(10)
+    }
+    monkeypatch.setattr(figures.pictures, "draw", lambda *_: None)
+    record = RunRecord(tmp_path, config={}, overrides=[])
+    figures.report(RUN | {"title": "Many", "series": dict.fromkeys(runs)}, runs, record)
+    printed = page.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= 80
+    tables = printed.count("metric")
+    assert 2 <= tables <= 5
+    for name in names:
+        assert printed.count(name) == tables
+    for run in runs.values():
+        assert all(f" {value:,.5g} " in printed for value in run["metrics"].values())
 
 
 @pytest.mark.slow
