@@ -175,7 +175,7 @@ class AwaitsRounds(Callback):
 
 def test_two_groups_when_as_many_updates_as_one_process_made_then_near_it_with_the_staleness_of_their_nets(tmp_path):
     data = partial(make_data, rows=4096)
-    expected = fit(make_task(), data()).callback_metrics["val/ne"]
+    once, twice = (float(fit(make_task(), data(), epochs=n).callback_metrics["val/ne"]) for n in (1, 2))
     algorithm = NotingEASGD()
     algorithm.folder = tmp_path
     strategy = partial(hierarchical, num_groups=2, nets_per_trainer=2, algorithm=algorithm)
@@ -188,11 +188,13 @@ def test_two_groups_when_as_many_updates_as_one_process_made_then_near_it_with_t
     assert 0 <= float(seen["staleness/group/mean"]) <= 1 * 2  # t trainers of r nets
     assert float(seen["staleness/group/max"]) >= float(seen["staleness/group/mean"])
     assert float(seen["sync/rounds"]) > 0
-    # Two nets make each group's updates: half as many in an epoch as one process makes.
+    # Two nets make each group's updates: half as many in an epoch as one process makes. Rows, which groups share, get
+    # all of them; and the fewer rounds are made, the less is taken back of what a group has learned.
     again = fit(
         make_task(), data(), strategy=strategy(), epochs=2, ckpt_path=saving.best_model_path, **shares
     ).callback_metrics
-    assert float(again["val/ne"]) == pytest.approx(float(expected), rel=0.03)
+    assert twice < once
+    assert twice * 0.97 <= float(again["val/ne"]) <= once * 1.03
 
 
 def test_groups_when_they_average_among_themselves_then_rounds_are_made_and_all_stop_in_the_same_one(tmp_path):
