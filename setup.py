@@ -18,7 +18,8 @@ class BuildWithRecipes(build_py):
         for name in ("conf", "recipes"):
             target = Path(self.build_lib, "lightning_recsys", name)
             shutil.rmtree(target, ignore_errors=True)  # of an earlier build
-            shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__"))
+            # recipe_tools is a package of its own (pyproject.toml), so that any process can import it
+            shutil.copytree(name, target, ignore=shutil.ignore_patterns("__pycache__", "recipe_tools"))
 
 
 setup(cmdclass={"build_py": BuildWithRecipes})

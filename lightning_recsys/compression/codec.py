@@ -31,14 +31,17 @@ class Codec(ABC):
     Attributes:
         name: As options call it.
         carries: What it is fit for; a codec is refused by name for the rest.
-        keeps_residual: Whether :meth:`encode` wants the part of earlier tensors that was not sent.
         changes_values: Whether anything is to be done: arrays of a codec that changes nothing are the tensor itself.
     """
 
     name: ClassVar[str]
     carries: ClassVar[tuple[Carries, ...]] = ("activations", "gradients", "rows")
-    keeps_residual: ClassVar[bool] = False
     changes_values: ClassVar[bool] = True
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether :meth:`encode` is to be given the part of earlier tensors that was not sent."""
+        return False
 
     @abstractmethod
     def layout(self, shape: Shape) -> list[ArraySpec]:

@@ -17,7 +17,7 @@ from lightning_recsys.compression.dtypes import CODES, DTYPES
 
 @dataclass(slots=True)
 class CodecTraffic:
-    """What an end has encoded or decoded.
+    """Counts of the tensors that one end has encoded or decoded.
 
     Args:
         tensors: Number of tensors that went through the end.

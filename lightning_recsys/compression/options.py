@@ -16,7 +16,12 @@ _KEYS = ("activations", "gradients")
 
 
 def make_codec(
-    name: str, carries: Carries, *, top_k_fraction: float = 0.1, setting: str = "strategy.compression"
+    name: str,
+    carries: Carries,
+    *,
+    top_k_fraction: float = 0.1,
+    error_feedback: bool = True,
+    setting: str = "strategy.compression",
 ) -> Codec:
     """The codec of a name, for what it is to carry.
 
@@ -24,6 +29,7 @@ def make_codec(
         name: ``none``, ``bf16``, ``int8`` or ``topk``.
         carries: Whether the codec is for activations or for gradients, as not every codec is good for both.
         top_k_fraction: Share of the elements that ``topk`` sends.
+        error_feedback: Whether ``topk`` adds what it has not sent to the next gradient.
         setting: What a user calls the option, for messages.
 
     Raises:
@@ -46,12 +52,12 @@ def make_codec(
             f"{setting}={name} is for {' and '.join(kind.carries)} only, and {carries} were to be sent with it."
             f" Allowed for {carries} are {fit}{each}."
         )
-    return TopK(top_k_fraction) if kind is TopK else kind()
+    return TopK(top_k_fraction, error_feedback) if kind is TopK else kind()
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How tensors travel between operators.
+    """The codecs by which tensors travel between operators.
 
     Args:
         activations: Codec of what goes forward.
@@ -62,13 +68,16 @@ class Compression:
     gradients: Codec
 
     @classmethod
-    def from_option(cls, option: str | Mapping[str, str], *, top_k_fraction: float = 0.1) -> Compression:
+    def from_option(
+        cls, option: str | Mapping[str, str], *, top_k_fraction: float = 0.1, error_feedback: bool = True
+    ) -> Compression:
         """From a name for all, or a name for each.
 
         Args:
             option: ``none`` or ``bf16``; or a mapping with ``activations`` (none, bf16, int8) and ``gradients`` (none,
                 bf16, topk), of which one that is missing is ``none``.
             top_k_fraction: As in :func:`make_codec`.
+            error_feedback: As in :func:`make_codec`.
 
         Raises:
             ValueError: the option is none of these names, or a codec is not fit for what it is to carry.
@@ -86,5 +95,5 @@ class Compression:
         names = {**dict.fromkeys(_KEYS, "none"), **option}
         return cls(
             make_codec(names["activations"], "activations"),
-            make_codec(names["gradients"], "gradients", top_k_fraction=top_k_fraction),
+            make_codec(names["gradients"], "gradients", top_k_fraction=top_k_fraction, error_feedback=error_feedback),
         )

@@ -1,4 +1,4 @@
-"""The largest values of a gradient; what is left out is added to the next one."""
+"""The largest values of a gradient; the rest is left out, or added to the next one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_recsys.compression.codec import ArraySpec, Codec, FrameError, Sha
 class TopK(Codec):
     r"""The ``fraction`` of a gradient's elements that are largest in size, in bfloat16, and a bit for each element.
 
-    What is not sent, the rounding of what is sent included, stays in the residual :math:`e` and is added to the next
-    gradient (error feedback):
+    Of equal sizes the first are taken, so equal gradients are sent equally everywhere. With ``error_feedback`` what is
+    not sent, the rounding of what is sent included, stays in the residual :math:`e` and is added to the next gradient:
 
     .. math:: p_t = g_t + e_t, \qquad \hat g_t = \mathrm{top}_k(p_t), \qquad e_{t+1} = p_t - \hat g_t
 
-    so the sum of all that is sent differs from the sum of all gradients by the last residual alone. Of equal sizes the
-    first are taken, so equal gradients are sent equally everywhere.
+    so the sum of all that is sent differs from the sum of all gradients by the last residual alone. Without it the
+    rest is left out for good.
 
     Bits say which elements come, not numbers: they take 1/32 of the tensor whatever the fraction, need no order and
     cannot name an element twice. Below a fraction of 1/32 numbers would take less.
@@ -33,6 +33,9 @@ class TopK(Codec):
     Args:
         fraction: Of the elements, above 0 and at most 1; at least one element is sent. At 0.1 a tensor takes 8 % of its
             bytes.
+        error_feedback: Whether a :class:`.Sender` keeps what it has not sent and adds it to the next gradient.
+            Gradients of activations have a row for each example, so what an example was not sent is added to another
+            example of the next batch: sums over the batch are made up for, and single rows are not.
 
     Raises:
         ValueError: ``fraction`` is none.
@@ -46,14 +49,18 @@ class TopK(Codec):
     """
 
     fraction: float = 0.1
+    error_feedback: bool = True
 
     name = "topk"
     carries = ("gradients",)
-    keeps_residual = True
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise ValueError(f"topk's fraction must be in (0, 1], got {self.fraction}. 0.1 is the usual choice.")
+
+    @property
+    def keeps_residual(self) -> bool:  # noqa: D102 - inherited
+        return self.error_feedback
 
     def layout(self, shape: Shape) -> list[ArraySpec]:  # noqa: D102 - inherited
         size = math.prod(shape)
@@ -63,16 +70,15 @@ class TopK(Codec):
         return min(size, math.ceil(self.fraction * size))
 
     def encode(self, tensor: Tensor, residual: Tensor | None = None) -> list[Tensor]:  # noqa: D102 - inherited
-        if residual is None:
-            raise TypeError("topk needs the residual of what it has not sent")
         from lightning_recsys.compression.top_k_loops import take_largest  # numba, which takes a while to import
 
-        unsent = residual.add_(tensor).view(-1)
+        whole = tensor.clone(memory_format=torch.contiguous_format) if residual is None else residual.add_(tensor)
+        unsent = whole.view(-1)
         kept = self._kept(unsent.numel())
         bits = np.zeros((unsent.numel() + 7) // 8, dtype=np.uint8)
         values = torch.empty(kept, dtype=torch.bfloat16)
         if not unsent.isfinite().all():
-            residual.zero_()
+            whole.zero_()
             raise refuse_not_finite(self.name)
         take_largest(unsent.numpy(), unsent.view(torch.uint32).numpy(), bits, values.view(torch.uint16).numpy())
         return [torch.from_numpy(bits), values]

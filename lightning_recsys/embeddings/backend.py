@@ -47,11 +47,11 @@ class Backend(nn.Module, ABC):
         """
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
-        """As :meth:`lookup`, where no gradient will follow: frozen rows, or ``torch.no_grad()`` while training."""
+        """Look up like :meth:`lookup`, without a gradient: frozen rows, or ``torch.no_grad()`` while training."""
         return self.lookup(sparse)[0]
 
     def lookup_fresh(self, sparse: SparseFeatures) -> Tensor:
-        """As :meth:`lookup_frozen` for evaluation: the rows as they are now, not as somebody has kept them."""
+        """Look up like :meth:`lookup_frozen` for evaluation: the rows as they are now, and no older copies."""
         return self.lookup_frozen(sparse)
 
     def prefetch(self, sparse: SparseFeatures) -> None:
@@ -109,11 +109,11 @@ class TableBackend(Backend):
         """The reverse of :meth:`read`."""
 
     def read_rows(self, table: str, name: str, first_row: int, num_rows: int) -> Tensor:
-        """As :meth:`read`, of so many rows from ``first_row`` on."""
+        """Read like :meth:`read`, but only so many rows from ``first_row`` on."""
         return self.read(table, name)[first_row : first_row + num_rows]
 
     def write_rows(self, table: str, name: str, first_row: int, values: Tensor) -> None:
-        """As :meth:`write`, from ``first_row`` on; here for rows in this process, which :meth:`read` gives itself."""
+        """Write like :meth:`write`, from ``first_row`` on; here for rows in this process, which :meth:`read` gives."""
         self.read_rows(table, name, first_row, len(values)).copy_(values)
 
     @property

@@ -21,10 +21,11 @@ from lightning_recsys.embeddings.kernels import KernelName, TableLayout
 from lightning_recsys.embeddings.sparse_features import SparseFeatures, bags_cover_ids, ids_are_inside
 from lightning_recsys.embeddings.ticket import Ticket
 from lightning_recsys.optim import RowOptimizer, RowWiseAdagrad
+from lightning_recsys.optim.torch_rules import base_lr
 
 
 class EmbeddingOptions(TypedDict, total=False):
-    """What a model passes on to its collections.
+    """The options that a model passes on to its collections.
 
     ``row_optimizer`` trains the rows, ``first_order_optimizer`` those of width-1 tables (default: the same);
     ``kernel``, ``check_ids`` and ``device`` as in :class:`EmbeddingBagCollection`; ``pooling`` of multi-hot fields.
@@ -93,6 +94,7 @@ class EmbeddingBagCollection(nn.Module):
         self.trainable = True
         self._attached: weakref.ref[torch.optim.Optimizer] | None = None
         self._group_index: int | None = None
+        self._scaling_group = 0
         self._rate_when_attached = 0.0
         self._pending: list[tuple[Ticket, Tensor]] = []
         self._own: tuple[Backend, ...] = ()  # the rows from before bind(); in a tuple they are no submodule
@@ -166,7 +168,7 @@ class EmbeddingBagCollection(nn.Module):
             self.embedding_bags.announce(self.resolve(sparse), ahead=ahead)
 
     def resolve(self, sparse: SparseFeatures) -> SparseFeatures:
-        """What a backend gets: this collection's features in its order, ids checked, means folded into weights.
+        """The input of a backend: this collection's features in its order, ids checked, means folded into weights.
 
         Raises:
             IndexError: as :meth:`forward`.
@@ -302,9 +304,11 @@ class EmbeddingBagCollection(nn.Module):
         if self._group_index is not None:
             return float(attached.param_groups[self._group_index]["lr"])
         start = self._rate_when_attached
-        return self.optimizer.lr * (float(attached.param_groups[0]["lr"]) / start if start else 1.0)
+        return self.optimizer.lr * (float(attached.param_groups[self._scaling_group]["lr"]) / start if start else 1.0)
 
-    def attach_to(self, optimizer: torch.optim.Optimizer, *, own_group: bool = True) -> None:
+    def attach_to(
+        self, optimizer: torch.optim.Optimizer, *, own_group: bool = True, group: int = 0, takes_rate: bool = False
+    ) -> None:
         """Follow a dense optimizer: its schedules drive the rows' learning rate, its step triggers their update.
 
         Adds an empty parameter group that carries the rows' learning rate, so that any scheduler on ``optimizer``
@@ -314,19 +318,21 @@ class EmbeddingBagCollection(nn.Module):
         second ``fit`` of the same module needs.
 
         Schedulers that are made later know the rows' group. One that was made before could not bear another group: the
-        rows' learning rate is then scaled as the first group's is.
+        rows' learning rate is then scaled as that of one of its groups is.
 
         Args:
             optimizer: The dense optimizer to follow.
             own_group: Whether the rows get a parameter group of their own; ``False`` adds none in any case.
+            group: Place of the parameter group to follow, where the rows have none of their own.
+            takes_rate: Whether that group's learning rate is the rows' own, whatever their rule says.
         """
-        self._group_index = None
-        if own_group and not any("initial_lr" in group for group in optimizer.param_groups):  # which schedulers note
+        self._group_index = group if takes_rate else None
+        has_scheduler = any("initial_lr" in x for x in optimizer.param_groups)  # which schedulers note
+        if own_group and not takes_rate and not has_scheduler:
             optimizer.add_param_group({"params": [], "lr": self.optimizer.lr})
             self._group_index = len(optimizer.param_groups) - 1
-        first = optimizer.param_groups[0]
-        # Most schedulers note what they start from; OneCycleLR rises from there to the rate that it was given.
-        self._rate_when_attached = float(first.get("max_lr", first.get("initial_lr", first["lr"])))
+        self._scaling_group = group
+        self._rate_when_attached = base_lr(optimizer.param_groups[group])
         self._attached = weakref.ref(optimizer)
         optimizer.register_step_post_hook(self._on_step)
         self._follow_zero_grad(optimizer)

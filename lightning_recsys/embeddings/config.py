@@ -9,7 +9,7 @@ from lightning_recsys.embeddings.int64_ids import NUM_IDS
 
 
 class PoolingType(StrEnum):
-    """How the rows of a bag become one vector; an empty bag gives zeros in both."""
+    """The sum or the mean of a bag's rows; an empty bag gives zeros in both."""
 
     SUM = "sum"
     MEAN = "mean"

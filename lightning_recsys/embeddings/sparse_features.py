@@ -225,7 +225,7 @@ class SparseFeatures:
         return self.values + starts_F.repeat_interleave(per_feature)
 
     def feature_bounds(self) -> list[int]:
-        """Where each feature's ids start and end in ``values``: ``F + 1`` positions."""
+        """The positions in ``values`` where each feature's ids start and end: ``F + 1`` of them."""
         batch_size = self.batch_size
         if self.is_single_hot:
             return [f * batch_size for f in range(len(self.keys) + 1)]

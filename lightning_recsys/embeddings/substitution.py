@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_recsys.embeddings import (
     EmbeddingBagCollection,
@@ -25,18 +28,18 @@ _TABLE, _FEATURE = "rows", "ids"
 
 
 def substitute_embeddings(
-    module: nn.Module, *, optimizer: RowOptimizer, min_rows: int | None = None, names: Sequence[str] = ()
+    module: nn.Module, *, optimizer: RowOptimizer | None = None, min_rows: int | None = None, names: Sequence[str] = ()
 ) -> Substitution:
     """Put modules that look rows up in stores in the place of plain ``nn.Embedding`` and ``nn.EmbeddingBag``.
 
     Chosen are those with at least ``min_rows`` rows and those that are named; subclasses never, which may do other
     things than torch's modules. Their weights leave ``parameters()``: the
-    rows are trained by ``optimizer``, with no part in the dense optimizer's weight decay or in gradient clipping. State
-    dicts keep their keys and shapes.
+    rows are trained by ``optimizer``, with no part in gradient clipping. State dicts keep their keys and shapes.
 
     Args:
         module: The module whose submodules are looked at.
-        optimizer: The update rule of the rows.
+        optimizer: The update rule of the rows. ``None`` where :meth:`Substitution.train_by` says it later for each
+            module, before a backend is bound.
         min_rows: Smallest table to take; by default none is taken for its size.
         names: Paths of modules, as ``named_modules`` gives them.
 
@@ -82,7 +85,8 @@ class Substitution:
     Attributes:
         collections: For each replaced module, by its path, the collection of one table that serves it. A strategy
             binds a backend to each; what is unbound cannot be looked up.
-        placeholders: The empty parameters that stand for the weights of replaced modules, with their paths.
+        placeholders: The parameters that stand for the weights of replaced modules, with their paths. They are empty
+            but while they are shown.
     """
 
     def __init__(
@@ -92,17 +96,89 @@ class Substitution:
         self._paths = paths
         self._substitutes = substitutes
         self.collections = {path: substitute.collection for path, substitute in substitutes.items()}
-        self.placeholders = {substitute.placeholder: path for path, substitute in substitutes.items()}
+        self.placeholders = {substitute.own_placeholder: path for path, substitute in substitutes.items()}
 
-    def attach_to(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    @contextmanager
+    def shown_as_parameters(self) -> Iterator[None]:
+        """Meanwhile placeholders are the weights: by name, shape, numbers and ``requires_grad``, in no further memory.
+
+        An optimizer that is made meanwhile, of all parameters or of some that are chosen by whatever the weights have,
+        so has the placeholder where it would have the weight. What is done to the weights meanwhile, new numbers or
+        another ``requires_grad``, is done to the rows, before a backend is bound.
+
+        Raises:
+            ValueError: something was done to a weight that cannot be done to rows; says its path and what.
+        """
+        for substitute in self._substitutes.values():
+            substitute.show_placeholder()
+        try:
+            with _StateWithoutMemory(self.placeholders):
+                yield
+            for substitute in self._substitutes.values():
+                substitute.take_over()
+        finally:
+            for substitute in self._substitutes.values():
+                substitute.hide_placeholder()
+
+    def empty_state(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make the state empty that optimizers had at once for a weight, as Adagrad of torch has; rows have their own.
+
+        Args:
+            optimizers: Those that were made while the placeholders were shown.
+        """
+        for optimizer in optimizers:
+            for placeholder in self.placeholders.keys() & optimizer.state.keys():
+                state = optimizer.state[placeholder]
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dim() == placeholder.dim():
+                        state[name] = torch.empty_like(placeholder, dtype=value.dtype)
+
+    def kept_weights(self, optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
+        """The optimizers that have the very weight of a replaced module, by its path: they were made before it was."""
+        weights = {substitute.plain.weight: path for path, substitute in self._substitutes.items()}
+        return {
+            weights[parameter]: optimizer
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in weights
+        }
+
+    def owners(self, optimizers: Sequence[Optimizer]) -> dict[str, list[tuple[Optimizer, int]]]:
+        """The optimizers that have each module, by its path, each with the place of the parameter group that does."""
+        found: dict[str, list[tuple[Optimizer, int]]] = {path: [] for path in self.collections}
+        for optimizer in optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                for path in (self.placeholders.get(x) for x in group["params"]):
+                    if path is not None:
+                        found[path].append((optimizer, index))
+        return found
+
+    def train_by(self, path: str, rule: RowOptimizer, *, frozen_for: str | None = None) -> None:
+        """Train the rows of a module by a rule from now on; before a backend is bound.
+
+        Args:
+            path: Path of the module.
+            rule: The update rule.
+            frozen_for: Why the rows, which are frozen, are to remain so: the error of whoever lets them train.
+        """
+        self._substitutes[path].train_by(rule, frozen_for=frozen_for)
+
+    def attach_to(self, optimizers: Sequence[Optimizer], *, takes_rate_of_owner: Container[str] = ()) -> None:
         """Update the rows at the steps of the optimizer that has the module, at rates that its schedules scale.
 
         Rows of a module that is in none follow the first one. Without this an update runs inside each backward pass,
         once for every time that a module was called.
+
+        Args:
+            optimizers: The optimizers of the model.
+            takes_rate_of_owner: Paths of modules whose rows are trained at the learning rate of their parameter group
+                itself, not at the rule's, scaled as that is.
         """
-        owners = {parameter: x for x in optimizers for group in x.param_groups for parameter in group["params"]}
-        for placeholder, path in self.placeholders.items():
-            self.collections[path].attach_to(owners.get(placeholder, optimizers[0]), own_group=False)
+        for path, owners in self.owners(optimizers).items():
+            optimizer, group = owners[-1] if owners else (optimizers[0], 0)
+            takes_rate = bool(owners) and path in takes_rate_of_owner
+            self.collections[path].attach_to(optimizer, own_group=False, group=group, takes_rate=takes_rate)
 
     def row_state(self) -> dict[str, dict[str, Any]]:
         """The state of the rows' optimizer, which state dicts leave out: by path and name, with the number of updates.
@@ -149,7 +225,7 @@ class SubstituteModule(nn.Module):
     embedding_dim: int
     padding_idx: int | None
 
-    def __init__(self, path: str, plain: Any, optimizer: RowOptimizer) -> None:
+    def __init__(self, path: str, plain: Any, optimizer: RowOptimizer | None) -> None:
         super().__init__()
         self.path = path
         self.num_embeddings, self.embedding_dim = plain.num_embeddings, plain.embedding_dim
@@ -157,19 +233,20 @@ class SubstituteModule(nn.Module):
         pooling = PoolingType(getattr(plain, "mode", "sum"))
         table = EmbeddingBagConfig(_TABLE, self.num_embeddings, self.embedding_dim, (_FEATURE,), pooling, init_std=0.0)
         collection = EmbeddingBagCollection([table], optimizer=optimizer, device="meta")
-        collection.embedding_bags = _PlainRows(path, plain, collection.layout, optimizer)
         collection.trainable = plain.weight.requires_grad
         collection.training = plain.training
-        # In a tuple they are no submodules, and the user's keys stay as they are.
-        self._hidden: tuple[nn.Module, EmbeddingBagCollection] = plain, collection
         # Keeps an optimizer over parameters() working where there is no other parameter, and their number as it was.
-        self.placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.placeholder = nn.Parameter(torch.empty(0, self.embedding_dim), requires_grad=False)
+        # In a tuple they are no submodules, and the user's keys stay as they are.
+        self._hidden: tuple[Any, EmbeddingBagCollection, nn.Parameter] = plain, collection, self.placeholder
+        self._hidden_data = self.placeholder.data  # what the placeholder has while it is not shown: nothing
+        self.train_by(collection.optimizer)
         self.training = plain.training
         self._keep_padding_row(plain.weight.detach())
         self._guard = plain.register_forward_pre_hook(self._refuse_plain_call)
 
     @property
-    def plain(self) -> nn.Module:
+    def plain(self) -> Any:
         """The user's module."""
         return self._hidden[0]
 
@@ -178,10 +255,68 @@ class SubstituteModule(nn.Module):
         """Serves the rows."""
         return self._hidden[1]
 
+    def train_by(self, rule: RowOptimizer, *, frozen_for: str | None = None) -> None:
+        """See :meth:`Substitution.train_by`."""
+        self.collection.optimizer, self._frozen_for = rule, frozen_for
+        self.collection.embedding_bags = _PlainRows(self.path, self.plain, self.collection.layout, rule)
+
+    @property
+    def own_placeholder(self) -> nn.Parameter:
+        """The parameter that stands for the weight, by whichever name."""
+        return self._hidden[2]
+
+    def show_placeholder(self) -> None:
+        """See :meth:`Substitution.shown_as_parameters`: the placeholder has the memory of the user's weight."""
+        del self._parameters["placeholder"]
+        self._parameters["weight"] = self.own_placeholder
+        self._hidden_data = self.own_placeholder.data
+        self.own_placeholder.data = self.plain.weight.data
+        self.own_placeholder.requires_grad_(self.collection.trainable)
+
+    def take_over(self) -> None:
+        """Let the rows be what was made of the weight while it was shown: a backend gets them from the user's module.
+
+        Raises:
+            ValueError: says what was done to the weight that cannot be done to rows.
+        """
+        shown, weight = self.own_placeholder, self.plain.weight.data
+        if reason := self._refusal_to_take_over():
+            raise ValueError(
+                f"{self.path} is served from stores during this run, and configure_optimizers {reason}. It may write to"
+                f" {self.path}.weight, and freeze it; leave the rest to __init__, or take the module out of what the"
+                " strategy serves (names=... or a higher min_rows)."
+            )
+        if shown.data_ptr() != weight.data_ptr():  # somebody has set shown.data
+            weight.copy_(shown.data)
+        self._keep_padding_row(weight)
+        self.collection.trainable = shown.requires_grad
+
+    def _refusal_to_take_over(self) -> str | None:
+        shown, weight = self.own_placeholder, self.plain.weight.data
+        if self._parameters.get("weight") is not shown:
+            return "puts another parameter in the place of its weight"
+        if (shown.shape, shown.dtype) != (weight.shape, weight.dtype):
+            was, now = (f"{list(x.shape)} {x.dtype}" for x in (weight, shown))
+            return f"makes its weight {now}, which was {was}"
+        if shown._backward_hooks or shown._post_accumulate_grad_hooks:
+            return "puts hooks on its weight, which would not run"
+        return None
+
+    def hide_placeholder(self) -> None:
+        """The reverse of :meth:`show_placeholder`.
+
+        ``DistributedDataParallel`` would wait for the gradient of what asks for one, and would send what is not empty.
+        """
+        self._parameters.pop("weight", None)
+        self._parameters["placeholder"] = self.own_placeholder
+        self.own_placeholder.requires_grad_(False)
+        self.own_placeholder.data = self._hidden_data
+
     def release(self) -> None:
-        """Let the user's module be called again."""
+        """Let the user's module be called again, in the mode of this one, and frozen as its rows are."""
         self._guard.remove()
         self.plain.train(self.training)
+        self.plain.weight.requires_grad_(self.collection.trainable)
 
     def train(self, mode: bool = True) -> SubstituteModule:
         """Train or evaluate, the collection too, which is no submodule."""
@@ -190,8 +325,16 @@ class SubstituteModule(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> SubstituteModule:
-        """Freeze the rows, or let them train again."""
+        """Freeze the rows, or let them train again.
+
+        Raises:
+            ValueError: the rows have no rule to train by.
+        """
+        if requires_grad and self._frozen_for is not None:
+            raise ValueError(f"{self.path} was frozen when training began. {self._frozen_for}")
         self.collection.requires_grad_(requires_grad)
+        if "weight" in self._parameters:  # shown
+            self.own_placeholder.requires_grad_(requires_grad)
         return self
 
     def row_state(self) -> dict[str, Any]:
@@ -271,11 +414,11 @@ class SubstituteModule(nn.Module):
         return backend
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":
+        if name == "weight" and name not in self._parameters:
             raise AttributeError(
-                f"{self.path}.weight is in stores during this run, trained by the strategy's row optimizer and not by "
-                "yours: leave it out of configure_optimizers and of penalties, or take the module out of what the "
-                "strategy serves (names=... or a higher min_rows)."
+                f"{self.path}.weight is in stores during this run, and not here: configure_optimizers may name it, "
+                "penalties and other code may not. Leave it out of those, or take the module out of what the strategy "
+                "serves (names=... or a higher min_rows)."
             )
         return super().__getattr__(name)
 
@@ -303,7 +446,7 @@ class SubstituteEmbedding(SubstituteModule):
 class SubstituteEmbeddingBag(SubstituteModule):
     """In the place of an ``nn.EmbeddingBag`` that sums or averages: bags to ``[B, D]``."""
 
-    def __init__(self, path: str, plain: Any, optimizer: RowOptimizer) -> None:
+    def __init__(self, path: str, plain: Any, optimizer: RowOptimizer | None) -> None:
         super().__init__(path, plain, optimizer)
         self.mode: str = plain.mode
         self.include_last_offset: bool = plain.include_last_offset
@@ -349,10 +492,30 @@ class SubstituteEmbeddingBag(SubstituteModule):
         return weights.reshape(-1).float()
 
 
-_KINDS: dict[type[nn.Module], Callable[[str, Any, RowOptimizer], SubstituteModule]] = {
+_KINDS: dict[type[nn.Module], Callable[[str, Any, RowOptimizer | None], SubstituteModule]] = {
     nn.Embedding: SubstituteEmbedding,
     nn.EmbeddingBag: SubstituteEmbeddingBag,
 }
+
+
+class _StateWithoutMemory(TorchFunctionMode):
+    """Meanwhile state that an optimizer makes at once for a placeholder has the weight's shape, and one number.
+
+    ``torch.optim.Adagrad`` does so. The rows have their state in the stores, and in a worker there may be no room for
+    what nobody is going to use.
+    """
+
+    def __init__(self, placeholders: Mapping[nn.Parameter, str]) -> None:
+        super().__init__()
+        self._placeholders = placeholders
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.full_like and args and isinstance(args[0], nn.Parameter) and args[0] in self._placeholders:
+            weight, *others = args
+            return func(weight[:1, :1], *others, **(kwargs or {})).expand(weight.shape)
+        return func(*args, **(kwargs or {}))
 
 
 class _PlainRows(TableBackend):

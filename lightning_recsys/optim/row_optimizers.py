@@ -17,8 +17,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lightning_recsys.renamed import renamed_arguments
-
 
 @dataclass(frozen=True)
 class RowOptimizer(ABC):
@@ -43,7 +41,6 @@ class RowOptimizer(ABC):
     weight_decay: float = field(default=0.0, kw_only=True)
     decay_all_rows: bool = field(default=False, kw_only=True)
 
-    @renamed_arguments(learning_rate="lr")
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Refuse an old name of an argument; subclasses are dataclasses, each with an ``__init__`` of its own."""
         return super().__new__(cls)

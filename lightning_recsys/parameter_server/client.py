@@ -8,15 +8,22 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import zmq
 from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
 
 from lightning_recsys.errors import RequestRefusedError, ServerUnreachableError
 from lightning_recsys.parameter_server.keys import ClientKeys, Token
-from lightning_recsys.parameter_server.links import Link, LinkLostError, Patience
+from lightning_recsys.parameter_server.sockets import (
+    expect_heartbeats,
+    send_unpaced,
+    shared_context,
+    spending_descriptors,
+)
 from lightning_recsys.parameter_server.wire import (
     CLIENT_ID_BYTES,
     MAX_WINDOW,
@@ -29,13 +36,135 @@ from lightning_recsys.parameter_server.wire import (
     check_size,
     decode_reply,
     encode_request,
+    receive_frames,
+    send_frames,
 )
 
 WINDOW_BYTES = 256 << 20  # of pushes on their way, at most
 FIRST_BACK_OFF_SECONDS = 0.05
 LONGEST_BACK_OFF_SECONDS = 2.0
 LAST_SECONDS = 2.0  # for an answer that nobody wants any more
-GOODBYE_SECONDS = 0.2  # for what is still to be sent when it closes
+GOODBYE_SECONDS = 0.2  # for the answer to a goodbye
+PLAIN_USER = b"lightning_recsys"
+CANCEL_SECONDS = 0.2  # how often a long wait asks whether anybody still wants its end
+_LOST = {
+    int(zmq.EVENT_DISCONNECTED): "the connection was lost",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "the server does not accept these keys",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "the server speaks another protocol, or has other keys",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "the handshake was cut short",
+}
+
+
+class LinkLostError(Exception):
+    """A link that is of no use any more, and why."""
+
+
+class Patience:
+    """How long to wait; not much longer once nobody wants the result.
+
+    Args:
+        seconds: Longest time to wait.
+        cancelled: Tells whether the result is no longer wanted.
+        last_seconds: Longest time to wait from then on.
+    """
+
+    def __init__(self, seconds: float, cancelled: Callable[[], bool], *, last_seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._cancelled, self._last_seconds = cancelled, last_seconds
+        self._looked = False
+
+    def next_wait(self) -> float:
+        """Seconds to wait before asking again, 0 when the time is over."""
+        now = time.monotonic()
+        if self._looked and self._cancelled():
+            self._deadline = min(self._deadline, now + self._last_seconds)
+        self._looked = True
+        return max(0.0, min(self._deadline - now, CANCEL_SECONDS))
+
+
+class Link:
+    """Messages to a server, and from it, in their order; a DEALER socket.
+
+    Args:
+        endpoint: ``tcp://host:port`` or ``ipc:///socket``.
+        keys: The client's keys or the server's token; ``None`` for a server that asks for neither.
+        answer_seconds: Within which it must be possible to send a message, and an answer may be under way.
+
+    Raises:
+        OSError: the process has no file descriptors for it.
+        ValueError: the endpoint is none.
+    """
+
+    def __init__(self, endpoint: str, *, keys: ClientKeys | Token | None, answer_seconds: float) -> None:
+        with spending_descriptors(f"a connection to {endpoint}"), ExitStack() as opened:
+            self._socket = shared_context().socket(zmq.DEALER)
+            opened.callback(self._socket.close, 0)
+            self._monitor = self._socket.get_monitor_socket(sum(_LOST) | zmq.EVENT_CONNECTED)
+            opened.callback(self._monitor.close, 0)
+            opened.callback(self._socket.disable_monitor)
+            self._prepare(keys, answer_seconds, ipv6="[" in endpoint)
+            try:
+                self._socket.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise ValueError(f"{endpoint!r} is no endpoint, such as tcp://host:port: {error.strerror}.") from None
+            self._opened = opened.pop_all()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _prepare(self, keys: ClientKeys | Token | None, answer_seconds: float, *, ipv6: bool) -> None:
+        self._socket.linger = 0
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # a connection's window bounds both
+        self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1000
+        # A server that refuses our keys leaves a socket without a way out, on which a send would wait for ever.
+        self._socket.sndtimeo = max(1, int(1000 * answer_seconds))
+        expect_heartbeats(self._socket, at_least=answer_seconds)
+        self._socket.ipv6 = ipv6
+        if isinstance(keys, Token):
+            self._socket.plain_username = PLAIN_USER
+            self._socket.plain_password = keys.secret.encode()
+        elif keys is not None:
+            self._socket.curve_serverkey = keys.server
+            self._socket.curve_publickey = keys.public
+            self._socket.curve_secretkey = keys.secret
+
+    def send(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Send a message, which must stay as it is until its answer comes.
+
+        Raises:
+            LinkLostError: the message cannot be sent over this link any more.
+        """
+        try:
+            send_frames(self._socket, frames)
+        except zmq.Again:
+            raise LinkLostError("nothing can be sent") from None
+
+    def receive(self, seconds: float) -> Sequence[Frame] | None:
+        """The next message; ``None`` where there is none so far, at the latest after ``seconds``.
+
+        Raises:
+            LinkLostError: none can come any more.
+        """
+        if seconds > 0:
+            ready = dict(self._poller.poll(int(1000 * seconds) + 1))
+            if self._socket not in ready:
+                if self._monitor in ready:
+                    self._look_what_happened()
+                return None
+        try:
+            return receive_frames(self._socket)
+        except zmq.Again:
+            return None
+
+    def _look_what_happened(self) -> None:
+        event = recv_monitor_message(self._monitor)
+        if event["event"] != zmq.EVENT_CONNECTED:
+            raise LinkLostError(_LOST.get(int(event["event"]), ""))
+        send_unpaced(int(event["value"]))
+
+    def close(self) -> None:
+        """Let go of it, and of what was not sent; nothing happens a second time."""
+        self._opened.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +219,8 @@ class Connection:
     up those that follow.
 
     Two threads may use one connection, and wait for each other; give each its own where that matters. It does not
-    survive a fork.
+    survive a fork: in a process that was forked from the connection's own, all calls but :meth:`close` raise
+    ``RuntimeError``, and that one lets go of it without a word to the server.
 
     Args:
         endpoint: ``tcp://host:port`` or ``ipc:///socket``.
@@ -104,6 +234,9 @@ class Connection:
 
     Attributes:
         traffic: Counts of requests and bytes over this connection so far.
+
+    Raises:
+        OSError: the process has no file descriptors left for it; it takes four.
     """
 
     def __init__(
@@ -137,6 +270,7 @@ class Connection:
         self._detail = ""  # what was last seen to go wrong, for the error that may come
         self._lost = False  # the link is of no use: everything in flight goes out again with the next one
         self._closed = False  # by `close`, for good
+        self._process = os.getpid()  # whose threads carry the link's bytes; a process that is forked has none of them
         self._has_pushed = False  # something of a push was sent, so the server keeps this client's place
         # After how many attempts and seconds, and why; nothing was heard since.
         self._gave_up: tuple[int, float, str] | None = None
@@ -156,6 +290,7 @@ class Connection:
         self, operation: str, *, store: str = "", arguments: dict[str, Any] | None = None, arrays: Sequence[Tensor] = ()
     ) -> Pending:
         """Ask what changes nothing; :meth:`wait` has the answer. ``arrays`` must stay as they are until then."""
+        self._refuse_in_fork()
         with self._mutex:
             self._check_usable()
             return self._send_new(Request(operation, 0, self._id, 0, store, arguments or {}, list(arrays)))
@@ -170,6 +305,7 @@ class Connection:
                 may be.
             ServerUnreachableError: too many pushes are on their way, and the server does not answer.
         """
+        self._refuse_in_fork()
         size = sum(array.nbytes for array in arrays)
         with self._mutex:
             self._check_usable()
@@ -180,7 +316,7 @@ class Connection:
                 oldest = next(pending for pending in self._pending.values() if pending.request.sequence)
                 self._await(oldest)
             # What has come is taken without waiting, so that a refusal is raised now, before this push has a number.
-            while self._pending and self._receive(0.0):
+            while self._pending and not self._lost and self._receive(0.0):
                 pass
             self._raise_refusal()
             sequence = self._next_sequence
@@ -194,6 +330,7 @@ class Connection:
             RequestRefusedError: the server refused it, or could not do it.
             ServerUnreachableError: no answer in all attempts.
         """
+        self._refuse_in_fork()
         with self._mutex:
             try:
                 reply = self._await(pending)
@@ -214,6 +351,7 @@ class Connection:
             RequestRefusedError: one of them was refused.
             ServerUnreachableError: no answer in all attempts; the pushes are kept, and a later call tries again.
         """
+        self._refuse_in_fork()
         with self._mutex:
             while self._window.pushes:
                 oldest = next(pending for pending in self._pending.values() if pending.request.sequence)
@@ -227,19 +365,26 @@ class Connection:
             RequestRefusedError: pushes were refused.
             ServerUnreachableError: pushes are lost: the server has not acknowledged them, and may have some of them.
         """
+        if self._is_forked:  # the socket is the parent's, which goes on with it, and so are the pushes
+            self._closed = True
+            return
         with self._mutex:
             if self._closed:
                 return
             try:
                 if self._gave_up is None:
-                    with suppress(ServerUnreachableError):  # which pushes that costs is told below
+                    started = time.monotonic()
+                    try:
                         self.flush()
+                    except ServerUnreachableError:
+                        pass  # which pushes that costs is told below
+                    except OSError as error:  # there is no descriptor for another link
+                        self._gave_up = 1, time.monotonic() - started, error.strerror or str(error)
             finally:
                 self._closed = True
                 if self._gave_up is None:
-                    with suppress(LinkLostError):
-                        self._say_goodbye()
-                self._link.close(linger_seconds=GOODBYE_SECONDS if self._gave_up is None else 0)
+                    self._say_goodbye()
+                self._link.close()
             self._raise_lost()
             self._raise_refusal()
 
@@ -251,6 +396,17 @@ class Connection:
             raise ServerUnreachableError(self.endpoint, lost[0], attempts, seconds, f"{why}; {what}" if why else what)
 
     # --- Sending and receiving ---------------------------------------------------------------------------------------
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def _refuse_in_fork(self) -> None:
+        """Raise in a forked process, before the mutex, which a thread of the parent may have held for ever."""
+        if self._is_forked:
+            raise RuntimeError(
+                f"the connection to {self.endpoint} does not survive a fork: connect anew in the forked process."
+            )
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -365,18 +521,30 @@ class Connection:
     # --- Connecting --------------------------------------------------------------------------------------------------
 
     def _new_link(self) -> Link:
-        return Link(self.endpoint, keys=self._keys, send_seconds=self._timeout)
+        return Link(self.endpoint, keys=self._keys, answer_seconds=self._timeout)
+
+    def _renew_link(self) -> None:
+        """Another link in the place of this one, which is of no use.
+
+        Raises:
+            OSError: the process has no file descriptors for it. The link stays lost, so the next call tries again.
+        """
+        self._link.close()
+        self._lost = True
+        self._link = self._new_link()
+        self._lost = False
 
     def _say_goodbye(self) -> None:
+        """Wait a moment until the server has heard it: what is closed sends no more."""
         if self._lost:
-            self._link.close(linger_seconds=0)
-            self._link = self._new_link()
-        self._say("goodbye")
-
-    def _say(self, operation: str) -> None:
-        """Send what needs no answer: nobody knows its id when one comes."""
-        self._link.send(encode_request(Request(operation, self._next_id, self._id)))
-        self._next_id += 1
+            try:
+                self._renew_link()
+            except OSError:  # there is no descriptor for it: the place is free again when its time is over
+                return
+        goodbye = self._send_new(Request("goodbye", 0, self._id))
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        while not self._lost and goodbye.reply is None and (seconds := deadline - time.monotonic()) > 0:
+            self._receive(seconds)
 
     def _try_again(self, awaited: Pending, attempts: int, started: float) -> None:
         """After a pause, send again what has no answer, over a new connection and in its order; or give up."""
@@ -393,13 +561,12 @@ class Connection:
 
         A server that has cut the connection because its answers were not taken would do so again, asked for all.
         """
-        self._link.close(linger_seconds=0)
-        self._link = self._new_link()
-        self._lost = False
+        self._renew_link()
         self.traffic.reconnects += 1
         if not self._has_pushed:  # while it was away its place may have been given to another one
-            with suppress(LinkLostError):
-                self._say("hello")
+            with suppress(LinkLostError):  # what it is answered nobody waits for: no request has its id
+                self._link.send(encode_request(Request("hello", self._next_id, self._id)))
+            self._next_id += 1
         for pending in self._pending.values():
             if pending.reply is None:
                 pending.is_held = pending is not awaited and not pending.request.sequence

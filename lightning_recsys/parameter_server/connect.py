@@ -13,15 +13,13 @@ from lightning_recsys.parameter_server.client import Connection
 from lightning_recsys.parameter_server.journal import read_nonce
 from lightning_recsys.parameter_server.keys import ClientKeys, JobKeys, Token, load_client_keys
 from lightning_recsys.parameter_server.remote import RemoteStores
-from lightning_recsys.renamed import renamed_arguments
+from lightning_recsys.stores.folders.locality import why_not_local
 from lightning_recsys.stores.interfaces import Stores
-from lightning_recsys.stores.locality import why_not_local
 from lightning_recsys.stores.mapped import MappedStores
 
 Transport = Literal["auto", "tcp"]
 
 
-@renamed_arguments(shared_memory="transport")
 def connect(
     endpoint: str,
     *,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
 import socket
 import struct
 import termios
@@ -26,6 +27,7 @@ from lightning_recsys.parameter_server.wire import Frame
 
 LOOK_MILLISECONDS = 500  # between two looks at what has arrived
 
+_SPARE_DESCRIPTORS = 8  # below the limit, at which it is told of
 _MOST_GONE = 1024  # peers that are remembered after they went
 _ACCEPTED, _DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
@@ -100,6 +102,7 @@ class Connections:
         self._by_identity: dict[bytes, Peer] = {}
         # The last that went, by the same name: what they had sent may still wait in the router, and counts.
         self._gone: dict[bytes, Peer] = {}
+        self._is_roomy = True  # until it was said that there is no descriptor for another one
 
     def __len__(self) -> int:
         return len(self._by_descriptor)
@@ -185,10 +188,24 @@ class Connections:
             except OSError:
                 return None
             self._by_descriptor[descriptor] = peer
+            self._warn_if_last(descriptor)
         if identity:
             peer.identity = identity
             self._by_identity[identity] = peer
         return peer
+
+    def _warn_if_last(self, descriptor: int) -> None:
+        """Say once that further clients find no way in, and cannot be told; the system gives out low numbers first."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if self._is_roomy and descriptor >= limit - _SPARE_DESCRIPTORS > 0:
+            self._is_roomy = False
+            log.warning(
+                "This server has %d connections and almost no file descriptor left of %d: further clients will wait in "
+                "vain. Let it have more before it starts: `ulimit -n %d`.",
+                len(self),
+                limit,
+                4 * limit,
+            )
 
     def _cut(self, peer: Peer, why: str) -> None:
         """End a connection; ZeroMQ finds it ended, and frees what was kept for it."""

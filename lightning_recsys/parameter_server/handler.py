@@ -127,7 +127,8 @@ class RequestHandler:
         self.counts = Counts()
         offered = [kind(self.stores).operations for kind in (RowRequests, DynamicRequests, DenseRequests)]
         offered += [self.clients.operations, self.stores.operations, ExchangeRequests(self.stores).operations]
-        offered.append(MeetingRequests(self.stores.folder).operations)
+        self._meetings = MeetingRequests(self.stores.folder)
+        offered.append(self._meetings.operations)
         self._offer = None
         if offer is not None:
             self._offer = offer(self.stores.folder, self.stores.limits, lambda: self.clients.peer)
@@ -171,6 +172,7 @@ class RequestHandler:
         """Let go of the stores and the journal."""
         if self._offer is not None:
             self._offer.close()
+        self._meetings.close()
         self.stores.close()
         self.journal.close()
 

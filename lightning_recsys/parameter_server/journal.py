@@ -14,6 +14,7 @@ what the kernel had not written to disk: this is about processes.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import os
@@ -32,6 +33,8 @@ from torch import Tensor
 
 from lightning_recsys.parameter_server.own_files import open_own
 from lightning_recsys.parameter_server.wire import MAX_WINDOW
+from lightning_recsys.stores.folders.locality import boot_id
+from lightning_recsys.stores.folders.room import reserve
 from lightning_recsys.stores.mapped_arrays import MappedArrays
 
 JOURNAL = ".journal"  # a name that no store can have
@@ -41,7 +44,7 @@ LEASE_SECONDS = 600.0  # a client that said goodbye, or was cut off, keeps its s
 _MAGIC = 0x4C52_5332_4A4F_5552
 _WORDS = 8  # 64 bytes for the header and for each slot
 _HEADER_MAGIC, _HEADER_SLOT, _HEADER_SEQUENCE = 0, 3, 4
-_HEADER_NONCE = slice(1, 3)
+_HEADER_NONCE, _HEADER_BOOT = slice(1, 3), slice(5, 7)
 _ID = slice(0, 2)
 _APPLIED, _REFUSED, _SEEN_SECONDS, _CLOSED = 2, 3, 4, 5
 _ALIGNMENT = 64
@@ -82,6 +85,7 @@ class Journal:
     Both files are opened once, here: later, a process may have no descriptor to spare.
 
     Raises:
+        OSError: there is no room for them; the message says how many bytes are missing.
         PermissionError: one of them is a link, or not this user's.
         RuntimeError: the folder's journal is damaged.
     """
@@ -106,6 +110,7 @@ class Journal:
         # The slot of each client that is in the journal, those that have said goodbye included.
         self._index = {slot[_ID].tobytes(): number for number, slot in enumerate(self._slots) if slot[_ID].any()}
         self.nonce = self._header[_HEADER_NONCE].tobytes()
+        self._go_on_counting()
 
     def recover(self) -> bool:
         """Put back what a killed server left half done; says whether there was something to put back."""
@@ -152,7 +157,7 @@ class Journal:
             # other way round, the new client could be taken for one whose first pushes are applied already.
             self._slots[slot, _ID] = 0
             self._slots[slot, _ID.stop :] = 0
-            self._slots[slot, _SEEN_SECONDS] = int(time.time())
+            self._slots[slot, _SEEN_SECONDS] = _now()
             self._slots[slot, _ID] = np.frombuffer(client, dtype=_INT64)
             self._index[client] = slot
         elif self._slots[slot, _CLOSED]:
@@ -164,7 +169,7 @@ class Journal:
         used = self._slots[:, _ID].any(axis=1)
         if not used.all():
             return int(used.argmin())
-        age = time.time() - self._slots[:, _SEEN_SECONDS]
+        age = _now() - self._slots[:, _SEEN_SECONDS]
         # Of a client that has pushed nothing there is nothing to remember.
         free = (age > LEASE_SECONDS) | (self._slots[:, _APPLIED] == 0)
         free &= ~self._are_here(connected)
@@ -188,7 +193,7 @@ class Journal:
 
     def touch(self, slot: int) -> None:
         """The client was heard of now."""
-        self._slots[slot, _SEEN_SECONDS] = int(time.time())
+        self._slots[slot, _SEEN_SECONDS] = _now()
 
     def say_goodbye(self, slot: int) -> None:
         """The client will push no more; its slot is freed when late copies of its pushes can no longer arrive."""
@@ -197,9 +202,22 @@ class Journal:
 
     def num_clients(self, connected: Container[int] = ()) -> int:
         """Clients that have registered and not said goodbye: those connected, and those cut off not long ago."""
-        recent = time.time() - self._slots[:, _SEEN_SECONDS] < LEASE_SECONDS
+        recent = _now() - self._slots[:, _SEEN_SECONDS] < LEASE_SECONDS
         registered = self._slots[:, _ID].any(axis=1) & (self._slots[:, _CLOSED] == 0)
         return int((registered & (recent | self._are_here(connected))).sum())
+
+    def _go_on_counting(self) -> None:
+        """Take the clients of a journal that another boot of the machine has written for heard of now.
+
+        Times are those since the machine started, which no setting of its clock moves; those of another start mean
+        nothing. Nobody's slot is given away then before the whole :data:`LEASE_SECONDS` have passed.
+        """
+        boot = np.frombuffer(hashlib.blake2b(boot_id().encode(), digest_size=16).digest(), dtype=_INT64)
+        if boot_id() and np.array_equal(self._header[_HEADER_BOOT], boot):
+            return
+        self._slots[:, _SEEN_SECONDS] = _now()
+        # Last: a server that is killed before leaves the same to the next one.
+        self._header[_HEADER_BOOT] = boot
 
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
@@ -223,6 +241,9 @@ class Journal:
             slot: Slot of the client in the journal.
             sequence: Sequence number of the push, one above the client's last.
             undo: What the push will change; ``None`` where doing it twice is the same as doing it once.
+
+        Raises:
+            OSError: there is no room for the undo record; nothing was changed.
         """
         if undo is None:
             self._recorded = None  # it may remove a store, whose memory nobody should hold then
@@ -313,8 +334,13 @@ class Journal:
         if size <= self._reserved:
             return
         size = max(1 << 20, 1 << (size - 1).bit_length())
-        os.posix_fallocate(self._undo_file, 0, size)  # an error now instead of a bus error later
+        reserve(self._undo_file, self._reserved, size, what="the undo record of a push", folder=self.folder)
         self._reserved = size
+
+
+def _now() -> int:
+    """Seconds since the machine started, those included in which it slept."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 def _bit(sequence: int) -> int:
@@ -334,22 +360,24 @@ def read_nonce(folder: Path) -> bytes | None:
 
 def _open_words(path: Path, max_clients: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Map the journal, made or lengthened where needed."""
-    wanted = (1 + max_clients) * _WORDS * 8
+    wanted, what = (1 + max_clients) * _WORDS * 8, f"a journal of {max_clients} clients"
     if not os.path.lexists(path):
         header = np.zeros(_WORDS, dtype=_INT64)
         header[_HEADER_MAGIC] = _MAGIC
         header[_HEADER_NONCE] = np.frombuffer(os.urandom(16), dtype=_INT64)
         temporary = path.with_name(f"{JOURNAL}-new")  # one name: what a killed server leaves its successor writes anew
-        with os.fdopen(open_own(temporary), "wb") as file:
+        with os.fdopen(open_own(temporary), "r+b") as file:
+            reserve(file.fileno(), 0, wanted, what=what, folder=path.parent)
             file.write(header.tobytes())
+            file.truncate(wanted)  # what a killed server has left may be longer
         temporary.rename(path)  # whole or not at all
     descriptor = open_own(path)
     try:
         size = os.fstat(descriptor).st_size
         if size < 8 * _WORDS or size % (8 * _WORDS) or _map(descriptor, size)[:8].view(_INT64)[0] != _MAGIC:
             raise RuntimeError(f"{path} is not a journal of this version, or damaged: remove its folder to start anew.")
-        if size < wanted:
-            os.posix_fallocate(descriptor, 0, wanted)
+        # Whole, for a copy may lack pages.
+        reserve(descriptor, 0, max(size, wanted), what=what, folder=path.parent)
         return _map(descriptor, max(size, wanted)).view(_INT64).reshape(-1, _WORDS)
     finally:
         os.close(descriptor)

@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """What a server needs: its own pair, and whom it lets in.
+    """The keys of a server: its own pair, and the public keys of the clients that it lets in.
 
     Args:
         public: Public key, 40 characters of Z85.
@@ -31,7 +31,7 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What a client needs: its own pair, and the server's public key, by which it knows the right server.
+    """The keys of a client: its own pair, and the server's public key, by which it knows the right server.
 
     Args:
         server: The server's public key, 40 characters of Z85.

@@ -68,10 +68,12 @@ class _Remote:
         own = {**arguments, **self._generation}
         return self._connection.push(operation, store=self.name, arguments=own, arrays=arrays)
 
-    def _push_gradients(self, operation: str, arguments: Arguments, arrays: Sequence[Tensor]) -> None:
+    def _push_gradients(self, operation: str, arguments: Arguments, arrays: Sequence[Tensor]) -> Pending:
         """Push what the answer tells the staleness of."""
-        self._unread.append(self._push(operation, arguments, arrays))
+        pending = self._push(operation, arguments, arrays)
+        self._unread.append(pending)
         self._read_answers()
+        return pending
 
     def _read_answers(self) -> None:
         while self._unread and (reply := self._unread[0].reply) is not None:
@@ -256,12 +258,12 @@ class RemoteDenseStore(_Remote, DenseStore):
         self.parts = tuple(description["parts"])
         self.size = sum(self.parts)
 
-    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:  # noqa: D102 - inherited
+    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102 - inherited
         pending = self._begin("pull")
 
-        def answer() -> tuple[Tensor, Tensor, int]:
-            values, versions, step = self._connection.wait(pending).arrays
-            return values, versions, int(step)
+        def answer() -> tuple[Tensor, Tensor]:
+            values, versions = self._connection.wait(pending).arrays
+            return values, versions
 
         return answer
 
@@ -279,12 +281,13 @@ class RemoteDenseStore(_Remote, DenseStore):
         lr: float,
         versions: Tensor | None = None,
         trained: Tensor | None = None,
-        step: int = 0,
-    ) -> None:
-        arguments = {"lr": float(lr), "step": int(step), **_flags(versioned=versions, masked=trained)}
+        step: int | None = None,
+    ) -> Callable[[], int]:
+        arguments: dict[str, Any] = {"lr": float(lr), "step": step, **_flags(versioned=versions, masked=trained)}
         marks = None if trained is None else trained.to(torch.uint8)
         arrays = [_own(gradient), *_given(versions), *_given(marks)]
-        self._push_gradients("push_gradient", arguments, arrays)
+        pending = self._push_gradients("push_gradient", arguments, arrays)
+        return lambda: int(self._connection.wait(pending).value) if step is None else step
 
     def read(self, name: str) -> Tensor:  # noqa: D102 - inherited
         return self._request("read_dense", {"array": name}).arrays[0]

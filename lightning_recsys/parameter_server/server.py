@@ -26,8 +26,8 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_recsys.parameter_server.connections import LOOK_MILLISECONDS, Connections, Peer
 from lightning_recsys.parameter_server.handler import MakeOffer, RequestHandler, Unfinished
 from lightning_recsys.parameter_server.keys import ServerKeys, Token
-from lightning_recsys.parameter_server.loopback import is_loopback, send_unpaced
 from lightning_recsys.parameter_server.own_files import check_own_folder, make_own_folder, open_own
+from lightning_recsys.parameter_server.sockets import allow_descriptors, expect_heartbeats, is_loopback, send_unpaced
 from lightning_recsys.parameter_server.wire import Limits, receive_frames
 from lightning_recsys.runtime import configure_worker, process_end
 
@@ -36,6 +36,7 @@ SOCKET = ".socket"  # in the folder
 MAX_SOCKET_BYTES = 107  # of a path, by the system's `sockaddr_un`
 BIND_SECONDS = 5.0  # a server that was killed may hold its port for a moment
 DRAIN_SECONDS = 5.0  # for requests that had arrived when the server was told to stop
+OWN_DESCRIPTORS = 256  # what a server may have open besides its clients' connections: files of stores, above all
 LINGER_SECONDS = 2.0  # for answers that nobody takes
 _STOP, _FINISHED = b"\0", b"\xff"  # no signal has that number
 _READABLE = int(zmq.POLLIN)
@@ -86,6 +87,7 @@ def serve(
     bind = _in(folder) if bind is None else bind
     check_bind(bind, keys)  # before anything is made
     configure_worker(num_threads)
+    allow_descriptors(max_clients + OWN_DESCRIPTORS)
     make_own_folder(folder)
     with Server(folder, bind=bind, keys=keys, limits=limits, max_clients=max_clients, offer=offer) as server:
         parent = multiprocessing.parent_process()
@@ -154,6 +156,7 @@ class Server:
         self._router.rcvhwm = _MAX_WAITING
         self._router.router_mandatory = True  # an answer that has no room is an error, not lost without a word
         self._router.linger = int(1000 * LINGER_SECONDS)
+        expect_heartbeats(self._router)
         try:
             if keys is None and bind.startswith("tcp://"):
                 self._keys = Token.of_folder(folder)
@@ -262,7 +265,7 @@ class Server:
     def _serve_one(self) -> bool:
         assert self._connections is not None
         try:
-            sender, *frames = receive_frames(self._router)
+            sender, *frames = receive_frames(self._router, before=1)
         except zmq.Again:
             return False
         peer = self._connections.sender(sender, frames[0])

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from lightning_recsys.parameter_server.links import Patience
+from lightning_recsys.parameter_server.client import Patience
 
 PATIENCE_SECONDS = 5.0  # of one who was asked to end: the others may have ended by the same signal, or come yet
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05  # seconds between two questions of one who waits

@@ -5,7 +5,8 @@ A message is the frames ``[header, array, array, ...]``. Headers are lists, so t
 * request: ``[VERSION, operation, id, client, sequence, store, arguments, arrays]``
 * reply: ``[VERSION, id, status, value, arrays]``
 
-``arrays`` describes the frames that follow, one ``[dtype, shape]`` each. Arrays are little-endian and contiguous.
+``arrays`` describes the frames that follow, one ``[dtype, shape]`` each, so the size of a header bounds their number.
+Arrays are little-endian and contiguous.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from torch import Tensor
 from lightning_recsys.compression.dtypes import CODES, DTYPES
 from lightning_recsys.stores.mapped_arrays import check_name
 
-VERSION = 10  # raised with every change of a message
+VERSION = 11  # raised with every change of a message
 CLIENT_ID_BYTES = 16
 MAX_SEQUENCE = 2**62
 MAX_WINDOW = 64  # pushes that a client may have on their way: of so many a server knows which it has refused
+_DESCRIPTION_BYTES = 5  # of a header, at least, for each array: two lists, a dtype of a letter or more, and a size
 _ALIGNMENT = 8
 _MORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
 
@@ -68,13 +70,11 @@ class Limits:
     """What a message may take of the receiver, at most.
 
     Args:
-        frames: Arrays in one message.
-        header_bytes: Size of the header.
+        header_bytes: Size of the header, which describes every array.
         message_bytes: Size of all arrays, of a request as of its reply.
         rows: Rows or ids in one request.
     """
 
-    frames: int = 64
     header_bytes: int = 1 << 20
     message_bytes: int = 512 << 20
     rows: int = 1 << 24
@@ -134,15 +134,28 @@ def encode_reply(reply: Reply) -> list[bytes | memoryview]:
     return [msgpack.packb(header), *map(_as_bytes, reply.arrays)]
 
 
-def receive_frames(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+def receive_frames(socket: zmq.Socket[bytes], *, before: int = 0) -> list[zmq.Frame]:
     """A message that has arrived; ``recv_multipart`` would ask the socket after each frame.
+
+    Frames behind more than the header can describe are let go of: millions of empty ones would fill the memory. What is
+    returned is still one too many, so that the message is refused.
+
+    Args:
+        socket: The socket to receive from.
+        before: Frames that come before the header, such as who sent it.
 
     Raises:
         zmq.Again: no message has arrived.
     """
     frames = [socket.recv(_NOBLOCK, copy=False)]
-    while frames[-1].more:
+    while frames[-1].more and len(frames) <= before:
         frames.append(socket.recv(_NOBLOCK, copy=False))
+    more, most = frames[-1].more, before + 2 + len(frames[-1]) // _DESCRIPTION_BYTES
+    while more:
+        frame = socket.recv(_NOBLOCK, copy=False)
+        more = frame.more
+        if len(frames) < most:
+            frames.append(frame)
     return frames
 
 
@@ -233,8 +246,6 @@ def check_size(frames: Sequence[Frame], limits: Limits) -> None:
 
 
 def _check_arrays(frames: Sequence[Frame], limits: Limits) -> None:
-    if len(frames) > limits.frames:
-        raise MessageError(f"a message has at most {limits.frames} arrays, got {len(frames)}")
     total = sum(map(len, frames))
     if total > limits.message_bytes:
         raise MessageError(f"the arrays of a message have at most {limits.message_bytes} bytes, got {total}: cut it")

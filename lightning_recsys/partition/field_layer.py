@@ -75,11 +75,11 @@ class FieldLayer(nn.Module):
 
     @property
     def sends(self) -> Sends | None:
-        """What a forward pass of the partitioned layer exchanges; nothing by default."""
+        """The exchange of a forward pass of the partitioned layer; nothing by default."""
         return None
 
     def sum_partials(self, *partials: Tensor, cut_after: bool = False) -> tuple[Tensor, ...]:
-        """As :meth:`Share.sum`; of a layer that is whole, the partial results are the sums."""
+        """Sum like :meth:`Share.sum`; if the layer is whole, its partial results are the sums."""
         return partials if self.share is None else self.share.sum(*partials, cut_after=cut_after)
 
     def own_dense(self, dense: Tensor) -> Tensor:
@@ -117,7 +117,8 @@ class FieldGather(FieldLayer):
             ValueError: a field belongs to no process, or to several.
         """
         super().partition(fields, group)
-        own = torch.zeros(self.num_fields, dtype=torch.int64)
+        # NCCL has no way for tensors that lie in the machine's memory.
+        own = torch.zeros(self.num_fields, dtype=torch.int64, device="cuda" if group.name() == "nccl" else "cpu")
         own[list(fields)] = 1
         masks = [torch.empty_like(own) for _ in range(group.size())]
         group.allgather([masks], [own]).wait()

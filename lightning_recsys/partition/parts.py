@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,12 @@ class PartitionedModel:
                 values.update(zip(part.outputs, answer(), strict=True))
         return fx.map_arg(self._results, lambda node: values[node.name])
 
+    def with_runners(self, runners: Mapping[str, Runner]) -> PartitionedModel:
+        """The same parts, of which other runners compute those of some devices."""
+        other = copy.copy(self)
+        other.runners = dict(runners)
+        return other
+
     def _begin(self, part: Part, values: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
         return self.runners.get(part.device, run_here)(part, tuple(values[name] for name in part.inputs))
 
@@ -117,11 +124,14 @@ def split(traced: TracedModel, plan: OperatorPlan) -> PartitionedModel:
     groups: dict[tuple[int, str], list[str]] = {}
     for operator in traced.operators.operators:
         groups.setdefault((level_of[operator.name], plan.devices[operator.name]), []).append(operator.name)
+    signature = inspect.signature(partial(type(traced.model).forward, traced.model))  # which fx has traced
+    nodes = (node for node in traced.fx_graph.nodes if node.op == "placeholder")
+    placeholders = {str(node.target).lstrip("*"): node.name for node in nodes}  # keywords come before *args there
     ordered = sorted(groups.items())  # group servers come before the trainer
     return PartitionedModel(
         [_make_part(traced, names, device=device, level=level) for (level, device), names in ordered],
-        signature=inspect.signature(partial(type(traced.model).forward, traced.model)),  # which fx has traced
-        arguments=[node.name for node in traced.fx_graph.nodes if node.op == "placeholder"],
+        signature=signature,
+        arguments=[placeholders[name] for name in signature.parameters],
         results=traced.fx_graph.output_node().args[0],
     )
 

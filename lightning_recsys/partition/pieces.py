@@ -79,7 +79,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sends:
-    """What a partitioned layer exchanges with the other processes.
+    """The numbers that a partitioned layer exchanges with the other processes.
 
     Args:
         operation: The collective operation that does the exchange.

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_recsys.embeddings import SparseFeatures
+from lightning_recsys.embeddings.sparse_features import find
 from lightning_recsys.partition.lookups import is_lookup, trains_rows
+from lightning_recsys.partition.tracer import named_arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +43,24 @@ def run_sample(model: nn.Module, graph: fx.Graph, sample: Sequence[Any]) -> Samp
     Raises:
         ValueError: the sample has no tensor whose first dimension is the batch.
     """
-    batch_size = next((len(x) for x in sample if isinstance(x, Tensor) and x.dim()), 0)
+    batch_size = _batch_size(sample)
     if not batch_size:
-        raise ValueError("placement needs a sample batch of at least one example, with a tensor among its arguments.")
+        raise ValueError(
+            "placement needs a sample batch of at least one example, with a tensor or SparseFeatures in its arguments;"
+            f" got {[type(x).__name__ for x in sample]}."
+        )
     runner = _Runner(model, garbage_collect_values=False, graph=graph)
+    runner.sample = named_arguments(model, tree_map_only(Tensor, _copied, list(sample)))
     with in_mode(model, training=False), torch.enable_grad():
-        runner.run(*sample)
+        runner.run()
     return Sampled({node: value for node, value in runner.env.items() if node.op != "output"}, batch_size)
+
+
+def _batch_size(sample: Sequence[Any]) -> int:
+    """Examples of a batch: those of its sparse features, or the first dimension of the first tensor."""
+    sparse = (x.batch_size for x in find(list(sample), SparseFeatures))
+    dense = (len(x) for x in find(list(sample), Tensor) if x.dim())
+    return next((size for size in (*sparse, *dense) if size), 0)
 
 
 def count_flops(
@@ -105,6 +120,11 @@ def _cut_off(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
+def _copied(x: Tensor) -> Tensor:
+    """The same numbers, which a forward may change in place."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Training or evaluation mode for a while; then every module has its own back."""
@@ -118,6 +138,11 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 class _Runner(fx.Interpreter):
+    sample: Mapping[str, Any] = {}
+
+    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.sample[target.lstrip("*")]
+
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.fetch_attr(target)
         if not is_lookup(module):

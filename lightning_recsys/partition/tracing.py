@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from lightning_recsys.embeddings import SparseFeatures
@@ -15,6 +17,13 @@ from lightning_recsys.partition.fc_split import co_partition
 from lightning_recsys.partition.grouping import group_nodes, module_of, tensors_of
 from lightning_recsys.partition.lookups import is_lookup
 from lightning_recsys.partition.sampling import Sampled, count_flops, in_mode, run_sample
+from lightning_recsys.partition.tracer import (
+    LooksIntoArgumentError,
+    LostByTracingError,
+    Recorded,
+    Tracer,
+    give_constants,
+)
 from lightning_recsys.placement.operators import Operator, OperatorGraph, Value
 
 # fx patches nn.Module.__call__ and __getattr__ of the whole process while it traces.
@@ -22,6 +31,10 @@ _ONE_AT_A_TIME = threading.Lock()
 _CHANGE = (
     "Decisions there may depend on settings, not on tensors or on the mode: use torch's functions (torch.where, and "
     "nn.Dropout instead of F.dropout), fixed sizes from __init__ and no loops over tensors."
+)
+_NOT_ITS_INPUT = (
+    "two passes with the same arguments are made of different numbers, such as those of a random generator or a clock,"
+    " and a traced model would keep the first ones. Draw with functions of a tensor, such as torch.rand_like."
 )
 _MAKES_FEATURES = "it makes SparseFeatures, which look at what their tensors hold."
 _TAKE_FEATURES = "Make them in the training step, and call the model with them."
@@ -36,12 +49,14 @@ class TracedModel:
         fx_graph: Its calls, modules without submodules as one each.
         operators: What is placed, with costs of the sample batch.
         nodes: For each operator its calls, in their order.
+        reads: What the calls were made of besides their arguments: paths of modules, and names of their attributes.
     """
 
     model: nn.Module
     fx_graph: fx.Graph
     operators: OperatorGraph
     nodes: Mapping[str, tuple[fx.Node, ...]]
+    reads: frozenset[tuple[str, str]]
 
 
 def trace(model: nn.Module, sample: Sequence[Any], *, whole: Sequence[str] = ()) -> TracedModel:
@@ -65,58 +80,44 @@ def trace(model: nn.Module, sample: Sequence[Any], *, whole: Sequence[str] = ())
     unknown = [path for path in whole if path not in dict(model.named_modules())]
     if unknown:
         raise ValueError(f"the model has no modules {unknown} to keep whole.")
-    fx_graph = _trace(model, whole)
-    _check_mode(model, fx_graph, whole)
+    recorded = _trace(model, whole, sample)
+    _check_mode(model, recorded, whole, sample)
+    fx_graph = recorded.graph
     co_partition(model, fx_graph)
     sampled = run_sample(model, fx_graph, sample)
     nodes = group_nodes(model, fx_graph, tensors=sampled.tensors)
-    return TracedModel(model, fx_graph, _operator_graph(model, fx_graph, nodes, sampled), nodes)
+    return TracedModel(model, fx_graph, _operator_graph(model, fx_graph, nodes, sampled), nodes, recorded.reads)
 
 
 def check_traceable(model: nn.Module) -> None:
     """Refuse a model that cannot be traced, whatever it is called with; :func:`trace` may find more.
 
+    Without a sample nobody knows which arguments are dicts, tuples or ``None``, so a model that looks into one is not
+    refused here.
+
     Raises:
         ValueError: names the module and says what to change.
     """
-    _check_mode(model, _trace(model, ()), ())
+    try:
+        recorded = _trace(model, (), None)
+    except ValueError as error:
+        if isinstance(error.__cause__, LooksIntoArgumentError):
+            return
+        raise
+    _check_mode(model, recorded, (), None)
 
 
-class _Tracer(fx.Tracer):
-    proxy_buffer_attributes = True
-
-    def __init__(self, whole: Sequence[str]) -> None:
-        super().__init__()
-        self._whole = frozenset(whole)
-        self.failed: tuple[str, nn.Module] | None = None
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return (
-            is_lookup(m)
-            or module_qualified_name in self._whole
-            or next(m.children(), None) is None
-            or super().is_leaf_module(m, module_qualified_name)
-        )
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            self.failed = self.failed or (self.path_of_module(m), m)
-            raise
-
-
-def _trace(model: nn.Module, whole: Sequence[str]) -> fx.Graph:
-    tracer = _Tracer(whole)
+def _trace(model: nn.Module, whole: Sequence[str], sample: Sequence[Any] | None) -> Recorded:
+    tracer = Tracer(whole, sample)
     try:
         with _ONE_AT_A_TIME:
-            return tracer.trace(model)
+            return tracer.record(model)
     except Exception as error:
         path, module = tracer.failed or ("", model)
         makes = _in_sparse_features(error)
         reason, change = (_MAKES_FEATURES, _TAKE_FEATURES) if makes else (str(error), _CHANGE)
+        if isinstance(error, LostByTracingError):
+            reason, change = str(error), error.change
         raise ValueError(_refusal(path, module, reason, change)) from error
 
 
@@ -133,15 +134,23 @@ def _refusal(path: str, module: nn.Module, reason: str, change: str = _CHANGE) -
     return f"{where} cannot be traced, so its operators cannot be placed: {reason} {change}{keep}"
 
 
-def _check_mode(model: nn.Module, fx_graph: fx.Graph, whole: Sequence[str]) -> None:
-    """Refuse a forward that reads ``self.training``: the graph would keep the mode in which it was traced."""
+def _check_mode(model: nn.Module, recorded: Recorded, whole: Sequence[str], sample: Sequence[Any] | None) -> None:
+    """Refuse a forward that another pass, or one in the other mode, makes otherwise: the graph would keep the first."""
+    again = _trace(model, whole, sample)
     with in_mode(model, training=not model.training):
-        other = _trace(model, whole)
-    for one, two in zip(fx_graph.nodes, other.nodes, strict=False):
-        if one.format_node() != two.format_node():
-            path = module_of(one)
-            module = model.get_submodule(path)
-            raise ValueError(_refusal(path, module, "training and evaluation compute different things."))
+        other = _trace(model, whole, sample)
+    give_constants(model, recorded.constants)
+    for second, reason in ((again, _NOT_ITS_INPUT), (other, "training and evaluation compute different things.")):
+        for one, two in zip_longest(recorded.graph.nodes, second.graph.nodes):
+            if one is None or two is None or not _same_call(one, two, recorded, second):
+                path = module_of(one or two)
+                raise ValueError(_refusal(path, model.get_submodule(path), reason))
+
+
+def _same_call(one: fx.Node, two: fx.Node, first: Recorded, second: Recorded) -> bool:
+    if one.op == two.op == "get_attr" and one.target in first.constants and two.target in second.constants:
+        return torch.equal(first.constants[str(one.target)], second.constants[str(two.target)])
+    return one.format_node() == two.format_node()
 
 
 def _operator_graph(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,6 @@ class CachedBackend(StoreBackend):
     ) -> None:
         super().__init__(layout, optimizer, stores=stores)
         self.cache_rows = cache_rows
-        self.staleness = staleness
         self.policy: CachePolicy = policy
         self._any_rule = any_rule
         self._passing = self._make_copies(0, device)  # rows of evaluation, which go behind each lookup
@@ -127,8 +127,17 @@ class CachedBackend(StoreBackend):
         return RowsInPlace(cache, *parts, stores=mapped, shared=self._shared)
 
     @property
+    def staleness(self) -> int | None:
+        """``s``, or ``None`` for no bound; it can be set between two steps, but not to 0 or from it."""
+        return self._messages.rule.staleness
+
+    @staleness.setter
+    def staleness(self, staleness: int | None) -> None:
+        self._messages.rule = replace(self._messages.rule, staleness=staleness)
+
+    @property
     def shared_index(self) -> SharedIndex | None:
-        """What further caches may take as ``shared``; ``None`` where rows come in messages."""
+        """The index that further caches may take as ``shared``; ``None`` where rows come in messages."""
         return self._shared
 
     @property
@@ -212,7 +221,7 @@ class CachedBackend(StoreBackend):
         return self._updates
 
     def lookup_frozen(self, sparse: SparseFeatures) -> Tensor:
-        """As :meth:`lookup`, of the same copies by the same rule, for rows that are not trained by it.
+        """Look up like :meth:`lookup`, in the same copies by the same rule, rows that are not trained by it.
 
         Rows that are frozen are so cached like any other. Nothing is pushed for it but what the rule asks for.
         """
@@ -222,7 +231,7 @@ class CachedBackend(StoreBackend):
             return self._held.cache.pool(self._held.lookup_frozen(sparse).plan, sparse)
 
     def lookup_fresh(self, sparse: SparseFeatures) -> Tensor:
-        """As :meth:`lookup`, past the cache: rows as the stores have them, and updates that only this worker has.
+        """Look up past the cache: rows as the stores have them, and updates that only this worker has.
 
         Nothing is pushed, and no copy comes or goes.
         """
@@ -292,12 +301,15 @@ class CachedBackend(StoreBackend):
         super()._save_rows(destination, prefix)
 
     def telemetry(self) -> dict[str, Any]:
-        """What happened so far.
+        """Counts of what the cache has done so far.
 
         ``cache/reads`` counts the distinct rows of all batches. Shares of them are ``cache/hit_rate``, ``miss_rate``,
         ``stale_rate`` (found too old by a store) and ``refresh_rate`` (too far ahead of what was fetched).
         ``cache/evictions`` and ``comm/messages`` are numbers, ``comm/{rows,clocks,gradients}_bytes`` bytes both ways,
-        and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor.
+        and ``cache/clock_lag`` is ``c_c - c_s`` of each row of the last batch, a float tensor. Where clocks count every
+        update, ``cache/missed_updates/max`` is the largest number of others' updates, of those that the stores had when
+        clocks were compared, that a copy lacked and was fit for use: exactly in place, at most by message, where it is
+        known once the copy is fetched anew.
         """
         counts = self._messages.total()
         reads = max(counts["reads"], 1)
@@ -311,6 +323,7 @@ class CachedBackend(StoreBackend):
             "cache/clock_lag": torch.from_numpy(self._held.lags_U.astype(np.float32)),
             "comm/messages": counts["messages"],
             **{f"comm/{kind}_bytes": counts[kind] for kind in ("rows", "clocks", "gradients")},
+            **({"cache/missed_updates/max": counts["most_missed"]} if self._messages.rule.by_sum else {}),
         }
 
     def __getstate__(self) -> dict[str, Any]:

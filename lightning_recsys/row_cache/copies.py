@@ -43,7 +43,7 @@ _NO_OFFSETS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class RowUpdates:
-    """What rows owe their server; every row owes something.
+    """The updates that rows owe their server; every row owes something.
 
     Attributes:
         keys: int64 ``[P]``.
@@ -157,7 +157,7 @@ class RowCache:
         return self._with_room(self.index.plan(keys_N))
 
     def plan_announced(self, number: int) -> BatchPlan:
-        """As :meth:`plan` for the batch of that announcement; it and those before it are used up."""
+        """Plan like :meth:`plan` for the batch of that announcement; it and those before it are used up."""
         return self._with_room(self.index.plan_announced(number))
 
     def _with_room(self, plan: BatchPlan) -> BatchPlan:

@@ -18,6 +18,7 @@ from lightning_recsys.row_cache.messages import NO_CLOCKS, NO_KEYS, RowMessages
 from lightning_recsys.row_cache.owners import StepGradients
 from lightning_recsys.row_cache.window import AnnouncedFeatures, same_ids
 from lightning_recsys.stores.exchange import RowValues
+from lightning_recsys.sync import ClockRule
 
 _NAMED_PER_EXPIRY = 16
 """How often a worker names all its copies to a store that forgets rows, while it makes as many batches as the store
@@ -32,11 +33,14 @@ class CachedTicket(Ticket):
         plan: Where the rows are. They stay while the cache waits for the batch's gradients.
         answers: What waits for the stores' answers, with the positions in the plan that each was asked to fetch and to
             check. Empty once they have been taken.
+        replaced: For each row of the plan that is fetched because its copy is unfit, the copy's clock without what
+            others did, and the most that the copy can have lacked when it was fit, int64 ``[2, U]``. Zeros elsewhere.
         stale: Positions in the plan of copies that a store found too old.
     """
 
     plan: BatchPlan = field(kw_only=True)
     answers: list[tuple[Callable[[], RowValues], Integers, Integers]] = field(default_factory=list)
+    replaced: Integers | None = None
     stale: list[Integers] = field(default_factory=list)
 
 
@@ -54,15 +58,20 @@ class HeldRows(ABC):
 
     Attributes:
         cache: The cache of copies.
-        counts: Those of the messages, with ``reads``, ``evictions``, ``misses``, ``stale`` and ``refreshes`` in rows.
+        counts: Those of the messages, with ``reads``, ``evictions``, ``misses``, ``stale`` and ``refreshes`` in rows,
+            and ``most_missed`` in updates (:meth:`CachedBackend.telemetry`).
         lags_U: By how many updates each copy of the last batch was ahead of what was fetched, int32 ``[U]``.
         may_owe: Whether a copy may have updates that the stores lack.
     """
 
     def __init__(self, cache: RowCache, messages: RowMessages, gradients: StepGradients | None) -> None:
         self.cache, self.counts, self.lags_U, self.may_owe = cache, messages.counts, NO_CLOCKS, False
-        self._messages, self._rule, self._gradients = messages, messages.rule, gradients
+        self._messages, self._gradients = messages, gradients
         self._waiting: WeakSet[CachedTicket] = WeakSet()  # looked up, and may still get gradients
+
+    @property
+    def _rule(self) -> ClockRule:
+        return self._messages.rule
 
     @property
     def needs_from(self) -> int:
@@ -262,11 +271,25 @@ class RowsByMessage(HeldRows):
         """
         plan = batch.plan
         if len(refresh):
+            if self._rule.by_sum:
+                self._note_replaced(batch, refresh)
             self._owe(plan.slots_U[refresh])
             fetch = np.concatenate([fetch, refresh])
         clocks = self.cache.current[plan.slots_U[check]] if len(check) else NO_CLOCKS
         for answer in self._messages.send(plan.keys_U[fetch], plan.keys_U[check], clocks):
             batch.answers.append((answer.wait, fetch[answer.fetched], check[answer.checked]))
+
+    def _note_replaced(self, batch: CachedTicket, refresh: Integers) -> None:
+        """Keep what tells, once a row is here again, how many updates of others its copy lacked when it was fit.
+
+        The store's clock then counts what the copy's does, and the others' updates since the copy was fetched: it
+        lacked these at most. When it was last fit, the store was at most the staleness ahead of the copy, whose clock
+        counts own updates, too, at most as many as the staleness, of which the store may have had none.
+        """
+        slots, bound = batch.plan.slots_U[refresh], self._rule.bound
+        current, start = (x[slots].astype(np.int64) for x in (self.cache.current, self.cache.start))
+        batch.replaced = np.zeros((2, len(batch.plan.slots_U)), dtype=np.int64)
+        batch.replaced[:, refresh] = current, bound + np.minimum(current - start, bound)
 
     def _settle_planned(self) -> None:
         """Take the answers of the batch that was asked for ahead of its lookup, if there is one."""
@@ -279,6 +302,10 @@ class RowsByMessage(HeldRows):
             found = answer()
             if len(fetched):
                 self.cache.install(batch.plan.slots_U[fetched], found.values, found.clocks.numpy())
+                if batch.replaced is not None:
+                    current_M, most_M = batch.replaced[:, fetched]
+                    missed_M = np.minimum(found.clocks.numpy() - current_M, most_M)
+                    self.counts["most_missed"] = max(self.counts["most_missed"], int(missed_M.max()))
             if len(checked):
                 batch.stale.append(checked[found.stale.numpy()])
         batch.answers.clear()

@@ -56,7 +56,7 @@ _PLANS, _ROWS, _SLOTS, _FREE, _MEMORIES = range(5)
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Where a batch's rows are.
+    """The places of a batch's rows.
 
     Attributes:
         number: Number of the plan; the plans of a cache are counted from 1.
@@ -364,7 +364,7 @@ class CacheIndex:
         return BatchPlan(self.num_plans, slots_N, distinct_N, keys_U[:count], slots_U[:count], new_U[:count])
 
     def plan_announced(self, number: int) -> BatchPlan:
-        """As :meth:`plan` for the batch of that announcement; it and those before it are used up."""
+        """Plan like :meth:`plan` for the batch of that announcement; it and those before it are used up."""
         self.forget(number - 1)
         batch = self._window.batches.popleft()
         self._reserve(batch.size)

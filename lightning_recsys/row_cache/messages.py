@@ -150,10 +150,11 @@ class RowMessages:
         """The counts, with those of rows that moved in place."""
         total = self.counts.copy()
         for store, counts in zip(self._stores, self.moved.tolist(), strict=True):
-            fetched, checked, stale, ahead, pushed, returned, exchanges = counts
+            fetched, checked, stale, ahead, pushed, returned, exchanges, missed = counts
             sizes = {"pushed": pushed, "fetched": fetched + returned, "checked": checked}
             total.update(bytes_by_kind(store.layout.num_rows, self._row_shapes, **sizes))
             total.update(misses=fetched, stale=stale, refreshes=ahead, messages=exchanges)
+            total["most_missed"] = max(total["most_missed"], missed)
         return total
 
     def count_step(self) -> None:

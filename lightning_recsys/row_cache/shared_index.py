@@ -59,7 +59,7 @@ class SharedIndex:
         self._sharers.append(ref(sharer, self._sharers.remove))
 
     def plan(self, sharer: HeldRows, keys_N: Integers) -> BatchPlan:
-        """As :meth:`CacheIndex.plan`; what is new to the index may be old to a cache, and the reverse.
+        """Plan like :meth:`CacheIndex.plan`; a row that is new to the index may be old to a cache, and the reverse.
 
         Args:
             sharer: Which cache asks. It gets each plan once.

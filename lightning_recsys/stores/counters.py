@@ -4,26 +4,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba.core import types
-from numba.extending import intrinsic
 from torch import Tensor
 
+from lightning_recsys.compiled.atomics import atomic_add
 from lightning_recsys.compiled.loops import compile_loop
-
-
-def _atomic_add_call(typing_context, array, position, amount):  # noqa: ANN001, ANN202
-    """Add to an element of a contiguous int64 array in one indivisible step; returns what it was before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.atomic_rmw("add", builder.gep(data, [arguments[1]]), arguments[2], "seq_cst")
-
-    return types.int64(array, types.intp, types.int64), generate
-
-
-atomic_add: Any = intrinsic(_atomic_add_call)
 
 
 @compile_loop

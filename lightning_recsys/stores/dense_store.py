@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.optim import RowOptimizer, RowSWAP, RowWiseAdagrad
@@ -33,7 +34,7 @@ from lightning_recsys.stores.versions import (
 from lightning_recsys.sync import StalenessNormalization
 
 KIND = "dense"
-STEP = "step"  # the number of the latest push
+STEP = "step"  # the pushes that the store has counted
 _COUNTERS = "counters"  # versions of the parts, then the step; a server's journal keeps this array at every push
 
 
@@ -151,10 +152,10 @@ class MappedDenseStore(DenseStore):
     def observed(self) -> StalenessHistogram:  # noqa: D102 - inherited
         return self._observed
 
-    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:  # noqa: D102 - inherited
-        versions, step = self._versions.clone(), int(self._step)  # first, as for rows: never newer than the values
+    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:  # noqa: D102 - inherited
+        versions = self._versions.clone()  # first, as for rows: never newer than the values
         values = self.pull()
-        return lambda: (values, versions, step)
+        return lambda: (values, versions)
 
     def push_gradient(  # noqa: D102 - inherited
         self,
@@ -163,17 +164,27 @@ class MappedDenseStore(DenseStore):
         lr: float,
         versions: Tensor | None = None,
         trained: Tensor | None = None,
-        step: int = 0,
-    ) -> Tensor:
+        step: int | None = None,
+    ) -> Callable[[], int]:
+        number, _ = self.train(gradient, lr=lr, versions=versions, trained=trained, step=step)
+        return lambda: number
+
+    def train(
+        self, gradient: Tensor, *, lr: float, versions: Tensor | None, trained: Tensor | None, step: int | None
+    ) -> tuple[int, Tensor]:
+        """As :meth:`push_gradient`.
+
+        Returns:
+            The number of the push, and how often each staleness occurred among the parts, int64 ``[K, 2]``.
+        """
         # Every part is counted before any is changed: the version is what a part's gradient is multiplied by, and what
         # its rule takes for the number of its steps.
         self.check_gradient(gradient, versions, trained)
         gradient = gradient.detach()
         parts = np.arange(len(self.parts)) if trained is None else np.flatnonzero(trained.numpy())
         places = torch.from_numpy(parts)
-        number = counters.add(self.arrays[_COUNTERS], len(self.parts))
-        if step > number:  # other stores have been pushed to more often
-            self._step.fill_(step)
+        if step is None:
+            step = counters.add(self.arrays[_COUNTERS], len(self.parts))
         staleness, steps = advance(parts, None if versions is None else versions[places], self._versions)
         changes = self.arrays[CHANGE] if self._has_changes else None
         if self.normalization is not None and self.normalization.rule != "identity":
@@ -182,9 +193,9 @@ class MappedDenseStore(DenseStore):
             gradient = gradient * factors.repeat_interleave(torch.tensor(self.parts))
         before = None if changes is None else self.pull()
         if isinstance(self.optimizer, RowSWAP):
-            self._catch_up(self.optimizer, places, lr=lr, step=max(step, number))
-        for first, last, step in self._stretches(parts.tolist(), steps.tolist()):
-            self._apply(gradient, first, last, lr=lr, step=step)
+            self._catch_up(self.optimizer, parts, lr=lr, step=step)
+        for first, last, updates in self._stretches(parts.tolist(), steps.tolist()):
+            self._apply(gradient, first, last, lr=lr, step=updates)
         if changes is not None and before is not None:
             moved = self.values - before
             for part in parts.tolist():
@@ -192,7 +203,7 @@ class MappedDenseStore(DenseStore):
                 changes[part] = moved[first:stop].square().mean().sqrt()
         counts = count_staleness(staleness)
         self._observed.add(counts)
-        return counts
+        return step, counts
 
     def _stretches(self, parts: Sequence[int], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """First part, last part and steps of what can be updated at once: neighbours with the same number of steps."""
@@ -212,15 +223,13 @@ class MappedDenseStore(DenseStore):
         """A stretch of the rule's state, as that of a single row."""
         return {name: x[first:stop].unsqueeze(0) for name, x in self.state.items() if name != PERIOD}
 
-    def _catch_up(self, swap: RowSWAP, places: Tensor, *, lr: float, step: int) -> None:
+    def _catch_up(self, swap: RowSWAP, places: NDArray[np.int64], *, lr: float, step: int) -> None:
         """Discount the state of parts for the periods that they missed."""
         if stands_still(swap.inner, lr):
             return
-        last_P, current = self.arrays[PERIOD], swap.periods.at(step)
-        places = places[last_P[places] != current]
-        for part, factor in zip(places.tolist(), swap.factors(last_P[places], current), strict=True):
-            discount_state_(swap.inner, self._state_of(*self._bounds[part]), factor.view(1), lr=lr)
-        last_P[places] = float(current)
+        for parts, factors in swap.claim(places, self.arrays[PERIOD], step=step):
+            for part, factor in zip(parts.tolist(), factors, strict=True):
+                discount_state_(swap.inner, self._state_of(*self._bounds[part]), factor.view(1), lr=lr)
 
     def read(self, name: str) -> Tensor:  # noqa: D102 - inherited
         return self._named(name).clone()

@@ -68,11 +68,11 @@ class MappedEmbeddingStore(RowFiles):
         seed: int,
         normalization: StalenessNormalization | None = None,
     ) -> MappedEmbeddingStore:
-        """Make the files of a store, with rows drawn in blocks; tables that start at 0 take no room yet.
+        """Make the files of a store, with rows drawn in blocks.
 
         Raises:
             FileExistsError: the folder is there already.
-            OSError: there is no room for it.
+            OSError: there is no room for all of its rows.
             TypeError: a rule that is none of :mod:`lightning_recsys.optim`.
         """
         meta = {"kind": KIND, **rows_to_plain(layout, optimizer, normalization)}

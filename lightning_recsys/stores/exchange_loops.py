@@ -109,7 +109,7 @@ def compare_clocks(checked, own, clocks, staleness, stale):  # noqa: ANN001, ANN
         stale[i] = is_too_far(clocks[checked[i], 0], own[i], staleness)
 
 
-# What is counted of exchanges that happen at once, in an int64 [7].
+# What is counted of exchanges that happen at once, in an int64 [8].
 FETCHED = 0  # rows that were not here
 CHECKED = 1  # copies whose clocks were compared
 STALE = 2  # those that were too old
@@ -117,7 +117,8 @@ AHEAD_OF_START = 3  # copies with too many updates since they were fetched
 PUSHED = 4  # rows that took updates
 RETURNED = 5  # rows that came back for copies that were too far ahead, or too old
 EXCHANGES = 6  # messages that would have said it
-NUM_COUNTS = 7
+MISSED = 7  # the most updates of others that a copy lacked and was fit for use, where clocks count every update
+NUM_COUNTS = 8
 
 
 @compile_loop
@@ -171,7 +172,7 @@ def update_copies_for(dim: int) -> Callable[..., None]:
         staleness: How far ahead or behind a copy may be, or ``NO_BOUND``.
         by_sum: How pushes move clocks, as in :func:`move_clocks`.
         lags: Result, int32 ``[U]``: by how much each copy is ahead of what was fetched.
-        counts: Grows by what was done, int64 ``[7]``.
+        counts: Grows by what was done, int64 ``[8]``.
     """
 
     @compile_loop
@@ -196,7 +197,10 @@ def update_copies_for(dim: int) -> Callable[..., None]:
                 lags[u] = current - start
                 is_ahead = is_too_far(current, start, staleness)
                 counts[CHECKED] += staleness >= 0 and not is_ahead
-                if not is_ahead and not is_too_far(clocks[row, 0], current, staleness):
+                found = clocks[row, 0]
+                if not is_ahead and not is_too_far(found, current, staleness):
+                    missed = found - current + own_clocks[slot, UNSENT]
+                    counts[MISSED] = max(counts[MISSED], missed)
                     continue
                 counts[AHEAD_OF_START if is_ahead else STALE] += 1
                 counts[PUSHED] += _push(slot, row, copies, own_clocks, stored, clocks, by_sum)

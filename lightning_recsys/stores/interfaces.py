@@ -69,7 +69,7 @@ class EmbeddingStore(ABC):
 
     @abstractmethod
     def begin_versioned_lookup(self, sparse: SparseFeatures) -> Callable[[], tuple[Tensor, Tensor]]:
-        """As :meth:`begin_pooled_lookup`, with the version of each id's row: int64 ``[N]``.
+        """Begin like :meth:`begin_pooled_lookup`, with the version of each id's row: int64 ``[N]``.
 
         A version may be older than the row that comes with it, never newer.
 
@@ -119,7 +119,7 @@ class EmbeddingStore(ABC):
         """
 
     def read(self, name: str, first_row: int, num_rows: int) -> Tensor:
-        """As :meth:`read_rows`, of a stretch."""
+        """Read like :meth:`read_rows`, for a stretch of rows."""
         return self.read_rows(name, slice(first_row, first_row + num_rows))
 
     def write(self, name: str, first_row: int, values: Tensor) -> None:
@@ -128,7 +128,7 @@ class EmbeddingStore(ABC):
 
     @abstractmethod
     def read_rows(self, name: str, rows: Rows) -> Tensor:
-        """What some rows have, by its name: a copy, ``[U, ...]``. It does not count as a use of them.
+        """The weights and state of some rows, by name: a copy, ``[U, ...]``. It does not count as a use of them.
 
         ``weight``, a state, ``version``, ``change``, or ``digest``: int64, another one once a row has changed.
         """
@@ -209,11 +209,10 @@ class DenseStore(ABC):
         return self.read(VALUES)
 
     @abstractmethod
-    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor, int]]:
-        """Ask for a copy, for the version of each part, int64 ``[P]``, and for the step; returns what waits for them.
+    def begin_versioned_pull(self) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Ask for a copy and for the version of each part, int64 ``[P]``; returns what waits for both.
 
-        A version may be older than the part that comes with it, never newer. The step is the number of the latest push
-        by any worker (:meth:`push_gradient`).
+        A version may be older than the part that comes with it, never newer.
         """
 
     def assign(self, values: Tensor) -> None:
@@ -247,13 +246,13 @@ class DenseStore(ABC):
         lr: float,
         versions: Tensor | None = None,
         trained: Tensor | None = None,
-        step: int = 0,
-    ) -> Tensor | None:
+        step: int | None = None,
+    ) -> Callable[[], int]:
         """One update of each part by the store's own rule, which counts the part's updates as its steps.
 
-        A push has the number after that of the one before it, or ``step`` if that is larger. It says in which period of
-        :class:`~lightning_recsys.optim.RowSWAP` the update falls. A remote store may return before the server has
-        applied it; :meth:`flush` waits for that.
+        A push has a number among those of all workers to all stores that are trained together. It says in which period
+        of :class:`~lightning_recsys.optim.RowSWAP` the update falls. One of these stores counts, and each push goes to
+        it first. A remote store may return before the server has applied it; :meth:`flush` waits for that.
 
         Args:
             gradient: float32 ``[size]``.
@@ -262,18 +261,19 @@ class DenseStore(ABC):
                 staleness leaves of it. Without them it is fresh.
             trained: Which parts have a gradient, bool ``[P]``; the others stay as they are, with their versions.
                 Default: all of them.
-            step: As far as the worker knows, the number of this push among those of all workers to all stores that are
-                trained together.
+            step: The number of the push, from the store that counts; ``None`` where this is that store, which counts
+                it whatever is trained.
 
         Returns:
-            How often each staleness occurred among the parts, int64 ``[K, 2]``, where that is known at once.
+            Waits for the number of the push, and returns it: ``step``, where that was given. A push that had to be sent
+            twice, as where a server was killed, may be told the number of a later one; it was counted once.
         """
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
         """A copy of ``values``, a state by its name, ``version``, ``change`` (if any) or ``step`` (int64 ``[1]``).
 
-        For checkpoints.
+        The step is the number of pushes that this store has counted. For checkpoints.
         """
 
     @abstractmethod

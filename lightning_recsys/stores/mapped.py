@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,12 +20,11 @@ from lightning_recsys.stores.dynamic import hash_store
 from lightning_recsys.stores.dynamic.hash_store import HashEmbeddingStore
 from lightning_recsys.stores.dynamic.rows import DynamicRows
 from lightning_recsys.stores.embedding_store import MappedEmbeddingStore
+from lightning_recsys.stores.folders.locality import boot_id
+from lightning_recsys.stores.folders.room import free_bytes
 from lightning_recsys.stores.interfaces import EmbeddingStore, Stores
-from lightning_recsys.stores.locality import boot_id
-from lightning_recsys.stores.mapped_arrays import META, check_name, promised_bytes, remove_arrays, total_bytes
+from lightning_recsys.stores.mapped_arrays import META, check_name, remove_arrays, total_bytes
 from lightning_recsys.sync import StalenessNormalization
-
-_MEMORY = "/dev/shm"  # noqa: S108 - asked about, not written to
 
 
 class MappedStores(Stores):
@@ -147,7 +144,10 @@ class MappedStores(Stores):
             remove_arrays(path)
 
     def status(self) -> dict[str, Any]:
-        """Stores, rows, how many of them exist, bytes of the folder, and what is free; a folder sees no requests."""
+        """Stores, rows, how many of them exist, bytes of the folder, and what is free; a folder sees no requests.
+
+        ``free_bytes`` are there for new files, and ``place`` is machine and file system, which share them.
+        """
         stored = self._stored()
         tables = {name: found["meta"]["tables"] for name, found in stored.items() if "tables" in found["meta"]}
         rows = {name: sum(table["num_embeddings"] for table in tables[name]) for name in tables}
@@ -161,7 +161,8 @@ class MappedStores(Stores):
                 self._file_bytes(name) if name in dynamic else total_bytes(found["arrays"])
                 for name, found in stored.items()
             ),
-            **free_room(self.folder),
+            "free_bytes": free_bytes(self.folder),
+            "place": f"{boot_id() or socket.gethostname()}:{self.folder.stat().st_dev}",
         }
 
     def close(self) -> None:  # noqa: D102 - inherited
@@ -201,21 +202,6 @@ class MappedStores(Stores):
             what = f"{kinds[0]} store" if kinds else "store"
             raise KeyError(f"no {what} {name!r} in {self.folder}, which has {names}.")
         return self.folder / name
-
-
-def free_room(folder: Path) -> dict[str, Any]:
-    """``free_bytes`` for new files in a folder, and the ``place`` that shares them: machine and file system.
-
-    What the folder's stores were promised and have not written to yet is not free; it is told as ``promised_bytes``,
-    for other folders of the place lack it as well. Where files are memory, what processes can still have of it counts.
-    """
-    free, device, promised = shutil.disk_usage(folder).free, folder.stat().st_dev, promised_bytes(folder)
-    with suppress(OSError):  # where the system is not Linux
-        if device == os.stat(_MEMORY).st_dev:
-            told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-            free = min(free, 1024 * int(told["MemAvailable"].split()[0]))
-    place = f"{boot_id() or socket.gethostname()}:{device}"
-    return {"free_bytes": max(free - promised, 0), "promised_bytes": promised, "place": place}
 
 
 def check_same(

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_recsys.errors import StoreReplacedError
+from lightning_recsys.stores.folders.room import check_room, fill_holes, has_holes, reserve
 
 META = "meta.json"
 _BUILDING, _DOOMED = ".making-", ".removing-"  # what folders that are not whole begin with; no store's name does
@@ -37,8 +38,9 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 class MappedArrays:
     """Arrays in the files of one folder, mapped ``MAP_SHARED``: a write is there for every process at once.
 
-    What was written outlives the process that wrote it, ``kill -9`` included. Files start as zeros that take no room
-    until they are written to.
+    What was written outlives the process that wrote it, ``kill -9`` included. Files start as zeros, and the file system
+    has set their pages aside by then: a page that it found no memory for later would end the process that writes to it
+    with a bus error. Pages that a file lacks are set aside when it is opened; those of growing arrays by :meth:`keep`.
 
     A folder that is removed, and perhaps made again under its name, leaves whoever has it open with memory that nobody
     else has. So the number of its generation is mapped as well: who removes it writes 0 there first, and from then on
@@ -52,6 +54,7 @@ class MappedArrays:
 
     Raises:
         FileNotFoundError: the folder or one of its files is not there, or it was being removed.
+        OSError: a file lacks pages, and there is no room for them; the message says how many bytes are missing.
         RuntimeError: a file is not as long as the folder's ``meta.json`` says.
     """
 
@@ -94,15 +97,18 @@ class MappedArrays:
 
         Raises:
             FileExistsError: the folder is there, perhaps made by another process meanwhile.
-            OSError: there is no room for the arrays.
+            OSError: there is no room for the arrays; the message says how many bytes are missing.
         """
         remove_leftovers(folder.parent)
         fixed = {name: shape for name, shape in shapes.items() if name not in growing}
-        check_free_space(folder.parent, total_bytes(fixed), what=folder.name)
+        check_room(folder.parent, total_bytes(fixed), what=folder.name)
         with _building(folder) as building:
-            for name, (dtype, shape) in shapes.items():
+            for name in shapes:
                 with (building / name).open("wb") as file:
-                    file.truncate(0 if name in growing else math.prod(shape) * _ITEM_BYTES[dtype])
+                    if name in fixed:
+                        reserve(
+                            file.fileno(), 0, total_bytes({name: fixed[name]}), what=folder.name, folder=folder.parent
+                        )
             stored = {"meta": meta, "arrays": dict(shapes), "growing": sorted(growing)}
             (building / META).write_text(json.dumps(stored, indent=1))
             (building / GENERATION).write_bytes(_new_generation())
@@ -138,13 +144,29 @@ class MappedArrays:
         What is there stays where it is, in the file and in memory: nothing is copied or mapped anew.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no room for all of them; the message says how many bytes are missing. Nothing has changed
+                then that anybody looks at: a later call asks for the same pages again.
         """
+        row_bytes = self._row_bytes()
+        what = f"{stop - first} more rows of {self.folder.name}"
+        check_room(self.folder.parent, (stop - first) * sum(row_bytes.values()), what=what)
         for name, file in self._growing.items():
-            array = self[name]
-            row_bytes = math.prod(array.shape[1:]) * array.itemsize
-            # An error now instead of a bus error later.
-            os.posix_fallocate(file.fileno(), first * row_bytes, (stop - first) * row_bytes)
+            start, end = first * row_bytes[name], stop * row_bytes[name]
+            reserve(file.fileno(), start, end, what=what, folder=self.folder.parent)
+
+    def keep(self, stop: int) -> None:
+        """Set aside what the files lack of rows of the growing arrays that exist, the first ``stop``.
+
+        Raises:
+            OSError: there is no room; the message says how many bytes are missing.
+        """
+        row_bytes = self._row_bytes()
+        for name, file in self._growing.items():
+            what = f"{name} of {self.folder.name}, a file without all of its pages,"
+            fill_holes(file.fileno(), stop * row_bytes[name], what=what, folder=self.folder.parent)
+
+    def _row_bytes(self) -> dict[str, int]:
+        return {name: math.prod(self[name].shape[1:]) * self[name].itemsize for name in self._growing}
 
     def close(self) -> None:
         """Let go of the mapping, once nobody holds a tensor of it; the files stay."""
@@ -249,42 +271,18 @@ def total_bytes(shapes: Shapes) -> int:
     return sum(math.prod(shape) * _ITEM_BYTES[dtype] for dtype, shape in shapes.values())
 
 
-def promised_bytes(folder: Path) -> int:
-    """What the stores of a folder may still take: the parts of their files that nothing was written to yet."""
-    promised = 0
-    for path in folder.glob("*/*"):
-        with suppress(FileNotFoundError):  # a store that is being removed
-            file = path.stat()
-            promised += max(file.st_size - file.st_blocks * 512, 0)
-    return promised
-
-
-def check_free_space(folder: Path, needed: int, *, what: str) -> None:
-    """Refuse now what would end in a bus error when the pages are first written.
-
-    Room that stores of the folder were promised and have not written to yet counts as taken.
-
-    Raises:
-        OSError: fewer than ``needed`` bytes are there.
-    """
-    stats = os.statvfs(folder)
-    there = max(stats.f_bavail * stats.f_frsize - promised_bytes(folder), 0)
-    if needed > there:
-        raise OSError(
-            errno.ENOSPC,
-            f"{what} needs {needed:,} bytes in {folder}, and {there:,} are there. Name a folder with room, on disk if "
-            f"need be: store_folder=/path (or a smaller num_embeddings, or more servers on other machines)",
-        )
-
-
 def _map_file(path: Path, dtype: str, shape: tuple[int, ...]) -> Tensor:
     # Looked at first: torch would make a missing file, lengthen a short one, and hide the damage.
-    size, expected = path.stat().st_size, math.prod(shape) * _ITEM_BYTES[dtype]
-    if size != expected:
+    status, expected = path.stat(), math.prod(shape) * _ITEM_BYTES[dtype]
+    if (size := status.st_size) != expected:
         raise RuntimeError(
             f"{path} has {size:,} bytes and should have {expected:,} ({dtype} {list(shape)}): the file was damaged. "
             f"Remove {path.parent} and start from a checkpoint."
         )
+    if has_holes(status, size):
+        with path.open("r+b") as file:
+            what = f"{path.name} of {path.parent.name}, a file without all of its pages,"
+            fill_holes(file.fileno(), size, what=what, folder=path.parent.parent)
     return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=_DTYPES[dtype]).view(shape)
 
 

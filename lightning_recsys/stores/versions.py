@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_recsys.compiled.atomics import atomic_add
 from lightning_recsys.compiled.loops import compile_loop
-from lightning_recsys.stores.counters import atomic_add
 from lightning_recsys.stores.digests import DIGEST
 from lightning_recsys.sync import StalenessNormalization
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import threading
 from functools import partial
 
 import numpy as np
@@ -13,11 +14,19 @@ from lightning_recsys.embeddings import EmbeddingBagCollection, EmbeddingBagConf
 from lightning_recsys.optim import RowAdagrad, RowAdam, RowFTRL, RowSGD, RowSWAP, RowWiseAdagrad, swap
 from lightning_recsys.optim.accumulating import check_additive
 from lightning_recsys.optim.compiled import apply_update
-from lightning_recsys.optim.swap import discount_state_
+from lightning_recsys.optim.swap import CLOCK, Periods, discount_of, discount_state_
 from lightning_recsys.stores.plain import optimizer_from_plain, optimizer_to_plain
 
 ROWS, DIM, STEPS, PERIOD, DISCOUNT, LR = 7, 3, 60, 4, 0.6, 0.1
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def another_process(monkeypatch):
+    """A process's clock never goes back; each test has that of a process that has not read it."""
+    begin = partial(monkeypatch.setattr, CLOCK, "latest", 0.0)
+    begin()
+    return begin
 
 
 def accesses():
@@ -256,6 +265,182 @@ def test_row_when_the_period_became_shorter_then_is_discounted_once_for_each_sin
     shorter = RowSWAP(inner=RowAdagrad(lr=LR), period=30, discount=DISCOUNT)
     update_one(shorter, True, state, rows, step=280)
     torch.testing.assert_close(state["sum"], torch.full((1, DIM), 0.25 * DISCOUNT**2 + 0.25))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("late", "later"), [(19, 20), (6001 * 200_000 - 1, 6001 * 200_000)])
+def test_row_when_a_worker_is_late_by_a_periods_end_then_it_is_discounted_once(compiled, late, later):
+    """The late worker's update does not bring the earlier period back, also where float32 has no such number."""
+    rule = RowSWAP(inner=RowAdagrad(lr=LR), period=10 if later == 20 else 6001, discount=0.5)
+    rows = torch.zeros(1, DIM)
+    state = rule.initial_state(rows)
+    for step in (late - 1, later, late, later + 1):
+        update_one(rule, compiled, state, rows, step=step)
+    torch.testing.assert_close(state["sum"], torch.full((1, DIM), 0.25 * 0.5 + 3 * 0.25))
+
+
+@pytest.mark.parametrize(("earlier", "later", "missed"), [(7200, 3600, 3), (3600, 7200, 1), (86_400, 120, 102)])
+def test_state_when_a_run_goes_on_with_other_seconds_then_it_misses_the_periods_that_have_passed(
+    earlier, later, missed, monkeypatch
+):
+    now = [1_800_000_000 // 86_400 * 86_400.0]  # midnight, where periods of whole hours end
+    monkeypatch.setattr("time.time", lambda: now[0])
+    weight, discount = torch.nn.Parameter(torch.zeros(DIM)), 0.99
+    rows = torch.zeros(1, DIM)
+    old, new = (RowSWAP(inner=RowAdagrad(lr=LR), seconds=x, discount=discount) for x in (earlier, later))
+    state = old.initial_state(rows)
+    saved = None
+    for step, (rule, hours) in enumerate(((old, 0), (new, 3.4)), start=1):
+        now[0] += 3600 * hours
+        update_one(rule, True, state, rows, step=step)
+        optimizer = swap([weight], partial(torch.optim.Adagrad, lr=LR), seconds=rule.seconds, discount=discount)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        weight.grad = torch.full((DIM,), 0.5)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+    expected = 0.25 * discount**missed + 0.25
+    torch.testing.assert_close(state["sum"], torch.full((1, DIM), expected))
+    torch.testing.assert_close(optimizer.state[weight]["sum"], torch.full((DIM,), expected))
+
+
+@pytest.mark.parametrize("seconds", [60, 60.1, 61, 90.5, 3600, 86_400])
+def test_periods_of_time_then_each_end_is_missed_once(seconds, monkeypatch):
+    now, periods = [0.0], Periods(seconds=seconds)
+    monkeypatch.setattr("time.time", lambda: now[0])
+    first = int(60_000_000 / seconds)  # nearly two years
+    numbers = []
+    for count in range(1000):
+        now[0] = 1_735_689_600 + (first + count + 0.5) * seconds  # the middle of a period
+        numbers.append(periods.at(0))
+    assert torch.tensor(numbers, dtype=torch.float32).tolist() == numbers
+    missed = [int(periods.missed(torch.tensor([x]), y)) for x, y in itertools.pairwise(numbers)]
+    assert missed == [1] * 999
+
+
+def test_row_when_a_worker_has_read_the_clock_before_the_hour_ended_then_it_is_discounted_once(
+    monkeypatch, another_process
+):
+    # The first update reads the clock twice, as its row has no period yet. The third one, of another process, read it
+    # in the first hour, and once more behind its end.
+    hours = iter([0, 0, 1, 0, 1, 1])
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0 + 3600 * next(hours))
+    rule = RowSWAP(inner=RowAdagrad(lr=LR), seconds=3600, discount=0.5)
+    rows = torch.zeros(1, DIM)
+    state = rule.initial_state(rows)
+    for step in range(1, 5):
+        if step == 3:
+            another_process()
+        update_one(rule, True, state, rows, step=step)
+    torch.testing.assert_close(state["sum"], torch.full((1, DIM), 0.25 * 0.5 + 3 * 0.25))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_and_dense_parameters_when_the_clock_is_set_back_then_each_hour_is_discounted_once(compiled, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0 + now[0])
+    rule = RowSWAP(inner=RowAdagrad(lr=LR), seconds=3600, discount=0.5)
+    rows, weight = torch.zeros(1, DIM), torch.nn.Parameter(torch.zeros(DIM))
+    state, expected = rule.initial_state(rows), 0.0
+    optimizer = swap([weight], partial(torch.optim.Adagrad, lr=LR), seconds=3600, discount=0.5)
+    for step, (minute, ends) in enumerate([(50, 0), (61, 1), (59, 0), (-500, 0), (62, 0), (121, 1)], start=1):
+        now[0] = 60.0 * minute
+        update_one(rule, compiled, state, rows, step=step)
+        weight.grad = torch.full((DIM,), 0.5)
+        optimizer.step()
+        expected = expected * 0.5**ends + 0.25
+        torch.testing.assert_close(state["sum"], torch.full((1, DIM), expected))
+        torch.testing.assert_close(optimizer.state[weight]["sum"], torch.full((DIM,), expected))
+
+
+def test_row_when_the_clock_is_set_back_before_another_process_reads_it_then_it_is_discounted_once(
+    monkeypatch, another_process
+):
+    now = [0.0]
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0 + now[0])
+    rule = RowSWAP(inner=RowAdagrad(lr=LR), seconds=3600, discount=0.5)
+    rows = torch.zeros(1, DIM)
+    state = rule.initial_state(rows)
+    for step, minute in enumerate([50, 61, 59, 62], start=1):
+        now[0] = 60.0 * minute
+        if minute == 59:
+            another_process()
+        update_one(rule, True, state, rows, step=step)
+    torch.testing.assert_close(state["sum"], torch.full((1, DIM), 0.25 * 0.5 + 3 * 0.25))
+
+
+@pytest.mark.parametrize(("seconds", "minute"), [(60, 59), (3600, 24 * 60)], ids=["shorter periods", "a wrong clock"])
+def test_row_when_an_earlier_run_has_left_a_later_period_then_it_counts_as_of_the_present_one(
+    seconds, minute, monkeypatch, another_process
+):
+    now = [60.0 * minute]
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0 + now[0])
+    rows = torch.zeros(1, DIM)
+    earlier, rule = (RowSWAP(inner=RowAdagrad(lr=LR), seconds=x, discount=0.5) for x in (seconds, 3600))
+    state = rule.initial_state(rows)
+    update_one(earlier, True, state, rows, step=1)
+    another_process()
+    for step, later in enumerate([59.5, 61], start=2):
+        now[0] = 60.0 * later
+        update_one(rule, True, state, rows, step=step)
+    torch.testing.assert_close(state["sum"], torch.full((1, DIM), 0.5 * 0.5 + 0.25))
+
+
+def test_dense_parameters_when_two_workers_share_their_state_then_periods_are_of_the_steps_of_both():
+    """Another process may go on alone from the state of either, and a group that is added belongs to one worker."""
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    groups = lambda: [{"params": [weight]} for weight in weights[:2]]  # noqa: E731
+    make = partial(swap, inner=partial(torch.optim.Adagrad, lr=LR), period=PERIOD, discount=DISCOUNT)
+    one, other = make(groups()), make(groups())
+    for weight in weights[:2]:
+        other.state[weight] = one.state[weight]
+    discount_of(other).share(other).update(discount_of(one).share(one))
+    one.add_param_group({"params": [weights[2]]})
+    expected = own = 0.0
+    for step in range(1, 4 * PERIOD + 2):
+        optimizer = one if step % 3 else other
+        for weight in weights if optimizer is one else weights[:2]:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        expected = expected * (DISCOUNT if step % PERIOD == 0 else 1.0) + 1.0
+        if optimizer is one:
+            own_step = step - step // 3
+            own = own * (DISCOUNT if own_step % PERIOD == 0 else 1.0) + 1.0
+        sums = [one.state[weight]["sum"][0].item() for weight in weights]
+        assert sums == pytest.approx([expected, expected, own])
+        assert [group["swap_step"] for group in other.state_dict()["param_groups"]] == [step] * 2
+    alone = make(groups())
+    alone.load_state_dict(other.state_dict())
+    for _ in range(PERIOD):
+        step += 1
+        for weight in weights[:2]:
+            weight.grad = torch.ones_like(weight)
+        alone.step()
+        expected = expected * (DISCOUNT if step % PERIOD == 0 else 1.0) + 1.0
+    assert [alone.state[weight]["sum"][0].item() for weight in weights[:2]] == pytest.approx([expected] * 2)
+
+
+def test_periods_when_many_workers_end_them_at_once_then_each_end_is_one_workers():
+    """Each update claims all rows, in an order that differs from that of the steps; claims lose nothing."""
+    rule = RowSWAP(inner=RowAdagrad(lr=LR), period=1, discount=0.5)
+    periods, num_rows, steps, workers = torch.ones(64), 64, 4000, 4
+    halvings, counter = torch.zeros(workers, num_rows), itertools.count(1)
+    start = threading.Barrier(workers)
+
+    def work(worker: int) -> None:
+        start.wait()
+        for _ in range(steps // workers):
+            for rows, factors in rule.claim(np.arange(num_rows), periods, step=next(counter)):
+                halvings[worker, rows] -= factors.log2()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert periods.tolist() == [steps + 1] * num_rows
+    assert halvings.sum(0).tolist() == [steps] * num_rows
+    assert (halvings.sum(1) > 0).sum() > 1, "several workers have ended periods"
 
 
 def test_row_when_the_table_has_had_more_updates_than_float32_counts_then_every_period_still_ends():

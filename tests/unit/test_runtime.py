@@ -6,6 +6,8 @@ import os
 import pickle
 import random
 import resource
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -77,3 +79,24 @@ def test_process_state_when_pickled_and_restored_then_everything_is_back(monkeyp
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == drawn
     model.register_forward_hook(repr)
     assert list(model._forward_hooks.values()) == [print, repr]
+
+
+FORK = """
+import os, sys
+from lightning_recsys.runtime import fork_between_threads
+
+asked = []
+sys._current_frames = lambda: asked.append("for the list of threads")
+fork_between_threads()
+fork_between_threads()
+child = os.fork()
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+print(len(asked))
+"""
+
+
+def test_process_when_forked_then_the_list_of_threads_is_asked_for_once_before_where_a_child_could_not_free_its_lock():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == ("1" if sys.version_info < (3, 12) else "0")

@@ -52,8 +52,9 @@ def choose_kernel(name: KernelName, layout: TableLayout, optimizer: RowOptimizer
 
 
 @functools.cache  # once for each rule
-@rank_zero_only
 def _say_rule_is_own(rule: type[RowOptimizer]) -> None:
+    if getattr(rank_zero_only, "rank", 0):  # which Lightning sets; in a program without it there is one that speaks
+        return
     log.info(
         "%s is no rule of lightning_recsys.optim, so its own update_ trains the rows, in torch. The package's rules are"
         " compiled, which takes a fraction of the time.",

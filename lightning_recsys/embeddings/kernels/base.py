@@ -21,7 +21,7 @@ from lightning_recsys.optim import RowOptimizer
 
 @dataclass(frozen=True)
 class TableLayout:
-    """How tables of one width lie behind each other in one tensor of rows ``[R, D]``.
+    """The layout of tables of one width, behind each other in one tensor of rows ``[R, D]``.
 
     Args:
         tables: The tables, in storage order.

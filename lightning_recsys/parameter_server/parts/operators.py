@@ -260,12 +260,9 @@ class OperatorRequests:
         return self.parts[name]
 
     def _check_reply(self, arrays: Sequence[Tensor]) -> None:
-        size, limits = sum(array.nbytes for array in arrays), self._limits
-        if size > limits.message_bytes or len(arrays) > limits.frames:
-            raise ValueError(
-                f"the reply would have {len(arrays)} arrays of {size:,} bytes, and may have {limits.frames} of"
-                f" {limits.message_bytes:,}: use smaller batches"
-            )
+        size, most = sum(array.nbytes for array in arrays), self._limits.message_bytes
+        if size > most:
+            raise ValueError(f"the reply would have {size:,} bytes, and may have {most:,}: use smaller batches")
 
     # --- Tokens ------------------------------------------------------------------------------------------------------
 

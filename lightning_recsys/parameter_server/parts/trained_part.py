@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_recsys.parameter_server.parts.update_undo import UpdateUndo
+
 Settings = Mapping[str, Any]
 """Numbers of one of an optimizer's groups, such as its learning rate, by their names."""
 
@@ -47,15 +49,26 @@ class TrainedPart:
         optimizer: Over some of its parameters; ``None`` where it trains none. It is changed to train the same memory by
             other names, so that updates are not mistaken for mistakes by torch, which counts what happens to a tensor
             between a forward and a backward pass.
+        version: Number of updates to go on from; by default none.
+        undo: Puts back what a step has changed that raises; where it lies in memory that outlives the process, also
+            what a killed one has changed. By default nothing is put back.
 
     Attributes:
         version: Updates so far; a tensor, int64 ``[1]``, which may lie in memory that outlives the process.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None, *, version: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        version: Tensor | None = None,
+        undo: UpdateUndo | None = None,
+    ) -> None:
         self.version = torch.zeros(1, dtype=torch.int64) if version is None else version
         self._module = module
         self._optimizer = optimizer
+        self._undo = undo
         self._parameters: list[nn.Parameter] = []  # that are trained, as the module knows them,
         self._written: list[nn.Parameter] = []  # and as the optimizer does
         self._writing = threading.Lock()
@@ -67,6 +80,31 @@ class TrainedPart:
             group["params"] = names
             self._parameters += own
             self._written += names
+
+    def change(self, module: nn.Module, *, with_buffers: bool) -> None:
+        """Compute by another module from now on, with the parameters and buffers that this part has.
+
+        A parameter of the module that has numbers gives them to the part's own. A forward pass of before can still have
+        its backward pass, since the parameters are the same objects.
+
+        Args:
+            module: Has parameters and buffers of the same names; their numbers may be left out (``meta``), and are for
+                parameters that the part trains.
+            with_buffers: Take the numbers of those of its buffers that have some.
+        """
+        own = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            path, _, last = name.rpartition(".")
+            module.get_submodule(path)._parameters[last] = own[name]
+            if not parameter.is_meta:
+                own[name].data.copy_(parameter.data)
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
+        for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+            path, _, last = name.rpartition(".")
+            module.get_submodule(path)._buffers[last] = buffers[name]
+            if with_buffers and not buffer.is_meta:
+                buffers[name].data.copy_(buffer)
+        self._module = module
 
     def forward(self, inputs: Sequence[Tensor], *, wanted: Sequence[bool], keep: bool) -> Graph:
         """Compute the part.
@@ -144,7 +182,14 @@ class TrainedPart:
                 group.update(new)
             for parameter, grad in zip(self._written, grads, strict=True):
                 parameter.grad = grad
-            self._optimizer.step()
+            if self._undo is not None:
+                self._undo.begin()
+            try:
+                self._optimizer.step()
+            except BaseException:
+                if self._undo is not None:
+                    self._undo.recover()
+                raise
             self._optimizer.zero_grad(set_to_none=True)
-            self.version += 1
+            self.version += 1  # the moment from which the update counts
             return staleness

@@ -8,7 +8,7 @@ from lightning_recsys.parameter_server.lease import Lease
 from lightning_recsys.parameter_server.requests.checks import take_plain
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.wire import Request
-from lightning_recsys.stores.locality import place_of
+from lightning_recsys.stores.folders.locality import place_of
 
 MAX_RUN, MAX_HOLDER = 64, 200  # characters
 

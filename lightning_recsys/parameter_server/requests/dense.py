@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_array, take_arrays, take_plain
-from lightning_recsys.parameter_server.requests.operations import Operations, Push
+from lightning_recsys.parameter_server.requests.operations import Answer, Operations, Push
 from lightning_recsys.parameter_server.requests.stores import OpenStores
 from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.stores.checks import check_rate
+from lightning_recsys.stores.dense_store import STEP
 from lightning_recsys.stores.interfaces import VALUES
 
 MAX_STEP = 1 << 62  # leaves room to count on
@@ -37,15 +38,17 @@ class DenseRequests:
                 "elastic_average": self._elastic_average,
                 "push_gradient": self._push_gradient,
             },
-            again={"elastic_average": lambda request: stores.dense(request).store.pull()},
+            again={
+                "elastic_average": lambda request: stores.dense(request).store.pull(),
+                "push_gradient": lambda request: int(stores.dense(request).store.read(STEP)),
+            },
         )
 
     def _pull(self, request: Request) -> object:
         take_plain(request)
         served = self._stores.dense(request)
-        self._stores.check_reply(served.store.size + 2 * len(served.store.parts) + 2)
-        values, versions, step = served.store.begin_versioned_pull()()
-        return values, versions, torch.tensor([step])
+        self._stores.check_reply(served.store.size + 2 * len(served.store.parts))
+        return served.store.begin_versioned_pull()()
 
     def _read(self, request: Request) -> object:
         (name,) = take_plain(request, array=str)
@@ -76,8 +79,9 @@ class DenseRequests:
         return Push(apply, served.undo(VALUES))
 
     def _push_gradient(self, request: Request) -> Push:
-        kinds: dict[str, Any] = {"lr": float, "versioned": bool, "masked": bool, "step": int}
-        lr, versioned, masked, step = take_arguments(request, {"versioned": False, "masked": False, "step": 0}, **kinds)
+        optional = {"versioned": False, "masked": False, "step": None}
+        kinds: dict[str, Any] = {"lr": float, "versioned": bool, "masked": bool, "step": (int, type(None))}
+        lr, versioned, masked, step = take_arguments(request, optional, **kinds)
         arrays = list(request.arrays)
         gradient = take_array(arrays, "gradient", torch.float32, 1)
         versions = take_array(arrays, "versions", torch.int64, 1) if versioned else None
@@ -87,7 +91,11 @@ class DenseRequests:
         store = (served := self._stores.dense(request)).store
         store.check_gradient(gradient, versions, trained)
         check_rate(lr)
-        if not 0 <= step < MAX_STEP:
+        if step is not None and not 0 <= step < MAX_STEP:
             raise ValueError(f"step must be from 0 to {MAX_STEP - 1}, got {step}")
-        apply = partial(store.push_gradient, gradient, lr=lr, versions=versions, trained=trained, step=step)
+
+        def apply() -> Answer:
+            number, counts = store.train(gradient, lr=lr, versions=versions, trained=trained, step=step)
+            return Answer(number, [counts])
+
         return Push(apply, served.undo(*store.written))

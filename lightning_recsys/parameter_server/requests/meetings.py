@@ -1,15 +1,17 @@
 """Meetings of a run's workers at a server: each brings bytes, and all get the same ones when everybody has come.
 
 Nobody is answered late: who comes too early is told to ask again. The end of a meeting is written to the folder before
-anybody hears of it, so a server that is started again tells it to the others as well.
+anybody hears of it, so a server that is started again tells it to the others as well. The room for that is set aside
+when a run's first request comes, so a file system that others fill later ends no run.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_recsys.parameter_server.requests.checks import take_arguments, take_arrays, take_plain
+from lightning_recsys.parameter_server.requests.kept import KeptBytes
 from lightning_recsys.parameter_server.requests.operations import Operations
 from lightning_recsys.parameter_server.wire import Request
 from lightning_recsys.sync.leases import IN_FLIGHT, ShardLeases
@@ -29,6 +32,8 @@ LEASES = "-leases"  # behind the run's id
 MAX_RUN, MAX_KIND, MAX_SIZE = 64, 200, 1 << 16
 MAX_RUNS = 8  # that a server which outlives runs remembers
 WAIT, SEND, OVER, FAILED = range(4)  # how a meeting stands; the first number of an answer
+
+log = logging.getLogger(__name__)
 
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -44,15 +49,19 @@ class _Run:
 
     Args:
         membership: Who takes part in the run, and who has died.
+        kept: The end of the last meeting, in the server's folder.
+        kept_leases: The leases, there as well.
         brought: What has come to the meeting under way, uint8, by rank.
-        result: The bytes that the last meeting gave, uint8.
+        result: The bytes that the last meeting gave, uint8; ``None`` where an earlier server could not keep them.
         leases: Shares of the pass through the data that is under way, once a worker has asked for one.
         number: Number of the pass through the data that ``leases`` belongs to.
     """
 
     membership: Membership
+    kept: KeptBytes
+    kept_leases: KeptBytes
     brought: dict[int, Tensor] = field(default_factory=dict)
-    result: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    result: Tensor | None = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     leases: ShardLeases | None = None
     number: int = 0
 
@@ -80,6 +89,12 @@ class MeetingRequests:
             }
         )
 
+    def close(self) -> None:
+        """Let go of the files."""
+        for known in self._runs.values():
+            known.kept.close()
+            known.kept_leases.close()
+
     def _meet(self, request: Request) -> object:
         kinds: dict[str, Any] = {"rank": int, "number": int, "kind": str, "may_miss": bool, "combine": str}
         run, size, rank, number, kind, may_miss, combine = take_arguments(request, run=str, size=int, **kinds)
@@ -103,7 +118,7 @@ class MeetingRequests:
             result = _combined([known.brought[x] for x in met.present], combine)
             # On the disk before anybody hears of it. Killed before that, the server leaves a meeting that all bring
             # their parts to once more; killed behind it, the next server answers the rest from the file.
-            self._keep(run, membership, met, result)
+            _keep(known, met, result)
             membership.end(met)
             known.brought, known.result = {}, result
         last = membership.last
@@ -111,6 +126,10 @@ class MeetingRequests:
             return _answer(WAIT)
         if last.missing is not None:
             return _answer(FAILED, last.missing)
+        if known.result is None:
+            raise RuntimeError(
+                f"what came of meeting {number} of workers was lost with the server before, whose folder had no room"
+            )
         head = [len(last.members), *last.members, len(last.present), *last.present]
         return *_answer(OVER, *head), known.result
 
@@ -123,7 +142,7 @@ class MeetingRequests:
         known.membership.lose(rank)
         if known.leases is not None:
             known.leases.lose(rank)
-        self._keep(run, known.membership, known.membership.last, known.result)
+        _keep(known, known.membership.last, known.result)
         return True
 
     def _tell_lost(self, request: Request) -> object:
@@ -144,20 +163,19 @@ class MeetingRequests:
         )
         known = self._run(run, size)
         _check_rank(rank, size)
-        # The counts of the pass before go on, and its dead stay dead: their shares are the others' from the start.
-        if known.leases is None or number > known.number:
-            before = 0 if known.leases is None else known.leases.dealt_again
-            leases = ShardLeases(size, shard_size=shard, lease_size=lease, in_flight=in_flight)
-            known.number, known.leases = number, leases
-            known.leases.dealt_again = before
-            for lost in known.membership.lost:
-                known.leases.lose(lost)
-        if number < known.number:
+        if known.leases is not None and number < known.number:
             return _answer(OVER, known.leases.dealt_again)
-        # On the disk before the worker hears of it, so no batch is leased twice by a server that was started anew. A
-        # worker whose answer was lost names the lease before as its latest, and gets the same one again.
-        taken = known.leases.take(rank, latest=latest, pauses=pauses)
-        self._keep_leases(run, known)
+        with _leases_kept(known):
+            # The counts of the pass before go on, and its dead stay dead: their shares are the others' from the start.
+            if known.leases is None or number > known.number:
+                before = 0 if known.leases is None else known.leases.dealt_again
+                leases = ShardLeases(size, shard_size=shard, lease_size=lease, in_flight=in_flight)
+                known.number, known.leases = number, leases
+                known.leases.dealt_again = before
+                for lost in known.membership.lost:
+                    known.leases.lose(lost)
+            # A worker whose answer was lost names the lease before as its latest, and gets the same one again.
+            taken = known.leases.take(rank, latest=latest, pauses=pauses)
         if taken is None:
             return _answer(OVER, known.leases.dealt_again) if known.leases.is_dealt_out else _answer(WAIT)
         return _answer(SEND, taken.number, taken.owner, taken.first, taken.last)
@@ -168,8 +186,8 @@ class MeetingRequests:
         known = self._run(run, size)
         _check_rank(rank, size)
         if known.leases is not None and number == known.number:
-            known.leases.finish(rank, lease)
-            self._keep_leases(run, known)
+            with _leases_kept(known):
+                known.leases.finish(rank, lease)
         return None
 
     def _run(self, run: str, size: int) -> _Run:
@@ -179,57 +197,85 @@ class MeetingRequests:
         if known is None:
             known = self._runs[run] = self._read(run, size)
             while len(self._runs) > MAX_RUNS:
-                old, _ = self._runs.popitem(last=False)
-                for what in ("", LEASES):
-                    self._path(old, what).unlink(missing_ok=True)
+                _, old = self._runs.popitem(last=False)
+                old.kept.remove()
+                old.kept_leases.remove()
         if known.membership.size != size:
             raise ValueError(f"run {run} has {known.membership.size} workers, got {size}")
         return known
 
-    def _path(self, run: str, what: str = "") -> Path:
-        return self._folder / f"{MEETINGS}{run}{what}"
-
-    def _keep(self, run: str, membership: Membership, last: Met, result: Tensor) -> None:
-        """The last meeting alone: all members have heard of the one before when one is over."""
-        head = {"size": membership.size, "lost": sorted(membership.lost), "last": asdict(last)}
-        _write(self._path(run), json.dumps(head).encode() + b"\n", result.numpy().tobytes())
-
-    def _keep_leases(self, run: str, known: _Run) -> None:
-        assert known.leases is not None
-        kept = {"number": known.number, "leases": known.leases.to_plain()}
-        _write(self._path(run, LEASES), json.dumps(kept).encode())
-
     def _read(self, run: str, size: int) -> _Run:
-        known = _Run(Membership(size))
-        with suppress(FileNotFoundError):
-            head, _, result = self._path(run).read_bytes().partition(b"\n")
-            kept = json.loads(head)
+        """What an earlier server of the folder knew of a run, or a new one."""
+        path = self._folder / f"{MEETINGS}{run}"
+        kept = KeptBytes(path, what="what workers bring to their meetings")
+        kept_leases = KeptBytes(path.with_name(f"{path.name}{LEASES}"), what="what workers lease of the data")
+        known = _Run(Membership(size), kept, kept_leases)
+        if (content := kept.read()) is not None:
+            head, _, result = content.partition(b"\n")
+            plain = json.loads(head)
             last: dict[str, Any] = {
-                key: tuple(value) if isinstance(value, list) else value for key, value in kept["last"].items()
+                key: tuple(value) if isinstance(value, list) else value for key, value in plain["last"].items()
             }
-            known.membership = Membership(kept["size"])
-            known.membership.restore(Met(**last), kept["lost"])
-            known.result = torch.frombuffer(bytearray(result), dtype=torch.uint8) if result else known.result
-        with suppress(FileNotFoundError):
-            kept = json.loads(self._path(run, LEASES).read_bytes())
-            known.number, known.leases = kept["number"], ShardLeases.from_plain(kept["leases"])
-            # Deaths are in the other file. Killed before the next lease, the server left them out of this one.
-            for lost in known.membership.lost:
-                known.leases.lose(lost)
+            known.membership = Membership(plain["size"])
+            known.membership.restore(Met(**last), plain["lost"])
+            if not plain.get("has_result", True):
+                known.result = None
+            elif result:
+                known.result = torch.frombuffer(bytearray(result), dtype=torch.uint8)
+        _read_leases(known)
         return known
+
+
+def _keep(known: _Run, last: Met, result: Tensor | None) -> None:
+    """Write the last meeting alone: all members have heard of the one before when one is over.
+
+    Where there is no room for what came of it, that it is over is written all the same, and the rest is in memory. A
+    server that is killed then leaves a successor that knows who lives, and refuses to tell what came of the meeting.
+
+    Raises:
+        OSError: there is no room for either.
+    """
+    head = {"size": known.membership.size, "lost": sorted(known.membership.lost), "last": asdict(last)}
+    if result is not None:
+        try:
+            known.kept.write(json.dumps(head).encode() + b"\n", result.numpy().tobytes())
+            return
+        except OSError as error:
+            log.warning("What came of meeting %d of workers is kept in memory only: %s", last.number, error)
+    known.kept.write(json.dumps(head | {"has_result": False}).encode() + b"\n")
+
+
+@contextmanager
+def _leases_kept(known: _Run) -> Iterator[None]:
+    """Around a change of the leases, which is on the disk before a worker hears of it, or has not happened.
+
+    So no batch is leased twice by a server that was started anew, and none is lost whose lease could not be written.
+    """
+    try:
+        yield
+        assert known.leases is not None
+        plain = {"number": known.number, "leases": known.leases.to_plain()}
+        known.kept_leases.write(json.dumps(plain).encode())
+    except BaseException:
+        _read_leases(known)
+        raise
+
+
+def _read_leases(known: _Run) -> None:
+    """Take the leases as they were written last."""
+    content = known.kept_leases.read()
+    known.number, known.leases = 0, None
+    if content is not None:
+        plain = json.loads(content)
+        known.number, known.leases = plain["number"], ShardLeases.from_plain(plain["leases"])
+        # Deaths are in the other file. Killed before the next lease, the server left them out of this one.
+        for lost in known.membership.lost:
+            known.leases.lose(lost)
 
 
 def _check_rank(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
-
-
-def _write(path: Path, *parts: bytes) -> None:
-    beside = path.with_name(f"{path.name}.new")  # whole before it takes the name: a kill leaves the old file
-    with beside.open("wb") as file:
-        for part in parts:
-            file.write(part)
-    beside.replace(path)
 
 
 def _answer(*numbers: int) -> tuple[Tensor, ...]:

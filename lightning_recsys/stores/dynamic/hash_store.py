@@ -70,6 +70,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
 
     Raises:
         FileNotFoundError: there is no such folder.
+        OSError: a file lacks pages of its rows, and there is no room for them.
         RuntimeError: the store is open already, or a file of the folder is damaged.
     """
 
@@ -88,6 +89,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
         self._drawing = RowDrawing(layout, *self.dynamic.keys(layout.table_starts.values()), seed=self.seed)
         self._slot_bytes = _slot_bytes(layout, self.optimizer, self.normalization)
         self._mutex = threading.RLock()  # held by every call that looks at rows or makes some
+        arrays.keep(int(arrays["counters"][_ALLOCATED]))
         self._make_room(1)
         self._index = self._new_index()  # from a row's number to its slot; made anew where all rows are cleared
         self._note_size()
@@ -365,7 +367,7 @@ class HashEmbeddingStore(RowFiles, DynamicEmbeddingStore):
             raise OSError(
                 error.errno,
                 f"no room for more rows in {folder}, which has {there:,} of {self._slot_bytes} bytes"
-                f" ({error.strerror}). Use a folder with more room, more servers, admission or expire_after.",
+                f" ({error.strerror}). admission or expire_after make fewer rows.",
             ) from error
         self.arrays["counters"][_ALLOCATED] = stop
 

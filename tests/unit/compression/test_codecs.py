@@ -101,6 +101,10 @@ def test_topk_when_encoded_then_the_largest_are_sent_and_the_rest_stays(fraction
     expected[order.copy()] = tensor.flatten()[order.copy()].to(torch.bfloat16).float()
     assert torch.equal(sent.flatten(), expected)
     assert torch.equal(sent + residual, tensor)  # exact: what rounding took is a float32
+    before = tensor.clone()
+    alone = TopK(fraction).decode(TopK(fraction).encode(tensor), (37, 29))
+    assert torch.equal(alone, sent)
+    assert torch.equal(tensor, before)  # what is sent is not taken out of the caller's gradient
 
 
 def test_topk_when_many_gradients_are_sent_then_their_sum_is_that_of_all_but_the_residual():
@@ -208,4 +212,6 @@ def test_compression_when_a_codec_is_not_fit_then_it_is_refused_by_name(option, 
 def test_compression_when_one_name_is_given_then_it_is_for_both_ways():
     assert Compression.from_option("bf16") == Compression(BFloat16(), BFloat16())
     assert Compression.from_option({"gradients": "topk"}, top_k_fraction=0.5) == Compression(Uncompressed(), TopK(0.5))
+    without_feedback = Compression.from_option({"gradients": "topk"}, error_feedback=False)
+    assert without_feedback == Compression(Uncompressed(), TopK(0.1, error_feedback=False))
     assert make_codec("int8", "activations") == Int8()

@@ -30,6 +30,28 @@ def test_message_when_of_several_dtypes_then_floats_are_coded_and_the_rest_is_as
         assert traffic.cpu_seconds > 0
 
 
+def test_sender_when_feedback_is_off_then_no_batch_has_anything_of_another():
+    gradient, other = batch(10)[0], batch(10, seed=1)[0]
+    sender = Sender(TopK(0.1, error_feedback=False))
+    sender.encode([other])
+    fresh = Sender(TopK(0.1)).encode([gradient])
+    assert all(torch.equal(got, want) for got, want in zip(sender.encode([gradient]), fresh, strict=True))
+
+
+def test_training_when_feedback_is_off_then_each_step_is_of_the_largest_gradients_alone():
+    """Half the squared distance to a target; with feedback every element would move, and here the rest waits."""
+    codec, target = TopK(0.25, error_feedback=False), batch(4)[0]
+    sender, receiver, weight = Sender(codec), Receiver(codec), torch.zeros_like(target)
+    for _ in range(20):
+        gradient = weight - target
+        (sent,) = receiver.decode(sender.encode([gradient]), specs(describe([gradient])))
+        places = gradient.flatten().abs().topk(gradient.numel() // 4).indices
+        expected = torch.zeros(gradient.numel()).index_copy(0, places, gradient.flatten()[places])
+        torch.testing.assert_close(sent.flatten(), expected, rtol=0.01, atol=1e-6)
+        weight = weight - 0.5 * sent
+    assert (weight - target).abs().max() < 0.2 * target.abs().max()
+
+
 def test_sender_when_two_nets_send_then_neither_gets_what_the_other_kept_back():
     codec, (gradient, *_) = TopK(0.1), batch(10)
     one, other = Sender(codec), Sender(codec)

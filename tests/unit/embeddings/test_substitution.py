@@ -415,3 +415,13 @@ def test_bag_when_called_with_what_does_not_fit_then_errors_name_it(tmp_path, mo
     with pytest.raises(ValueError, match=match):
         model(*args)
     bound.release()
+
+
+def test_padding_row_when_written_while_the_weight_is_shown_then_is_what_is_looked_up(tmp_path):
+    model = Holder(nn.Embedding(10, 4, padding_idx=2))
+    substitution = substitute_embeddings(model, optimizer=RowSGD(), names=["emb"])
+    with substitution.shown_as_parameters():
+        nn.init.constant_(model.emb.weight, 3.0)
+    assert torch.equal(model.emb._padding_row, torch.full((4,), 3.0))
+    substitution.restore()
+    assert torch.equal(model(IDS), torch.full((*IDS.shape, 4), 3.0))

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from lightning_recsys.parameter_server import journal as journal_module
 from lightning_recsys.parameter_server.journal import LEASE_SECONDS, Journal, Undo, read_nonce
+from lightning_recsys.stores.folders import locality
 from lightning_recsys.stores.mapped_arrays import MappedArrays
 
 ALICE, BOB, CAROL = (bytes([letter]) * 16 for letter in b"abc")
@@ -30,8 +32,10 @@ def arrays(tmp_path):
 def clock(monkeypatch):
     class Clock:
         now = 1_000_000.0
+        CLOCK_BOOTTIME = "since the machine started"
 
-        def time(self):
+        def clock_gettime(self, which):
+            assert which == self.CLOCK_BOOTTIME
             return self.now
 
     clock = Clock()
@@ -93,6 +97,37 @@ def test_client_when_no_place_is_free_then_is_refused_until_one_was_cut_off_for_
     assert journal.register(CAROL) == slot
     assert journal.applied(slot) == 0
     assert journal.slot(ALICE) is None
+
+
+def test_client_when_the_wall_clock_jumps_while_the_server_is_started_again_then_keeps_its_place(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, max_clients=1)
+    journal.refuse(journal.register(ALICE), 1)  # it has pushed
+    journal.close()
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 660)
+    journal = Journal(tmp_path, max_clients=1)
+    assert journal.num_clients() == 1
+    with pytest.raises(RuntimeError, match="all 1 places for clients are taken"):
+        journal.register(BOB)
+    assert journal.slot(ALICE) == 0
+
+
+def test_client_when_the_machine_starts_again_then_has_the_whole_time_anew(tmp_path, clock, monkeypatch):
+    journal = Journal(tmp_path, max_clients=1)
+    journal.refuse(journal.register(ALICE), 1)
+    journal.close()
+    (tmp_path / "boot_id").write_text("another")
+    monkeypatch.setattr(locality, "BOOT_ID", tmp_path / "boot_id")
+    clock.now = 20.0
+    journal = Journal(tmp_path, max_clients=1)
+    clock.now += LEASE_SECONDS - 1
+    with pytest.raises(RuntimeError, match="all 1 places"):
+        journal.register(BOB)
+    journal.close()
+    clock.now += 2
+    journal = Journal(tmp_path, max_clients=1)  # within the same boot times go on
+    assert journal.num_clients() == 0
+    assert journal.register(BOB) == 0
 
 
 def test_client_when_connected_then_keeps_its_place_however_long_it_says_nothing(tmp_path, clock):

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from lightning_recsys.errors import RequestRefusedError, WorkerLostError
 from lightning_recsys.parameter_server.handler import RequestHandler
 from lightning_recsys.parameter_server.meetings import MeetingPlace, Meetings, ShareDealer
+from lightning_recsys.parameter_server.requests.kept import KeptBytes
 from lightning_recsys.parameter_server.wire import Limits, Request, Status, decode_reply, encode_request
 from lightning_recsys.strategies.common.workers.process_group import MeetingGroup, among_the_living
-from lightning_recsys.strategies.shadowsync.drivers import ForegroundHook
-from lightning_recsys.strategies.shadowsync.rounds import Rounds
+from lightning_recsys.strategies.replicas.drivers import ForegroundHook
+from lightning_recsys.strategies.replicas.rounds import Rounds
 from lightning_recsys.sync import ModelAveraging, RoundSchedule
 
 
@@ -296,11 +297,36 @@ def test_meeting_when_its_end_cannot_be_kept_then_nobody_hears_of_it(place, monk
 
     come(0), come(1)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_recsys.parameter_server.requests.meetings._write", full)
+        patch.setattr(KeptBytes, "write", full)
         for rank in (2, 0):
             with pytest.raises(RequestRefusedError, match="no space left"):
                 come(rank)
     assert come(1)[1].tolist() == [0] * 8 + [1] * 8 + [2] * 8
+
+
+def test_lease_when_it_cannot_be_kept_then_it_is_not_taken_and_the_next_who_asks_has_it(place, monkeypatch):
+    def take(rank, latest=0, number=1):
+        arguments = {"rank": rank, "number": number, "shard": 20, "lease": 8, "latest": latest}
+        return place.server.request("take_share", arguments={"run": "run1", "size": 3, **arguments}).arrays[0].tolist()
+
+    def full(*_):
+        raise OSError("no space left on the device")
+
+    def refused(*arguments, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(KeptBytes, "write", full)
+            with pytest.raises(RequestRefusedError, match="no space left"):
+                take(*arguments, **options)
+
+    refused(0)  # the first of all
+    assert take(0) == [1, 1, 0, 0, 8]
+    refused(0, latest=1)
+    assert take(1) == [1, 2, 1, 0, 8]
+    assert take(0, latest=1) == [1, 3, 0, 8, 16]
+    refused(2, number=2)  # the first of the next pass
+    assert take(2) == [1, 4, 2, 0, 8]
+    place.server.restart()
+    assert take(2, latest=4) == [1, 5, 2, 8, 16]
 
 
 def test_workers_when_each_waits_for_something_else_then_it_is_said_instead_of_waiting_for_ever(place):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_recsys.parameter_server import links, waiting
+from lightning_recsys.parameter_server import client, waiting
 from lightning_recsys.parameter_server.waiting import LONGEST_PAUSE, LOOK_SECONDS, PATIENCE_SECONDS, turns
 
 
@@ -23,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (links, waiting):
+    for module in (client, waiting):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -22,7 +22,7 @@ from lightning_recsys.parameter_server.wire import (
 )
 
 CLIENT = bytes(range(1, 17))
-LIMITS = Limits(frames=3, header_bytes=4096, message_bytes=1 << 16, rows=100)
+LIMITS = Limits(header_bytes=4096, message_bytes=1 << 16, rows=100)
 
 
 def good(**changes):
@@ -158,14 +158,19 @@ def test_request_when_its_header_is_none_then_is_refused(frames, reason):
 
 
 def test_request_when_over_a_limit_then_is_refused_under_its_id():
-    one = torch.zeros(1, dtype=torch.int64)
-    many = frames_of(good(id=77, arrays=[["i8", [1]]] * 4), one, one, one, one)
-    with pytest.raises(MessageError, match="at most 3 arrays, got 4") as caught:
-        decode_request(many, LIMITS)
-    assert caught.value.request_id == 77
     large = torch.zeros(1 << 14, dtype=torch.int64)
-    with pytest.raises(MessageError, match="at most 65536 bytes, got 131072"):
-        decode_request(frames_of(good(arrays=[["i8", [1 << 14]]]), large), LIMITS)
+    with pytest.raises(MessageError, match="at most 65536 bytes, got 131072") as caught:
+        decode_request(frames_of(good(id=77, arrays=[["i8", [1 << 14]]]), large), LIMITS)
+    assert caught.value.request_id == 77
+
+
+def test_request_when_of_many_arrays_then_the_size_of_its_header_bounds_their_number():
+    one = torch.zeros(1, dtype=torch.int64)
+    frames = frames_of(good(arrays=[["i8", [1]]] * 500), *[one] * 500)
+    assert len(decode_request(frames, LIMITS).arrays) == 500
+    frames = frames_of(good(arrays=[["i8", [1]]] * 1000), *[one] * 1000)
+    with pytest.raises(MessageError, match="header has at most 4096 bytes"):
+        decode_request(frames, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,7 @@ def test_reply_when_it_is_none_then_is_refused(header, reason):
 
 
 def test_messages_when_two_wait_then_each_comes_whole_and_alone_and_then_none():
-    messages = [[b"a", b"", b"b" * 1000], [b"c"]]
+    messages = [[b"a" * 10, b"", b"b" * 1000], [b"c"]]
     with zmq.Context() as context, context.socket(zmq.PAIR) as there, context.socket(zmq.PAIR) as here:
         there.bind("inproc://messages")
         here.connect("inproc://messages")
@@ -193,3 +198,31 @@ def test_messages_when_two_wait_then_each_comes_whole_and_alone_and_then_none():
         assert [[frame.bytes for frame in receive_frames(here)] for _ in messages] == messages
         with pytest.raises(zmq.Again):
             receive_frames(here)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_message_when_it_has_more_frames_than_its_header_describes_then_few_are_kept_and_it_is_refused(before):
+    array = torch.ones(1)
+    header, frame = encode_request(Request("pull", 1, bytes(range(16)), arrays=[array]))
+    with zmq.Context() as context, context.socket(zmq.PAIR) as there, context.socket(zmq.PAIR) as here:
+        there.bind("inproc://messages")
+        here.connect("inproc://messages")
+        for message in ([header, frame, *[b""] * 100_000], [b""] * 100_000, [header, frame]):
+            send_frames(there, [b"sender"] * before + message)
+        crowded, empty, good = ([*receive_frames(here, before=before)][before:] for _ in range(3))
+        with pytest.raises(zmq.Again):
+            receive_frames(here, before=before)
+        for frames in (crowded, empty):
+            assert len(frames) <= 2 + len(header) // 5
+            with pytest.raises(MessageError):
+                decode_request(frames, LIMITS)
+        assert torch.equal(decode_request(good, LIMITS).arrays[0], array)
+
+
+def test_header_when_it_describes_as_many_arrays_as_it_can_then_all_of_them_are_received():
+    arrays = [torch.ones(1)] * 1000
+    with zmq.Context() as context, context.socket(zmq.PAIR) as there, context.socket(zmq.PAIR) as here:
+        there.bind("inproc://messages")
+        here.connect("inproc://messages")
+        send_frames(there, encode_request(Request("p", 1, bytes(range(16)), arrays=arrays)))
+        assert len(decode_request(receive_frames(here), Limits()).arrays) == 1000

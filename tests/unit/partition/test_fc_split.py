@@ -224,7 +224,7 @@ def test_choice_when_the_link_is_slow_then_nothing_is_split():
 
 def test_choice_when_a_layer_is_too_large_for_each_server_then_it_is_split():
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
-    machines = group(server_memory=20_000, link=Network(1e3))
+    machines = group(server_memory=40_000, link=Network(1e3))
     (first, *_) = choose_splits(model, [torch.randn(BATCH, 64)], machines)
     assert first.path == "0"
     graph = trace(split_layers(model, [first]).model, [torch.randn(BATCH, 64)]).operators

@@ -379,7 +379,9 @@ def test_room_when_there_is_none_then_the_error_says_so_and_nothing_is_changed(s
             break
         store.apply_row_gradients(ids, torch.ones(10_000, 16), lr=1.0)
     live = store.num_live
-    with pytest.raises(OSError, match=r"no room for more rows in .*dynamic.*No space left.*expire_after"):
+    with pytest.raises(
+        OSError, match=r"no room for more rows in .*dynamic.*needs .* bytes.*No space left.*expire_after"
+    ):
         store.apply_row_gradients(ids, torch.ones(10_000, 16), lr=1.0)
     assert store.num_live == live
     assert torch.equal(store.lookup(torch.arange(10)), before)

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from lightning_recsys.stores import locality
-from lightning_recsys.stores.locality import file_system, place_of, why_not_local
+from lightning_recsys.stores.folders import locality
+from lightning_recsys.stores.folders.locality import file_system, place_of, why_not_local
 
 ROOT = "22 1 0:1 / / rw,relatime - ext4 /dev/vda rw"
 

@@ -142,7 +142,7 @@ def test_dense_parts_when_pushed_apart_then_each_has_its_version_and_its_steps(s
                 steps[part] += 1
                 options = {"lr": 0.1, "step": steps[part]}
                 rule.update_(rows[part], piece.unsqueeze(0), states[part], **options)
-    values, versions, _ = store.begin_versioned_pull()()
+    values, versions = store.begin_versioned_pull()()
     torch.testing.assert_close(values, torch.cat(rows, 1)[0])
     assert versions.tolist() == steps == [4, 4]
     assert store.observed.counts == {1: 8}
@@ -153,22 +153,20 @@ ACCUMULATOR = {"RowAdagrad": "sum", "RowAdam": "exp_avg_sq", "RowFTRL": "accumul
 
 @pytest.mark.parametrize("inner", [RowAdagrad(1.0), RowAdam(1.0), RowFTRL(1.0)], ids=lambda x: type(x).__name__)
 def test_dense_parts_when_discounted_by_the_step_of_all_workers_then_equal_the_eager_form(stores, inner):
-    """Parts rest for whole periods; another store has been pushed to more often, of which two pushes tell."""
+    """Parts rest for whole periods; another store counts the pushes, of which some go to that one alone."""
     swap = RowSWAP(inner=inner, period=3, discount=0.5)
     initial, random = torch.randn(7) / 10, torch.Generator().manual_seed(3)
     store = stores.create_dense_store("v", initial, optimizer=swap, normalization=IDENTITY, parts=(3, 4))
     rows = [initial[:3].clone().unsqueeze(0), initial[3:].clone().unsqueeze(0)]
     states, steps, step = [inner.initial_state(row) for row in rows], [0, 0], 0
     for push in range(1, 31):
-        told = {11: 17, 20: 40}.get(push, 0)
-        before, step = step, max(step + 1, told)
+        before, step = step, step + {11: 7, 20: 15}.get(push, 1)
         for state in states:  # at the end of each period, whoever is trained
             for _ in range(step // 3 - before // 3):
                 discount_state_(inner, state, torch.tensor([0.5]), lr=0.1)
         trained = [push % 7 > 4 or push == 30, torch.rand(1, generator=random).item() < 0.3 or push == 30]
         gradient = torch.randn(7, generator=random)
-        store.push_gradient(gradient, lr=0.1, trained=torch.tensor(trained), step=told)
-        assert store.begin_versioned_pull()()[2] == step
+        assert store.push_gradient(gradient, lr=0.1, trained=torch.tensor(trained), step=step)() == step
         for part, piece in enumerate((gradient[:3], gradient[3:])):
             if trained[part]:
                 steps[part] += 1
@@ -178,14 +176,15 @@ def test_dense_parts_when_discounted_by_the_step_of_all_workers_then_equal_the_e
     torch.testing.assert_close(store.read(name), torch.cat([state[name] for state in states], 1)[0])
     assert store.read(VERSION).tolist() == steps
     assert store.read("period").tolist() == [step // 3 * 3 + 1] * 2
+    assert store.read("step").tolist() == [0], "it counts those whose number it is not told"
 
 
 def test_dense_parts_when_pushed_by_two_workers_in_turns_then_staleness_is_that_of_the_schedule(stores):
     options = {"optimizer": RowSGD(1.0), "normalization": LINEAR, "parts": (2, 1)}
     store = stores.create_dense_store("v", torch.zeros(3), **options)
     gradient = torch.full((3,), -6.0)
-    _, first, _ = store.begin_versioned_pull()()
-    _, second, _ = store.begin_versioned_pull()()
+    _, first = store.begin_versioned_pull()()
+    _, second = store.begin_versioned_pull()()
     store.push_gradient(gradient, lr=1.0, versions=first)
     store.push_gradient(gradient, lr=1.0, versions=second, trained=torch.tensor([True, False]))
     assert store.pull().tolist() == [9.0, 9.0, 6.0]

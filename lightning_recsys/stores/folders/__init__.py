@@ -1,0 +1,1 @@
+"""What stores ask about the folders that their files lie in."""
